@@ -1,0 +1,21 @@
+"""Hatchling's hook: builds the SQL files and carries them into the wheel as pgdefer/_sql."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import build as sql_build
+
+
+class SqlBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Runs extension/build.py, so that an install straight from the sources works too."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Build into build/ and copy it; an editable install reads build/ itself."""
+        if version != "editable":
+            sql_build.build()
+            build_data["force_include"][str(sql_build.BUILD)] = "pgdefer/_sql"

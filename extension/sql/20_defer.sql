@@ -1,0 +1,254 @@
+-- Deferring: only appends to the log. What needs agreement is decided after commit (30_admission.sql).
+--
+-- The flags of a job say which gates and duties it has, so that a job without any costs nothing more:
+--   1 ordered lock      2 mutex lock       4 concurrency keys    8 needs          16 scheduled_at
+--  32 held             64 expires_at     128 timeout           256 queueing_lock 512 retain of its own
+-- 1024 has crashed    2048 has a job_state row   4096 is needed   8192 queueing_lock until finish
+
+-- Locks: none but the latch (57_sleep.sql), shared and by try; with queueing_lock, its row.
+-- Raises: 22023, QJ001 (a need or parent that isn't visible), QJ004.
+create or replace function queue.defer(
+  task text, args jsonb default '{}', queue text default null, priority integer default null,
+  lock text default null, queueing_lock text default null, scheduled_at timestamptz default null,
+  deadline timestamptz default null, needs bigint[] default null,
+  concurrency_key text default null, concurrency_limit integer default null, options jsonb default null)
+returns bigint language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_task record;
+  v_id bigint;
+  v_queue text := defer.queue;
+  v_args jsonb := coalesce(defer.args, '{}');
+begin
+  if defer.task is null or defer.task = '' or octet_length(defer.task) > 1000 then
+    perform queue._check_name('task', defer.task);
+  elsif jsonb_typeof(v_args) <> 'object' then
+    perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(v_args));
+  end if;
+  select t.is_plain, t.queue, t.priority into v_task from queue.task t where t.name = defer.task;
+  if v_task.is_plain is not false and coalesce(defer.lock, defer.queueing_lock, defer.concurrency_key) is null and defer.options is null
+    and defer.scheduled_at is null and defer.deadline is null and defer.needs is null and defer.concurrency_limit is null then
+    v_queue := case when v_queue <> '' then v_queue when v_queue = '' then 'default' else coalesce(v_task.queue, 'default') end;
+    if octet_length(v_queue) > 1000 or right(v_queue, 1) = '*' then
+      perform queue._check_queue(v_queue);
+    end if;
+    insert into queue.job (task, args, queue, priority)
+    values (defer.task, v_args, v_queue, coalesce(defer.priority, v_task.priority, 0))
+    returning id into v_id;
+  else
+    v_id := queue._defer_full(defer.task, v_args, v_queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
+                              defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
+  end if;
+  if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
+    perform queue._wake();
+  end if;
+  return v_id;
+end $$;
+comment on function queue.defer(text, jsonb, text, integer, text, text, timestamptz, timestamptz, bigint[], text, integer, jsonb) is
+  'Defers a job and returns its id. Workers see it if and only if the transaction commits. NULL takes the task''s registered default, then the system''s (queue default, priority 0); empty text means none. lock, queueing_lock and concurrency_key may hold {field}, filled from args.';
+
+-- defer with everything that a job can have: fills defaults, checks, and appends.
+-- Locks and errors: as defer.
+create or replace function queue._defer_full(
+  p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text, p_scheduled_at timestamptz,
+  p_deadline timestamptz, p_needs bigint[], p_concurrency_key text, p_concurrency_limit integer, p_options jsonb)
+returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_task record;
+  v_id bigint;
+  v_flags integer := 0;
+  v_queue text;
+  v_lock text;
+  v_queueing_lock text;
+  v_options jsonb := '{}';
+  v_given jsonb := '{}';
+  v_scheduled_at timestamptz := p_scheduled_at;
+  v_deadline timestamptz;
+  v_keys text[];
+  v_limits integer[];
+  v_needs bigint[];
+begin
+  if p_options is not null and jsonb_typeof(p_options) <> 'null' then
+    v_given := queue._check_options(p_options);
+  end if;
+  select t.* into v_task from queue.task t where t.name = p_task;
+  v_options := coalesce(v_task.options, '{}') || v_given;
+  v_queue := coalesce(nullif(coalesce(p_queue, v_task.queue), ''), 'default');
+  perform queue._check_queue(v_queue);
+  v_lock := queue._fill('lock', nullif(coalesce(p_lock, v_task.lock), ''), p_args);
+  v_queueing_lock := queue._fill('queueing_lock', nullif(coalesce(p_queueing_lock, v_task.queueing_lock), ''), p_args);
+  if v_lock is not null then
+    perform queue._check_name('lock', v_lock);
+    v_flags := v_flags | case when v_options ->> 'lock_mode' = 'mutex' then 2 else 1 end;
+  end if;
+  -- concurrency: what the call names takes the place of the task's keys
+  if coalesce(p_concurrency_key, '') <> '' or v_given ? 'concurrency' then
+    select c.keys, c.limits into v_keys, v_limits
+    from queue._check_concurrency(p_concurrency_key, coalesce(p_concurrency_limit, v_task.limits[1]), v_given -> 'concurrency') c;
+  elsif p_concurrency_key is null then
+    perform queue._check_concurrency(null, p_concurrency_limit, null);
+    v_keys := v_task.keys;
+    v_limits := v_task.limits;
+    if p_concurrency_limit is not null and v_limits is not null then
+      v_limits[1] := p_concurrency_limit;
+    end if;
+  end if;
+  if v_keys is not null then
+    for i in 1 .. cardinality(v_keys) loop
+      v_keys[i] := queue._fill('concurrency_key', v_keys[i], p_args);
+    end loop;
+    if cardinality(v_keys) > 1 and (select count(distinct k) from unnest(v_keys) k) < cardinality(v_keys) then
+      perform queue._invalid('a concurrency key is named twice', 'Name each key once.', 'keys: ' || v_keys::text);
+    end if;
+    v_flags := v_flags | 4;
+  end if;
+  -- time
+  if v_given ? 'delay' or (p_scheduled_at is null and v_options ? 'delay') then
+    if p_scheduled_at is not null then
+      perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
+    end if;
+    v_scheduled_at := clock_timestamp() + queue._interval('delay', v_options -> 'delay');
+  end if;
+  if v_scheduled_at is not null then
+    if not isfinite(v_scheduled_at) then
+      perform queue._invalid('scheduled_at must be finite', 'Use options {"held": true} for a job without a time.');
+    end if;
+    v_flags := v_flags | 16;
+  end if;
+  if v_options ? 'expires_at' then
+    v_flags := v_flags | 64;
+  end if;
+  v_deadline := coalesce(p_deadline, clock_timestamp() + v_task.deadline);
+  if v_options ? 'parent' then
+    v_deadline := coalesce(p_deadline, queue._parent_deadline((v_options ->> 'parent')::bigint), v_deadline);
+  end if;
+  -- needs
+  if cardinality(p_needs) > 0 then
+    v_needs := queue._check_needs(p_needs);
+    v_flags := v_flags | 8;
+  end if;
+  if (v_options ->> 'held')::boolean then
+    v_flags := v_flags | 32;
+  end if;
+  if v_options ? 'timeout' then
+    v_flags := v_flags | 128;
+  end if;
+  if v_options ? 'retain' then
+    v_flags := v_flags | 512;
+  end if;
+  if v_queueing_lock is not null then
+    perform queue._check_name('queueing_lock', v_queueing_lock);
+    v_id := queue._take_queueing_lock(v_queueing_lock, coalesce(v_options ->> 'on_conflict', 'raise'), p_args,
+                                      coalesce(p_priority, v_task.priority, 0), v_scheduled_at);
+    if v_id < 0 then
+      return -v_id;
+    end if;
+    v_flags := v_flags | case when v_options ->> 'unique_until' = 'finish' then 8192 else 256 end;
+  end if;
+  insert into queue.job (id, task, args, queue, priority, lock, queueing_lock, scheduled_at, deadline, needs, keys, limits, flags, options)
+  values (coalesce(v_id, nextval('queue.job_id_seq')), p_task, p_args, v_queue, coalesce(p_priority, v_task.priority, 0), v_lock,
+          v_queueing_lock, v_scheduled_at, v_deadline, v_needs, v_keys, v_limits, v_flags,
+          nullif(v_options - '{delay,held,on_conflict,concurrency}'::text[], '{}'))
+  returning id into v_id;
+  return v_id;
+end $$;
+
+-- All or nothing; a job of the plain kind (task, args, queue, priority) costs about 3 us.
+-- Locks and errors: as defer.
+create or replace function queue.defer_many(jobs jsonb)
+returns setof bigint language plpgsql volatile parallel unsafe security definer rows 1000
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_job jsonb;
+  v_bad record;
+begin
+  if jsonb_typeof(defer_many.jobs) is distinct from 'array' then
+    perform queue._invalid('jobs must be a JSON array', 'Pass [{"task": text, "args": object, ...}, ...].');
+  end if;
+  if not exists (
+    select from jsonb_array_elements(defer_many.jobs) e
+    where jsonb_typeof(e) <> 'object' or e - '{task,args,queue,priority}'::text[] <> '{}'
+      or jsonb_typeof(e -> 'task') is distinct from 'string' or coalesce(jsonb_typeof(e -> 'args'), 'object') <> 'object'
+      or coalesce(jsonb_typeof(e -> 'priority'), 'number') <> 'number' or coalesce(jsonb_typeof(e -> 'queue'), 'string') <> 'string')
+    and not exists (
+      select from (select distinct e ->> 'task' as task from jsonb_array_elements(defer_many.jobs) e) e
+      left join queue.task t on t.name = e.task
+      where not t.is_plain or e.task = '' or octet_length(e.task) > 1000)
+    and not exists (
+      select from (select distinct e ->> 'queue' as queue from jsonb_array_elements(defer_many.jobs) e) e
+      where octet_length(e.queue) > 1000 or right(e.queue, 1) = '*')
+  then
+    return query
+      with appended as (
+        insert into queue.job (task, args, queue, priority)
+        select j.task, coalesce(j.args, '{}'), coalesce(nullif(coalesce(j.queue, t.queue), ''), 'default'), coalesce(j.priority, t.priority, 0)
+        from jsonb_to_recordset(defer_many.jobs) j (task text, args jsonb, queue text, priority integer)
+        left join queue.task t on t.name = j.task
+        returning id)
+      select a.id from appended a;
+  else
+    for v_job in select jsonb_array_elements(defer_many.jobs) loop
+      perform queue._check_keys('a job', v_job, array['task', 'args', 'queue', 'priority', 'lock', 'queueing_lock', 'scheduled_at',
+        'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
+      if coalesce(jsonb_typeof(v_job -> 'args'), 'object') <> 'object' then
+        perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.');
+      end if;
+      return next queue._defer_json(v_job);
+    end loop;
+  end if;
+  if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
+    perform queue._wake();
+  end if;
+end $$;
+comment on function queue.defer_many(jsonb) is
+  'Defers an array of jobs, each an object with the names of defer''s arguments. Returns the ids in input order; all or nothing.';
+
+-- Raises: as defer; 22023 for values of a wrong type.
+create or replace function queue._defer_json(p_job jsonb)
+returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_job record;
+begin
+  begin
+    select j.* into v_job from jsonb_to_record(p_job) j (
+      task text, queue text, priority integer, lock text, queueing_lock text, scheduled_at timestamptz, deadline timestamptz,
+      needs bigint[], concurrency_key text, concurrency_limit integer);
+  exception when data_exception or invalid_text_representation or datetime_field_overflow or numeric_value_out_of_range then
+    perform queue._invalid('a job has a value of a wrong type', 'Pass each key as defer''s argument of that name takes it.', sqlerrm);
+  end;
+  return queue.defer(v_job.task, nullif(p_job -> 'args', 'null'), v_job.queue, v_job.priority, v_job.lock, v_job.queueing_lock,
+                     v_job.scheduled_at, v_job.deadline, v_job.needs, v_job.concurrency_key, v_job.concurrency_limit,
+                     nullif(p_job -> 'options', 'null'));
+end $$;
+
+-- Locks and errors: as defer.
+create or replace function queue.defer_trigger()
+returns trigger language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_keys jsonb := '{}';
+  v_row jsonb;
+begin
+  if tg_level <> 'ROW' then
+    perform queue._invalid('defer_trigger is for row triggers', 'Create the trigger FOR EACH ROW.', 'trigger: ' || tg_name);
+  elsif tg_nargs not between 1 and 2 then
+    perform queue._invalid('defer_trigger takes a task and, at will, defer''s keys',
+                           'EXECUTE FUNCTION queue.defer_trigger(''task'', ''{"queue": "..."}'').', 'trigger: ' || tg_name);
+  elsif tg_nargs = 2 then
+    begin
+      v_keys := tg_argv[1]::jsonb;
+    exception when invalid_text_representation then
+      perform queue._invalid('defer_trigger''s second argument is not JSON', 'Pass an object of defer''s keys.', 'trigger: ' || tg_name);
+    end;
+    perform queue._check_keys('defer_trigger''s second argument', v_keys, array['queue', 'priority', 'lock', 'queueing_lock',
+      'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
+  end if;
+  v_row := case when tg_op = 'DELETE' then to_jsonb(old) else to_jsonb(new) end;
+  perform queue._defer_json(v_keys || jsonb_build_object('task', tg_argv[0], 'args', v_row));
+  return case when tg_op = 'DELETE' then old else new end;
+end $$;
+comment on function queue.defer_trigger() is
+  'Row trigger that defers a job: defer_trigger(task [, defer''s keys as JSON]). The args are the NEW row, OLD on DELETE.';

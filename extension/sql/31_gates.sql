@@ -1,0 +1,181 @@
+-- The gates, in their order: held, needs, schedule, a paused task, the lock's turn, slots. A job is
+-- looked at once per gate, and waits in that gate's own place. Everything here runs under ADM.
+
+-- New jobs that are not plain: joins locks, writes needs, and sends them to their first gate.
+create or replace function queue._admit_gated(p_ids bigint[], p_high_lock_id bigint, p_park boolean)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[] := p_ids;
+  v_gone bigint[];
+  v_flags integer;
+begin
+  select array_agg(j.id order by j.id), bit_or(j.flags) into v_ids, v_flags
+  from unnest(p_ids) u (id)
+  cross join lateral (select j.id, j.flags from queue.job j where j.id = u.id offset 0) j
+  where not (p_park and j.flags & 1 <> 0);
+  if p_park and cardinality(v_ids) is distinct from cardinality(p_ids) then
+    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(p_ids) u (id) where u.id <> all (coalesce(v_ids, '{}'));
+  end if;
+  if v_ids is null then
+    return;
+  end if;
+  if v_flags & 3 <> 0 then
+    perform queue._join_locks(v_ids, p_high_lock_id);
+  end if;
+  if v_flags & 8 <> 0 then
+    perform queue._join_needs(v_ids);
+  end if;
+  if v_flags & 64 <> 0 then
+    insert into queue.expiry (id, at)
+    select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j where j.id = any (v_ids) and j.flags & 64 <> 0;
+  end if;
+  if v_flags & 32 <> 0 then
+    with held as (
+      insert into queue.waiting (id, reason) select j.id, 'held' from queue.job j where j.id = any (v_ids) and j.flags & 32 <> 0
+      returning id)
+    select array_agg(h.id) into v_gone from held h;
+    v_ids := array(select u.id from unnest(v_ids) u (id) where u.id <> all (v_gone));
+  end if;
+  perform queue._route(v_ids, false);
+end $$;
+
+-- Sends jobs that are in no gate to the first that is shut for them, or to queue.live.
+-- p_has_turn: they had the turn at their lock (they come from queue.live) and keep it.
+create or replace function queue._route(p_ids bigint[], p_has_turn boolean)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_flags integer;
+  v_is_later boolean;
+  v_pass bigint[] := p_ids;
+begin
+  if v_pass is null or v_pass = '{}' then
+    return;
+  end if;
+  select bit_or(j.flags | coalesce(s.extra_flags, 0)), bool_or(coalesce(s.scheduled_at, j.scheduled_at) > v_now) into v_flags, v_is_later
+  from unnest(p_ids) u (id)
+  cross join lateral (select j.flags, j.scheduled_at from queue.job j where j.id = u.id offset 0) j
+  left join lateral (select s.scheduled_at, s.extra_flags from queue.job_state s where s.id = u.id offset 0) s on true;
+  if p_has_turn and v_flags & 3 <> 0 then
+    perform queue._keep_turns(p_ids);
+  end if;
+  if v_flags & 8 <> 0 then
+    v_pass := queue._wait_for_needs(v_pass);
+  end if;
+  if v_is_later then
+    with seen as materialized (
+      select u.id, coalesce(s.scheduled_at, j.scheduled_at) as at
+      from unnest(v_pass) u (id)
+      cross join lateral (select j.scheduled_at from queue.job j where j.id = u.id offset 0) j
+      left join lateral (select s.scheduled_at from queue.job_state s where s.id = u.id offset 0) s on true),
+    later as (
+      insert into queue.waiting (id, reason, at) select x.id, 'schedule', x.at from seen x where x.at > v_now)
+    select array_agg(x.id order by x.id) into v_pass from seen x where x.at is null or x.at <= v_now;
+  end if;
+  if v_pass is not null and exists (select from queue.pause p where p.task is not null) then
+    v_pass := queue._wait_for_task(v_pass);
+  end if;
+  if v_pass is not null and v_flags & 1 <> 0 then
+    v_pass := queue._wait_for_turn(v_pass, p_has_turn);
+  end if;
+  if v_pass is not null then
+    perform queue._to_slots(v_pass);
+  end if;
+end $$;
+
+-- Moves jobs whose time has come on. Returns the new mark: nothing that waits lies before it.
+create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer)
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_ids bigint[];
+  v_at timestamptz;
+begin
+  with due as (
+    delete from queue.waiting w
+    where w.ctid = any (array(select d.ctid from queue.waiting d
+                              where d.at >= p_due_at and d.at <= v_now order by d.at, d.id limit p_slice))
+    returning w.id, w.at)
+  select array_agg(d.id order by d.id), max(d.at) into v_ids, v_at from due d;
+  perform queue._route(v_ids, false);
+  return case when cardinality(v_ids) >= p_slice then v_at else v_now end;
+end $$;
+
+-- Admits jobs that were put aside while there was a backlog. Returns whether there were any.
+create or replace function queue._unpark(p_slice integer)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[];
+begin
+  with parked as (
+    delete from queue.waiting w
+    where w.id = any (array(select p.id from queue.waiting p where p.reason = 'parked' order by p.id limit p_slice))
+    returning w.id)
+  select array_agg(p.id) into v_ids from parked p;
+  if v_ids is null then
+    return false;
+  end if;
+  -- parked jobs come in the order of ids, after everything that the backlog held
+  perform queue._admit_gated(v_ids, (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1), false);
+  return true;
+end $$;
+
+-- Where jobs go in queue.live: lane, order key, flags and attempts so far. Makes lanes that are missing.
+-- The flag 2 stands for the semaphore 'm' || lock, which ordered jobs of a lock with mutex members ask too.
+create or replace function queue._place(
+  p_ids bigint[], out ids bigint[], out lanes integer[], out deadlines timestamptz[], out flags smallint[], out attempts smallint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_queues text[];
+  v_priorities integer[];
+  v_kinds smallint[];
+begin
+  for v_pass in 1 .. 2 loop
+    select array_agg(x.id order by x.id), array_agg(x.deadline order by x.id),
+      array_agg((x.flags | coalesce(l.extra_flags, 0))::smallint order by x.id), array_agg(x.attempts order by x.id),
+      array_agg(x.queue order by x.id), array_agg(x.priority order by x.id), array_agg(x.kind order by x.id), array_agg(l.lane order by x.id)
+    into ids, deadlines, flags, attempts, v_queues, v_priorities, v_kinds, lanes
+    from (
+      select y.id, y.deadline, y.queue, y.priority, y.attempts, y.flags | y.mixed as flags,
+        (case when y.flags & 1024 <> 0 then 2
+              when (y.flags | y.mixed) & (2 | 4 | 64 | 256 | 8192) <> 0
+                or exists (select from queue.queue_config c where c.queue = y.queue and (c.max_running is not null or c.rate_limit is not null))
+              then 1 else 0 end)::smallint as kind
+      from (
+        select j.id, coalesce(s.deadline, j.deadline, 'infinity') as deadline, coalesce(s.queue, j.queue) as queue,
+          coalesce(s.priority, j.priority) as priority, coalesce(s.attempts, 0)::smallint as attempts,
+          (j.flags | coalesce(s.extra_flags, 0)) & (1 | 2 | 4 | 8 | 64 | 128 | 256 | 512 | 8192) | case when s.crashes > 0 then 1024 else 0 end
+            | case when s.id is not null then 2048 else 0 end
+            | case when exists (select from queue.need d where d.need_id = j.id) then 4096 else 0 end as flags,
+          case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0 and exists (select from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex)
+               then 2 else 0 end as mixed
+        from unnest(p_ids) u (id)
+        cross join lateral (select j.id, j.queue, j.priority, j.deadline, j.flags, j.lock from queue.job j where j.id = u.id offset 0) j
+        left join lateral (select s.id, s.queue, s.priority, s.deadline, s.lock, s.attempts, s.crashes, s.extra_flags
+                           from queue.job_state s where s.id = u.id offset 0) s on true) y) x
+    left join lateral (select l.lane, l.extra_flags from queue.lane l
+                       where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind offset 0) l on true;
+    exit when array_position(lanes, null) is null;
+    insert into queue.lane (queue, priority, kind, paused_until, extra_flags)
+    select distinct u.queue, u.priority, u.kind, queue._paused_until(u.queue),
+      case when exists (select from queue.queue_config c where c.queue = u.queue and c.retain is not null) then 512 else 0 end
+    from unnest(v_queues, v_priorities, v_kinds, lanes) u (queue, priority, kind, lane) where u.lane is null;
+  end loop;
+end $$;
+
+-- Puts placed jobs into queue.live and lowers low marks.
+create or replace function queue._to_live(
+  p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  insert into queue.live (id, deadline, lane, attempt, flags)
+  select u.id, u.deadline, u.lane, u.attempt, u.flags
+  from unnest(p_ids, p_deadlines, p_lanes, p_attempts, p_flags) u (id, deadline, lane, attempt, flags);
+  perform queue._lower(p_lanes, p_deadlines, p_ids);
+end $$;

@@ -1,0 +1,304 @@
+-- Fetching: claims what is ready, and admits when there is too little.
+
+-- Locks: rows of queue.live by skip locked; ADM, waited for only while nothing is held.
+-- Raises: 22023, QJ007, QJ008.
+-- Why nothing is claimed twice: the claim is an update of a row that this transaction has locked, found
+-- unclaimed in its newest version. Why no limit is exceeded: rows of limited lanes are claimed under ADM
+-- only (_claim_limited).
+create or replace function queue.fetch(
+  worker bigint, queues text[] default null, max_jobs integer default 1, options jsonb default null)
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
+               scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb, parent bigint)
+language plpgsql volatile parallel unsafe security definer rows 50
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform queue._check_isolation();
+  end if;
+  return query select f.* from queue._fetch(worker, queues, max_jobs, options, true) f;
+end $$;
+comment on function queue.fetch(bigint, text[], integer, jsonb) is
+  'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone, order (mixed | listed), tasks, deadline_within.';
+
+-- p_may_wait: the transaction holds no row that the holder of ADM could need.
+create or replace function queue._fetch(p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean)
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
+               scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb, parent bigint)
+language plpgsql volatile parallel unsafe security invoker rows 50 as $$
+#variable_conflict use_column
+declare
+  v_queues text[] := p_queues;
+  v_claim bigint;
+  v_lanes integer[];
+  v_kind smallint;
+  v_ids bigint[] := '{}';
+  v_has_adm boolean := false;
+  v_has_more boolean := false;
+  v_now timestamptz := clock_timestamp();
+begin
+  if p_max_jobs is null or p_max_jobs < 1 then
+    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
+  end if;
+  perform from queue.worker w where w.id = p_worker and w.gone_at is null;
+  if not found then
+    perform queue._worker_gone(p_worker);
+  end if;
+  if p_options is not null and p_options <> '{}' then
+    return query select f.* from queue._fetch_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait) f;
+    return;
+  end if;
+  if v_queues is not null then
+    v_queues := queue._match_queues(v_queues);
+  end if;
+  v_claim := nextval('queue.claim_seq');
+  for v_pass in 1 .. 100 loop
+    select array_agg(l.lane order by l.priority desc, l.lane), max(l.kind) into v_lanes, v_kind
+    from queue.lane l
+    where (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
+    if v_lanes is not null then
+      select p.lanes, p.kind into v_lanes, v_kind from queue._probe_lanes(v_lanes) p;
+    end if;
+    if v_kind = 1 and not v_has_adm then
+      if v_ids = '{}' and p_may_wait then
+        v_has_adm := queue._lock_admission(true);
+        select a.has_more into v_has_more from queue._admit(greatest(1000, p_max_jobs)) a;
+        continue;
+      end if;
+      v_has_adm := queue._lock_admission(false);
+    end if;
+    if v_lanes is not null then
+      if v_kind = 1 and v_has_adm then
+        v_ids := v_ids || queue._claim_limited(p_worker, v_claim, v_lanes, p_max_jobs - cardinality(v_ids));
+      else
+        v_ids := v_ids || queue._claim_plain(p_worker, v_claim, v_lanes, p_max_jobs - cardinality(v_ids));
+      end if;
+    end if;
+    if cardinality(v_ids) >= p_max_jobs then
+      -- enough to do: look for newcomers at most every 10 ms per session, one may be of higher priority
+      if v_has_adm or not queue._is_admission_due(v_now) then
+        exit;
+      end if;
+      v_has_adm := queue._lock_admission(false);
+      if v_has_adm then
+        perform queue._admit(1000);
+      end if;
+      exit;
+    end if;
+    exit when v_pass > 1 and not v_has_more;
+    exit when clock_timestamp() > v_now + interval '100 ms';
+    if not v_has_adm then
+      -- while rows are held ADM is not waited for
+      v_has_adm := queue._lock_admission(v_ids = '{}' and p_may_wait);
+      exit when not v_has_adm;
+    end if;
+    select a.has_more into v_has_more from queue._admit(greatest(1000, p_max_jobs)) a;
+  end loop;
+  if v_ids = '{}' then
+    return;
+  end if;
+  if random() < cardinality(v_ids) / 300.0 and (v_has_adm or queue._lock_admission(false)) then
+    perform queue._raise_low_marks(v_lanes);
+  end if;
+  return query
+    select v.id, v_claim, j.task, coalesce(s.args, j.args), coalesce(s.queue, j.queue), coalesce(s.priority, j.priority),
+      nullif(coalesce(s.lock, j.lock), ''), v.attempt::integer, nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity'),
+      coalesce(s.deadline, j.deadline),
+      (j.options ->> 'timeout')::interval, j.options -> 'headers', (j.options ->> 'parent')::bigint
+    from unnest(v_ids) with ordinality u (id, n)
+    cross join lateral (select v.id, v.attempt, v.flags from queue.live v where v.id = u.id offset 0) v
+    cross join lateral (
+      select j.task, j.args, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.options
+      from queue.job j where j.id = u.id offset 0) j
+    left join lateral (
+      select s.args, s.queue, s.priority, s.lock, s.scheduled_at, s.deadline
+      from queue.job_state s where s.id = u.id and v.flags & 2048 <> 0 offset 0) s on true
+    order by u.n;
+end $$;
+
+-- What fetch returns of claimed jobs, in the order of p_ids.
+create or replace function queue._claimed_jobs(p_ids bigint[], p_claim bigint)
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
+               scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb, parent bigint)
+language plpgsql stable parallel unsafe security invoker rows 50 as $$
+#variable_conflict use_column
+begin
+  return query
+    select v.id, p_claim, j.task, coalesce(s.args, j.args), coalesce(s.queue, j.queue), coalesce(s.priority, j.priority),
+      nullif(coalesce(s.lock, j.lock), ''), v.attempt::integer, nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity'),
+      coalesce(s.deadline, j.deadline),
+      (j.options ->> 'timeout')::interval, j.options -> 'headers', (j.options ->> 'parent')::bigint
+    from unnest(p_ids) with ordinality u (id, n)
+    cross join lateral (select v.id, v.attempt, v.flags from queue.live v where v.id = u.id offset 0) v
+    cross join lateral (
+      select j.task, j.args, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.options
+      from queue.job j where j.id = u.id offset 0) j
+    left join lateral (
+      select s.args, s.queue, s.priority, s.lock, s.scheduled_at, s.deadline
+      from queue.job_state s where s.id = u.id and v.flags & 2048 <> 0 offset 0) s on true
+    order by u.n;
+end $$;
+
+-- fetch with options: ids, alone, order, tasks, deadline_within.
+-- Locks and errors: as fetch. Claims under ADM, so that every order and filter can be had of one function.
+create or replace function queue._fetch_special(p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean)
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
+               scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb, parent bigint)
+language plpgsql volatile parallel unsafe security invoker rows 50 as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_claim bigint := nextval('queue.claim_seq');
+  v_alone boolean;
+  v_listed boolean;
+  v_within interval := queue._interval('deadline_within', p_options -> 'deadline_within');
+  v_tasks text[];
+  v_only bigint[];
+  v_max integer := p_max_jobs;
+  v_ids bigint[] := '{}';
+  v_found bigint[];
+  v_more boolean;
+begin
+  perform queue._check_keys('options', p_options, array['ids', 'alone', 'order', 'tasks', 'deadline_within']);
+  if coalesce(p_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
+    perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.', 'order: ' || (p_options ->> 'order'));
+  elsif coalesce(jsonb_typeof(p_options -> 'alone'), 'boolean') <> 'boolean' then
+    perform queue._invalid('alone must be true or false', 'Pass a JSON boolean.');
+  elsif coalesce(jsonb_typeof(p_options -> 'tasks'), 'array') <> 'array' or coalesce(jsonb_typeof(p_options -> 'ids'), 'array') <> 'array' then
+    perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
+  end if;
+  v_alone := coalesce((p_options ->> 'alone')::boolean, false);
+  v_listed := p_options ->> 'order' = 'listed' and p_queues is not null;
+  v_tasks := case when p_options ? 'tasks' then array(select t from jsonb_array_elements_text(p_options -> 'tasks') t) end;
+  begin
+    v_only := case when p_options ? 'ids' then array(select i::bigint from jsonb_array_elements_text(p_options -> 'ids') i) end;
+  exception when data_exception then
+    perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
+  end;
+  if v_alone then
+    v_max := 1;
+  end if;
+  if not queue._lock_admission(p_may_wait) and not p_may_wait then
+    return;
+  end if;
+  for v_pass in 1 .. 20 loop
+    select a.has_more into v_more from queue._admit(greatest(1000, p_max_jobs)) a;
+    v_found := array(
+      select c.id
+      from (
+        select l.lane, l.low_deadline, l.low_id, l.priority, m.place
+        from queue.lane l
+        cross join lateral (
+          select min(q.n) as place from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
+          where queue._matches(l.queue, q.pattern)) m
+        where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone)) l
+      cross join lateral (
+        select v.id, v.deadline, min(v.id) over () as first_id
+        from queue.live v join queue.job j on j.id = v.id
+        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+          and (v_tasks is null or j.task = any (v_tasks)) and (v_within is null or v.deadline < v_now + v_within)
+          and (v_only is null or v.id = any (v_only))
+        order by v.deadline, v.id limit v_max) c
+      order by case when v_listed then l.place end, l.priority desc, c.first_id, c.deadline, c.id
+      limit v_max);
+    if v_found <> '{}' then
+      v_ids := v_ids || queue._claim_ids(p_worker, v_claim, v_found, v_max);
+    end if;
+    exit when v_ids <> '{}' or not v_more or clock_timestamp() > v_now + interval '100 ms';
+  end loop;
+  return query select c.* from queue._claimed_jobs(v_ids, v_claim) c;
+end $$;
+
+-- Of lanes those that hold something ready, in the order in which they are read: by priority, then the
+-- one whose first job is oldest.
+create or replace function queue._probe_lanes(p_lanes integer[], out lanes integer[], out kind smallint)
+language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  select array_agg(l.lane order by l.priority desc, f.id, l.lane), max(l.kind) into lanes, kind
+  from unnest(p_lanes) u (lane)
+  cross join lateral (select l.lane, l.priority, l.kind, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane offset 0) l
+  cross join lateral (
+    select v.id from queue.live v
+    where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+    order by v.deadline, v.id limit 1) f;
+end $$;
+
+-- Claims up to p_n jobs of plain lanes, in the order of p_lanes.
+-- Locks: rows of queue.live by skip locked.
+create or replace function queue._claim_plain(p_worker bigint, p_claim bigint, p_lanes integer[], p_n integer)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_ids bigint[];
+  v_flags smallint;
+begin
+  with claimed as (
+    update queue.live v
+    set claim = p_claim, worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1
+    where v.ctid = any (array(
+      select c.ctid
+      from (select l.lane, l.low_deadline, l.low_id
+            from unnest(p_lanes) with ordinality u (lane, n)
+            cross join lateral (select l.lane, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane and l.kind = 0 offset 0) l
+            order by u.n offset 0) l
+      cross join lateral (
+        select v.ctid from queue.live v
+        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+        order by v.deadline, v.id limit p_n for update of v skip locked) c
+      limit p_n))
+    returning v.id, v.lane, v.deadline, v.flags)
+  select array_agg(c.id order by array_position(p_lanes, c.lane), c.deadline, c.id), bit_or(c.flags) into v_ids, v_flags
+  from claimed c;
+  if v_flags & 128 <> 0 then
+    perform queue._lease_timeouts(v_ids, p_claim, v_now);
+  end if;
+  return v_ids;
+end $$;
+
+-- Notes when reap must end claims of jobs with a timeout: 10 s past it.
+create or replace function queue._lease_timeouts(p_ids bigint[], p_claim bigint, p_now timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  insert into queue.lease (id, claim, expires_at, is_own)
+  select j.id, p_claim, p_now + (j.options ->> 'timeout')::interval + interval '10 s', false
+  from queue.job j where j.id = any (p_ids) and j.flags & 128 <> 0;
+end $$;
+
+-- Whether this session looked for newcomers more than 10 ms ago; if so, it is looking now.
+create or replace function queue._is_admission_due(p_now timestamptz)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_now double precision := extract(epoch from p_now);
+begin
+  if abs(v_now - coalesce(nullif(current_setting('pgdefer.looked_at', true), ''), '0')::double precision) < 0.01 then
+    return false;
+  end if;
+  perform set_config('pgdefer.looked_at', v_now::text, false);
+  return true;
+end $$;
+
+-- The queues that a list of names and patterns selects among those that have lanes; NULL is all.
+-- Raises: 22023.
+create or replace function queue._match_queues(p_queues text[])
+returns text[] language plpgsql stable parallel safe security invoker as $$
+begin
+  if '*' = any (p_queues) then
+    return null;
+  elsif array_position(p_queues, null) is not null then
+    perform queue._invalid('queues holds NULL', 'Name queues, prefix* patterns or *; NULL instead of a list is all.');
+  elsif not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
+    return p_queues;
+  end if;
+  return array(select distinct l.queue from queue.lane l
+               where exists (select from unnest(p_queues) q where queue._matches(l.queue, q)));
+end $$;
+
+-- Whether a queue's name is selected by a name, prefix* or *.
+create or replace function queue._matches(p_queue text, p_pattern text)
+returns boolean language plpgsql immutable parallel safe security invoker as $$
+begin
+  return p_queue = p_pattern or right(p_pattern, 1) = '*' and starts_with(p_queue, left(p_pattern, -1));
+end $$;

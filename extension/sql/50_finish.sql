@@ -1,0 +1,335 @@
+-- Ending claims.
+--
+-- Each function here takes the pair (id, claim) and deletes the row of queue.live that has both, so a
+-- claim ends once. What ends goes, in the same transaction, to queue.finished or back to the gates.
+-- Locks: the claims' rows of queue.live, in the order of ids. finish_many and finish_and_fetch then try
+-- ADM and settle; succeed, fail, retry_later and release may stand in a handler's own long transaction,
+-- so they never take ADM: they append a handover.
+
+-- Locks: the claim's row in queue.live. Raises: QJ001, QJ002, QJ008.
+create or replace function queue.succeed(id bigint, claim bigint, result jsonb default null)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform queue._check_isolation();
+  end if;
+  if queue._succeed(array[succeed.id], array[succeed.claim], array[succeed.result], false) is null then
+    perform queue._refuse(succeed.id, succeed.claim);
+  end if;
+end $$;
+comment on function queue.succeed(bigint, bigint, jsonb) is
+  'The claim ends, the job has succeeded, with a result if given. May be the last statement of the handler''s own transaction: then its writes and the outcome commit together or not at all.';
+
+-- Raises: 22023, QJ001, QJ002, QJ008.
+create or replace function queue.fail(id bigint, claim bigint, error text, details jsonb default null, options jsonb default null)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  perform queue._check_isolation();
+  return queue._end_attempt(jsonb_strip_nulls(jsonb_build_object('outcome', 'failed', 'error', fail.error, 'details', fail.details, 'options', fail.options)),
+                            fail.id, fail.claim, false);
+end $$;
+comment on function queue.fail(bigint, bigint, text, jsonb, jsonb) is
+  'The attempt failed: returns the new state, scheduled or ready (it will be retried), failed, or cancelled (it was told to abort). options: retryable (false: failed at once), retry_at, retry_in, and priority, queue, lock to change on retry.';
+
+-- Raises: 22023, QJ001, QJ002, QJ005, QJ008.
+create or replace function queue.retry_later(id bigint, claim bigint, at timestamptz default null, needs bigint[] default '{}', message text default null)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  perform queue._check_isolation();
+  return queue._end_attempt(jsonb_strip_nulls(jsonb_build_object('outcome', 'retry_later', 'at', retry_later.at, 'message', retry_later.message))
+                            || jsonb_build_object('needs', to_jsonb(retry_later.needs)),
+                            retry_later.id, retry_later.claim, false);
+end $$;
+comment on function queue.retry_later(bigint, bigint, timestamptz, bigint[], text) is
+  'The job yields: it is called again, not before `at`, and after its needs, to which `needs` are added (NULL: whatever its needs are). No failure; a job with more than max_progress yields fails. Returns the new state.';
+
+-- Raises: QJ001, QJ002, QJ008.
+create or replace function queue.release(id bigint, claim bigint)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  perform queue._check_isolation();
+  perform queue._end_attempt('{"outcome": "released"}', release.id, release.claim, false);
+end $$;
+comment on function queue.release(bigint, bigint) is
+  'Gives the job back as if it had never been claimed: no attempt is counted.';
+
+-- Locks: the claims' rows of queue.live; then ADM by try.
+-- Raises: 22023 for what is no outcome (then nothing is done), QJ008.
+create or replace function queue.finish_many(outcomes jsonb)
+returns table (id bigint, claim bigint, state text, error text)
+language plpgsql volatile parallel unsafe security definer rows 50
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform queue._check_isolation();
+  end if;
+  return query select f.id, f.claim, f.state, f.error from queue._finish(finish_many.outcomes) f;
+end $$;
+comment on function queue.finish_many(jsonb) is
+  'Ends many claims: an array of {"id", "claim", "outcome": succeeded | failed | retry_later | released | aborted, ...} with the named arguments of the single calls. A row for each; a lost claim is reported there (error QJ002) and the rest goes on.';
+
+-- Locks: as finish_many, then as fetch; ADM is waited for only when there are no outcomes.
+-- Raises: as finish_many and fetch.
+create or replace function queue.finish_and_fetch(worker bigint, outcomes jsonb, queues text[] default null, max_jobs integer default 1, options jsonb default null)
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
+               scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb, parent bigint, error text)
+language plpgsql volatile parallel unsafe security definer rows 50
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+declare
+  v_refused record;
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform queue._check_isolation();
+  end if;
+  if finish_and_fetch.outcomes is not null and finish_and_fetch.outcomes <> '[]' then
+    return query
+      select f.id, f.claim, null::text, null::jsonb, null::text, null::integer, null::text, null::integer, null::timestamptz,
+        null::timestamptz, null::interval, null::jsonb, null::bigint, f.error
+      from queue._finish(finish_and_fetch.outcomes) f where f.error is not null;
+  end if;
+  return query
+    select f.id, f.claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers,
+      f.parent, null::text
+    from queue._fetch(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options,
+                      coalesce(finish_and_fetch.outcomes, '[]') = '[]') f;
+end $$;
+comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
+  'finish_many and fetch in one round trip and one commit. A row with error reports a refused outcome, the others are claimed jobs.';
+
+-- Ends the claims of a parsed list of outcomes. Succeeded ones go as one set.
+create or replace function queue._finish(p_outcomes jsonb)
+returns table (id bigint, claim bigint, state text, error text)
+language plpgsql volatile parallel unsafe security invoker rows 50 as $$
+#variable_conflict use_column
+declare
+  v record;
+  v_done bigint[];
+  v_outcome jsonb;
+begin
+  if jsonb_typeof(p_outcomes) is distinct from 'array' then
+    perform queue._invalid('outcomes must be a JSON array', 'Pass [{"id": number, "claim": number, "outcome": text, ...}, ...].');
+  end if;
+  begin
+    select array_agg(o.id order by o.id) filter (where o.is_success) as ids, array_agg(o.claim order by o.id) filter (where o.is_success) as claims,
+      array_agg(o.result order by o.id) filter (where o.is_success) as results, bool_or(not o.is_success) as has_others,
+      bool_or(o.id is null or o.claim is null or o.outcome is null) as is_bad
+    into v
+    from (select o.id, o.claim, o.result, o.outcome, o.outcome = 'succeeded' as is_success
+          from jsonb_to_recordset(p_outcomes) o (id bigint, claim bigint, outcome text, result jsonb)) o;
+  exception when data_exception then
+    perform queue._invalid('an outcome is malformed', 'id and claim are numbers, outcome is text.', sqlerrm);
+  end;
+  if v.is_bad then
+    perform queue._invalid('an outcome lacks id, claim or outcome', 'Each needs {"id", "claim", "outcome"}.');
+  end if;
+  if v.has_others then
+    perform queue._check_outcome(o) from jsonb_array_elements(p_outcomes) o;
+  end if;
+  if v.ids is not null then
+    v_done := queue._succeed(v.ids, v.claims, v.results, true);
+    return query
+      select u.id, u.claim, case when r.ok then 'succeeded' end, case when not r.ok then 'QJ002' end
+      from unnest(v.ids, v.claims) u (id, claim)
+      cross join lateral (select coalesce(u.id = any (v_done), false) as ok) r;
+  end if;
+  if v.has_others then
+    for v_outcome in select o from jsonb_array_elements(p_outcomes) o where o ->> 'outcome' <> 'succeeded' order by (o ->> 'id')::bigint loop
+      id := (v_outcome ->> 'id')::bigint;
+      claim := (v_outcome ->> 'claim')::bigint;
+      state := null;
+      error := null;
+      begin
+        state := queue._end_attempt(v_outcome, id, claim, true);
+      exception when sqlstate 'QJ002' or sqlstate 'QJ001' or sqlstate 'QJ005' or sqlstate '22023' then
+        error := sqlstate;
+      end;
+      return next;
+    end loop;
+  end if;
+end $$;
+
+-- Raises: 22023 unless it is an outcome.
+create or replace function queue._check_outcome(p_outcome jsonb)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  perform queue._check_keys('an outcome', p_outcome, array['id', 'claim', 'outcome', 'result', 'error', 'details', 'options', 'at', 'needs', 'message']);
+  if not p_outcome ->> 'outcome' = any ('{succeeded,failed,retry_later,released,aborted}'::text[]) then
+    perform queue._invalid('unknown outcome', 'Outcomes: succeeded, failed, retry_later, released, aborted.', 'outcome: ' || (p_outcome ->> 'outcome'));
+  end if;
+end $$;
+
+-- Ends claims as succeeded. Returns the ids whose claim was the current one, NULL for none.
+create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[], p_settle boolean)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_done bigint[];
+  v_special bigint[];
+  v_flags smallint[];
+begin
+  with gone as (
+    delete from queue.live v
+    where v.id = any (p_ids) and v.claim = p_claims[array_position(p_ids, v.id)]
+    returning v.id, v.attempt, v.flags, v.claimed_at, v.worker_id),
+  kept as (
+    insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
+    select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', p_results[array_position(p_ids, g.id)] from gone g)
+  select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0)
+  into v_done, v_special, v_flags
+  from gone g;
+  if v_special is not null then
+    perform queue._close(v_special, v_flags, v_now);
+    perform queue._hand_over(v_special, v_flags, 'ended', null, p_settle);
+  end if;
+  return v_done;
+end $$;
+
+-- What jobs that have reached their end leave beside the gates: leases, aborts, queueing locks, retention.
+create or replace function queue._close(p_ids bigint[], p_flags smallint[], p_now timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_all smallint;
+begin
+  select bit_or(f) into v_all from unnest(p_flags) f;
+  if v_all & 128 <> 0 then
+    delete from queue.lease l where l.id = any (p_ids);
+  end if;
+  delete from queue.abort a where a.id = any (p_ids);
+  if v_all & (256 | 8192) <> 0 then
+    delete from queue.queueing_lock k
+    where (k.key, k.job_id) in (select j.queueing_lock, j.id from queue.job j where j.id = any (p_ids) and j.queueing_lock is not null);
+  end if;
+  if v_all & 64 <> 0 then
+    delete from queue.expiry e where e.id = any (p_ids);
+  end if;
+  if v_all & 512 <> 0 then
+    update queue.finished f set purge_at = p_now + queue._retention(f.id) where f.id = any (p_ids);
+  end if;
+end $$;
+
+-- Passes ended claims on: settles them at once where ADM is free (p_settle), or appends a handover.
+create or replace function queue._hand_over(p_ids bigint[], p_flags smallint[], p_kind text, p_at timestamptz, p_settle boolean, p_payload jsonb default null)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[] := p_ids;
+  v_flags smallint[] := p_flags;
+begin
+  if p_kind = 'ended' then
+    select array_agg(u.id), array_agg(u.flags) into v_ids, v_flags
+    from unnest(p_ids, p_flags) u (id, flags) where u.flags & (1 | 2 | 4 | 4096 | 16384) <> 0;
+    if v_ids is null then
+      return;
+    end if;
+  end if;
+  if p_settle and queue._lock_admission(false) then
+    perform queue._settle(v_ids, array_fill(p_kind, array[cardinality(v_ids)]), v_flags, array_fill(p_at, array[cardinality(v_ids)]),
+                          case when p_payload is not null then array[p_payload] end);
+  else
+    insert into queue.handover (job_id, kind, flags, at, payload)
+    select u.id, p_kind, u.flags, p_at, p_payload from unnest(v_ids, v_flags) u (id, flags);
+  end if;
+  if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
+    perform queue._wake();
+  end if;
+end $$;
+
+-- Reads the handovers that are new by the same snapshots as the log.
+-- Locks: the caller holds ADM.
+create or replace function queue._settle_handovers(p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  with gone as (
+    delete from queue.handover h
+    where h.ctid = any (array(
+      select h.ctid from unnest(p_ended) e (x) cross join lateral (select h.ctid from queue.handover h where h.xid = e.x offset 0) h
+      union all
+      select h.ctid from queue.handover h
+      where h.xid >= p_xmax and h.xid < pg_snapshot_xmax(p_upto) and pg_visible_in_snapshot(h.xid, p_upto) and h.xid is distinct from p_own))
+    returning h.job_id, h.kind, h.flags, h.at, h.payload, h.seq)
+  select array_agg(g.job_id order by g.seq) as ids, array_agg(g.kind order by g.seq) as kinds, array_agg(g.flags order by g.seq) as flags,
+    array_agg(g.at order by g.seq) as ats, array_agg(g.payload order by g.seq) as payloads
+  into v from gone g;
+  if v.ids is not null then
+    perform queue._settle(v.ids, v.kinds, v.flags, v.ats, v.payloads);
+  end if;
+end $$;
+
+-- Frees what ended claims held and moves on what that lets go: slots, turns, dependents, retries.
+-- Locks: the caller holds ADM.
+create or replace function queue._settle(p_ids bigint[], p_kinds text[], p_flags smallint[], p_ats timestamptz[], p_payloads jsonb[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+  v_item record;
+begin
+  select array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as keyed,
+    array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as keyed_flags,
+    array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 3 <> 0) as locked,
+    array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 4096 <> 0) as needed,
+    array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck,
+    array_agg(u.id) filter (where u.kind = 'again') as again
+  into v
+  from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
+  if v.again is not null and v.keyed is not null then
+    -- they keep their turn while others are let in
+    perform queue._keep_turns(v.again);
+  end if;
+  if v.keyed is not null then
+    perform queue._release_slots(v.keyed, v.keyed_flags);
+  end if;
+  if v.locked is not null then
+    perform queue._leave_locks(v.locked, true);
+  end if;
+  if v.needed is not null then
+    perform queue._needs_changed(v.needed);
+  end if;
+  if v.recheck is not null then
+    perform queue._recheck_needs(v.recheck);
+  end if;
+  for v_item in
+    select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload) where u.payload is not null
+  loop
+    if v_item.kind = 'replace' then
+      perform queue._apply_replacement(v_item.id, v_item.payload);
+    elsif v_item.payload ? 'old_lock' then
+      perform queue._change_lock(v_item.id, v_item.payload ->> 'old_lock');
+    elsif not queue._add_yield_needs(v_item.id, v_item.payload) then
+      v.again := array_remove(v.again, v_item.id);
+    end if;
+  end loop;
+  if v.again is not null then
+    perform queue._route(v.again, true);
+  end if;
+end $$;
+
+-- Raises: QJ001 or QJ002, always: says why a claim is refused.
+create or replace function queue._refuse(p_id bigint, p_claim bigint)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  if p_id is null or p_claim is null then
+    perform queue._invalid('id and claim are needed', 'Pass the pair that fetch returned.');
+  elsif not exists (select from queue.job j where j.id = p_id) then
+    perform queue._job_not_found(p_id);
+  end if;
+  perform queue._claim_lost(p_id, p_claim);
+end $$;

@@ -1,0 +1,163 @@
+-- Workers: a worker lives as long as it calls heartbeat, and its claims with it.
+
+-- Locks: none. Raises: 22023.
+create or replace function queue.register_worker(name text, queues text[] default null, info jsonb default '{}')
+returns bigint language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_id bigint;
+  v_dead_after interval := coalesce(queue._interval('dead_after', info -> 'dead_after'), interval '30 s');
+begin
+  perform queue._check_name('name', register_worker.name);
+  if register_worker.info is null or jsonb_typeof(register_worker.info) <> 'object' then
+    perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
+  elsif v_dead_after < interval '1 s' then
+    perform queue._invalid('dead_after is too short', 'A worker is dead after 1 second without a heartbeat or more.');
+  elsif cardinality(register_worker.queues) = 0 then
+    perform queue._invalid('queues is empty', 'Name queues or patterns, or pass NULL for all.');
+  end if;
+  perform queue._check_name('queue', q) from unnest(register_worker.queues) q;
+  perform queue._check_restore();
+  insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
+  values (register_worker.name, register_worker.queues, register_worker.info, clock_timestamp(), clock_timestamp(), v_dead_after)
+  returning id into v_id;
+  return v_id;
+end $$;
+comment on function queue.register_worker(text, text[], jsonb) is
+  'Registers a worker that serves the queues (names, prefix*, *; NULL: all) and returns its id. info is shown in queue.workers; its keys dead_after (interval, 30 s) and listen (false: the worker only polls, as behind a transaction pooler) have a meaning.';
+
+-- Locks: the worker's row. Raises: QJ007.
+create or replace function queue.heartbeat(worker bigint)
+returns table (id bigint, claim bigint, reason text)
+language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  update queue.worker w set last_seen_at = clock_timestamp() where w.id = heartbeat.worker and w.gone_at is null;
+  if not found then
+    perform queue._worker_gone(heartbeat.worker);
+  end if;
+  return query select a.id, a.claim, a.reason from queue.abort a where a.worker_id = heartbeat.worker;
+end $$;
+comment on function queue.heartbeat(bigint) is
+  'Says that the worker lives; to be called each 10 s. Returns its running jobs that it must abort. Raises QJ007 when it was reaped.';
+
+-- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
+create or replace function queue.extend(id bigint, claim bigint, lease interval)
+returns timestamptz language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_expires_at timestamptz := clock_timestamp() + extend.lease;
+begin
+  if extend.lease is null or extend.lease <= interval '0' then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
+  end if;
+  update queue.live v set flags = v.flags | 128 where v.id = extend.id and v.claim = extend.claim;
+  if not found then
+    perform queue._refuse(extend.id, extend.claim);
+  end if;
+  insert into queue.lease as l (id, claim, expires_at, is_own) values (extend.id, extend.claim, v_expires_at, true)
+  on conflict on constraint lease_pkey do update set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true;
+  return v_expires_at;
+end $$;
+comment on function queue.extend(bigint, bigint, interval) is
+  'Gives the claim a lease of its own from now on, which then alone decides when it is dead; returns its end.';
+
+-- Locks: the worker's row; the claims' rows of queue.live; ADM by try.
+create or replace function queue.deregister_worker(worker bigint)
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_claim record;
+  v_n integer := 0;
+begin
+  update queue.worker w set gone_at = clock_timestamp() where w.id = deregister_worker.worker and w.gone_at is null;
+  for v_claim in
+    select v.id, v.claim from queue.live v where v.worker_id = deregister_worker.worker and v.claim is not null order by v.id
+  loop
+    begin
+      perform queue._end_attempt('{"outcome": "released"}', v_claim.id, v_claim.claim, true);
+      v_n := v_n + 1;
+    exception when sqlstate 'QJ002' then
+      null;  -- it has ended meanwhile
+    end;
+  end loop;
+  return v_n;
+end $$;
+comment on function queue.deregister_worker(bigint) is
+  'Removes the worker; its running jobs go back to ready. Returns how many. No error if it is gone already.';
+
+-- Locks: rows of queue.worker and queue.live by skip locked, each row on its own; ADM by try.
+-- Two reapers at once: a claim ends once, whoever deletes its row.
+create or replace function queue.reap()
+returns table (reaped integer, next_expiry timestamptz)
+language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_gone bigint[];
+  v_claim record;
+begin
+  perform queue._check_isolation();
+  reaped := 0;
+  update queue.worker w set gone_at = v_now
+  where w.id = any (array(select w.id from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after < v_now for update skip locked));
+  v_gone := array(select w.id from queue.worker w where w.gone_at is not null);
+  if v_gone <> '{}' then
+    for v_claim in
+      select v.id, v.claim from queue.live v
+      where v.worker_id = any (v_gone) and not exists (select from queue.lease l where l.id = v.id and l.claim = v.claim and l.is_own)
+      order by v.id
+    loop
+      reaped := reaped + queue._reap_claim(v_claim.id, v_claim.claim, 'crashed');
+    end loop;
+    -- a fetch that was under way when its worker went may still bring a claim: look again for a minute
+    delete from queue.worker w
+    where w.gone_at < v_now - interval '1 minute' and not exists (select from queue.live v where v.worker_id = w.id);
+  end if;
+  for v_claim in select l.id, l.claim, l.is_own from queue.lease l where l.expires_at <= v_now order by l.expires_at limit 1000 loop
+    reaped := reaped + queue._reap_claim(v_claim.id, v_claim.claim, case when v_claim.is_own then 'crashed' else 'timed_out' end);
+  end loop;
+  next_expiry := least((select min(w.last_seen_at + w.dead_after) from queue.worker w where w.gone_at is null), (select min(l.expires_at) from queue.lease l));
+  return next;
+end $$;
+comment on function queue.reap() is
+  'Ends what is dead: claims of workers without a heartbeat, leases and timeouts that have passed. Returns how many, and when the next may expire.';
+
+-- Raises nothing: a restore into another cluster is noticed here and by tick.
+create or replace function queue._check_restore()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if exists (select from queue.installation i where i.system_identifier <> (select c.system_identifier from pg_control_system() c)) then
+    perform queue._lock_admission(true);
+    perform queue._restart_cursor();
+  end if;
+end $$;
+
+-- Ends one dead claim; 0 when another has ended it, holds it, or it can't be ended now.
+create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  perform from queue.live v where v.id = p_id and v.claim = p_claim for update skip locked;
+  if not found then
+    if not exists (select from queue.live v where v.id = p_id and v.claim = p_claim) then
+      delete from queue.lease l where l.id = p_id and l.claim = p_claim;
+    end if;
+    return 0;
+  end if;
+  if p_outcome = 'timed_out' then
+    perform queue._end_attempt('{"outcome": "failed", "error": "timed out", "options": {"outcome": "timed_out"}}', p_id, p_claim, true);
+  else
+    perform queue._crash(p_id, p_claim);
+  end if;
+  return 1;
+exception when others then
+  -- one poisoned row must not keep the others from being reaped
+  raise warning 'pgdefer: job % can''t be reaped: % (%)', p_id, sqlerrm, sqlstate;
+  return 0;
+end $$;

@@ -1,0 +1,122 @@
+-- Waking without paying: producers send a NOTIFY only while somebody sleeps.
+--
+-- The latch is advisory lock (1885824102, 1). defer takes it shared, by try, until its transaction
+-- ends. Got: nobody sleeps on it now, and nobody can before this transaction ends, so that nobody
+-- needs waking. Not got: a sleeper holds it exclusively: NOTIFY.
+-- A worker about to sleep tries it exclusively, in its listening session (the sentinel). When that
+-- fails, either another is the sentinel (then every producer notifies, and all listeners hear it: it
+-- may sleep too, and holds lock 2 shared to say so), or producers are in flight that will not notify
+-- (then it polls, from 20 ms doubling to 1 s, until they have ended).
+-- The sentinel that becomes busy gives the latch back and wakes the others, of which one takes it.
+-- Whoever takes these locks in bad faith costs others notifications or polling, never a job.
+
+-- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
+create or replace function queue._wake()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if current_setting('pgdefer.notify', true) is distinct from 'off' then
+    perform pg_notify('pgdefer', '');
+  end if;
+end $$;
+
+-- When something is due that no commit announces: a schedule, a lease, a recurring run. now() for what
+-- is already there and not admitted.
+create or replace function queue._next_due()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+declare
+  v_due timestamptz;
+begin
+  select least(
+    case when c.has_backlog or exists (select from queue.job j where j.xid >= c.next_xid) or exists (select from queue.handover)
+           or exists (select from queue.job j where j.xid = any (array(select x from unnest(c.in_flight) x where pg_visible_in_snapshot(x, pg_current_snapshot()))))
+         then clock_timestamp() end,
+    (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
+    (select min(n.paused_until) from queue.lane n where n.paused_until > clock_timestamp() and n.paused_until < 'infinity'),
+    (select e.at from queue.expiry e order by e.at limit 1),
+    (select l.expires_at from queue.lease l order by l.expires_at limit 1),
+    (select r.at + c.rate_per from queue.queue_config c cross join lateral (
+       select r.at from queue.rate_start r where r.queue = c.queue order by r.at desc offset c.rate_limit - 1 limit 1) r
+     where c.rate_limit is not null and r.at + c.rate_per > clock_timestamp() order by 1 limit 1))
+  into v_due
+  from (select k.* from queue.cursor k order by k.tick desc limit 1) c;
+  return v_due;
+end $$;
+
+-- Locks: session-level advisory (1885824102, 1) or (1885824102, 2) by try, kept until after_sleep or
+-- the session's end. A frozen sentinel keeps producers notifying, which all other listeners hear.
+-- Raises: QJ007.
+create or replace function queue.before_sleep(worker bigint, queues text[] default null)
+returns table (may_sleep boolean, wait_for interval, channels text[])
+language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_worker record;
+  v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
+  v_wait interval := interval '5 s';
+  v_poll integer;
+  v_due timestamptz;
+begin
+  select w.id, w.info into v_worker from queue.worker w where w.id = before_sleep.worker and w.gone_at is null;
+  if not found then
+    perform queue._worker_gone(before_sleep.worker);
+  end if;
+  may_sleep := true;
+  if v_worker.info -> 'listen' = 'false' or current_setting('pgdefer.notify', true) = 'off' then
+    channels := '{}';
+    v_wait := interval '1 s';
+  else
+    channels := array['pgdefer', 'pgdefer_worker_' || v_worker.id];
+    if v_state not in ('sentinel', 'listener') then
+      if pg_try_advisory_lock(1885824102, 1) then
+        v_state := 'sentinel';
+      elsif pg_try_advisory_lock_shared(1885824102, 1) then
+        perform pg_advisory_unlock_shared(1885824102, 1);
+        v_poll := least(coalesce(nullif(substring(v_state from '^poll (\d+)$'), '')::integer, 10) * 2, 1000);
+        v_state := 'poll ' || v_poll;
+        v_wait := make_interval(secs => v_poll / 1000.0);
+        may_sleep := false;
+      elsif pg_try_advisory_lock_shared(1885824102, 2) then
+        v_state := 'listener';
+      end if;
+      perform set_config('pgdefer.sleeper', v_state, false);
+    elsif v_state = 'listener' and pg_try_advisory_lock(1885824102, 1) then
+      -- the sentinel has gone: take its place
+      perform pg_advisory_unlock_shared(1885824102, 2);
+      perform set_config('pgdefer.sleeper', 'sentinel', false);
+    end if;
+  end if;
+  v_due := queue._next_due();
+  if v_due is not null then
+    v_wait := least(v_wait, greatest(v_due - clock_timestamp(), interval '0'));
+  end if;
+  wait_for := v_wait;
+  return next;
+end $$;
+comment on function queue.before_sleep(bigint, text[]) is
+  'Decides, in the session that listens, whether a worker may sleep: LISTEN on the channels, fetch once more, then wait for a notification for at most wait_for. may_sleep false: notifications may fail to come, just fetch again after wait_for.';
+
+-- Locks: gives back what before_sleep took in this session.
+create or replace function queue.after_sleep(worker bigint)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
+begin
+  if v_state = 'sentinel' then
+    perform pg_advisory_unlock(1885824102, 1);
+    if pg_try_advisory_lock(1885824102, 2) then
+      perform pg_advisory_unlock(1885824102, 2);
+    else
+      perform queue._wake();
+    end if;
+  elsif v_state = 'listener' then
+    perform pg_advisory_unlock_shared(1885824102, 2);
+  end if;
+  if v_state <> '' then
+    perform set_config('pgdefer.sleeper', '', false);
+  end if;
+end $$;
+comment on function queue.after_sleep(bigint) is
+  'To be called in the session that listens when a worker that slept has become busy: gives the latch back, so that producers need not notify, and wakes another sleeper in its place.';

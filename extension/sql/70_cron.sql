@@ -1,0 +1,461 @@
+-- Cron expressions: what they mean, and when they run next.
+--
+-- _cron_parse turns the text into eight numbers, which may be kept and given to _cron_next again:
+--   [1]     seconds between the runs of `every ...`; 0 for cron fields, which follow as bit masks:
+--   [2]-[4] second, minute, hour: bit n is the value n
+--   [5]     day of month: bits 0-30 are the days 1-31, bits 31-61 are L to L-30, bit 62 is LW
+--   [6]     month: bits 0-11
+--   [7]     day of week: bits 0-6 are Sunday to Saturday in every week of the month,
+--           bits 7n to 7n+6 the n-th such day of it (n is 1-5), bits 42-48 the last one
+--   [8]     1: both day fields must match; 2: the expression follows elapsed time
+--
+-- Daylight saving is settled by two facts about time zone data: changes of one zone's offset are
+-- more than 48 hours apart, and none is larger than 24 hours. In these functions a timestamptz is
+-- an instant and a timestamp the local time that clocks in the zone show.
+
+create or replace function queue.next_runs(
+  cron text, timezone text default 'UTC', after timestamptz default pg_catalog.now(),
+  n int default 5)
+returns setof timestamptz language plpgsql stable parallel unsafe rows 5 security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_cron bigint[];
+  v_run timestamptz := next_runs.after;
+begin
+  if next_runs.n is null or next_runs.n not between 1 and 10000 then
+    perform queue._invalid('n is out of range', 'n is 1 to 10,000.',
+      pg_catalog.format('n: %s', coalesce(next_runs.n::text, 'NULL')));
+  elsif next_runs.after is null
+    or not (next_runs.after >= '0001-01-03 00:00+00' and next_runs.after < '10000-01-01 00:00+00')
+  then
+    perform queue._invalid('after is out of range', 'after is a time in the years 1 to 9999.',
+      pg_catalog.format('after: %s', coalesce(next_runs.after::text, 'NULL')));
+  end if;
+  v_cron := queue._cron_parse(next_runs.cron);
+  perform queue._check_timezone(next_runs.timezone);
+  for v_i in 1..next_runs.n loop
+    v_run := queue._cron_next(v_cron, next_runs.timezone, v_run);
+    if v_run is null and v_i = 1 then
+      perform queue._cron_never(next_runs.cron, next_runs.timezone);
+    end if;
+    exit when v_run is null;
+    return next v_run;
+  end loop;
+end $$;
+
+comment on function queue.next_runs(text, text, timestamptz, int) is
+  'The next n times at which a cron expression runs in a time zone, ascending, later than after.';
+
+-- Parses an expression.
+-- Raises: 22023, naming the field and what is allowed there.
+-- Invariant: some date matches the result, so every search for one ends.
+create or replace function queue._cron_parse(cron text)
+returns bigint[] language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_text text;
+  v_every text[];
+  v_fields text[];
+  v_cron bigint[];
+begin
+  if cron is null or pg_catalog.octet_length(cron) > 1000 then
+    perform queue._cron_refuse(cron, null, null, null);
+  end if;
+  v_text := pg_catalog.upper(
+    pg_catalog.btrim(pg_catalog.regexp_replace(cron, '[ \t\r\n]+', ' ', 'g')) collate "C");
+  v_every := pg_catalog.regexp_match(
+    v_text, '^EVERY (?:([0-9]{1,9}) )?(SECOND|MINUTE|HOUR|DAY)S?$');
+  if v_every is not null then
+    v_cron := array[
+      coalesce(v_every[1], '1')::bigint * case v_every[2]
+        when 'SECOND' then 1 when 'MINUTE' then 60 when 'HOUR' then 3600 else 86400 end,
+      0, 0, 0, 0, 0, 0, 0];
+    if v_cron[1] not between 1 and 315360000 then
+      perform queue._cron_refuse(cron, null, null, 'An interval is 1 second to 3,650 days.');
+    end if;
+    return v_cron;
+  end if;
+
+  v_fields := pg_catalog.string_to_array(case v_text
+    when '@HOURLY' then '0 * * * *'
+    when '@DAILY' then '0 0 * * *'
+    when '@MIDNIGHT' then '0 0 * * *'
+    when '@WEEKLY' then '0 0 * * 0'
+    when '@MONTHLY' then '0 0 1 * *'
+    when '@YEARLY' then '0 0 1 1 *'
+    when '@ANNUALLY' then '0 0 1 1 *'
+    else v_text end, ' ');
+  if pg_catalog.cardinality(v_fields) = 5 then
+    v_fields := array['0'] || v_fields;
+  end if;
+  if pg_catalog.cardinality(v_fields) <> 6 then
+    perform queue._cron_refuse(cron, null, null, null);
+  end if;
+
+  v_cron := array[
+    0,
+    queue._cron_field(cron, 1, v_fields[1]),
+    queue._cron_field(cron, 2, v_fields[2]),
+    queue._cron_field(cron, 3, v_fields[3]),
+    queue._cron_field(cron, 4, v_fields[4]),
+    queue._cron_field(cron, 5, v_fields[5]),
+    queue._cron_field(cron, 6, v_fields[6]),
+    case when v_fields[4] like '*%' or v_fields[6] like '*%' then 1 else 0 end
+    + case when v_fields[2] like '*%' or v_fields[3] like '*%' then 2 else 0 end];
+
+  -- 28 years hold every month with every weekday as its first, leap years included
+  for v_month in 0..335 loop
+    if (v_cron[6] >> (v_month % 12)) & 1 = 1
+      and queue._cron_days(
+        v_cron, pg_catalog.make_date(2000 + v_month / 12, v_month % 12 + 1, 1)) <> 0
+    then
+      return v_cron;
+    end if;
+  end loop;
+  perform queue._cron_refuse(cron, null, pg_catalog.concat_ws(' ', variadic v_fields[4:6]),
+    'No such date exists in any year: change day of month, month or day of week.');
+  return null;
+end $$;
+
+-- The bit mask of a field, 1 (second) to 6 (day of week), as _cron_parse keeps it.
+-- Raises: 22023.
+create or replace function queue._cron_field(cron text, field int, spec text)
+returns bigint language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_low constant int := (array[0, 0, 0, 1, 1, 0])[field];
+  v_high constant int := (array[59, 59, 23, 31, 12, 7])[field];
+  v_names constant text[] := case field
+    when 5 then array['JAN', 'FEB', 'MAR', 'APR', 'MAY', 'JUN',
+                      'JUL', 'AUG', 'SEP', 'OCT', 'NOV', 'DEC']
+    when 6 then array['SUN', 'MON', 'TUE', 'WED', 'THU', 'FRI', 'SAT'] end;
+  v_item text;
+  v_suffix text;
+  v_match text[];
+  v_from int;
+  v_to int;
+  v_step int;
+  v_shift int := -v_low;
+  v_mask bigint := 0::bigint;
+begin
+  foreach v_item in array pg_catalog.string_to_array(spec, ',') loop
+    if field = 4 and v_item like 'L%' then
+      v_match := pg_catalog.regexp_match(v_item, '^L-([1-9]|[12][0-9]|30)$');
+      v_mask := v_mask | (1::bigint << case
+        when v_match is not null then 31 + v_match[1]::int
+        when v_item = 'L' then 31
+        when v_item = 'LW' then 62
+        else queue._cron_refuse(cron, field, v_item, null) end);
+      continue;
+    elsif field = 6 then
+      v_suffix := coalesce(pg_catalog.substring(v_item, '^(?:[0-7]|[A-Z]{3})(L|#[1-5])$'), '');
+      v_shift := case v_suffix
+        when '' then 0 when 'L' then 42 else 7 * pg_catalog.right(v_suffix, 1)::int end;
+    end if;
+
+    v_match := pg_catalog.regexp_match(
+      pg_catalog.left(v_item, pg_catalog.length(v_item) - coalesce(pg_catalog.length(v_suffix), 0)),
+      '^(?:([*])|([0-9]{1,4}|[A-Z]{3})(?:-([0-9]{1,4}|[A-Z]{3}))?)(?:/([0-9]{1,4}))?$');
+    v_from := case
+      when v_match[1] = '*' then v_low
+      when v_match[2] ~ '^[0-9]' then v_match[2]::int
+      else pg_catalog.array_position(v_names, v_match[2]) - 1 + v_low end;
+    v_to := case
+      when v_match[1] = '*' then v_high
+      when v_match[3] ~ '^[0-9]' then v_match[3]::int
+      when v_match[3] = 'SUN' and v_from > 0 then 7
+      when v_match[3] is not null then
+        pg_catalog.array_position(v_names, v_match[3]) - 1 + v_low
+      when v_match[4] is not null then v_high
+      else v_from end;
+    v_step := coalesce(v_match[4], '1')::int;
+    if v_from is null or v_to is null or v_step = 0
+      or v_from not between v_low and v_high or v_to not between v_low and v_high
+    then
+      perform queue._cron_refuse(cron, field, v_item, null);
+    elsif v_from > v_to then
+      perform queue._cron_refuse(cron, field, v_item, 'A range goes upwards: write ' || case
+        when field = 6 and v_from = 7 then ''
+        when field = 6 then v_from || '-6,'
+        else v_from || '-' || v_high || ',' end || v_low || '-' || v_to || ' instead.');
+    end if;
+
+    for v_value in v_from..v_to by v_step loop
+      v_mask := v_mask
+        | (1::bigint << (v_shift + case field when 6 then v_value % 7 else v_value end));
+    end loop;
+  end loop;
+  if v_mask = 0 then
+    perform queue._cron_refuse(cron, field, spec, null);
+  end if;
+  return v_mask;
+end $$;
+
+-- The first run later than `after`. Null if there is none in a hundred years: only where daylight
+-- saving skips every time that an expression which follows elapsed time names.
+-- Invariant: a run is a whole second.
+create or replace function queue._cron_next(cron bigint[], timezone text, after timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_after timestamptz := pg_catalog.date_trunc('second', after);
+  v_epoch bigint;
+begin
+  if cron[1] > 0 then
+    v_epoch := pg_catalog.date_part('epoch', v_after)::bigint;
+    return pg_catalog.to_timestamp(
+      (v_epoch - (v_epoch % cron[1] + cron[1]) % cron[1] + cron[1])::double precision);
+  elsif timezone = 'UTC' then
+    return queue._cron_local(cron, (v_after at time zone 'UTC') + interval '1 second')
+      at time zone 'UTC';
+  elsif cron[8] & 2 = 0 then
+    return queue._cron_next_fixed(cron, timezone, v_after);
+  else
+    return queue._cron_next_elapsed(cron, timezone, v_after);
+  end if;
+end $$;
+
+-- The first run later than the whole second `after` of an expression with fixed times: each
+-- matching local time runs once, at the first instant at which clocks have reached it.
+-- For every time in a gap that is the first instant after the gap, and for one that comes twice
+-- its first pass. So a local time is still to come if it is later than any that clocks have shown
+-- up to `after`; that is not what they show at `after` if they were set back just before.
+create or replace function queue._cron_next_fixed(cron bigint[], timezone text, after timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_local timestamp := after at time zone timezone;
+  v_offset interval := v_local - (after at time zone 'UTC');
+  v_earlier timestamptz := after - interval '24 hours';
+  v_old_offset interval := (v_earlier at time zone timezone) - (v_earlier at time zone 'UTC');
+  v_run timestamptz;
+  v_first timestamptz;
+begin
+  if v_old_offset > v_offset then
+    v_local := greatest(v_local, (queue._cron_change(timezone, v_earlier, after)
+      at time zone 'UTC') + v_old_offset - interval '1 second');
+  end if;
+  v_local := queue._cron_local(cron, v_local + interval '1 second');
+
+  -- PostgreSQL reads a time that comes twice as the second one, a time in a gap by the old offset
+  v_run := v_local at time zone timezone;
+  v_offset := (v_run at time zone timezone) - (v_run at time zone 'UTC');
+  v_earlier := v_run - interval '24 hours';
+  v_old_offset := (v_earlier at time zone timezone) - (v_earlier at time zone 'UTC');
+  if v_old_offset > v_offset then
+    v_first := (v_local - v_old_offset) at time zone 'UTC';
+    if v_first at time zone timezone = v_local then
+      return v_first;
+    end if;
+  elsif v_old_offset < v_offset and v_run at time zone timezone <> v_local then
+    return queue._cron_change(timezone, v_earlier, v_run);
+  end if;
+  return v_run;
+end $$;
+
+-- The first instant later than the whole second `after` whose local time matches; null as in
+-- _cron_next.
+-- The search goes from one stretch of constant offset to the next. A change of offset matters only
+-- in the 24 hours after the point reached (clocks set back show earlier times again) and in those
+-- before the match (clocks set forward get there sooner): what lies between is jumped over.
+create or replace function queue._cron_next_elapsed(
+  cron bigint[], timezone text, after timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_at timestamptz := after + interval '1 second';
+  v_local timestamp;
+  v_offset interval;
+  v_run timestamptz;
+  v_until timestamptz;
+begin
+  while v_at < after + interval '876600 hours' loop
+    v_local := v_at at time zone timezone;
+    v_offset := v_local - (v_at at time zone 'UTC');
+    v_run := (queue._cron_local(cron, v_local) - v_offset) at time zone 'UTC';
+    v_until := least(v_run, v_at + interval '24 hours');
+    if (v_until at time zone timezone) - (v_until at time zone 'UTC') <> v_offset then
+      v_at := queue._cron_change(timezone, v_at, v_until);
+    elsif v_until = v_run then
+      return v_run;
+    else
+      v_at := greatest(v_until, v_run - interval '25 hours');
+    end if;
+  end loop;
+  return null;
+end $$;
+
+-- The instant after `low`, up to `high`, at which the zone's offset changes.
+-- Invariant: both are whole seconds, at most 24 hours apart, and differ in offset.
+create or replace function queue._cron_change(timezone text, low timestamptz, high timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_offset constant interval := (low at time zone timezone) - (low at time zone 'UTC');
+  v_low timestamptz := low;
+  v_high timestamptz := high;
+  v_middle timestamptz;
+begin
+  while v_high > v_low + interval '1 second' loop
+    v_middle := v_low + pg_catalog.date_trunc('second', (v_high - v_low) / 2);
+    if (v_middle at time zone timezone) - (v_middle at time zone 'UTC') = v_offset then
+      v_low := v_middle;
+    else
+      v_high := v_middle;
+    end if;
+  end loop;
+  return v_high;
+end $$;
+
+-- The first matching local time not before the given whole second, daylight saving left aside.
+-- Ends because some date matches (_cron_parse), and dates repeat every 400 years.
+create or replace function queue._cron_local(cron bigint[], not_before timestamp)
+returns timestamp language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_year int := pg_catalog.date_part('year', not_before)::int;
+  v_month int := pg_catalog.date_part('month', not_before)::int;
+  v_day int := pg_catalog.date_part('day', not_before)::int;
+  v_hour int;
+  v_minute int;
+  v_next int;
+  v_days bigint;
+begin
+  if (cron[6] >> (v_month - 1)) & 1 = 1 then
+    v_days := queue._cron_days(cron, pg_catalog.make_date(v_year, v_month, 1));
+    if (v_days >> (v_day - 1)) & 1 = 1 then
+      v_hour := pg_catalog.date_part('hour', not_before)::int;
+      if (cron[4] >> v_hour) & 1 = 1 then
+        v_minute := pg_catalog.date_part('minute', not_before)::int;
+        if (cron[3] >> v_minute) & 1 = 1 then
+          v_next := queue._cron_bit(cron[2], pg_catalog.date_part('second', not_before)::int);
+          if v_next is not null then
+            return pg_catalog.make_timestamp(v_year, v_month, v_day, v_hour, v_minute, v_next);
+          end if;
+        end if;
+        v_next := queue._cron_bit(cron[3], v_minute + 1);
+        if v_next is not null then
+          return pg_catalog.make_timestamp(
+            v_year, v_month, v_day, v_hour, v_next, queue._cron_bit(cron[2], 0));
+        end if;
+      end if;
+      v_next := queue._cron_bit(cron[4], v_hour + 1);
+      if v_next is not null then
+        return pg_catalog.make_timestamp(v_year, v_month, v_day,
+          v_next, queue._cron_bit(cron[3], 0), queue._cron_bit(cron[2], 0));
+      end if;
+    end if;
+    v_next := queue._cron_bit(v_days, v_day);
+  end if;
+  while v_next is null loop
+    v_month := queue._cron_bit(cron[6], v_month) + 1;
+    if v_month is null then
+      v_year := v_year + 1;
+      v_month := queue._cron_bit(cron[6], 0) + 1;
+    end if;
+    v_next := queue._cron_bit(
+      queue._cron_days(cron, pg_catalog.make_date(v_year, v_month, 1)), 0);
+  end loop;
+  return pg_catalog.make_timestamp(v_year, v_month, v_next + 1,
+    queue._cron_bit(cron[4], 0), queue._cron_bit(cron[3], 0), queue._cron_bit(cron[2], 0));
+end $$;
+
+-- The days that match in the month beginning on `first`: bit 0 is the 1st.
+create or replace function queue._cron_days(cron bigint[], first date)
+returns bigint language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_length int := 33 - pg_catalog.date_part('day', first + 32)::int;
+  v_weekday int := pg_catalog.date_part('dow', first)::int;
+  v_by_month bigint := cron[5] & 2147483647;
+  v_by_week bigint := cron[7] & 127;
+  v_week bigint;
+begin
+  -- the mask's week, turned to begin on the weekday of the 1st, five times
+  v_by_week := (((v_by_week | (v_by_week << 7)) >> v_weekday) & 127) * 270549121;
+  if cron[7] > 127 then
+    for v_nth in 1..5 loop
+      v_week := (cron[7] >> (7 * v_nth)) & 127;
+      v_by_week := v_by_week
+        | ((((v_week | (v_week << 7)) >> v_weekday) & 127) << (7 * (v_nth - 1)));
+    end loop;
+    v_week := cron[7] >> 42;
+    v_by_week := v_by_week
+      | ((((v_week | (v_week << 7)) >> ((v_weekday + v_length) % 7)) & 127) << (v_length - 7));
+  end if;
+  if cron[5] > 2147483647 then
+    for v_back in 0..v_length - 1 loop
+      if (cron[5] >> (31 + v_back)) & 1 = 1 then
+        v_by_month := v_by_month | (1::bigint << (v_length - 1 - v_back));
+      end if;
+    end loop;
+    if cron[5] >> 62 = 1 then
+      v_by_month := v_by_month | (1::bigint << (v_length - 1
+        - greatest(pg_catalog.date_part('isodow', first + v_length - 1)::int - 5, 0)));
+    end if;
+  end if;
+  return case when cron[8] & 1 = 1 then v_by_month & v_by_week else v_by_month | v_by_week end
+    & ((1::bigint << v_length) - 1);
+end $$;
+
+-- The lowest bit set in the mask from bit `low` on; null if there is none.
+create or replace function queue._cron_bit(mask bigint, low int)
+returns int language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_rest bigint := mask >> low;
+begin
+  if v_rest = 0 then
+    return null;
+  end if;
+  return low + 64 - pg_catalog.length(pg_catalog.rtrim(v_rest::bit(64)::text, '0'));
+end $$;
+
+-- Refuses a time zone that PostgreSQL does not know, and what only looks like one to it:
+-- abbreviations, one offset all year (CET would have no summer time), and POSIX rules (UTC+3 would
+-- be three hours behind UTC).
+-- Raises: 22023.
+create or replace function queue._check_timezone(timezone text)
+returns void language plpgsql stable parallel unsafe security invoker as $$
+begin
+  if pg_catalog.upper(timezone) in ('UTC', 'GMT', 'ETC/UTC') then
+    return;
+  end if;
+  if timezone !~ '[0-9]' and not exists (
+      select from pg_catalog.pg_timezone_abbrevs a where a.abbrev = pg_catalog.upper(timezone))
+    or timezone ~* '^Etc/GMT(0|[+-]0|\+([1-9]|1[0-2])|-([1-9]|1[0-4]))$'
+    or timezone ~* '^(EST5E|CST6C|MST7M|PST8P)DT$'
+  then
+    begin
+      perform pg_catalog.now() at time zone timezone;
+      return;
+    exception when invalid_parameter_value then
+      null;
+    end;
+  end if;
+  perform queue._invalid('unknown time zone',
+    'Name a zone of pg_timezone_names, such as UTC or Europe/Paris: no abbreviation, no offset.',
+    pg_catalog.format('timezone: %s', coalesce(pg_catalog.left(timezone, 200), 'NULL')));
+end $$;
+
+-- Raises: 22023, for a bad expression. Without a hint of its own it says what is allowed.
+create or replace function queue._cron_refuse(cron text, field int, part text, hint text)
+returns int language plpgsql immutable parallel safe security invoker as $$
+begin
+  perform queue._invalid('invalid cron expression',
+    coalesce(hint, case
+      when field is null then
+        'Give minute, hour, day of month, month and day of week, or these with seconds before '
+        'them; or @hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually; '
+        'or every N seconds, minutes, hours or days.'
+      else 'Allowed are ' || (array[
+        '0-59', '0-59', '0-23', '1-31, L (the last day), L-1 to L-30 and LW (the last weekday)',
+        '1-12 and JAN to DEC',
+        '0-7 (0 and 7 are Sunday), SUN to SAT, FRI#2 (the second) and FRIL (the last)'])[field]
+        || '; *; ranges 1-5; steps */2, 1-5/2 and 1/2; and lists of these, with commas.'
+      end),
+    pg_catalog.concat_ws(', ',
+      'cron: ' || coalesce(pg_catalog.quote_literal(pg_catalog.left(cron, 200)), 'NULL'),
+      coalesce((array['second', 'minute', 'hour', 'day of month', 'month', 'day of week'])[field],
+        'dates') || ': ' || pg_catalog.quote_literal(pg_catalog.left(part, 100))));
+  return null;
+end $$;
+
+-- Raises: 22023, for an expression that matches dates but no time that exists in the zone.
+create or replace function queue._cron_never(cron text, timezone text)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  perform queue._cron_refuse(cron, null, null, pg_catalog.format(
+    'It never runs: in %s the clocks skip every time that it names.', timezone));
+end $$;

@@ -1,0 +1,220 @@
+-- Operating on jobs that may be anywhere.
+--
+-- Lock order: the job's row in queue.live first (waiting for whoever ends or claims it), then ADM, then
+-- the rest. Once ADM is held the job can only move by a claim, which skips the locked row.
+
+-- Takes an unfinished, not running job out of wherever it is, with its slot and ready counts, but not out
+-- of its lock. Returns where it was (live, or a reason of queue.waiting, turn, or log: not yet admitted),
+-- NULL when it runs, is finished, or another holds its row.
+-- Locks: the caller holds ADM; the row of queue.live by skip locked.
+create or replace function queue._take_out(p_id bigint)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_live record;
+  v_waiting record;
+begin
+  delete from queue.live v
+  where v.id = (select w.id from queue.live w where w.id = p_id and w.claim is null for update skip locked)
+  returning v.id, v.lane, v.flags into v_live;
+  if found then
+    if v_live.flags & 1 <> 0 then
+      perform queue._keep_turns(array[p_id]);
+    end if;
+    if v_live.flags & 6 <> 0 then
+      perform queue._unready(array[p_id], array[v_live.lane], array[v_live.flags]);
+    end if;
+    return 'live';
+  elsif exists (select from queue.live v where v.id = p_id) or exists (select from queue.finished f where f.id = p_id) then
+    return null;
+  end if;
+  delete from queue.waiting w where w.id = p_id returning w.reason, w.key, w.lane into v_waiting;
+  if found then
+    if v_waiting.reason = 'slot' then
+      perform queue._add_key_lanes(array[v_waiting.key], array[v_waiting.lane], array[0], array[-1]);
+    end if;
+    return v_waiting.reason;
+  end if;
+  if exists (select from queue.job j left join queue.job_state s on s.id = j.id
+             join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id where j.id = p_id) then
+    update queue.lock_member m set is_passed = false where m.id = p_id
+      and m.lock = (select coalesce(s.lock, j.lock) from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id);
+    return 'turn';
+  end if;
+  return 'log';
+end $$;
+
+-- Puts a job that was taken out into its final state and lets go what it held.
+-- Locks: the caller holds ADM.
+create or replace function queue._conclude(p_id bigint, p_state text, p_reason text, p_error text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_flags smallint;
+  v_now timestamptz := clock_timestamp();
+begin
+  insert into queue.finished (id, finished_at, attempts, state, reason, error)
+  select p_id, v_now, coalesce(s.attempts, 0), p_state, p_reason, p_error
+  from (select) x left join queue.job_state s on s.id = p_id;
+  select j.flags | case when exists (select from queue.need d where d.need_id = j.id) then 4096 else 0 end into v_flags
+  from queue.job j where j.id = p_id;
+  perform queue._close(array[p_id], array[v_flags], v_now);
+  if v_flags & 3 <> 0 then
+    perform queue._leave_locks(array[p_id], false);
+  end if;
+  if v_flags & 4096 <> 0 then
+    perform queue._needs_changed(array[p_id]);
+  end if;
+end $$;
+
+-- Cancels admitted jobs that are in no gate.
+-- Locks: the caller holds ADM.
+create or replace function queue._cancel_admitted(p_ids bigint[], p_reason text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+begin
+  foreach v_id in array p_ids loop
+    perform queue._conclude(v_id, 'cancelled', p_reason, null);
+  end loop;
+end $$;
+
+-- Admits whatever is visible, so that an operator finds every job behind the gates.
+-- Locks: ADM, waited for.
+create or replace function queue._admit_all()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_admit record;
+begin
+  perform queue._lock_admission(true);
+  loop
+    select a.* into v_admit from queue._admit(1000) a;
+    exit when not v_admit.has_more;
+  end loop;
+end $$;
+
+-- Locks: the job's row of queue.live, waited for; ADM, waited for.
+-- Raises: QJ001, QJ003 (finished, or running without abort), QJ008.
+create or replace function queue.cancel(id bigint, abort boolean default false)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_live record;
+begin
+  perform queue._reach(cancel.id);
+  select v.claim, v.worker_id into v_live from queue.live v where v.id = cancel.id;
+  if v_live.claim is not null then
+    if cancel.abort is not true then
+      perform queue._invalid_state(cancel.id, 'running', 'Call queue.cancel(id, abort => true) to have its worker stop it.');
+    end if;
+    insert into queue.abort (id, claim, worker_id, reason) values (cancel.id, v_live.claim, v_live.worker_id, 'cancelled')
+    on conflict on constraint abort_pkey do nothing;
+    if current_setting('pgdefer.notify', true) is distinct from 'off' then
+      perform pg_notify('pgdefer_worker_' || v_live.worker_id, '');
+    end if;
+    return 'running';
+  end if;
+  if queue._take_out(cancel.id) is null then
+    perform queue._invalid_state(cancel.id, queue._state(cancel.id), 'Only a job that is not finished can be cancelled.');
+  end if;
+  perform queue._conclude(cancel.id, 'cancelled', 'cancelled', null);
+  perform queue._announce();
+  return 'cancelled';
+end $$;
+comment on function queue.cancel(bigint, boolean) is
+  'Cancels a job that has not started: returns cancelled. A running one with abort: its worker is told, returns running.';
+
+-- Writes what is given over what the job was deferred with, and sends the job through the gates again.
+-- Running and finished jobs keep their place; the change counts from their next run.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+create or replace function queue._change(
+  p_id bigint, p_queue text default null, p_priority integer default null, p_deadline timestamptz default null,
+  p_scheduled_at timestamptz default null, p_args jsonb default null)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_from text := queue._take_out(p_id);
+begin
+  insert into queue.job_state as s (id, queue, priority, deadline, scheduled_at, args)
+  values (p_id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args)
+  on conflict on constraint job_state_pkey do update
+    set (queue, priority, deadline, scheduled_at, args)
+      = (coalesce(excluded.queue, s.queue), coalesce(excluded.priority, s.priority), coalesce(excluded.deadline, s.deadline),
+         coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args));
+  if v_from in ('held', 'parked') then
+    insert into queue.waiting (id, reason) values (p_id, v_from);
+  elsif v_from is not null and v_from <> 'log' then
+    perform queue._route(array[p_id], false);
+  end if;
+end $$;
+
+-- Locks: the job's row of queue.live, waited for; ADM, waited for.
+-- Raises: QJ001, QJ003 (running or finished), QJ008.
+create or replace function queue.hold(id bigint)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  perform queue._reach(hold.id);
+  if queue._take_out(hold.id) is null then
+    perform queue._invalid_state(hold.id, queue._state(hold.id), 'Only a job that has not started can be held; cancel a running one with abort.');
+  end if;
+  insert into queue.waiting (id, reason) values (hold.id, 'held');
+  perform queue._needs_changed(array[hold.id]);
+  return 'held';
+end $$;
+comment on function queue.hold(bigint) is
+  'Puts a job that is not running aside until queue.unhold. It keeps its place at its lock. Returns held.';
+
+-- Locks and errors: as hold; QJ003 when the job is not held.
+create or replace function queue.unhold(id bigint)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  perform queue._reach(unhold.id);
+  delete from queue.waiting w where w.id = unhold.id and w.reason = 'held';
+  if not found then
+    perform queue._invalid_state(unhold.id, queue._state(unhold.id), 'Only a held job can be unheld.');
+  end if;
+  perform queue._route(array[unhold.id], false);
+  perform queue._needs_changed(array[unhold.id]);
+  perform queue._announce();
+  return queue._state(unhold.id);
+end $$;
+comment on function queue.unhold(bigint) is 'Lets a held job go on. Returns its new state.';
+
+-- Readies a call that changes one job: checks that it exists and takes the locks in their order.
+-- Locks: the job's row of queue.live, waited for; ADM, waited for. Raises: QJ001, QJ008.
+create or replace function queue._reach(p_id bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  perform queue._check_isolation();
+  if p_id is null or not exists (select from queue.job j where j.id = p_id) then
+    perform queue._job_not_found(p_id);
+  end if;
+  perform from queue.live v where v.id = p_id for update;
+  perform queue._admit_all();
+end $$;
+
+-- A job's state as queue.jobs shows it.
+create or replace function queue._state(p_id bigint)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_state text;
+begin
+  select j.state into v_state from queue.jobs j where j.id = p_id;
+  return v_state;
+end $$;
+
+-- Tells workers that something may have become ready, if any may sleep.
+create or replace function queue._announce()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
+    perform queue._wake();
+  end if;
+end $$;

@@ -1,0 +1,233 @@
+-- Asking: why a job is not running, what would come next, and whether the invariants hold.
+
+-- Raises: QJ001.
+create or replace function queue.why(id bigint)
+returns text language plpgsql stable parallel safe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v record;
+  v_text text;
+  v_key text;
+begin
+  select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at, j.finished_at, j.error,
+    w.reason as gate, w.key, w.at, l.paused_until, l.kind, v.id is not null as is_live,
+    m.id is not null as is_member
+  into v
+  from queue.jobs j
+  left join queue.waiting w on w.id = j.id
+  left join queue.live v on v.id = j.id
+  left join queue.lane l on l.lane = v.lane
+  left join queue.lock_member m on m.lock = j.lock and m.id = j.id
+  where j.id = why.id;
+  if not found then
+    perform queue._job_not_found(why.id);
+  end if;
+  case v.state
+    when 'succeeded' then return format('it succeeded at %s', v.finished_at);
+    when 'failed' then return format('it failed at %s: %s%s', v.finished_at, coalesce(v.reason, ''), coalesce(' (' || v.error || ')', ''));
+    when 'cancelled' then return format('it was cancelled at %s: %s', v.finished_at, v.reason);
+    when 'running' then return format('it runs since %s on worker %s, claim %s', v.started_at, v.worker_id, v.claim);
+    when 'held' then return 'it is held; queue.unhold lets it go on';
+    when 'scheduled' then return format('its time has not come: %s', v.scheduled_at);
+    when 'waiting', 'upstream_failed' then
+      select string_agg(format('job %s (%s)', n, coalesce(j.state, 'deleted')), ', ' order by n) into v_text
+      from (select unnest(j.needs) as n from queue.jobs j where j.id = why.id) x
+      left join queue.jobs j on j.id = x.n where j.state is distinct from 'succeeded';
+      return case v.state when 'waiting' then 'it needs ' else 'a need failed; retry it: ' end || coalesce(v_text, 'jobs that are being looked at');
+    else null;
+  end case;
+  if v.gate = 'task_paused' then
+    return format('its task %s is paused%s', v.task, coalesce(' until ' || v.at, ''));
+  elsif v.gate = 'parked' then
+    return 'a large backlog is being admitted, in which older jobs of its lock may be';
+  elsif v.gate = 'slot' then
+    v_key := substr(v.key, 2);
+    select string_agg(r.id::text, ', ' order by r.id) into v_text
+    from (select j.id from queue.live l join queue.job j on j.id = l.id left join queue.job_state s on s.id = j.id
+          where l.claim is not null
+            and case left(v.key, 1) when 'm' then coalesce(s.lock, j.lock) = v_key else v_key = any (j.keys) end
+          order by j.id limit 20) r;
+    return case left(v.key, 1)
+      when 'm' then format('its lock %s is held by job %s', v_key, coalesce(v_text, 'that is about to start'))
+      else format('its concurrency key %s is full: job %s', v_key, coalesce(v_text, 'that is about to start')) end;
+  elsif not v.is_live and v.is_member then
+    select m.id into v_text from queue.lock_member m where m.lock = v.lock and m.id <> why.id order by m.has_turn desc, m.id limit 1;
+    return format('its lock %s is held by job %s (%s)', v.lock, v_text, (select j.state from queue.jobs j where j.id = v_text::bigint));
+  elsif not v.is_live then
+    return 'it has not been admitted yet; the next fetch or tick does that';
+  elsif v.paused_until > clock_timestamp() then
+    return format('its queue %s is paused%s', v.queue, case when isfinite(v.paused_until) then format(' until %s', v.paused_until) else '' end);
+  elsif not exists (
+    select from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after >= clock_timestamp()
+      and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(v.queue, q)))) then
+    return format('no live worker serves its queue %s', v.queue);
+  elsif queue._is_queue_full(v.queue) then
+    return queue._why_full(v.queue);
+  elsif v.kind = 2 then
+    return 'it crashed before, so it is claimed alone, by a worker that runs nothing else';
+  end if;
+  select string_agg(distinct format('%s %s', case left(k.key, 1) when 'm' then 'lock' else 'concurrency key' end, substr(k.key, 2)), ', ') into v_text
+  from queue.live l
+  cross join lateral queue._keys_of(array[l.id], array[l.flags]) k
+  cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s
+  where l.id = why.id and s.used >= s.slots;
+  if v_text is not null then
+    return format('no slot is free: %s', v_text);
+  end if;
+  return 'it is ready: the next worker with a free slot takes it in its order';
+end $$;
+comment on function queue.why(bigint) is
+  'Says why a job is not running: which job holds its lock or which fill its key, what it needs, until when it is paused or scheduled, whether any live worker serves its queue.';
+
+create or replace function queue._why_full(p_queue text)
+returns text language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  select c.max_running, c.rate_limit, c.rate_per, s.used, r.at into v
+  from queue.queue_config c
+  left join lateral (select s.used from queue.semaphore s where s.key = 'q' || p_queue order by s.tick desc limit 1) s on true
+  left join lateral (select r.at from queue.rate_start r where r.queue = p_queue order by r.at desc, r.seq desc offset greatest(c.rate_limit, 1) - 1 limit 1) r on true
+  where c.queue = p_queue;
+  if v.used >= v.max_running then
+    return format('its queue %s has reached max_running %s', p_queue, v.max_running);
+  end if;
+  return format('its queue %s has used up its rate of %s per %s; the next start is at %s', p_queue, v.rate_limit, v.rate_per, v.at + v.rate_per);
+end $$;
+
+create or replace function queue.peek(queues text[] default null, n integer default 10)
+returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer, scheduled_at timestamptz, deadline timestamptz)
+language plpgsql stable parallel safe security definer rows 10
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  if peek.n is null or peek.n < 1 then
+    perform queue._invalid('n must be at least 1', 'Say how many jobs to show.');
+  end if;
+  return query
+    select j.id, j.task, j.args, j.queue, j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
+    from (
+      select c.id, l.priority, c.deadline, c.first_id
+      from queue.lane l
+      cross join lateral (
+        select v.id, v.deadline, min(v.id) over () as first_id from queue.live v
+        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+        order by v.deadline, v.id limit peek.n) c
+      where (l.paused_until is null or l.paused_until <= clock_timestamp())
+        and (peek.queues is null or exists (select from unnest(peek.queues) q where queue._matches(l.queue, q)))
+      order by l.priority desc, c.first_id, c.deadline, c.id limit peek.n) c
+    join queue.jobs j on j.id = c.id
+    order by c.priority desc, c.first_id, c.deadline, c.id;
+end $$;
+comment on function queue.peek(text[], integer) is
+  'The admitted jobs that fetch would take next, in order. Changes nothing.';
+
+-- Every invariant that does not hold. Reads one snapshot; a sound database gives no row.
+create or replace function queue.check()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security definer rows 10
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  return query
+    select 'in two places'::text, x.id, string_agg(x.place, ', ' order by x.place)
+    from (select v.id, 'live'::text as place from queue.live v union all
+          select f.id, 'finished' from queue.finished f union all
+          select w.id, 'waiting ' || w.reason from queue.waiting w) x
+    group by x.id having count(*) > 1;
+  return query
+    select 'no such job'::text, x.id, x.place
+    from (select v.id, 'live'::text as place from queue.live v union all
+          select f.id, 'finished' from queue.finished f union all
+          select w.id, 'waiting' from queue.waiting w union all
+          select m.id, 'lock_member' from queue.lock_member m union all
+          select k.job_id, 'queueing_lock' from queue.queueing_lock k union all
+          select l.id, 'lease' from queue.lease l union all
+          select s.id, 'job_state' from queue.job_state s union all
+          select a.job_id, 'attempt' from queue.attempt a) x
+    where not exists (select from queue.job j where j.id = x.id);
+  return query
+    select 'admitted and nowhere'::text, j.id, format('flags %s', j.flags)
+    from queue.job j
+    cross join (select c.next_xid, c.in_flight from queue.cursor c order by c.tick desc limit 1) c
+    where j.xid < c.next_xid and j.xid <> all (c.in_flight)
+      and not exists (select from queue.live v where v.id = j.id) and not exists (select from queue.finished f where f.id = j.id)
+      and not exists (select from queue.waiting w where w.id = j.id)
+      and not exists (select from queue.lock_member m left join queue.job_state s on s.id = j.id
+                      where m.lock = coalesce(s.lock, j.lock) and m.id = j.id)
+      and not exists (select from queue.handover h where h.job_id = j.id)
+      and not exists (select from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid);
+  return query
+    select 'ready below the low mark'::text, v.id, format('lane %s', v.lane)
+    from queue.live v join queue.lane l on l.lane = v.lane
+    where v.claim is null and (v.deadline, v.id) < (l.low_deadline, l.low_id);
+  return query
+    select 'in a lane that is missing'::text, v.id, format('lane %s', v.lane)
+    from queue.live v where not exists (select from queue.lane l where l.lane = v.lane);
+  return query
+    select 'member of a lock though finished'::text, m.id, m.lock
+    from queue.lock_member m join queue.finished f on f.id = m.id
+    where not exists (select from queue.handover h where h.job_id = m.id);
+  return query
+    select 'a lock with more than one job at its turn'::text, min(m.id), m.lock
+    from queue.lock_member m join queue.live v on v.id = m.id
+    where not m.is_mutex group by m.lock having count(*) > 1;
+  return query
+    select 'a lock that runs two jobs'::text, min(v.id), coalesce(s.lock, j.lock)
+    from queue.live v join queue.job j on j.id = v.id left join queue.job_state s on s.id = v.id
+    where v.claim is not null and coalesce(s.lock, j.lock) <> '' group by coalesce(s.lock, j.lock) having count(*) > 1;
+  return query
+    select 'a free lock with a job that waits for its turn'::text, f.id, f.lock
+    from (select distinct on (m.lock) m.lock, m.id, m.is_passed, m.is_mutex from queue.lock_member m order by m.lock, m.id) f
+    where f.is_passed and not f.is_mutex
+      and not exists (select from queue.lock_member m join queue.live v on v.id = m.id where m.lock = f.lock)
+      and not exists (select from queue.lock_member m join queue.waiting w on w.id = m.id where m.lock = f.lock and (m.has_turn or w.reason = 'slot'))
+      and not exists (select from queue.lock_member m join queue.handover h on h.job_id = m.id where m.lock = f.lock);
+  return query
+    select 'slots in use that no claim has'::text, null::bigint, format('%s: used %s, claims %s', s.key, s.used, coalesce(c.n, 0))
+    from (select distinct on (s.key) s.key, s.used from queue.semaphore s order by s.key, s.tick desc) s
+    left join (
+      select k.key, count(*) as n
+      from (
+        select k.key from queue.live v cross join lateral queue._keys_of(array[v.id], array[v.flags]) k where v.claim is not null and v.flags & 6 <> 0
+        union all
+        select k.key from queue.handover h cross join lateral queue._keys_of(array[h.job_id], array[h.flags]) k
+        where h.kind in ('ended', 'again') and h.flags & 6 <> 0
+        union all
+        select 'q' || l.queue from queue.live v join queue.lane l on l.lane = v.lane where v.claim is not null and v.flags & 16384 <> 0
+        union all
+        select 'q' || coalesce(t.queue, j.queue) from queue.handover h join queue.job j on j.id = h.job_id
+        left join queue.job_state t on t.id = j.id where h.kind in ('ended', 'again') and h.flags & 16384 <> 0) k
+      group by k.key) c on c.key = s.key
+    where s.used <> coalesce(c.n, 0);
+  return query
+    select 'a free slot and a job that waits for it'::text, null::bigint, format('%s, lane %s', l.key, l.lane)
+    from (select distinct on (l.key, l.lane) l.key, l.lane, l.ready, l.waiting from queue.key_lane l order by l.key, l.lane, l.tick desc) l
+    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = l.key order by s.tick desc limit 1) s
+    where l.waiting > 0 and l.ready < s.slots - s.used;
+  return query
+    select 'counts of a key are wrong'::text, null::bigint, format('%s, lane %s: ready %s, waiting %s', l.key, l.lane, l.ready, l.waiting)
+    from (select distinct on (l.key, l.lane) l.key, l.lane, l.ready, l.waiting from queue.key_lane l order by l.key, l.lane, l.tick desc) l
+    where l.waiting <> (select count(*) from queue.waiting w where w.reason = 'slot' and w.key = l.key and w.lane = l.lane)
+      or l.ready <> (select count(*) from queue.live v cross join lateral queue._keys_of(array[v.id], array[v.flags]) k
+                     where v.lane = l.lane and v.claim is null and v.flags & 6 <> 0 and k.key = l.key);
+  return query
+    select 'waits for needs that do not hold it'::text, w.id, n.standing
+    from (select array_agg(w.id) as ids from queue.waiting w where w.reason in ('needs', 'upstream_failed')) a
+    cross join lateral queue._needs_states(a.ids) n
+    join queue.waiting w on w.id = n.id
+    where n.standing <> case w.reason when 'needs' then 'waiting' else 'failed' end
+      and not exists (select from queue.handover);
+  return query
+    select 'a queueing lock whose job has started'::text, k.job_id, k.key
+    from queue.queueing_lock k join queue.job j on j.id = k.job_id
+    where exists (select from queue.finished f where f.id = j.id)
+      or j.flags & 256 <> 0 and exists (select from queue.live v where v.id = j.id and v.claim is not null);
+  return query
+    select 'claimed by a worker that never was'::text, v.id, format('worker %s', v.worker_id)
+    from queue.live v where v.claim is not null and v.worker_id is null;
+end $$;
+comment on function queue.check() is
+  'Every invariant of the tables that does not hold: problem, the job if it is one, detail. No rows on a sound database.';

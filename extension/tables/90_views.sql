@@ -1,0 +1,75 @@
+create view queue.jobs as
+select j.id, j.task, coalesce(s.queue, j.queue) as queue,
+  case
+    when f.id is not null then f.state
+    when v.claim is not null then 'running'
+    when v.id is not null then 'ready'
+    when w.reason = 'held' then 'held'
+    when w.reason = 'schedule' then 'scheduled'
+    when w.reason = 'needs' then 'waiting'
+    when w.reason = 'upstream_failed' then 'upstream_failed'
+    when w.reason in ('slot', 'parked') then 'blocked'
+    when w.reason = 'task_paused' then 'ready'
+    when m.id is not null and m.is_passed then 'blocked'
+    when j.flags & 32 <> 0 and s.id is null then 'held'
+    when coalesce(s.scheduled_at, j.scheduled_at) > clock_timestamp() then 'scheduled'
+    when j.flags & 8 <> 0 and s.id is null then 'waiting'
+    else 'ready'
+  end as state,
+  case
+    when f.id is not null then f.reason
+    when v.claim is not null then a.reason
+    when w.reason = 'task_paused' or v.id is not null and l.paused_until > clock_timestamp() then 'paused'
+    when w.reason = 'slot' then case left(w.key, 1) when 'm' then 'lock' else 'limit' end
+    when w.reason = 'parked' then 'backlog'
+    when w.id is null and v.id is null and m.is_passed then 'lock'
+  end as reason,
+  coalesce(s.args, j.args) as args, coalesce(s.priority, j.priority) as priority, nullif(coalesce(s.lock, j.lock), '') as lock,
+  j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs, coalesce(s.deadline, j.deadline) as deadline,
+  nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at, (j.options ->> 'expires_at')::timestamptz as expires_at,
+  j.created_at, coalesce(v.claimed_at, f.started_at, s.started_at) as started_at, f.finished_at,
+  coalesce(f.attempts, v.attempt, s.attempts, 0)::integer as attempts, coalesce(s.failures, 0) as failures,
+  coalesce(s.crashes, 0) as crashes,
+  coalesce(s.claims, 0) + case when v.claim is not null or f.state = 'succeeded' and f.worker_id is not null then 1 else 0 end as claims,
+  v.claim, coalesce(v.worker_id, f.worker_id) as worker_id, coalesce(f.error, case when f.id is null then s.error end) as error, f.result,
+  j.options ->> 'description' as description, j.options -> 'headers' as headers, (j.options ->> 'parent')::bigint as parent,
+  coalesce(s.progress, 0) as progress
+from queue.job j
+left join queue.job_state s on s.id = j.id
+left join queue.live v on v.id = j.id
+left join queue.lane l on l.lane = v.lane
+left join queue.abort a on a.id = j.id
+left join queue.finished f on f.id = j.id
+left join queue.waiting w on w.id = j.id
+left join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id
+left join lateral (select array_agg(d.need_id order by d.need_id) as needs from queue.need d where (j.flags | coalesce(s.extra_flags, 0)) & 8 <> 0 and d.job_id = j.id) n on true;
+
+create view queue.attempts as
+select a.job_id, a.attempt, a.claim, a.worker_id, a.started_at, a.finished_at, a.outcome, a.error, a.details
+from queue.attempt a;
+
+create view queue.workers as
+select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
+  w.gone_at is null and w.last_seen_at + w.dead_after >= clock_timestamp() as is_alive,
+  (select count(*) from queue.live v where v.worker_id = w.id)::integer as running
+from queue.worker w;
+
+create view queue.tasks as
+select t.name, t.defaults from queue.task t;
+
+create view queue.queues as
+select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c.retain, coalesce(x.ready, 0) as ready,
+  coalesce(x.running, 0) as running, x.paused_until
+from (select c.queue, c.created_at from queue.queue_config c
+      union all
+      select l.queue, null from queue.lane l where not exists (select from queue.queue_config c where c.queue = l.queue) group by l.queue) q
+left join queue.queue_config c on c.queue = q.queue
+left join (select l.queue, max(l.paused_until) as paused_until, count(v.id) filter (where v.claim is null) as ready,
+             count(v.id) filter (where v.claim is not null) as running
+           from queue.lane l left join queue.live v on v.lane = l.lane group by l.queue) x on x.queue = q.queue;
+
+comment on view queue.jobs is 'Every job that is kept, in its state as far as it is known.';
+comment on view queue.attempts is 'Every attempt that did not succeed.';
+comment on view queue.workers is 'Registered workers, and those that have gone within the last minute.';
+comment on view queue.tasks is 'Registered tasks and their defaults.';
+comment on view queue.queues is 'Queues that are configured or hold jobs that are ready or running.';

@@ -1,0 +1,377 @@
+"""The application's side: what tasks there are, and where their jobs go."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack, cast, overload
+
+import psycopg
+
+from . import _sql
+from ._codec import Codec
+from ._connect import AsyncConnection, AsyncPool, Connection, Source, SyncPool
+from ._errors import UnknownTask
+from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
+from ._options import DeferOptions, Settings, TaskOptions, defer_parameters
+from ._task import AsyncTask, Job, Prepared, SyncTask, Task, TaskDecorator, name_of, with_parent
+from ._worker import Worker
+
+if TYPE_CHECKING:
+    from ._server import EmbeddedServer
+
+__all__ = ["App"]
+
+log = logging.getLogger("pgdefer")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound="Task[..., Any]")
+
+
+class App:
+    """Tasks, and the database that their jobs are kept in.
+
+    The database is `dsn`; without one, what libpq's environment variables say; without those, or
+    with `embedded=True`, the embedded server, which is started when first needed. Behind pgbouncer
+    in transaction mode give `pgbouncer=True`: no prepared statements, and workers poll.
+
+    `imports` names modules that define tasks, imported before a worker starts.
+
+    Connections are opened when first needed and kept; `close` and `close_async` close them. An App
+    may be used from all threads and event loops.
+    """
+
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        embedded: bool | EmbeddedServer = False,
+        pgbouncer: bool = False,
+        imports: Iterable[str] = (),
+    ) -> None:
+        self.codec = Codec()
+        self.tasks: dict[str, Task[..., Any]] = {}
+        self.source = Source(dsn, embedded=embedded, pgbouncer=pgbouncer)
+        self.imports = tuple(imports)
+        self._pool = SyncPool(self.source)
+        self._async_pool = AsyncPool(self.source)
+        self._registered: dict[str, Settings] = {}
+        self._may_register = True
+
+    # Tasks
+
+    @overload
+    def task(  # type: ignore[overload-overlap]
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[P, R]: ...
+    @overload
+    def task(self, function: Callable[P, R], /) -> SyncTask[P, R]: ...
+    @overload
+    def task(self, *, name: str | None = None, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
+    def task(  # type: ignore[misc]
+        self,
+        function: Callable[..., Any] | None = None,
+        /,
+        *,
+        name: str | None = None,
+        **options: Any,
+    ) -> object:
+        """Make a function a task, named by its module and name unless `name` is given.
+
+        The options are registered in the database as the task's defaults, so that jobs deferred
+        by SQL have them too. `lock`, `queueing_lock` and `concurrency_key` may hold `{field}`,
+        filled from the arguments.
+        """
+        decorator = TaskDecorator(self, name, options)
+        return decorator if function is None else decorator(function)
+
+    def add(self, task: T) -> T:
+        """Take in a task. Raises ValueError where another has its name."""
+        other = self.tasks.get(task.name)
+        if other is not None and name_of(other.function) != name_of(task.function):
+            raise ValueError(f"there are two tasks named {task.name!r}")
+        self.tasks[task.name] = task
+        return task
+
+    def get(self, name: str) -> Task[..., Any]:
+        """Return a task. Raises UnknownTask."""
+        try:
+            return self.tasks[name]
+        except KeyError:
+            raise UnknownTask(
+                f"the task {name!r} isn't known here",
+                hint="Import the module that defines it: App(imports=[...]).",
+            ) from None
+
+    def import_tasks(self) -> None:
+        """Import the modules of `imports`."""
+        for module in self.imports:
+            importlib.import_module(module)
+
+    # Life
+
+    def open(self) -> Self:
+        """Check the connection and register the tasks; deferring does so by itself."""
+        with self._connection(list(self.tasks.values())):
+            pass
+        return self
+
+    def close(self) -> None:
+        """Close the connections of synchronous calls."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def open_async(self) -> Self:
+        """As `open`, for asyncio."""
+        async with self._connection_async(list(self.tasks.values())):
+            pass
+        return self
+
+    async def close_async(self) -> None:
+        """Close the connections of the running event loop, and those of synchronous calls."""
+        self._async_pool.close()
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.open_async()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close_async()
+
+    # Deferring
+
+    def defer(
+        self,
+        task: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        connection: AnyConnection | None = None,
+        **options: Unpack[DeferOptions],
+    ) -> Job[Any]:
+        """Defer a job of a task that need not be known here; its arguments are not checked."""
+        text = self.codec.dumps_args(args or {})
+        settings = self._settings(options)
+        return self.submit(task, text, defer_parameters(task, text, settings), connection)
+
+    async def defer_async(
+        self,
+        task: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        connection: AnyAsyncConnection | None = None,
+        **options: Unpack[DeferOptions],
+    ) -> Job[Any]:
+        """As `defer`, for asyncio."""
+        text = self.codec.dumps_args(args or {})
+        settings = self._settings(options)
+        return await self.submit_async(
+            task, text, defer_parameters(task, text, settings), connection
+        )
+
+    def prepare(
+        self, task: str, args: Mapping[str, Any] | None = None, **options: Unpack[DeferOptions]
+    ) -> Prepared[Any]:
+        """Return a call for `defer_many` of a task that need not be known here."""
+        return Prepared(task, self.codec.dumps_args(args or {}), self._settings(options))
+
+    def _settings(self, options: Mapping[str, Any]) -> Settings:
+        settings = Settings.of(options)
+        return settings if "parent" in options else with_parent(settings, self)
+
+    def defer_many(
+        self,
+        calls: Iterable[Prepared[Any]],
+        *,
+        connection: AnyConnection | AnyAsyncConnection | None = None,
+    ) -> list[Job[Any]]:
+        """Defer many jobs at once, of any tasks, all or none; in the order given."""
+        prepared = list(calls)
+        if not prepared:
+            return []
+        tasks = self._known(call.task for call in prepared)
+        parameters = {"jobs": _array(prepared)}
+        with self._connection(tasks, connection) as used:
+            rows = execute(used, _sql.DEFER_MANY, parameters)
+        return [Job(row[0], self) for row in rows]
+
+    async def defer_many_async(
+        self,
+        calls: Iterable[Prepared[Any]],
+        *,
+        connection: AnyConnection | AnyAsyncConnection | None = None,
+    ) -> list[Job[Any]]:
+        """As `defer_many`, for asyncio."""
+        prepared = list(calls)
+        if not prepared:
+            return []
+        tasks = self._known(call.task for call in prepared)
+        parameters = {"jobs": _array(prepared)}
+        async with self._connection_async(tasks, connection) as used:
+            rows = await execute_async(used, _sql.DEFER_MANY, parameters)
+        return [Job(row[0], self) for row in rows]
+
+    def submit(
+        self,
+        task: str,
+        args: str,
+        parameters: Mapping[str, Any] | None,
+        connection: AnyConnection | AnyAsyncConnection | None,
+    ) -> Job[Any]:
+        """Send an encoded job: what every single `defer` ends in."""
+        statement = _sql.DEFER_PLAIN if parameters is None else _sql.DEFER
+        with self._connection(self._known([task]), connection) as used:
+            rows = execute(used, statement, parameters or {"task": task, "args": args})
+        return Job(rows[0][0], self)
+
+    async def submit_async(
+        self,
+        task: str,
+        args: str,
+        parameters: Mapping[str, Any] | None,
+        connection: AnyConnection | AnyAsyncConnection | None,
+    ) -> Job[Any]:
+        """As `submit`, for asyncio."""
+        statement = _sql.DEFER_PLAIN if parameters is None else _sql.DEFER
+        async with self._connection_async(self._known([task]), connection) as used:
+            rows = await execute_async(used, statement, parameters or {"task": task, "args": args})
+        return Job(rows[0][0], self)
+
+    # Working
+
+    def run_worker(
+        self,
+        queues: Sequence[str] | None = None,
+        *,
+        concurrency: int = 20,
+        shutdown_timeout: float | None = None,
+        drain: bool = False,
+    ) -> None:
+        """Run a worker until SIGTERM or SIGINT: see `Worker`."""
+        Worker(
+            self,
+            queues,
+            concurrency=concurrency,
+            shutdown_timeout=shutdown_timeout,
+            drain=drain,
+        ).run()
+
+    async def run_worker_async(
+        self,
+        queues: Sequence[str] | None = None,
+        *,
+        concurrency: int = 20,
+        shutdown_timeout: float | None = None,
+        drain: bool = False,
+    ) -> None:
+        """Run a worker in this event loop, until cancelled."""
+        await Worker(
+            self,
+            queues,
+            concurrency=concurrency,
+            shutdown_timeout=shutdown_timeout,
+            drain=drain,
+        ).run_async()
+
+    # Connections, on which the tasks are registered
+
+    def _known(self, names: Iterable[str]) -> list[Task[..., Any]]:
+        """Return those tasks of this app that have yet to be registered."""
+        if not self._may_register:
+            return []
+        return [
+            task
+            for name in dict.fromkeys(names)
+            if (task := self.tasks.get(name)) is not None
+            and self._registered.get(name) is not task.settings
+        ]
+
+    @contextlib.contextmanager
+    def _connection(
+        self,
+        tasks: list[Task[..., Any]],
+        given: AnyConnection | AnyAsyncConnection | None = None,
+    ) -> Iterator[AnyConnection]:
+        if given is None:
+            with self._pool.connection() as own:
+                if tasks:
+                    self.register(own)
+                yield own
+            return
+        used = cast("AnyConnection", given)
+        if tasks and self.source.is_chosen:
+            with self._pool.connection() as own:
+                self.register(own)
+        elif tasks:
+            # Only the caller's connection is known. What is registered in its transaction may be
+            # rolled back with it, so nothing is remembered.
+            execute(used, _sql.REGISTER_TASKS, {"tasks": _defaults(tasks)})
+        yield used
+
+    @contextlib.asynccontextmanager
+    async def _connection_async(
+        self,
+        tasks: list[Task[..., Any]],
+        given: AnyConnection | AnyAsyncConnection | None = None,
+    ) -> AsyncIterator[AnyAsyncConnection]:
+        if given is None:
+            async with self._async_pool.connection() as own:
+                if tasks:
+                    await self.register_async(own)
+                yield own
+            return
+        used = cast("AnyAsyncConnection", given)
+        if tasks and self.source.is_chosen:
+            async with self._async_pool.connection() as own:
+                await self.register_async(own)
+        elif tasks:
+            await execute_async(used, _sql.REGISTER_TASKS, {"tasks": _defaults(tasks)})
+        yield used
+
+    def register(self, connection: Connection) -> None:
+        """Register all tasks' defaults; the same again change nothing in the database."""
+        tasks = list(self.tasks.values())
+        try:
+            execute(connection, _sql.REGISTER_TASKS, {"tasks": _defaults(tasks)})
+        except psycopg.errors.InsufficientPrivilege:
+            self._not_registered()
+        self._registered.update((task.name, task.settings) for task in tasks)
+
+    async def register_async(self, connection: AsyncConnection) -> None:
+        """As `register`, for asyncio."""
+        tasks = list(self.tasks.values())
+        try:
+            await execute_async(connection, _sql.REGISTER_TASKS, {"tasks": _defaults(tasks)})
+        except psycopg.errors.InsufficientPrivilege:
+            self._not_registered()
+        self._registered.update((task.name, task.settings) for task in tasks)
+
+    def _not_registered(self) -> None:
+        self._may_register = False
+        log.info("this role may not register tasks: jobs get the defaults that workers register")
+
+
+def _defaults(tasks: Iterable[Task[..., Any]]) -> str:
+    # Sorted, so that two processes that register the same tasks meet in the same order.
+    defaults = {task.name: task.settings.defaults() for task in tasks}
+    return json.dumps([{"name": name, "defaults": defaults[name]} for name in sorted(defaults)])
+
+
+def _array(calls: Iterable[Prepared[Any]]) -> str:
+    return f"[{','.join(call.to_json() for call in calls)}]"

@@ -1,0 +1,251 @@
+"""Where the database is, and connections to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+
+if TYPE_CHECKING:
+    from ._server import EmbeddedServer
+
+__all__ = ["AsyncPool", "Source", "SyncPool", "close_now"]
+
+AsyncConnection = psycopg.AsyncConnection[tuple[Any, ...]]
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+# Those of libpq's environment variables that say where a database is.
+LOCATING = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
+
+# A dead peer is noticed within half a minute, whatever the system's own limits are.
+DEFAULTS: dict[str, Any] = {
+    "fallback_application_name": "pgdefer",
+    "client_encoding": "UTF8",
+    "connect_timeout": 10,
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+
+
+class Source:
+    """A DSN, libpq's environment variables, or the embedded server; `kind` says which.
+
+    Without a DSN and without any of libpq's variables it is the embedded server, which is started
+    and has the queue installed when first needed.
+    """
+
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        embedded: bool | EmbeddedServer = False,
+        pgbouncer: bool = False,
+    ) -> None:
+        if dsn is not None and embedded:
+            raise ValueError("give a DSN or embedded=True, not both")
+        # Whether somebody chose it: the embedded server is also what is left without a choice.
+        self.is_chosen = bool(dsn is not None or embedded or any(map(os.environ.get, LOCATING)))
+        if dsn is not None:
+            self.kind = "dsn"
+        elif embedded or not self.is_chosen:
+            self.kind = "embedded"
+        else:
+            self.kind = "environment"
+        self.pgbouncer = pgbouncer
+        self._server = None if isinstance(embedded, bool) else embedded
+        self._dsn = None if dsn is None else re.sub(r"^(postgres(?:ql)?)\+\w+://", r"\1://", dsn)
+        self._lock = threading.Lock()
+        self._is_installed = False
+
+    def conninfo(self, *, restart: bool = False) -> str:
+        """Return the DSN. Starts the embedded server where that isn't running: a few seconds."""
+        dsn = self._dsn or ""
+        if self.kind == "embedded":
+            dsn = self._embedded(restart=restart)
+        given = conninfo_to_dict(dsn)
+        missing = {name: value for name, value in DEFAULTS.items() if name not in given}
+        if "fallback_application_name" in missing and "application_name" in given:
+            del missing["fallback_application_name"]
+        return make_conninfo(dsn, **missing)
+
+    def _embedded(self, *, restart: bool) -> str:
+        from ._install import install  # noqa: PLC0415 (needs this module)
+        from ._server import EmbeddedServer  # noqa: PLC0415 (not on every system)
+
+        with self._lock:
+            if self._dsn is None or restart:
+                self._server = self._server or EmbeddedServer()
+                self._dsn = self._server.ensure_running()
+            if not self._is_installed:
+                install(self._dsn)
+                self._is_installed = True
+            return self._dsn
+
+    def connect(self) -> Connection:
+        """Open a connection; every statement is a transaction of its own."""
+        try:
+            return self._connect(self.conninfo())
+        except psycopg.OperationalError:
+            if self.kind != "embedded":
+                raise
+        return self._connect(self.conninfo(restart=True))
+
+    def _connect(self, conninfo: str) -> Connection:
+        return psycopg.connect(
+            conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
+        )
+
+    async def connect_async(self) -> AsyncConnection:
+        """As `connect`, for asyncio."""
+        try:
+            return await self._connect_async(await self._conninfo_async(restart=False))
+        except psycopg.OperationalError:
+            if self.kind != "embedded":
+                raise
+        return await self._connect_async(await self._conninfo_async(restart=True))
+
+    async def _conninfo_async(self, *, restart: bool) -> str:
+        if self.kind != "embedded":
+            return self.conninfo()
+        return await asyncio.to_thread(self.conninfo, restart=restart)
+
+    async def _connect_async(self, conninfo: str) -> AsyncConnection:
+        return await psycopg.AsyncConnection.connect(
+            conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
+        )
+
+
+def close_now(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    """Close without waiting for anything; for connections that are dead or of a dead loop."""
+    with contextlib.suppress(Exception):
+        connection.pgconn.finish()
+
+
+def _is_usable(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether an idle connection seems alive: a dead one has its end to be read."""
+    if connection.closed:
+        return False
+    try:
+        poll = select.poll()
+        poll.register(connection.pgconn.socket, select.POLLIN | select.POLLHUP)
+        readable = poll.poll(0)
+    except (OSError, psycopg.Error):
+        return False
+    return not readable and connection.info.transaction_status == TransactionStatus.IDLE
+
+
+class _Idle:
+    """Open connections that nobody uses; the last one in is the first one out."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def take(self) -> Any:
+        """Return a usable connection, or None."""
+        while self.items:
+            try:
+                connection = self.items.pop()
+            except IndexError:
+                return None
+            if _is_usable(connection):
+                return connection
+            close_now(connection)
+        return None
+
+    def close(self) -> None:
+        """Close them all."""
+        while self.items:
+            close_now(self.items.pop())
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class SyncPool:
+    """Connections for synchronous calls, from any thread."""
+
+    def __init__(self, source: Source, max_idle: int = 4) -> None:
+        self._source = source
+        self._max_idle = max_idle
+        self._idle = _Idle()
+        self._pid = os.getpid()
+        self._inherited: list[_Idle] = []
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Lend a connection."""
+        if self._pid != os.getpid():
+            # After a fork they are the parent's: not ours to use, nor to close.
+            self._inherited.append(self._idle)
+            self._idle = _Idle()
+            self._pid = os.getpid()
+        idle = self._idle
+        connection = cast("Connection | None", idle.take()) or self._source.connect()
+        try:
+            yield connection
+        finally:
+            if len(idle.items) < self._max_idle and not connection.closed:
+                idle.items.append(connection)
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        """Close the idle ones; later calls open new ones."""
+        self._idle.close()
+
+
+class AsyncPool:
+    """Connections for asynchronous calls, for each event loop its own."""
+
+    def __init__(self, source: Source, max_idle: int = 4) -> None:
+        self._source = source
+        self._max_idle = max_idle
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Idle] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[AsyncConnection]:
+        """Lend a connection."""
+        loop = asyncio.get_running_loop()
+        idle = self._loops.setdefault(loop, _Idle())
+        connection = cast("AsyncConnection | None", idle.take())
+        if connection is None:
+            connection = await self._source.connect_async()
+        try:
+            yield connection
+        finally:
+            if len(idle.items) < self._max_idle and _is_usable(connection):
+                idle.items.append(connection)
+            else:
+                close_now(connection)
+
+    def close(self) -> None:
+        """Close the running loop's idle ones; later calls open new ones."""
+        idle = self._loops.pop(asyncio.get_running_loop(), None)
+        if idle is not None:
+            idle.close()
+
+
+def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Return a plain cursor, whatever factories the connection has."""
+    return psycopg.Cursor(connection, row_factory=tuple_row)
+
+
+def async_cursor(connection: psycopg.AsyncConnection[Any]) -> psycopg.AsyncCursor[tuple[Any, ...]]:
+    """As `cursor`, for asyncio."""
+    return psycopg.AsyncCursor(connection, row_factory=tuple_row)

@@ -1,0 +1,141 @@
+"""The job that runs here: `current_job()`."""
+
+from __future__ import annotations
+
+import contextvars
+import datetime as dt
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ._codec import unwrap
+from ._errors import PgDeferError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from ._app import App
+    from ._options import HasId
+
+__all__ = ["JobAborted", "JobContext", "RetryLater", "current_job"]
+
+
+class JobContext:
+    """A running job, as its handler sees it: what was claimed, and whether to stop.
+
+    The pair (id, claim) names this run: no other run has it, and only its holder may end it.
+    """
+
+    __slots__ = (
+        "_abort",
+        "_is_released",
+        "_runner",
+        "_stored",
+        "_timer",
+        "app",
+        "attempt",
+        "claim",
+        "deadline",
+        "headers",
+        "id",
+        "lock",
+        "parent",
+        "priority",
+        "queue",
+        "scheduled_at",
+        "task",
+        "timeout",
+    )
+
+    def __init__(  # noqa: PLR0917 (the columns of queue.fetch, in order)
+        self,
+        app: App,
+        id: int,
+        claim: int,
+        task: str,
+        args: str,
+        queue: str,
+        priority: int,
+        lock: str | None,
+        attempt: int,
+        scheduled_at: dt.datetime | None,
+        deadline: dt.datetime | None,
+        timeout: dt.timedelta | None,
+        headers: str | None,
+        parent: int | None,
+        _error: None = None,
+    ) -> None:
+        self.app = app
+        self.id = id
+        self.claim = claim
+        self.task = task
+        self._stored = args
+        self.queue = queue
+        self.priority = priority
+        self.lock = lock
+        self.attempt = attempt
+        self.scheduled_at = scheduled_at
+        self.deadline = deadline
+        self.timeout = timeout
+        self.headers: Mapping[str, Any] = {} if headers is None else unwrap(headers)
+        self.parent = parent
+        self._abort: str | None = None
+        self._is_released = False
+        self._runner: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<job {self.id} {self.task} attempt {self.attempt} claim {self.claim}>"
+
+    def should_abort(self) -> bool:
+        """Whether the job was cancelled, timed out, or lost, or its worker stops at once.
+
+        Handlers that are no coroutines ask this now and then, and raise `JobAborted` (or return)
+        when it is true; coroutines are cancelled.
+        """
+        return self._abort is not None
+
+    def check_abort(self) -> None:
+        """Raise JobAborted where `should_abort` is true."""
+        if self._abort is not None:
+            raise JobAborted(self._abort)
+
+
+_current: contextvars.ContextVar[JobContext] = contextvars.ContextVar("pgdefer_job")
+
+
+def current_job() -> JobContext:
+    """Return the job whose handler is running; raises LookupError outside of one."""
+    try:
+        return _current.get()
+    except LookupError:
+        raise LookupError("no job is running here") from None
+
+
+def running_job() -> JobContext | None:
+    """Return the job whose handler is running, or None."""
+    return _current.get(None)
+
+
+class JobAborted(PgDeferError):  # noqa: N818
+    """Raised by a handler to end an aborted job: it becomes cancelled, and isn't retried."""
+
+
+class RetryLater(PgDeferError):  # noqa: N818
+    """Raised or returned by a handler: not a failure, call me again.
+
+    After `at`, if given, and after `needs`, which are added to those that the job has already;
+    `needs=None` runs again as soon as `at` allows, whatever the needs' states.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        at: dt.datetime | None = None,
+        needs: Iterable[int | HasId] | None = (),
+    ) -> None:
+        super().__init__(message)
+        if at is not None and at.tzinfo is None:
+            raise ValueError(f"at has no time zone: {at!r}")
+        self.at = at
+        self.needs = None if needs is None else tuple(needs)

@@ -1,0 +1,195 @@
+"""Errors: one class for every SQLSTATE of the queue, and those that Python itself raises."""
+
+# The names are the contract's (job_not_found, claim_lost ...), so they have no suffix.
+# ruff: noqa: N818
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+
+__all__ = [
+    "SQLSTATES",
+    "AlreadyQueued",
+    "ClaimLost",
+    "DecodeError",
+    "DependencyCycle",
+    "EncodeError",
+    "IncompatibleClient",
+    "InvalidParameter",
+    "InvalidState",
+    "JobNotFound",
+    "NotInstalled",
+    "PgDeferError",
+    "QueueNotEmpty",
+    "UnknownTask",
+    "WorkerGone",
+    "WrongIsolation",
+    "sqlstate_of",
+    "translate",
+    "translated",
+]
+
+
+class PgDeferError(Exception):
+    """Base of every error that this package raises.
+
+    `sqlstate`, `detail` and `hint` are PostgreSQL's, None where the error was found in Python.
+    """
+
+    sqlstate: str | None = None
+
+    def __init__(
+        self, message: str = "", *, detail: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.detail = detail
+        self.hint = hint
+
+    def __str__(self) -> str:
+        parts = [self.message]
+        if self.detail:
+            parts.append(f"({self.detail})")
+        if self.hint:
+            parts.append(self.hint)
+        return " ".join(parts)
+
+
+class JobNotFound(PgDeferError):
+    """QJ001: the id does not exist."""
+
+    sqlstate = "QJ001"
+
+
+class ClaimLost(PgDeferError):
+    """QJ002: the claim is not the current one; another decides about the job now."""
+
+    sqlstate = "QJ002"
+
+
+class InvalidState(PgDeferError):
+    """QJ003: the job's state does not allow this; `detail` names the state."""
+
+    sqlstate = "QJ003"
+
+
+class AlreadyQueued(PgDeferError):
+    """QJ004: queueing_lock is taken by a job that has not started; `detail` names it."""
+
+    sqlstate = "QJ004"
+
+
+class DependencyCycle(PgDeferError):
+    """QJ005: the new need would close a circle; `detail` names the path."""
+
+    sqlstate = "QJ005"
+
+
+class QueueNotEmpty(PgDeferError):
+    """QJ006: refused without force."""
+
+    sqlstate = "QJ006"
+
+
+class WorkerGone(PgDeferError):
+    """QJ007: the worker was reaped or deregistered."""
+
+    sqlstate = "QJ007"
+
+
+class WrongIsolation(PgDeferError):
+    """QJ008: the transaction is not READ COMMITTED where that is needed."""
+
+    sqlstate = "QJ008"
+
+
+class IncompatibleClient(PgDeferError):
+    """QJ090: this client and the schema's version do not fit."""
+
+    sqlstate = "QJ090"
+
+
+class InvalidParameter(PgDeferError, ValueError):
+    """22023: a bad argument; nothing was changed."""
+
+    sqlstate = "22023"
+
+
+class NotInstalled(PgDeferError):
+    """The database has no schema queue, or it lacks what this client calls."""
+
+
+class EncodeError(PgDeferError, TypeError):
+    """An argument or result can't be stored as JSON."""
+
+
+class DecodeError(PgDeferError, ValueError):
+    """Stored arguments can't be turned into what the task takes; a retry would not help."""
+
+
+class UnknownTask(PgDeferError, LookupError):
+    """The task isn't registered in this process."""
+
+
+SQLSTATES: dict[str, type[PgDeferError]] = {
+    "QJ001": JobNotFound,
+    "QJ002": ClaimLost,
+    "QJ003": InvalidState,
+    "QJ004": AlreadyQueued,
+    "QJ005": DependencyCycle,
+    "QJ006": QueueNotEmpty,
+    "QJ007": WorkerGone,
+    "QJ008": WrongIsolation,
+    "QJ090": IncompatibleClient,
+    "22023": InvalidParameter,
+    # Undefined schema, function and table: queue.* is all that is ever called.
+    "3F000": NotInstalled,
+    "42883": NotInstalled,
+    "42P01": NotInstalled,
+}
+
+
+def sqlstate_of(error: BaseException) -> str | None:
+    """Return the SQLSTATE of an error of psycopg, SQLAlchemy, psycopg2 or asyncpg."""
+    original: Any = getattr(error, "orig", None) or error
+    for name in ("sqlstate", "pgcode"):
+        code = getattr(original, name, None)
+        if isinstance(code, str):
+            return code
+    return None
+
+
+def translate(error: BaseException) -> PgDeferError | None:
+    """Return the error that stands for a driver's, or None where SQLSTATES has none."""
+    original: Any = getattr(error, "orig", None) or error
+    kind = SQLSTATES.get(sqlstate_of(error) or "")
+    if kind is None:
+        return None
+    diag = getattr(original, "diag", None) or original
+    message = getattr(diag, "message_primary", None) or str(original)
+    detail = getattr(diag, "message_detail", None) or getattr(original, "detail", None)
+    hint = getattr(diag, "message_hint", None) or getattr(original, "hint", None)
+    if kind is NotInstalled:
+        hint = "Run `pgdefer install` on this database."
+    return kind(message, detail=detail or None, hint=hint or None)
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Raise the errors of SQLSTATES in place of the driver's; others pass."""
+    try:
+        yield
+    except psycopg.Error as error:
+        if (better := translate(error)) is not None:
+            raise better from error
+        raise
+    except PgDeferError:
+        raise
+    except Exception as error:
+        if hasattr(error, "orig") and (better := translate(error)) is not None:
+            raise better from error
+        raise

@@ -1,0 +1,322 @@
+"""A worker's connections: every call has a time limit, a lost one is told apart from an error."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psycopg
+from psycopg.types.string import TextBinaryLoader
+
+from . import _sql
+from ._connect import AsyncConnection, Source, close_now
+from ._errors import sqlstate_of
+from ._sql import Statement
+
+__all__ = ["CALL_LIMIT", "Backoff", "Heart", "Link", "Listener", "LostError"]
+
+log = logging.getLogger("pgdefer.worker")
+
+# How long the database has for one answer, in seconds.
+CALL_LIMIT = 20.0
+
+Rows = list[tuple[Any, ...]]
+
+
+class LostError(Exception):
+    """The connection was lost: nobody knows whether the statement was run."""
+
+
+class Backoff:
+    """Delays between attempts: from 0.1 s, doubling up to 5 s, less a random part."""
+
+    def __init__(self, first: float = 0.1, last: float = 5.0) -> None:
+        self._first = first
+        self._last = last
+        self._next = first
+
+    def reset(self) -> None:
+        """Start over: it worked."""
+        self._next = self._first
+
+    def delay(self) -> float:
+        """Return how long to wait now."""
+        delay = self._next
+        self._next = min(self._next * 2, self._last)
+        return delay * random.uniform(0.7, 1.0)  # noqa: S311
+
+
+class _StoredJson(TextBinaryLoader):
+    """Leaves jsonb as it came, its version's byte before the text: see _codec.unwrap."""
+
+
+class Link:
+    """A connection that is opened when needed, and again when it was lost."""
+
+    def __init__(self, source: Source, limit: float | None = None) -> None:
+        self._source = source
+        self._limit = CALL_LIMIT if limit is None else limit
+        self._connection: AsyncConnection | None = None
+        self._cursor: psycopg.AsyncCursor[tuple[Any, ...]] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return self._connection is not None
+
+    async def open(self) -> AsyncConnection:
+        """Connect unless connected. Raises LostError."""
+        if self._connection is None:
+            try:
+                async with asyncio.timeout(self._limit):
+                    connection = await self._source.connect_async()
+            except (psycopg.OperationalError, OSError, TimeoutError) as error:
+                raise LostError(_reason(error)) from error
+            connection.adapters.register_loader("jsonb", _StoredJson)
+            self._connection = connection
+            self._cursor = connection.cursor(binary=True)
+            self._opened(connection)
+        return self._connection
+
+    def _opened(self, connection: AsyncConnection) -> None:
+        """Do what a new connection needs."""
+
+    async def call(self, statement: Statement, **parameters: object) -> Rows:
+        """Run a statement. Raises LostError, or psycopg's error of a statement that failed."""
+        connection = await self.open()
+        cursor = self._cursor
+        assert cursor is not None
+        try:
+            async with asyncio.timeout(self._limit):
+                await cursor.execute(statement.psycopg, parameters or None)
+                return [] if cursor.description is None else await cursor.fetchall()
+        except (psycopg.OperationalError, psycopg.InterfaceError, OSError) as error:
+            if connection.closed or sqlstate_of(error) in (None, "57P01", "57P02", "57P03"):
+                self.close()
+                raise LostError(_reason(error)) from error
+            raise
+        except TimeoutError as error:
+            self.close()
+            raise LostError(f"no answer within {self._limit:g} s") from error
+        except asyncio.CancelledError:
+            # Whatever was under way, its answer will not be read.
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close at once; the next call connects again."""
+        connection, self._connection, self._cursor = self._connection, None, None
+        if connection is not None:
+            close_now(connection)
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class Listener(Link):
+    """The connection that hears notifications, and on which a worker goes to sleep and wakes."""
+
+    def __init__(
+        self, source: Source, on_work: Callable[[], None], on_message: Callable[[], None]
+    ) -> None:
+        super().__init__(source)
+        self._on_work = on_work
+        self._on_message = on_message
+        self._lock = asyncio.Lock()
+        self._channels: set[str] = set()
+        self._descriptor: int | None = None
+        self._backoff = Backoff()
+        self._not_before = 0.0
+        self.is_latched = False
+
+    async def before_sleep(self, worker: int, queues: Sequence[str] | None) -> float:
+        """Say that this worker goes to sleep; return for how long it may, at most, in seconds.
+
+        Without a connection it is a second: then the worker polls.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._not_before:
+            return 1.0
+        try:
+            rows = await self._exchange(_sql.BEFORE_SLEEP, worker=worker, queues=queues)
+            _, wait_for, channels = rows[0]
+            for channel in channels:
+                if channel not in self._channels:
+                    await self._exchange(_sql.listen(channel))
+                    self._channels.add(channel)
+        except LostError as error:
+            log.warning("the listening connection was lost: %s", error)
+            self._not_before = loop.time() + self._backoff.delay()
+            return 1.0
+        self._backoff.reset()
+        self.is_latched = bool(channels)
+        seconds: float = wait_for.total_seconds() if isinstance(wait_for, dt.timedelta) else 1.0
+        return seconds
+
+    async def after_sleep(self, worker: int) -> None:
+        """Say that this worker is busy again."""
+        if self.is_latched:
+            self.is_latched = False
+            with contextlib.suppress(LostError):
+                await self._exchange(_sql.AFTER_SLEEP, worker=worker)
+
+    async def tick(self) -> None:
+        """Do what is due."""
+        await self._exchange(_sql.TICK)
+
+    async def _exchange(self, statement: Statement, **parameters: object) -> Rows:
+        async with self._lock:
+            await self.open()
+            self._watch(on=False)
+            try:
+                return await self.call(statement, **parameters)
+            finally:
+                self._watch(on=True)
+
+    def _opened(self, connection: AsyncConnection) -> None:
+        self._channels.clear()
+        self.is_latched = False
+        # For those that come with the answer to a statement.
+        connection.add_notify_handler(lambda notify: self._heard(notify.channel))
+
+    def _watch(self, *, on: bool) -> None:
+        """Hear, or not, what comes between statements; psycopg hears what comes in them."""
+        loop = asyncio.get_running_loop()
+        if self._descriptor is not None:
+            loop.remove_reader(self._descriptor)
+            self._descriptor = None
+        if on and self._connection is not None:
+            self._descriptor = self._connection.pgconn.socket
+            loop.add_reader(self._descriptor, self._readable)
+
+    def _readable(self) -> None:
+        assert self._connection is not None
+        pgconn = self._connection.pgconn
+        try:
+            pgconn.consume_input()
+            while notify := pgconn.notifies():
+                self._heard(notify.relname.decode())
+        except psycopg.Error as error:
+            log.warning("the listening connection was lost: %s", _reason(error))
+            self.close()
+            self._on_work()
+
+    def _heard(self, channel: str) -> None:
+        if channel == "pgdefer":
+            self._on_work()
+        else:
+            self._on_message()
+
+    def close(self) -> None:
+        """Close at once; the next call connects and listens again."""
+        if self._descriptor is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            self._descriptor = None
+        self.is_latched = False
+        super().close()
+
+
+class Heart:
+    """Heartbeats, in a thread, an event loop and a connection of their own.
+
+    The callbacks are called in the worker's loop: `on_abort` with (id, claim, reason) of the jobs
+    to abort, `on_gone` when the worker was given up for dead.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        interval: float,
+        on_abort: Callable[[list[tuple[int, int, str]]], None],
+        on_gone: Callable[[int], None],
+    ) -> None:
+        self._source = source
+        self._interval = interval
+        self._on_abort = on_abort
+        self._on_gone = on_gone
+        self._outer = asyncio.get_running_loop()
+        self._inner: asyncio.AbstractEventLoop | None = None
+        self._event: asyncio.Event | None = None
+        self._worker: int | None = None
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="pgdefer-heart", daemon=True)
+
+    def start(self, worker: int) -> None:
+        """Beat for this worker from now on."""
+        self._worker = worker
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self.poke()
+
+    def poke(self) -> None:
+        """Beat now: there is a message for the worker."""
+        inner, event = self._inner, self._event
+        if inner is not None and event is not None:
+            with contextlib.suppress(RuntimeError):
+                inner.call_soon_threadsafe(event.set)
+
+    async def stop(self) -> None:
+        """Beat no more."""
+        self._is_stopped = True
+        self.poke()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, 2.0)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._beat())
+        except Exception:
+            log.exception("heartbeats have ended")
+
+    async def _beat(self) -> None:
+        self._inner = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+        link = Link(self._source, self._interval)
+        backoff = Backoff(last=2.0)
+        try:
+            while not self._is_stopped:
+                self._event.clear()
+                worker = self._worker
+                delay = self._interval
+                try:
+                    if worker is not None:
+                        rows = await link.call(_sql.HEARTBEAT, worker=worker)
+                        if rows:
+                            self._tell(self._on_abort, [(row[0], row[1], row[2]) for row in rows])
+                        backoff.reset()
+                        if not self._is_stopped:
+                            await self._tick(link)
+                except LostError as error:
+                    delay = backoff.delay()
+                    log.warning("no heartbeat: %s", error)
+                except psycopg.Error as error:
+                    if sqlstate_of(error) == "QJ007":
+                        if self._worker == worker:
+                            self._worker = None
+                        self._tell(self._on_gone, worker)
+                    else:
+                        delay = backoff.delay()
+                        log.warning("no heartbeat: %s", error)
+                if not self._is_stopped:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._event.wait(), delay)
+        finally:
+            link.close()
+
+    async def _tick(self, link: Link) -> None:
+        try:
+            await link.call(_sql.TICK)
+        except (LostError, psycopg.Error) as error:
+            log.warning("tick: %s", error)
+
+    def _tell(self, callback: Callable[[Any], None], value: object) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._outer.call_soon_threadsafe(callback, value)

@@ -1,0 +1,222 @@
+"""What can be said of a task or a job, in Python's types and as the SQL functions take it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypedDict
+
+from ._errors import EncodeError
+
+__all__ = ["DeferOptions", "Retry", "TaskOptions", "interval_text"]
+
+
+class HasId(Protocol):
+    """A job, as `defer` returns it."""
+
+    @property
+    def id(self) -> int:
+        """The job's id."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Retry:
+    """A retry policy; what isn't given is left to the database's default.
+
+    `max_attempts` is at which failure to give up: None is never. `base`, `cap` and `first` are
+    delays; `wait`, `linear_wait` and `exponential_wait` are seconds, in the sense of
+    `wait + linear_wait * n + exponential_wait ** (n + 1)` with n failures before this one.
+    """
+
+    max_attempts: int | None
+    _: dataclasses.KW_ONLY
+    backoff: Literal["constant", "linear", "exponential"] | None = None
+    base: dt.timedelta | None = None
+    factor: float | None = None
+    cap: dt.timedelta | None = None
+    first: dt.timedelta | None = None
+    jitter: float | None = None
+    on_crash: Literal["retry", "fail"] | None = None
+    max_crashes: int | None = None
+    wait: float | None = None
+    linear_wait: float | None = None
+    exponential_wait: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the policy as queue.backoff takes it."""
+        policy: dict[str, Any] = {"max_attempts": self.max_attempts}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                policy[field.name] = interval_text(value) if field.type == _DELAY else value
+        return policy
+
+
+_DELAY = "dt.timedelta | None"
+
+RetryPolicy = Retry | int | Mapping[str, Any]
+
+
+class _Common(TypedDict, total=False):
+    queue: str
+    priority: int
+    lock: str
+    queueing_lock: str
+    concurrency_key: str
+    concurrency_limit: int
+    on_conflict: Literal["raise", "ignore", "replace"]
+    unique_until: Literal["start", "finish"]
+    lock_mode: Literal["ordered", "mutex"]
+    needs_mode: Literal["all", "any"]
+    on_need_failure: Literal["block", "proceed"]
+    on_limit: Literal["block", "discard"]
+    retry: RetryPolicy
+    timeout: dt.timedelta
+    delay: dt.timedelta
+    held: bool
+    description: str
+    headers: Mapping[str, Any]
+    retain: dt.timedelta
+    concurrency: Sequence[Mapping[str, Any]]
+    max_progress: int | None
+
+
+class TaskOptions(_Common, total=False):
+    """What a task may register; `deadline` counts from the moment of deferring."""
+
+    deadline: dt.timedelta
+
+
+class DeferOptions(_Common, total=False):
+    """What a single job may say; it goes before what its task registered.
+
+    An empty text means none. `needs` and `parent` are ids, or jobs as `defer` returned them;
+    inside a handler `parent` is its job unless something else is given, None included.
+    """
+
+    scheduled_at: dt.datetime
+    deadline: dt.datetime
+    expires_at: dt.datetime
+    needs: Iterable[int | HasId]
+    parent: int | HasId | None
+
+
+# Those that are arguments of queue.defer; the rest are keys of its `options`.
+ARGUMENTS = frozenset(
+    {
+        "queue",
+        "priority",
+        "lock",
+        "queueing_lock",
+        "scheduled_at",
+        "deadline",
+        "needs",
+        "concurrency_key",
+        "concurrency_limit",
+    }
+)
+_NO_ARGUMENTS: dict[str, Any] = dict.fromkeys((*sorted(ARGUMENTS), "options"))
+
+
+def interval_text(value: dt.timedelta) -> str:
+    """Return an interval of exactly this length in PostgreSQL's syntax."""
+    microseconds = value // dt.timedelta(microseconds=1)
+    sign = "-" if microseconds < 0 else ""
+    seconds, microseconds = divmod(abs(microseconds), 1_000_000)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{sign}{hours}:{minutes:02}:{seconds:02}.{microseconds:06}"
+
+
+def _instant(name: str, value: dt.datetime) -> str:
+    if value.tzinfo is None:
+        raise ValueError(f"{name} has no time zone: {value!r}")
+    return value.isoformat()
+
+
+def job_id(job: int | HasId) -> int:
+    """Return the id of a job or an id."""
+    return job if isinstance(job, int) else job.id
+
+
+def to_json(name: str, value: Any) -> Any:
+    """Return one option as it stands in JSON."""
+    match value:
+        case dt.timedelta():
+            return interval_text(value)
+        case dt.datetime():
+            return _instant(name, value)
+        case Retry():
+            return value.to_json()
+        case int() if name == "retry" and not isinstance(value, bool):
+            return {"max_attempts": value}
+    if name == "needs":
+        return [job_id(job) for job in value]
+    if name == "parent":
+        return job_id(value)
+    if name == "concurrency":
+        return [dict(item) for item in value]
+    if name in ("headers", "retry"):
+        return dict(value)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Options in JSON's types: queue.defer's arguments, and the keys of its `options`."""
+
+    arguments: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Sort what was given; None means not given, but for max_progress."""
+        arguments: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        for name, value in given.items():
+            if name in ARGUMENTS:
+                if value is not None:
+                    arguments[name] = to_json(name, value)
+            elif value is not None or name == "max_progress":
+                options[name] = to_json(name, value)
+        return cls(arguments, options)
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the defaults that queue.register_task takes."""
+        return {**self.arguments, **self.options}
+
+    def options_text(self) -> str | None:
+        """Return the JSON text of `options`, None without any."""
+        if not self.options:
+            return None
+        try:
+            return json.dumps(self.options, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise EncodeError(f"the options can't be stored: {error}") from error
+
+
+def defer_parameters(task: str, args: str, settings: Settings) -> dict[str, Any] | None:
+    """Return the parameters of _sql.DEFER; None where task and args are all there is."""
+    if not settings.arguments and not settings.options:
+        return None
+    return {
+        **_NO_ARGUMENTS,
+        **settings.arguments,
+        "options": settings.options_text(),
+        "task": task,
+        "args": args,
+    }
+
+
+def defer_object(task: str, args: str, settings: Settings) -> str:
+    """Return one object of queue.defer_many's array."""
+    rest = dict(settings.arguments)
+    if settings.options:
+        rest["options"] = settings.options
+    try:
+        head = json.dumps({"task": task, **rest}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise EncodeError(f"the options can't be stored: {error}") from error
+    return f'{head[:-1]}, "args": {args}}}'

@@ -1,0 +1,103 @@
+"""How a claim ended, as one JSON object for queue.finish_many and queue.finish_and_fetch."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping
+
+from ._codec import TAG, Codec
+from ._context import RetryLater
+from ._errors import PgDeferError
+from ._options import job_id
+
+__all__ = ["aborted", "failed", "released", "retry_later", "succeeded"]
+
+MAX_MESSAGE = 2_000
+MAX_TRACEBACK = 16_000
+
+
+def succeeded(id: int, claim: int, result: object = None, codec: Codec | None = None) -> str:
+    """Return the outcome of a handler that returned `result`."""
+    if result is None or codec is None:
+        return f'{{"id":{id},"claim":{claim},"outcome":"succeeded"}}'
+    try:
+        text = codec.dumps(result)
+    except Exception:
+        # What the job did stands; only whoever asks for its result must learn that there is none.
+        kind = type(result)
+        text = json.dumps({TAG: "unencodable", "value": f"{kind.__module__}.{kind.__qualname__}"})
+    return f'{{"id":{id},"claim":{claim},"outcome":"succeeded","result":{text}}}'
+
+
+def released(id: int, claim: int) -> str:
+    """Return the outcome of a claim given back as if never made."""
+    return f'{{"id":{id},"claim":{claim},"outcome":"released"}}'
+
+
+def failed(
+    id: int, claim: int, error: BaseException, options: Mapping[str, object] | None = None
+) -> str:
+    """Return the outcome of a handler that raised; `options` are queue.fail's."""
+    return _failure("failed", id, claim, error, options)
+
+
+def aborted(id: int, claim: int, error: BaseException) -> str:
+    """Return the outcome of a handler that ended because it was told to."""
+    return _failure("aborted", id, claim, error, None)
+
+
+def retry_later(id: int, claim: int, asked: RetryLater) -> str:
+    """Return the outcome of a handler that yielded."""
+    needs = asked.needs
+    outcome: dict[str, object] = {
+        "id": id,
+        "claim": claim,
+        "outcome": "retry_later",
+        "needs": None if needs is None else [job_id(need) for need in needs],
+    }
+    if asked.at is not None:
+        outcome["at"] = asked.at.isoformat()
+    if asked.message:
+        outcome["message"] = storable(asked.message, MAX_MESSAGE)
+    return json.dumps(outcome)
+
+
+def _failure(
+    outcome: str, id: int, claim: int, error: BaseException, options: Mapping[str, object] | None
+) -> str:
+    kind = type(error).__qualname__
+    try:
+        message = str(error)
+    except Exception as broken:
+        message = f"(its text could not be made: {type(broken).__qualname__})"
+    report: dict[str, object] = {
+        "id": id,
+        "claim": claim,
+        "outcome": outcome,
+        "error": storable(f"{kind}: {message}" if message else kind, MAX_MESSAGE),
+        "details": {
+            "type": storable(f"{type(error).__module__}.{kind}", MAX_MESSAGE),
+            "message": storable(message, MAX_MESSAGE),
+            "traceback": storable(_traceback(error), MAX_TRACEBACK, keep_end=True),
+        },
+    }
+    if options:
+        report["options"] = dict(options)
+    return json.dumps(report)
+
+
+def _traceback(error: BaseException) -> str:
+    if isinstance(error, PgDeferError) and error.__traceback__ is None:
+        return ""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return ""
+
+
+def storable(text: str, size: int, *, keep_end: bool = False) -> str:
+    """Return the text without what jsonb refuses, and cut to `size` characters."""
+    if len(text) > size:
+        text = f"... {text[4 - size :]}" if keep_end else f"{text[: size - 4]} ..."
+    return text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "replace").decode()

@@ -1,0 +1,65 @@
+"""Threads for handlers that are no coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import queue
+import threading
+from collections.abc import Callable
+
+__all__ = ["Threads"]
+
+
+class Threads:
+    """A pool of daemon threads, grown as needed: a handler that never returns keeps nobody.
+
+    `submit` and `close` are called in the event loop; what a submitted function returns is called
+    there in turn.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_threads: int) -> None:
+        self._loop = loop
+        self._max_threads = max_threads
+        self._work: queue.SimpleQueue[Callable[[], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._done: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_called = False
+        self._unfinished = 0
+        self._threads = 0
+
+    def submit(self, work: Callable[[], Callable[[], None]]) -> None:
+        """Run `work` in a thread, then what it returned in the loop. `work` must not raise."""
+        self._unfinished += 1
+        if self._threads < min(self._unfinished, self._max_threads):
+            self._threads += 1
+            name = f"pgdefer-{self._threads}"
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._work.put(work)
+
+    def close(self) -> None:
+        """Let the threads end once they have done what was submitted."""
+        for _ in range(self._threads):
+            self._work.put(None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything submitted has yet to return."""
+        return self._unfinished > 0
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            self._done.append(work())
+            del work
+            # One call wakes the loop for all that ends until it comes round.
+            if not self._is_called:
+                self._is_called = True
+                try:
+                    self._loop.call_soon_threadsafe(self._drain)
+                except RuntimeError:  # the loop is closed: nobody waits any more
+                    return
+
+    def _drain(self) -> None:
+        self._is_called = False
+        while self._done:
+            self._unfinished -= 1
+            self._done.popleft()()

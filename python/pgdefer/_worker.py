@@ -1,0 +1,695 @@
+"""The worker: claims jobs, runs them, reports how they ended.
+
+It decides nothing: what is claimed, in what order, what a failure leads to and when to sleep are
+the database's answers. What it does itself is to keep many jobs in flight over one connection.
+
+The pump is the only one that uses that connection. It takes all outcomes there are, sends them and
+asks for as many jobs as there are free slots, in one round trip. So a single outcome leaves at
+once, and what ends while a round trip is under way goes with the next one. A batch of jobs is
+started in slices, so that the first outcomes leave while the others start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import contextvars
+import functools
+import json
+import logging
+import os
+import platform
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from . import _outcome, _sql
+from ._context import JobAborted, JobContext, RetryLater, _current
+from ._errors import (
+    DecodeError,
+    PgDeferError,
+    UnknownTask,
+    WorkerGone,
+    sqlstate_of,
+    translate,
+)
+from ._link import Backoff, Heart, Link, Listener, LostError
+from ._task import Task
+from ._threads import Threads
+
+if TYPE_CHECKING:
+    from ._app import App
+
+__all__ = ["Worker"]
+
+log = logging.getLogger("pgdefer.worker")
+
+# How long to look again, and how often, before going to sleep after the last job.
+LINGER_POLLS = 5
+LINGER_DELAY = 0.002
+# How many jobs are started before outcomes get their turn.
+SLICE = 64
+# How long aborted jobs have to unwind before they are given back.
+GRACE = 1.0
+# When claims of an answer that was lost are looked for: the lost call may be under way still.
+SUSPICION = (0.0, 15.0, 120.0)
+
+STOPPED = "the worker stops"
+TIMED_OUT = "timed out"
+
+# Errors that no waiting mends: wrong rights, wrong version, nothing installed, wrong call.
+FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01", "28000", "28P01"})
+
+
+# Classes of errors that lie in the outcome itself: it will never be taken.
+SPOILT = frozenset({"22", "23", "54"})
+
+
+class Worker:
+    """Runs an app's jobs, `concurrency` at a time, of the queues named (patterns too; None: all).
+
+    `shutdown_timeout` is how long `stop` lets running jobs go on, None without limit.
+    With `drain` the worker ends once it finds nothing to do.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        queues: Sequence[str] | None = None,
+        *,
+        concurrency: int = 20,
+        name: str | None = None,
+        shutdown_timeout: float | None = None,
+        heartbeat_every: float = 10.0,
+        drain: bool = False,
+    ) -> None:
+        if concurrency < 1:
+            raise ValueError("concurrency must be at least 1")
+        self.app = app
+        self.queues = None if queues is None else list(queues)
+        self.concurrency = concurrency
+        self.name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self.shutdown_timeout = shutdown_timeout
+        self.heartbeat_every = heartbeat_every
+        self.drain = drain
+        #: The worker's id in the database while it is registered.
+        self.id: int | None = None
+        #: How many jobs have ended here, and how many were given back because the worker stopped.
+        self.finished = 0
+        self.given_back = 0
+        self._listens = not app.source.pgbouncer
+        self._claimed: collections.deque[JobContext] = collections.deque()
+        self._running: set[JobContext] = set()
+        self._outcomes: list[tuple[JobContext, str]] = []
+        self._sending: list[tuple[JobContext, str]] = []
+        self._background: set[asyncio.Task[Any]] = set()
+        self._is_starting = False
+        self._is_stopping = False
+        self._was_hinted = False
+        self._suspicion: list[float] = []
+        self._waiter: asyncio.Future[bool] | None = None
+
+    # Life
+
+    def run(self) -> None:
+        """Run until SIGTERM or SIGINT, then end as `stop` says; again, or SIGQUIT: at once."""
+        asyncio.run(self.run_async(handle_signals=True))
+
+    async def run_async(self, *, handle_signals: bool = False) -> None:
+        """Run until `stop`; cancelled, end at once."""
+        self._loop = asyncio.get_running_loop()
+        self._at_once = asyncio.Event()
+        self.app.import_tasks()
+        self._threads = Threads(self._loop, self.concurrency)
+        self._link = Link(self.app.source)
+        self._listener = Listener(self.app.source, self._on_hint, self._on_message)
+        self._heart = Heart(
+            self.app.source, self.heartbeat_every, self._on_abort, self._on_worker_gone
+        )
+        try:
+            with self._signals() if handle_signals else contextlib.nullcontext():
+                await self._pump()
+        except BaseException:
+            self.stop_at_once()
+            if runners := [job._runner for job in self._running if job._runner is not None]:
+                await asyncio.wait(runners, timeout=GRACE)
+            raise
+        finally:
+            await self._end()
+
+    def stop(self) -> None:
+        """Claim no more; end when the running jobs have, or after `shutdown_timeout` at once."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        log.info("stopping, %d jobs are running", len(self._running))
+        while self._claimed:
+            self._give_back(self._claimed.popleft())
+        if self.shutdown_timeout is not None:
+            self._loop.call_later(self.shutdown_timeout, self.stop_at_once)
+        self._wake()
+
+    def stop_at_once(self) -> None:
+        """Abort the running jobs and give back those that don't end within a second."""
+        if self._at_once.is_set():
+            return
+        self._at_once.set()
+        self.stop()
+        for job in list(self._running):
+            self._abort(job, STOPPED)
+        self._loop.call_later(GRACE, self._give_back_all)
+
+    async def _end(self) -> None:
+        self._give_back_all()
+        await self._heart.stop()
+        if self.id is not None and self._link.is_open:
+            worker, self.id = self.id, None
+            try:
+                async with asyncio.timeout(2 * GRACE):
+                    if self._outcomes:
+                        await self._send_only()
+                    await self._link.call(_sql.DEREGISTER_WORKER, worker=worker)
+            except (LostError, TimeoutError, psycopg.Error) as error:
+                log.warning("the worker could not deregister: %s", error)
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self._listener.close()
+        self._link.close()
+        self._threads.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn signals into `stop`; only the main thread may."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def on_stop() -> None:
+            if self._is_stopping:
+                self.stop_at_once()
+            else:
+                self.stop()
+
+        handlers = {
+            signal.SIGTERM: on_stop,
+            signal.SIGINT: on_stop,
+            signal.SIGQUIT: self.stop_at_once,
+        }
+        for number, handler in handlers.items():
+            self._loop.add_signal_handler(number, handler)
+        try:
+            yield
+        finally:
+            for number in handlers:
+                self._loop.remove_signal_handler(number)
+
+    # The pump
+
+    async def _pump(self) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                await self._link.open()
+                if self.id is None:
+                    await self._register()
+                backoff.reset()
+                await self._pump_connected()
+                return
+            except WorkerGone:
+                self._on_worker_gone(self.id)
+            except LostError as error:
+                log.warning("the connection was lost: %s", error)
+                self._suspicion = [self._loop.time() + delay for delay in SUSPICION]
+                if self._at_once.is_set() and not self._running:
+                    log.error("%d outcomes could not be reported", len(self._outcomes))
+                    return
+                await self._pause(backoff.delay())
+
+    async def _register(self) -> None:
+        await self.app.register_async(await self._link.open())
+        info = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "client": f"pgdefer {_version()}",
+            "python": platform.python_version(),
+            "concurrency": self.concurrency,
+            "heartbeat_every": self.heartbeat_every,
+            "listen": self._listens,
+        }
+        rows = await self._ask(
+            _sql.REGISTER_WORKER, name=self.name, queues=self.queues, info=json.dumps(info)
+        )
+        self.id = rows[0][0]
+        self._heart.start(rows[0][0])
+        log.info("worker %d serves %s", self.id, ", ".join(self.queues or ["all queues"]))
+
+    async def _pump_connected(self) -> None:
+        polls = 0
+        is_drained = False
+        while True:
+            if self._suspicion and self._suspicion[0] <= self._loop.time():
+                await self._look_for_lost_claims()
+            free = self._free()
+            if self._outcomes or (free and not is_drained):
+                found = await self._round_trip(free)
+                if found:
+                    polls = LINGER_POLLS
+                    if self._listener.is_latched:
+                        self._spawn(self._listener.after_sleep(self._registered()))
+                is_drained = found < free
+            elif self._is_stopping and not self._running:
+                return
+            elif not free:
+                # All slots are taken, or there are to be no more: until an outcome comes.
+                await self._wait(None)
+                is_drained = False
+            elif polls:
+                polls -= 1
+                await self._wait(LINGER_DELAY)
+                is_drained = False
+            else:
+                if self.drain and not self._running:
+                    self.stop()
+                    continue
+                is_drained = await self._sleep(free)
+
+    def _free(self) -> int:
+        if self._is_stopping:
+            return 0
+        return self.concurrency - len(self._running) - len(self._claimed)
+
+    async def _sleep(self, free: int) -> bool:
+        """Sleep until there may be something to do. Returns whether there is nothing to fetch."""
+        self._was_hinted = False
+        link = self._listener if self._listens else None
+        if link is None:
+            rows = await self._ask(_sql.BEFORE_SLEEP, worker=self._registered(), queues=self.queues)
+            wait_for = rows[0][1].total_seconds()
+        else:
+            wait_for = await self._before_sleep(link)
+            # What came before we could be woken has woken nobody.
+            if await self._round_trip(free):
+                return False
+        if not await self._wait(max(wait_for, 0.0)) and not self._is_stopping:
+            # Something is due.
+            if link is None:
+                await self._ask(_sql.TICK)
+            elif wait_for > 0:
+                self._spawn(self._tick())
+        return False
+
+    async def _before_sleep(self, listener: Listener) -> float:
+        try:
+            return await listener.before_sleep(self._registered(), self.queues)
+        except psycopg.Error as error:
+            self._raise_translated(error)
+            log.warning("the worker polls: %s", error)
+            return 1.0
+
+    async def _tick(self) -> None:
+        try:
+            await self._listener.tick()
+        except (LostError, psycopg.Error) as error:
+            log.warning("tick: %s", error)
+        self._on_hint()
+
+    async def _round_trip(self, free: int) -> int:
+        """Send the outcomes there are, ask for `free` jobs; return how many came."""
+        worker = self._registered()
+        if not self._outcomes:
+            rows = await self._ask(
+                _sql.FETCH, worker=worker, queues=self.queues, max_jobs=free, options=None
+            )
+        else:
+            self._sending, self._outcomes = self._outcomes, []
+            try:
+                if free:
+                    rows = await self._ask(
+                        _sql.FINISH_AND_FETCH,
+                        worker=worker,
+                        outcomes=_array(self._sending),
+                        queues=self.queues,
+                        max_jobs=free,
+                        options=None,
+                    )
+                else:
+                    await self._finish(self._sending)
+                    rows = []
+            except LostError:
+                # Sent again: what was written down already will be refused, and dropped.
+                self._outcomes[:0] = self._sending
+                raise
+            except psycopg.Error as error:
+                await self._send_apart(error)
+                return free
+            finally:
+                self._sending = []
+        if self.id != worker:
+            # Given up for dead meanwhile: these claims are others' by now.
+            return 0
+        if rows:
+            self._take(rows)
+        return len(rows)
+
+    async def _send_apart(self, error: psycopg.Error) -> None:
+        """Send the outcomes without asking for jobs; where one spoils the call, each alone."""
+        log.warning("outcomes were refused: %s", error)
+        sending = self._sending
+        try:
+            try:
+                await self._finish(sending)
+            except psycopg.Error:
+                for job, outcome in sending:
+                    await self._send_one(job, outcome)
+        except LostError:
+            self._outcomes[:0] = sending
+            raise
+        if sqlstate_of(error) != "22023":
+            self._raise_translated(error)
+        await self._pause(0.1)
+
+    async def _send_one(self, job: JobContext, outcome: str) -> None:
+        spoilt = PgDeferError("the outcome can't be stored")
+        for text in (outcome, _outcome.failed(job.id, job.claim, spoilt)):
+            try:
+                await self._finish([(job, text)])
+            except psycopg.Error as error:
+                log.error("the outcome of %r was refused: %s", job, error)
+                if (sqlstate_of(error) or "")[:2] not in SPOILT:
+                    self._outcomes.append((job, outcome))
+                    return
+            else:
+                return
+
+    async def _send_only(self) -> None:
+        self._sending, self._outcomes = self._outcomes, []
+        await self._finish(self._sending)
+
+    async def _finish(self, outcomes: Sequence[tuple[JobContext, str]]) -> None:
+        rows = await self._link.call(_sql.FINISH_MANY, outcomes=_array(outcomes))
+        for id, claim, _, error in rows:
+            if error is not None:
+                _log_refused(id, claim, error)
+
+    def _take(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        app = self.app
+        claimed = self._claimed
+        for row in rows:
+            if len(row) == 14 and row[13] is not None:
+                _log_refused(row[0], row[1], row[13])
+            else:
+                claimed.append(JobContext(app, *row))
+        if claimed and not self._is_starting:
+            self._is_starting = True
+            self._start_some()
+
+    async def _ask(self, statement: _sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
+        """Call on the main connection; what can be retried is, what can't is raised as ours."""
+        while True:
+            try:
+                return await self._link.call(statement, **parameters)
+            except psycopg.Error as error:
+                if "outcomes" in parameters:
+                    raise
+                self._raise_translated(error)
+                log.warning("trying again: %s", error)
+                await self._pause(0.2)
+
+    def _raise_translated(self, error: psycopg.Error) -> None:
+        """Raise what is fatal, or tells that the worker is gone."""
+        code = sqlstate_of(error)
+        if code == "QJ007" or code in FATAL:
+            raise translate(error) or error
+
+    async def _look_for_lost_claims(self) -> None:
+        """Give back claims whose answer was lost: the database holds them, and nobody runs them."""
+        del self._suspicion[0]
+        rows = await self._ask(_sql.CLAIMS, worker=self._registered())
+        known = {(job.id, job.claim) for job in [*self._running, *self._claimed]}
+        known |= {(job.id, job.claim) for job, _ in self._outcomes}
+        lost = [(id, claim) for id, claim in rows if (id, claim) not in known]
+        if lost:
+            log.warning("%d claims whose answer was lost are given back", len(lost))
+            outcomes = f"[{','.join(_outcome.released(id, claim) for id, claim in lost)}]"
+            await self._link.call(_sql.FINISH_MANY, outcomes=outcomes)
+
+    # Waiting
+
+    async def _wait(self, seconds: float | None) -> bool:
+        """Wait for a hint, an outcome or the end; returns whether it was one of them."""
+        if self._was_hinted or self._outcomes:
+            self._was_hinted = False
+            return True
+        self._waiter = waiter = self._loop.create_future()
+        timer = None
+        if seconds is not None:
+            timer = self._loop.call_later(seconds, _resolve, waiter, False)
+        try:
+            hinted: bool = await waiter
+            return hinted
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, at most until everything is to stop at once."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._at_once.wait(), seconds)
+
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            _resolve(self._waiter, True)
+
+    def _on_hint(self) -> None:
+        self._was_hinted = True
+        if self._waiter is not None:
+            self._was_hinted = False
+            _resolve(self._waiter, True)
+
+    def _on_message(self) -> None:
+        self._heart.poke()
+
+    def _on_abort(self, aborts: Iterable[tuple[int, int, str]]) -> None:
+        wanted = {(id, claim): reason for id, claim, reason in aborts}
+        for job in list(self._running):
+            reason = wanted.get((job.id, job.claim))
+            if reason is not None:
+                self._abort(job, reason)
+
+    def _on_worker_gone(self, worker: int | None) -> None:
+        """Abort everything: our claims are others' by now. The pump registers again."""
+        if worker is None or worker != self.id:
+            return
+        log.error("worker %d was given up for dead: its jobs are aborted", worker)
+        self.id = None
+        self._claimed.clear()
+        for job in list(self._running):
+            self._abort(job, "the claim was lost")
+        self._wake()
+
+    def _registered(self) -> int:
+        if self.id is None:
+            raise WorkerGone("the worker is gone")
+        return self.id
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # Running jobs
+
+    def _start_some(self) -> None:
+        claimed = self._claimed
+        for _ in range(min(SLICE, len(claimed))):
+            self._start(claimed.popleft())
+        if claimed:
+            self._loop.call_soon(self._start_some)
+        else:
+            self._is_starting = False
+
+    def _start(self, job: JobContext) -> None:
+        task = self.app.tasks.get(job.task)
+        self._running.add(job)
+        if task is None:
+            error = UnknownTask(f"the task {job.task!r} isn't known to this worker")
+            self._ended(job, self._failed(job, error, retryable=False))
+            return
+        if job.timeout is not None:
+            seconds = job.timeout.total_seconds()
+            job._timer = self._loop.call_later(seconds, self._abort, job, TIMED_OUT)
+        if task.is_async or self.app.codec.how(job._stored) == "async":
+            job._runner = self._loop.create_task(self._run(job, task))
+        else:
+            self._submit(job, task, None)
+
+    async def _run(self, job: JobContext, task: Task[..., Any]) -> None:
+        """Run a coroutine; for others only fetch what the arguments stand for."""
+        codec = self.app.codec
+        _current.set(job)
+        try:
+            how = codec.how(job._stored)
+            if how == "plain":
+                args = codec.decode_stored(job._stored)
+            elif how == "thread":
+                args = await asyncio.to_thread(codec.decode_stored, job._stored)
+            else:
+                args = await codec.decode_stored_async(job._stored)
+            given, named = task.parameters.unbind(args)
+            if not task.is_async:
+                self._submit(job, task, (given, named))
+                return
+            result = await task.function(*given, **named)
+        except BaseException as error:
+            outcome = self._outcome_of(job, error)
+        else:
+            outcome = self._success(job, result)
+        self._ended(job, outcome)
+
+    def _submit(
+        self,
+        job: JobContext,
+        task: Task[..., Any],
+        call: tuple[list[Any], dict[str, Any]] | None,
+    ) -> None:
+        """Run a function in a thread."""
+        job._runner = None
+        context = contextvars.copy_context()
+
+        def work() -> Callable[[], None]:
+            outcome = context.run(self._run_in_thread, job, task, call)
+            return functools.partial(self._ended, job, outcome)
+
+        self._threads.submit(work)
+
+    def _run_in_thread(
+        self,
+        job: JobContext,
+        task: Task[..., Any],
+        call: tuple[list[Any], dict[str, Any]] | None,
+    ) -> str:
+        _current.set(job)
+        try:
+            given, named = call or task.parameters.unbind(self.app.codec.decode_stored(job._stored))
+            result = task.function(*given, **named)
+        except BaseException as error:
+            return self._outcome_of(job, error)
+        return self._success(job, result)
+
+    def _success(self, job: JobContext, result: object) -> str:
+        if result is None:
+            return _outcome.succeeded(job.id, job.claim)
+        if isinstance(result, RetryLater):
+            return self._yielded(job, result)
+        return _outcome.succeeded(job.id, job.claim, result, self.app.codec)
+
+    def _yielded(self, job: JobContext, asked: RetryLater) -> str:
+        try:
+            return _outcome.retry_later(job.id, job.claim, asked)
+        except Exception as error:
+            return self._failed(job, error)
+
+    def _outcome_of(self, job: JobContext, error: BaseException) -> str:
+        """Return the outcome of a handler that raised."""
+        reason = job._abort
+        if isinstance(error, RetryLater):
+            return self._yielded(job, error)
+        if isinstance(error, asyncio.CancelledError | JobAborted) and reason is not None:
+            if reason == STOPPED:
+                self.given_back += 1
+                return _outcome.released(job.id, job.claim)
+            if reason == TIMED_OUT:
+                assert job.timeout is not None
+                late = TimeoutError(f"not done within {job.timeout}").with_traceback(
+                    error.__traceback__
+                )
+                return self._failed(job, late, outcome="timed_out")
+            log.info("%r was aborted: %s", job, reason)
+            cause = JobAborted(reason).with_traceback(error.__traceback__)
+            return _outcome.aborted(job.id, job.claim, cause)
+        if isinstance(error, JobAborted):
+            log.info("%r gave up: %s", job, error)
+            return _outcome.aborted(job.id, job.claim, error)
+        return self._failed(job, error, retryable=not isinstance(error, DecodeError))
+
+    def _failed(
+        self,
+        job: JobContext,
+        error: BaseException,
+        *,
+        retryable: bool = True,
+        outcome: str | None = None,
+    ) -> str:
+        log.warning("%r failed", job, exc_info=error if error.__traceback__ else None)
+        options: dict[str, object] = {}
+        if not retryable:
+            options["retryable"] = False
+        if outcome is not None:
+            options["outcome"] = outcome
+        return _outcome.failed(job.id, job.claim, error, options)
+
+    def _ended(self, job: JobContext, outcome: str) -> None:
+        job._runner = None
+        if job._timer is not None:
+            job._timer.cancel()
+            job._timer = None
+        if job._is_released:
+            return
+        self._running.discard(job)
+        self._outcomes.append((job, outcome))
+        self.finished += 1
+        if self._waiter is not None:
+            _resolve(self._waiter, True)
+
+    def _abort(self, job: JobContext, reason: str) -> None:
+        """Tell a job to end: a coroutine is cancelled, others find out by should_abort."""
+        if job._abort is None:
+            job._abort = reason
+            if job._runner is not None:
+                # One that has not begun ends without a word.
+                job._runner.add_done_callback(functools.partial(self._never_began, job))
+                job._runner.cancel(reason)
+
+    def _never_began(self, job: JobContext, runner: asyncio.Task[None]) -> None:
+        if job in self._running and job._runner is runner:
+            self._ended(job, self._outcome_of(job, asyncio.CancelledError()))
+
+    def _give_back(self, job: JobContext) -> None:
+        if not job._is_released:
+            job._is_released = True
+            self.given_back += 1
+            self._running.discard(job)
+            self._outcomes.append((job, _outcome.released(job.id, job.claim)))
+            self._wake()
+
+    def _give_back_all(self) -> None:
+        while self._claimed:
+            self._give_back(self._claimed.popleft())
+        for job in list(self._running):
+            self._give_back(job)
+
+
+def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(value)
+
+
+def _array(outcomes: Iterable[tuple[JobContext, str]]) -> str:
+    return f"[{','.join([text for _, text in outcomes])}]"
+
+
+def _log_refused(id: int, claim: int, error: str) -> None:
+    log.warning("the outcome of job %d, claim %d, was refused: %s", id, claim, error)
+
+
+def _version() -> str:
+    from . import __version__  # noqa: PLC0415 (needs this module)
+
+    return __version__

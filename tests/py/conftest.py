@@ -1,0 +1,118 @@
+"""Servers and databases for the tests.
+
+One server a session, of the binaries in $PGDEFER_PG_BIN or the embedded ones; a database of its own
+for every test, copied from one with pgdefer installed. After every test all invariants must hold:
+`select * from queue.check()` is empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import dict_row
+from pytest_postgresql import factories
+
+from pgdefer._server import EmbeddedServer, temporary_server
+from support import create_database, install
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "unchecked(reason): breaks an invariant on purpose, or uninstalls: no check()"
+    )
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[EmbeddedServer]:
+    """The session's server. A test that stops or kills one makes its own by temporary_server."""
+    settings = {"max_connections": "200", "max_prepared_transactions": "10"}
+    with temporary_server(settings=settings) as running:
+        yield running
+
+
+@dataclasses.dataclass(frozen=True)
+class _Base:
+    """The session's server and a database to copy, as pytest-postgresql wants to see them."""
+
+    host: str
+    template_dbname: str
+    port: int = 5432
+    user: str = "postgres"
+    password: str = ""
+    options: str = ""
+    maintenance_dbname: str = "postgres"
+
+
+@pytest.fixture(scope="session")
+def _base(server: EmbeddedServer) -> _Base:
+    create_database(server, "pgdefer_base")
+    install(server, "pgdefer_base")
+    return _Base(str(server.socket_folder), "pgdefer_base")
+
+
+@pytest.fixture(scope="session")
+def _blank_base(server: EmbeddedServer) -> _Base:
+    return _Base(str(server.socket_folder), "template1")
+
+
+_installed = factories.postgresql_noproc(dbname="test", depends_on="_base")
+_blank = factories.postgresql_noproc(dbname="blank", depends_on="_blank_base")
+_installed_database = factories.postgresql("_installed")
+_blank_database = factories.postgresql("_blank")
+
+
+def _take(connection: psycopg.Connection[Any]) -> str:
+    """Return the DSN of a fixture's connection, which is closed: nothing idles beside the test."""
+    info = connection.info
+    dsn = make_conninfo(host=info.host, port=info.port, user=info.user, dbname=info.dbname)
+    connection.close()
+    return dsn
+
+
+@pytest.fixture
+def blank_dsn(_blank_database: psycopg.Connection[Any]) -> str:
+    """A fresh database without pgdefer."""
+    return _take(_blank_database)
+
+
+@pytest.fixture
+def dsn(
+    _installed_database: psycopg.Connection[Any], request: pytest.FixtureRequest
+) -> Iterator[str]:
+    """A fresh database with pgdefer installed; its invariants are checked after the test."""
+    dsn = _take(_installed_database)
+    yield dsn
+    if request.node.get_closest_marker("unchecked") is None:
+        with psycopg.connect(dsn, autocommit=True, row_factory=dict_row) as connection:
+            broken = connection.execute("select * from queue.check()").fetchall()
+        assert not broken, f"queue.check() after the test: {broken}"
+
+
+@pytest.fixture
+def connect(dsn: str) -> Iterator[Callable[..., psycopg.Connection[Any]]]:
+    """Open another autocommit connection to the test's database; all are closed after the test."""
+    opened: list[psycopg.Connection[Any]] = []
+
+    def open_one(**options: Any) -> psycopg.Connection[Any]:
+        opened.append(psycopg.connect(dsn, **({"autocommit": True} | options)))
+        return opened[-1]
+
+    yield open_one
+    for connection in opened:
+        connection.close()
+
+
+@pytest.fixture
+def conn(connect: Callable[..., psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
+    """An autocommit connection to the test's database."""
+    return connect()

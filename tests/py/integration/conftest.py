@@ -1,0 +1,78 @@
+"""What the tests of workers share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+
+from pgdefer import App, Worker
+
+
+@pytest.fixture
+def app(dsn: str) -> Iterator[App]:
+    app = App(dsn)
+    yield app
+    app.close()
+
+
+@contextlib.asynccontextmanager
+async def running(app: App, *arguments: Any, **options: Any) -> AsyncIterator[Worker]:
+    """A worker that runs beside the test and is stopped gracefully after it."""
+    worker = Worker(app, *arguments, **options)
+    task = asyncio.create_task(worker.run_async())
+    try:
+        yield worker
+    finally:
+        if not task.done():
+            worker.stop()
+        async with asyncio.timeout(20):
+            await task
+        await app.close_async()
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Wait until the condition holds, and return what it gave."""
+    async with asyncio.timeout(seconds):
+        while not (found := condition()):
+            await asyncio.sleep(0.005)
+        return found
+
+
+class Jobs:
+    """queue.jobs, seen over one connection."""
+
+    def __init__(self, conn: psycopg.Connection[Any]) -> None:
+        self._cursor = conn.cursor(row_factory=dict_row)
+
+    def __call__(self) -> list[dict[str, Any]]:
+        return self._cursor.execute("select * from queue.jobs order by id").fetchall()
+
+    def states(self) -> dict[int, str]:
+        return {row["id"]: row["state"] for row in self()}
+
+    def attempts(self) -> list[dict[str, Any]]:
+        return self._cursor.execute(
+            "select * from queue.attempts order by job_id, claim"
+        ).fetchall()
+
+    async def end(self, *ids: int, seconds: float = 10.0) -> list[dict[str, Any]]:
+        """Wait until these jobs, or all, have ended, and return them."""
+
+        def ended() -> list[dict[str, Any]] | None:
+            rows = [row for row in self() if not ids or row["id"] in ids]
+            final = ("succeeded", "failed", "cancelled")
+            return rows if all(row["state"] in final for row in rows) else None
+
+        found: list[dict[str, Any]] = await until(ended, seconds)
+        return found
+
+
+@pytest.fixture
+def jobs(conn: psycopg.Connection[Any]) -> Jobs:
+    return Jobs(conn)

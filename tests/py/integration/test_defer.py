@@ -1,0 +1,364 @@
+"""Deferring: what Python sends is what queue.jobs shows, in whose transaction it was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from psycopg.rows import dict_row
+from sqlalchemy import orm
+from sqlalchemy.ext import asyncio as sa_async
+
+from pgdefer import (
+    AlreadyQueued,
+    App,
+    InvalidParameter,
+    Job,
+    JobNotFound,
+    NotInstalled,
+    Retry,
+)
+
+Connection = psycopg.Connection[Any]
+HOUR = dt.timedelta(hours=1)
+
+
+@pytest.fixture
+def app(dsn: str) -> Iterator[App]:
+    app = App(dsn)
+    yield app
+    app.close()
+
+
+def jobs(conn: Connection) -> list[dict[str, Any]]:
+    cursor = conn.cursor(row_factory=dict_row)
+    return cursor.execute("select * from queue.jobs order by id").fetchall()
+
+
+def test_a_job_with_everything(app: App, conn: Connection) -> None:
+    @app.task(name="t")
+    def task(account: int, note: str = "none") -> None: ...
+
+    first = task.defer(account=1)
+    at = dt.datetime(2040, 1, 2, 3, tzinfo=dt.UTC)
+    job = task.configure(
+        queue="mail",
+        priority=-3,
+        lock="account:{account}",
+        queueing_lock="note:{note}",
+        scheduled_at=at,
+        deadline=at + HOUR,
+        concurrency_key="k:{account}",
+        concurrency_limit=2,
+        expires_at=at + 2 * HOUR,
+        description="a job",
+        headers={"traceparent": "00-1"},
+        timeout=dt.timedelta(seconds=9),
+        retry=Retry(4, backoff="linear", base=HOUR),
+    ).defer(7, note="x")
+    shown = {row["id"]: row for row in jobs(conn)}
+    assert shown[first.id]["queue"] == "default"
+    assert shown[first.id]["args"] == {"account": 1}
+    row = shown[job.id]
+    assert {
+        key: row[key]
+        for key in (
+            "task",
+            "queue",
+            "args",
+            "priority",
+            "lock",
+            "queueing_lock",
+            "scheduled_at",
+            "deadline",
+            "concurrency_key",
+            "expires_at",
+            "description",
+            "headers",
+        )
+    } == {
+        "task": "t",
+        "queue": "mail",
+        "args": {"account": 7, "note": "x"},
+        "priority": -3,
+        "lock": "account:7",
+        "queueing_lock": "note:x",
+        "scheduled_at": at,
+        "deadline": at + HOUR,
+        "concurrency_key": "k:7",
+        "expires_at": at + 2 * HOUR,
+        "description": "a job",
+        "headers": {"traceparent": "00-1"},
+    }
+
+
+def test_registered_defaults_hold_for_sql_too(app: App, conn: Connection) -> None:
+    @app.task(name="t", queue="mail", priority=4, lock="account:{account}", deadline=HOUR)
+    def task(account: int) -> None: ...
+
+    app.open()
+    conn.execute("select queue.defer('t', '{\"account\": 5}')")
+    task.defer(account=6)
+    task.configure(lock="", queue="other").defer(account=7)
+    shown = jobs(conn)
+    assert [(r["queue"], r["priority"], r["lock"]) for r in shown] == [
+        ("mail", 4, "account:5"),
+        ("mail", 4, "account:6"),
+        ("other", 4, None),
+    ]
+    assert all(row["deadline"] - row["created_at"] == HOUR for row in shown)
+
+
+def test_tasks_are_registered_once(app: App, conn: Connection) -> None:
+    @app.task(name="t", queue="a")
+    def task() -> None: ...
+
+    task.defer()
+    conn.execute("select queue.register_task('t', '{\"queue\": \"b\"}')")
+    task.defer()
+
+    @app.task(name="later", queue="c")
+    def later() -> None: ...
+
+    later.defer()
+    assert [row["queue"] for row in jobs(conn)] == ["a", "b", "c"]
+
+
+async def test_async(app: App, conn: Connection) -> None:
+    @app.task(name="t")
+    async def task(n: int) -> None: ...
+
+    done = await asyncio.gather(*(task.defer_async(n=n) for n in range(20)))
+    assert sorted(row["args"]["n"] for row in jobs(conn)) == list(range(20))
+    assert len({job.id for job in done}) == 20
+    many = await task.defer_many_async([{"n": n} for n in range(100, 103)])
+    shown = {row["id"]: row["args"]["n"] for row in jobs(conn)}
+    assert [shown[job.id] for job in many] == [100, 101, 102]
+    await app.close_async()
+
+
+def test_many(app: App, conn: Connection) -> None:
+    @app.task(name="a")
+    def task(n: int) -> None: ...
+
+    @app.task(name="b", queue="other")
+    def other(n: int) -> None: ...
+
+    assert task.defer_many([]) == []
+    made = app.defer_many(
+        [
+            task.prepare(1),
+            other.prepare(2),
+            task.configure(priority=9).prepare(3),
+            app.prepare("unknown", {"z": 4}),
+        ]
+    )
+    shown = {row["id"]: row for row in jobs(conn)}
+    assert [(shown[j.id]["task"], shown[j.id]["queue"], shown[j.id]["priority"]) for j in made] == [
+        ("a", "default", 0),
+        ("b", "other", 0),
+        ("a", "default", 9),
+        ("unknown", "default", 0),
+    ]
+    with pytest.raises(InvalidParameter):
+        app.defer_many([task.prepare(5), task.configure(queue="x*").prepare(6)])
+    assert len(jobs(conn)) == 4
+
+
+def test_a_task_that_is_not_known_here(app: App, conn: Connection) -> None:
+    job: Job[Any] = app.defer("elsewhere", {"a": dt.date(2020, 1, 1)}, queue="q", delay=HOUR)
+    (row,) = jobs(conn)
+    assert (row["id"], row["task"], row["queue"]) == (job.id, "elsewhere", "q")
+    assert row["args"] == {"a": {"__pgdefer__": "date", "value": "2020-01-01"}}
+    assert row["scheduled_at"] - row["created_at"] == HOUR
+
+
+def test_errors(app: App) -> None:
+    @app.task(name="t", queueing_lock="only")
+    def task() -> None: ...
+
+    first = task.defer()
+    with pytest.raises(AlreadyQueued) as caught:
+        task.defer()
+    assert str(first.id) in (caught.value.detail or "")
+    assert caught.value.sqlstate == "QJ004"
+    assert task.configure(on_conflict="ignore").defer() == first
+    with pytest.raises(InvalidParameter) as refused:
+        app.defer("t", queue="bad*")
+    assert refused.value.hint
+    with pytest.raises(JobNotFound):
+        app.defer("t", needs=[999_999])
+    with pytest.raises(ValueError, match="scheduled_at has no time zone"):
+        app.defer("t", scheduled_at=dt.datetime(2030, 1, 1))  # noqa: DTZ001
+
+
+@pytest.mark.unchecked("there is nothing to check")
+def test_not_installed(blank_dsn: str) -> None:
+    app = App(blank_dsn)
+    with pytest.raises(NotInstalled, match="pgdefer install"):
+        app.defer("t")
+    app.close()
+
+
+def test_connections_are_kept_and_found_dead(app: App, conn: Connection) -> None:
+    others = "from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+    for _ in range(5):
+        app.defer("t")
+    assert conn.execute(f"select count(*) {others}").fetchone() == (1,)
+    conn.execute(f"select pg_terminate_backend(pid, 5000) {others}")
+    app.defer("t")
+    assert len(jobs(conn)) == 6
+
+
+def test_threads_and_forks(app: App, conn: Connection) -> None:
+    threads = [threading.Thread(target=app.defer, args=("t",)) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    child = os.fork()
+    if child == 0:
+        try:
+            app.defer("t")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    app.defer("t")
+    assert len(jobs(conn)) == 12
+
+
+# In the caller's transaction
+
+
+@pytest.fixture
+def engine(dsn: str) -> Iterator[sa.Engine]:
+    params = psycopg.conninfo.conninfo_to_dict(dsn)
+    url = sa.URL.create(
+        "postgresql+psycopg",
+        database=str(params["dbname"]),
+        query={"host": str(params["host"])},
+        username=str(params["user"]),
+    )
+    engine = sa.create_engine(url)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture(params=["own", "caller's"])
+def anywhere(request: pytest.FixtureRequest, dsn: str) -> Iterator[App]:
+    """An app that has a database of its own to register tasks in, or only the caller's."""
+    if request.param == "own":
+        app = App(dsn)
+    else:
+        app = App()
+        assert app.source.kind == "embedded"
+        # It must never be asked for.
+        app.source.conninfo = None  # type: ignore[assignment,method-assign]
+    yield app
+    app.close()
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_psycopg(
+    anywhere: App, conn: Connection, connect: Callable[..., Connection], is_committed: bool
+) -> None:
+    @anywhere.task(name="t", queue="q")
+    def task(n: int) -> None: ...
+
+    mine = connect(autocommit=False, row_factory=dict_row)
+    task.defer_with(mine, 1)
+    task.configure(connection=mine, priority=1).defer(2)
+    task.configure(connection=mine).defer_many([{"n": 3}, {"n": 4}])
+    anywhere.defer("u", {"n": 5}, connection=mine)
+    assert jobs(conn) == []
+    (mine.commit if is_committed else mine.rollback)()
+    expected = [("q", 1), ("q", 2), ("q", 3), ("q", 4), ("default", 5)]
+    assert [(row["queue"], row["args"]["n"]) for row in jobs(conn)] == expected * is_committed
+
+
+def test_an_error_leaves_the_transaction_to_its_owner(
+    app: App, conn: Connection, connect: Callable[..., Connection]
+) -> None:
+    mine = connect(autocommit=False)
+    with pytest.raises(InvalidParameter), mine.transaction():
+        app.defer("t", queue="x*", connection=mine)
+    app.defer("t", connection=mine)
+    mine.commit()
+    assert len(jobs(conn)) == 1
+
+
+async def test_psycopg_async(anywhere: App, dsn: str, conn: Connection) -> None:
+    @anywhere.task(name="t", queue="q")
+    def task(n: int) -> None: ...
+
+    async with await psycopg.AsyncConnection.connect(dsn) as mine:
+        await task.defer_with_async(mine, 1)
+        await task.configure(connection=mine).defer_many_async([{"n": 2}])
+        await anywhere.defer_async("u", {"n": 3}, connection=mine)
+        assert jobs(conn) == []
+    assert [row["args"]["n"] for row in jobs(conn)] == [1, 2, 3]
+    await anywhere.close_async()
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_sqlalchemy(anywhere: App, engine: sa.Engine, conn: Connection, is_committed: bool) -> None:
+    @anywhere.task(name="t", queue="q", lock="n:{n}")
+    def task(n: int) -> None: ...
+
+    at = dt.datetime(2040, 1, 1, tzinfo=dt.UTC)
+    with orm.Session(engine) as session:
+        first = task.defer_with(session, 1)
+        task.configure(connection=session, scheduled_at=at, needs=[first]).defer(2)
+        assert jobs(conn) == []
+        (session.commit if is_committed else session.rollback)()
+    with engine.connect() as connection:
+        task.configure(connection=connection, description="a :colon and a 100 %").defer(3)
+        (connection.commit if is_committed else connection.rollback)()
+    scoped = orm.scoped_session(orm.sessionmaker(engine))
+    task.configure(connection=scoped).defer_many([{"n": 4}, {"n": 5}])
+    (scoped.commit if is_committed else scoped.rollback)()
+    scoped.remove()
+    shown = [(row["lock"], row["scheduled_at"]) for row in jobs(conn)]
+    expected = [("n:1", None), ("n:2", at), ("n:3", None), ("n:4", None), ("n:5", None)]
+    assert shown == expected * is_committed
+
+
+async def test_sqlalchemy_async(anywhere: App, engine: sa.Engine, conn: Connection) -> None:
+    @anywhere.task(name="t")
+    async def task(n: int) -> None: ...
+
+    mine = sa_async.create_async_engine(engine.url)
+    async with sa_async.AsyncSession(mine) as session:
+        await task.defer_with_async(session, 1)
+        await task.configure(connection=session).defer_many_async([{"n": 2}])
+        assert jobs(conn) == []
+        await session.commit()
+    async with mine.begin() as connection:
+        await task.defer_with_async(connection, 3)
+    await mine.dispose()
+    assert [row["args"]["n"] for row in jobs(conn)] == [1, 2, 3]
+    await anywhere.close_async()
+
+
+async def test_wrong_kinds_of_connection(app: App, dsn: str, engine: sa.Engine) -> None:
+    @app.task(name="t")
+    def task() -> None: ...
+
+    async with await psycopg.AsyncConnection.connect(dsn) as mine:
+        with pytest.raises(TypeError, match=r"defer can't use a psycopg.*AsyncConnection"):
+            task.defer_with(mine)  # type: ignore[arg-type]
+    with (
+        orm.Session(engine) as session,
+        pytest.raises(TypeError, match="defer_async can't use a sqlalchemy"),
+    ):
+        await task.defer_with_async(session)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"builtins\.str"):
+        task.defer_with("x")  # type: ignore[arg-type]
+    await app.close_async()

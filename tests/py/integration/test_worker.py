@@ -1,0 +1,417 @@
+"""Workers run jobs: what they are given, how they end, when they start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import datetime as dt
+import threading
+import time
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import orm
+
+from pgdefer import App, JobAborted, JobContext, Retry, RetryLater, current_job, model_codec
+
+from .conftest import Jobs, running, until
+
+Connection = psycopg.Connection[Any]
+
+
+async def test_async_and_sync_tasks(app: App, jobs: Jobs) -> None:
+    @app.task
+    async def add(a: int, b: dt.timedelta) -> dt.timedelta:
+        await asyncio.sleep(0)
+        return a * b
+
+    @app.task
+    def where(name: str) -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        return name.upper()
+
+    async with running(app):
+        first = await add.defer_async(3, b=dt.timedelta(hours=1))
+        second = where.defer("x")
+        await jobs.end()
+    shown = {row["id"]: row for row in jobs()}
+    assert [shown[j.id]["state"] for j in (first, second)] == ["succeeded", "succeeded"]
+    assert app.codec.decode(shown[first.id]["result"]) == dt.timedelta(hours=3)
+    assert shown[second.id]["result"] == "X"
+
+
+async def test_failures(app: App, jobs: Jobs) -> None:
+    @app.task
+    async def explode() -> None:
+        raise ValueError("secretless")
+
+    @app.task
+    def leave() -> None:
+        raise SystemExit(3)
+
+    @app.task
+    async def cancel_myself() -> None:
+        raise asyncio.CancelledError
+
+    async with running(app):
+        for task in (explode, leave, cancel_myself):
+            await task.defer_async()
+        rows = await jobs.end()
+    assert [(r["state"], r["error"]) for r in rows] == [
+        ("failed", "ValueError: secretless"),
+        ("failed", "SystemExit: 3"),
+        ("failed", "CancelledError"),
+    ]
+    details = jobs.attempts()[0]["details"]
+    assert details["type"] == "builtins.ValueError"
+    assert "raise ValueError" in details["traceback"]
+
+
+async def test_what_cannot_be_run_fails_at_once(app: App, jobs: Jobs) -> None:
+    @app.task(name="t", retry=Retry(None))
+    async def task(a: int) -> None: ...
+
+    async with running(app):
+        for name, args in [
+            ("unknown", {}),
+            ("t", {}),
+            ("t", {"a": 1, "b": 2}),
+            ("t", {"a": app.codec}),
+        ]:
+            if args.get("a") is app.codec:
+                conn_args = '{"a": {"__pgdefer__": "nothing", "value": 1}}'
+                jobs._cursor.execute("select queue.defer('t', %s::jsonb)", (conn_args,))
+            else:
+                await app.defer_async(name, args)
+        rows = await jobs.end()
+    assert [row["state"] for row in rows] == ["failed"] * 4
+    assert [row["attempts"] for row in rows] == [1] * 4
+    errors = [row["error"] for row in rows]
+    assert errors[0].startswith("UnknownTask: the task 'unknown' isn't known to this worker")
+    assert errors[1] == "DecodeError: the task needs the argument a"
+    assert errors[2] == "DecodeError: the task takes no argument b"
+    assert errors[3].startswith("DecodeError: unknown tag 'nothing'")
+
+
+async def test_the_running_job(app: App, jobs: Jobs) -> None:
+    seen: list[JobContext] = []
+
+    @app.task(name="child")
+    async def child() -> None: ...
+
+    @app.task(name="parent")
+    async def parent() -> None:
+        seen.append(current_job())
+        await child.defer_async()
+        await child.configure(parent=None).defer_async()
+        await app.defer_async("child")
+
+    @app.task(name="sync parent")
+    def sync_parent() -> None:
+        seen.append(current_job())
+        child.defer()
+
+    deadline = dt.datetime(2040, 1, 1, tzinfo=dt.UTC)
+    options: dict[str, Any] = {"queue": "q", "priority": 3, "lock": "l", "deadline": deadline}
+    options["headers"] = {"trace": "1"}
+    async with running(app):
+        first = await parent.configure(**options).defer_async()
+        second = await sync_parent.defer_async()
+        await until(lambda: len(jobs()) == 6)
+        await jobs.end()
+    with pytest.raises(LookupError, match="no job is running"):
+        current_job()
+    (a,) = [job for job in seen if job.id == first.id]
+    assert (a.task, a.queue, a.priority, a.lock, a.attempt) == ("parent", "q", 3, "l", 1)
+    assert (a.deadline, a.headers, a.parent) == (deadline, {"trace": "1"}, None)
+    parents = [(row["parent"], row["deadline"]) for row in jobs() if row["task"] == "child"]
+    expected = [(first.id, deadline)] * 2 + [(None, None), (second.id, None)]
+    assert sorted(parents, key=str) == sorted(expected, key=str)
+
+
+async def test_every_job_has_a_context_of_its_own(app: App, jobs: Jobs) -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+    seen = []
+
+    @app.task
+    async def one() -> None:
+        seen.append(variable.get())
+        variable.set(1)
+        assert asyncio.current_task() is not None
+
+    @app.task
+    def two() -> None:
+        seen.append(variable.get())
+        variable.set(2)
+
+    async with running(app, concurrency=1):
+        for task in (one, two) * 3:
+            await task.defer_async()
+        await jobs.end()
+    assert seen == [0] * 6
+
+
+async def test_retries_follow_the_registered_policy(app: App, jobs: Jobs) -> None:
+    attempts = []
+
+    @app.task(retry=Retry(3, base=dt.timedelta(milliseconds=50)))
+    async def flaky() -> None:
+        attempts.append((current_job().attempt, time.monotonic()))
+        if len(attempts) < 3:
+            raise OSError("again")
+
+    async with running(app):
+        await flaky.defer_async()
+        (row,) = await jobs.end()
+    assert row["state"] == "succeeded"
+    assert [attempt for attempt, _ in attempts] == [1, 2, 3]
+    pauses = [b[1] - a[1] for a, b in zip(attempts, attempts[1:], strict=False)]
+    assert all(0.04 < pause < 1.0 for pause in pauses)
+
+
+async def test_yielding(app: App, jobs: Jobs) -> None:
+    runs = []
+
+    @app.task
+    async def later() -> RetryLater | None:
+        runs.append(current_job().attempt)
+        if len(runs) == 1:
+            raise RetryLater("first")
+        if len(runs) == 2:
+            at = dt.datetime.now(dt.UTC) + dt.timedelta(milliseconds=50)
+            return RetryLater("second", at=at)
+        return None
+
+    async with running(app):
+        await later.defer_async()
+        (row,) = await jobs.end()
+    assert row["state"] == "succeeded"
+    assert len(runs) == 3
+    assert [(a["outcome"], a["error"]) for a in jobs.attempts()] == [
+        ("yielded", "first"),
+        ("yielded", "second"),
+    ]
+
+
+async def test_timeouts(app: App, jobs: Jobs) -> None:
+    @app.task(timeout=dt.timedelta(milliseconds=50))
+    async def endless() -> None:
+        await asyncio.sleep(30)
+
+    @app.task(timeout=dt.timedelta(milliseconds=50))
+    def asks() -> None:
+        while True:
+            current_job().check_abort()
+            time.sleep(0.005)
+
+    async with running(app):
+        await endless.defer_async()
+        await asks.defer_async()
+        rows = await jobs.end()
+    assert [row["state"] for row in rows] == ["failed", "failed"]
+    assert all(row["error"].startswith("TimeoutError: not done within 0:00:00.05") for row in rows)
+    assert [a["outcome"] for a in jobs.attempts()] == ["timed_out", "timed_out"]
+
+
+async def test_aborts(app: App, jobs: Jobs, conn: Connection) -> None:
+    started = []
+
+    @app.task(retry=Retry(None))
+    async def sleeps() -> None:
+        started.append(1)
+        await asyncio.sleep(30)
+
+    @app.task(retry=Retry(None))
+    def asks() -> None:
+        started.append(1)
+        while not current_job().should_abort():
+            time.sleep(0.005)
+        raise JobAborted("seen")
+
+    @app.task
+    async def insists() -> str:
+        started.append(1)
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            return "done all the same"
+        return "?"
+
+    async with running(app):
+        made = [await task.defer_async() for task in (sleeps, asks, insists)]
+        await until(lambda: len(started) == 3)
+        begun = time.monotonic()
+        for job in made:
+            conn.execute("select queue.cancel(%s, abort => true)", (job.id,))
+        rows = await jobs.end()
+        assert time.monotonic() - begun < 2
+    assert [row["state"] for row in rows] == ["cancelled", "cancelled", "succeeded"]
+    assert rows[2]["result"] == "done all the same"
+    assert [a["outcome"] for a in jobs.attempts()] == ["aborted", "aborted"]
+
+
+async def test_no_more_than_concurrency_at_once(app: App, jobs: Jobs) -> None:
+    now = 0
+    most = 0
+
+    @app.task
+    async def task() -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.001)
+        now -= 1
+
+    task.defer_many([{}] * 300)
+    async with running(app, concurrency=7):
+        await jobs.end()
+    assert most == 7
+
+
+async def test_no_outcome_waits_for_others(app: App, jobs: Jobs) -> None:
+    release = asyncio.Event()
+
+    @app.task(name="slow")
+    async def slow() -> None:
+        await release.wait()
+
+    @app.task(name="quick")
+    async def quick() -> None: ...
+
+    async with running(app, concurrency=10):
+        for _ in range(9):
+            await slow.defer_async()
+        for _ in range(5):
+            job = await quick.defer_async()
+            begun = time.monotonic()
+            await jobs.end(job.id)
+            assert time.monotonic() - begun < 0.5
+        assert list(jobs.states().values()).count("running") == 9
+        release.set()
+        await jobs.end()
+
+
+async def test_only_its_queues(app: App, jobs: Jobs) -> None:
+    @app.task
+    async def task() -> None: ...
+
+    async with running(app, ["a", "b*"]):
+        for queue in ("c", "b1", "ab", "a"):
+            await task.configure(queue=queue).defer_async()
+        await until(lambda: list(jobs.states().values()).count("succeeded") == 2)
+        await asyncio.sleep(0.05)
+    done = {row["queue"]: row["state"] for row in jobs()}
+    assert done == {"c": "ready", "b1": "succeeded", "ab": "ready", "a": "succeeded"}
+
+
+async def test_an_idle_worker_is_woken(app: App, jobs: Jobs) -> None:
+    started: dict[int, float] = {}
+
+    @app.task
+    async def task() -> None:
+        started[current_job().id] = time.monotonic()
+
+    async with running(app) as worker:
+        await until(lambda: worker.id)
+        for _ in range(5):
+            await asyncio.sleep(0.1)  # long enough to fall asleep
+            begun = time.monotonic()
+            job = await task.defer_async()
+            await until(lambda job=job: job.id in started)
+            assert started[job.id] - begun < 0.25
+
+
+async def test_a_schedule_starts_in_time(app: App, jobs: Jobs) -> None:
+    late = []
+
+    @app.task
+    async def task() -> None:
+        due = current_job().scheduled_at
+        assert due is not None
+        late.append((dt.datetime.now(dt.UTC) - due).total_seconds())
+
+    async with running(app):
+        await asyncio.sleep(0.1)
+        for delay in (0.3, 0.7, 1.2):
+            await task.configure(delay=dt.timedelta(seconds=delay)).defer_async()
+        await jobs.end()
+    assert sorted(late)[1] < 0.1
+    assert all(0 <= seconds < 0.5 for seconds in late)
+
+
+async def test_draining(app: App, jobs: Jobs) -> None:
+    @app.task
+    async def task(n: int) -> None:
+        if n:
+            await task.defer_async(n - 1)
+
+    task.defer_many([{"n": n} for n in range(50)])
+    await app.run_worker_async(drain=True, concurrency=5)
+    await app.close_async()
+    assert set(jobs.states().values()) == {"succeeded"}
+    assert len(jobs()) == sum(range(51))
+
+
+class Base(orm.DeclarativeBase):
+    pass
+
+
+class User(Base):
+    __tablename__ = "app_user"
+    id: orm.Mapped[int] = orm.mapped_column(primary_key=True)
+    name: orm.Mapped[str]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_rows_are_fetched_again(app: App, jobs: Jobs, dsn: str, is_async: bool) -> None:
+    info = psycopg.conninfo.conninfo_to_dict(dsn)
+    url = sa.URL.create(
+        "postgresql+psycopg",
+        username=str(info["user"]),
+        database=str(info["dbname"]),
+        query={"host": str(info["host"])},
+    )
+    engine = sa.create_engine(url)
+    Base.metadata.create_all(engine)
+    threads = set()
+
+    def get(model: type[Any], key: Any) -> Any:
+        threads.add(threading.current_thread())
+        with orm.Session(engine, expire_on_commit=False) as session:
+            return session.get(model, key)
+
+    async def get_async(model: type[Any], key: Any) -> Any:
+        return await asyncio.to_thread(get, model, key)
+
+    encode, decode = model_codec(get_async if is_async else get)
+    app.codec.register(Base, "row", encode, decode, blocking=not is_async)
+
+    @app.task
+    async def greet(user: User) -> str:
+        return user.name
+
+    @app.task
+    def greet_in_thread(user: User) -> str:
+        return user.name
+
+    with orm.Session(engine) as session:
+        old, gone = User(name="old"), User(name="gone")
+        session.add_all([old, gone])
+        session.flush()
+        for task in (greet, greet_in_thread):
+            task.defer_with(session, old)
+            task.defer_with(session, gone)
+        old.name = "new"
+        session.flush()
+        session.delete(gone)
+        session.commit()
+    await app.run_worker_async(drain=True)
+    await app.close_async()
+    engine.dispose()
+    assert [(r["state"], r["result"], r["error"]) for r in jobs()] == [
+        ("succeeded", "new", None),
+        ("failed", None, f"DecodeError: the row {__name__}:User 2 has gone"),
+    ] * 2
+    assert threading.main_thread() not in threads

