@@ -41,18 +41,24 @@ demo: venv build ## Run jobs over the files of Python's standard library, on an 
 test: test-sql test-py ## Run all tests, on PostgreSQL 18 (extension) and the system's (plain SQL)
 
 .PHONY: test-sql
-test-sql: venv build tools ## Run pgTAP and the isolation specs on both servers
-	$(BIN)/python tests/sql/run
-	@if [ -n "$(SYSTEM_PG)" ]; then \
-	  PGDEFER_PG_BIN="$(SYSTEM_PG)" $(BIN)/python tests/sql/run; \
-	else echo "SKIPPED: tests of the plain form in SQL, as the system has no PostgreSQL 15 to 17"; fi
+test-sql: test-sql-embedded test-sql-system ## Run pgTAP and the isolation specs on both servers
 
 .PHONY: test-py
-test-py: venv build tools ## Run pytest on both servers
+test-py: test-py-embedded test-py-system ## Run pytest on both servers
+
+.PHONY: test-sql-embedded test-py-embedded test-sql-system test-py-system
+test-sql-embedded: venv build tools
+	$(BIN)/python tests/sql/run
+
+test-py-embedded: venv build
 	$(BIN)/pytest -q
+
+test-sql-system test-py-system: command = $(if $(findstring sql,$@),python tests/sql/run,pytest -q)
+test-sql-system test-py-system: venv build tools
 	@if [ -n "$(SYSTEM_PG)" ]; then \
-	  PGDEFER_PG_BIN="$(SYSTEM_PG)" $(BIN)/pytest -q; \
-	else echo "SKIPPED: pytest on the plain form, as the system has no PostgreSQL 15 to 17"; fi
+	  echo "PGDEFER_PG_BIN=$(SYSTEM_PG) $(BIN)/$(command)"; \
+	  PGDEFER_PG_BIN=$(SYSTEM_PG) $(BIN)/$(command); \
+	else echo "SKIPPED: $@, as the system has no PostgreSQL 15, 16 or 17"; fi
 
 .PHONY: test-matrix
 test-matrix: venv build tools ## Run all tests on PostgreSQL 15, 16, 17, 18 and on Python 3.13
@@ -63,10 +69,17 @@ soak: venv build ## Run the long tests
 	$(BIN)/pytest -q -m soak
 
 .PHONY: lint
-lint: venv build tools ## Check style, types and SQL: ruff, mypy, plpgsql_check, pgspot, squawk
+lint: lint-style lint-types lint-sql ## Check style, types and SQL: ruff, mypy, plpgsql_check, pgspot, squawk
+
+.PHONY: lint-style lint-types lint-sql
+lint-style: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+lint-types: venv
 	$(BIN)/mypy
+
+lint-sql: venv build tools
 	$(BIN)/python tests/sql/lint
 
 .PHONY: format

@@ -2,7 +2,7 @@
 
 -- Raises: 22023, always.
 create or replace function queue._invalid(message text, hint text, detail text default '')
-returns void language plpgsql immutable parallel safe security invoker as $$
+returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   raise exception using errcode = '22023', message = message, detail = detail, hint = hint;
 end $$;
@@ -77,7 +77,7 @@ end $$;
 
 -- Raises: QJ001, always.
 create or replace function queue._job_not_found(id bigint)
-returns void language plpgsql immutable parallel safe security invoker as $$
+returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ001', message = 'job not found', detail = format('id: %s', id),
     hint = 'The id is wrong, its transaction has not committed, or the job was pruned or deleted.';
@@ -85,7 +85,7 @@ end $$;
 
 -- Raises: QJ002, always.
 create or replace function queue._claim_lost(id bigint, claim bigint)
-returns void language plpgsql immutable parallel safe security invoker as $$
+returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ002', message = 'claim lost', detail = format('id: %s, claim: %s', id, claim),
     hint = 'The job was finished, reaped or taken over. Drop the result: another claim decides now.';
@@ -93,7 +93,7 @@ end $$;
 
 -- Raises: QJ003, always.
 create or replace function queue._invalid_state(id bigint, state text, hint text)
-returns void language plpgsql immutable parallel safe security invoker as $$
+returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ003', message = 'the job''s state does not allow this',
     detail = format('id: %s, state: %s', id, state), hint = hint;
@@ -101,7 +101,7 @@ end $$;
 
 -- Raises: QJ007, always.
 create or replace function queue._worker_gone(worker bigint)
-returns void language plpgsql immutable parallel safe security invoker as $$
+returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ007', message = 'worker gone', detail = format('worker: %s', worker),
     hint = 'The worker was reaped or deregistered: abort its jobs and call queue.register_worker again.';

@@ -4,8 +4,6 @@
 create or replace function queue.install()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-declare
-  v_version text;
 begin
   perform pg_advisory_xact_lock(1885824102, 3);
   if to_regclass('queue.installation') is null then

@@ -111,6 +111,7 @@ begin
 exception when others then
   perform queue._invalid(what || ' is not a timestamp', 'Give a timestamp with a time zone, such as 2030-01-31T09:00:00Z.',
                          'value: ' || left(value::text, 200));
+  return null;
 end $$;
 
 -- The keys and limits that concurrency_key, concurrency_limit and options.concurrency give together.
@@ -162,7 +163,7 @@ declare
   v_rest text := template;
   v_at integer;
 begin
-  if strpos(template, '{') = 0 then
+  if template is null or strpos(template, '{') = 0 then
     return template;
   end if;
   loop

@@ -21,7 +21,6 @@ returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
-  v_old record;
   v_max_running integer;
   v_rate jsonb;
   v_rate_limit integer;

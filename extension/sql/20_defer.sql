@@ -62,8 +62,8 @@ declare
   v_queue text;
   v_lock text;
   v_queueing_lock text;
-  v_options jsonb := '{}';
-  v_given jsonb := '{}';
+  v_options jsonb := '{}'::jsonb;
+  v_given jsonb := '{}'::jsonb;
   v_scheduled_at timestamptz := p_scheduled_at;
   v_deadline timestamptz;
   v_keys text[];
@@ -163,7 +163,6 @@ set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
   v_job jsonb;
-  v_bad record;
 begin
   if jsonb_typeof(defer_many.jobs) is distinct from 'array' then
     perform queue._invalid('jobs must be a JSON array', 'Pass [{"task": text, "args": object, ...}, ...].');
@@ -229,7 +228,7 @@ create or replace function queue.defer_trigger()
 returns trigger language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
-  v_keys jsonb := '{}';
+  v_keys jsonb := '{}'::jsonb;
   v_row jsonb;
 begin
   if tg_level <> 'ROW' then

@@ -39,8 +39,9 @@ begin
       raise exception using errcode = 'QJ004', message = 'already queued', detail = format('id: %s, queueing_lock: %s', v_holder, p_key),
         hint = 'Another job with this queueing_lock waits. Pass options {"on_conflict": "ignore"} or "replace", or carry on without it.';
     end if;
-    -- the holder has started meanwhile: try again
+    v_holder := null;  -- the holder has started meanwhile: try again
   end loop;
+  return null;
 end $$;
 
 -- Puts a replacement's args, priority and time into the job that keeps the key.

@@ -124,7 +124,6 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_member record;
-  v_live record;
 begin
   for v_member in
     select h.lock, h.id
@@ -134,8 +133,7 @@ begin
     where not h.is_mutex
   loop
     update queue.lock_member m set has_turn = true where m.lock = v_member.lock and m.id = v_member.id and not m.has_turn;
-    select v.claim into v_live from queue.live v join queue.lane l on l.lane = v.lane where v.id = v_member.id and l.kind = 0;
-    if found then
+    if exists (select from queue.live v join queue.lane l on l.lane = v.lane where v.id = v_member.id and l.kind = 0) then
       delete from queue.live v
       where v.id = (select w.id from queue.live w where w.id = v_member.id and w.claim is null for update skip locked);
       if found then

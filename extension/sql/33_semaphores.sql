@@ -36,7 +36,7 @@ declare
   v_place record;
   v_job record;
   v_item record;
-  v_pairs text[] := '{}';   -- lane || ' ' || key
+  v_pairs text[] := '{}'::text[];   -- lane || ' ' || key
   v_lanes integer[];
   v_keys text[];
   v_free integer[];
@@ -45,10 +45,10 @@ declare
   v_dirty boolean[];
   v_at integer;
   v_shut integer;
-  v_pass bigint[] := '{}';
-  v_wait bigint[] := '{}';
-  v_wait_keys text[] := '{}';
-  v_wait_lanes integer[] := '{}';
+  v_pass bigint[] := '{}'::bigint[];
+  v_wait bigint[] := '{}'::bigint[];
+  v_wait_keys text[] := '{}'::text[];
+  v_wait_lanes integer[] := '{}'::integer[];
   v_discard bigint[];
 begin
   select p.* into v_place from queue._place(p_ids) p;
@@ -272,8 +272,8 @@ create or replace function queue._claim_limited(p_worker bigint, p_claim bigint,
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_won bigint[] := '{}';
-  v_seen bigint[] := '{}';
+  v_won bigint[] := '{}'::bigint[];
+  v_seen bigint[] := '{}'::bigint[];
   v_ids bigint[];
 begin
   for v_pass in 1 .. 20 loop
@@ -303,18 +303,18 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
-  v_won bigint[] := '{}';
+  v_won bigint[] := '{}'::bigint[];
   v_job record;
   v_item record;
-  v_keys text[] := '{}';
-  v_free integer[] := '{}';
-  v_taken integer[] := '{}';
+  v_keys text[] := '{}'::text[];
+  v_free integer[] := '{}'::integer[];
+  v_taken integer[] := '{}'::integer[];
   v_at integer;
   v_shut text;
-  v_counted bigint[] := '{}';
-  v_demote bigint[] := '{}';
-  v_demote_keys text[] := '{}';
-  v_shut_queues text[] := '{}';
+  v_counted bigint[] := '{}'::bigint[];
+  v_demote bigint[] := '{}'::bigint[];
+  v_demote_keys text[] := '{}'::text[];
+  v_shut_queues text[] := '{}'::text[];
   v_all_keys text[];
   v_all_lanes integer[];
 begin

@@ -33,7 +33,7 @@ declare
   v_claim bigint;
   v_lanes integer[];
   v_kind smallint;
-  v_ids bigint[] := '{}';
+  v_ids bigint[] := '{}'::bigint[];
   v_has_adm boolean := false;
   v_has_more boolean := false;
   v_now timestamptz := clock_timestamp();
@@ -156,7 +156,7 @@ declare
   v_tasks text[];
   v_only bigint[];
   v_max integer := p_max_jobs;
-  v_ids bigint[] := '{}';
+  v_ids bigint[] := '{}'::bigint[];
   v_found bigint[];
   v_more boolean;
 begin

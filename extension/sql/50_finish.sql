@@ -88,8 +88,6 @@ language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
-declare
-  v_refused record;
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();

@@ -150,21 +150,21 @@ begin
     case
       when v_item.key in ('max_attempts', 'max_crashes') then
         if v_item.type <> 'null' and (v_item.type <> 'number' or v_item.text !~ '^[1-9][0-9]{0,8}$') then
-          perform queue._invalid(format('retry: %s must be a whole number of at least 1, or null', v_item.key), 'null stands for no limit.', 'value: ' || v_item.value);
+          perform queue._invalid(format('retry: %s must be a whole number of at least 1, or null', v_item.key), 'null stands for no limit.', 'value: ' || v_item.value::text);
         end if;
       when v_item.key = 'backoff' then
         if v_item.type <> 'string' or v_item.text not in ('constant', 'linear', 'exponential') then
-          perform queue._invalid('retry: backoff is not one of its values', 'Allowed: constant, linear, exponential.', 'value: ' || v_item.value);
+          perform queue._invalid('retry: backoff is not one of its values', 'Allowed: constant, linear, exponential.', 'value: ' || v_item.value::text);
         end if;
       when v_item.key = 'on_crash' then
         if v_item.type <> 'string' or v_item.text not in ('retry', 'fail') then
-          perform queue._invalid('retry: on_crash is not one of its values', 'Allowed: retry, fail.', 'value: ' || v_item.value);
+          perform queue._invalid('retry: on_crash is not one of its values', 'Allowed: retry, fail.', 'value: ' || v_item.value::text);
         end if;
       when v_item.key in ('base', 'cap', 'first') then
         perform queue._interval('retry: ' || v_item.key, v_item.value);
       else
         if v_item.type <> 'number' or v_item.value::numeric < 0 or v_item.key = 'jitter' and v_item.value::numeric > 1 then
-          perform queue._invalid(format('retry: %s must be a number', v_item.key), 'jitter lies between 0 and 1, the others at or above 0.', 'value: ' || v_item.value);
+          perform queue._invalid(format('retry: %s must be a number', v_item.key), 'jitter lies between 0 and 1, the others at or above 0.', 'value: ' || v_item.value::text);
         end if;
     end case;
   end loop;

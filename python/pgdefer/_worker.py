@@ -247,6 +247,10 @@ class Worker:
         )
         self.id = rows[0][0]
         self._heart.start(rows[0][0])
+        if self._listens:
+            # From now on a busy worker hears what is meant for it, too.
+            await self._before_sleep(self._listener)
+            await self._listener.after_sleep(self._registered())
         log.info("worker %d serves %s", self.id, ", ".join(self.queues or ["all queues"]))
 
     async def _pump_connected(self) -> None:

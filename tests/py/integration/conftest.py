@@ -39,7 +39,7 @@ async def running(app: App, *arguments: Any, **options: Any) -> AsyncIterator[Wo
 async def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
     """Wait until the condition holds, and return what it gave."""
     async with asyncio.timeout(seconds):
-        while not (found := condition()):
+        while not (found := condition()):  # noqa: ASYNC110 (it may lie in the database)
             await asyncio.sleep(0.005)
         return found
 

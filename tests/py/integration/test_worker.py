@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import datetime as dt
+import itertools
 import threading
 import time
 from typing import Any
@@ -167,7 +168,7 @@ async def test_retries_follow_the_registered_policy(app: App, jobs: Jobs) -> Non
         (row,) = await jobs.end()
     assert row["state"] == "succeeded"
     assert [attempt for attempt, _ in attempts] == [1, 2, 3]
-    pauses = [b[1] - a[1] for a, b in zip(attempts, attempts[1:], strict=False)]
+    pauses = [b[1] - a[1] for a, b in itertools.pairwise(attempts)]
     assert all(0.04 < pause < 1.0 for pause in pauses)
 
 
