@@ -103,11 +103,12 @@ begin
     has_more := v_due <= c.next_due;
   end if;
   if v_move then
+    with gone as (
+      delete from queue.cursor k where k.tick = c.tick)
     insert into queue.cursor (tick, next_xid, in_flight, high_id, high_lock_id, has_backlog, due_at)
     values (c.tick + 1, pg_snapshot_xmax(c.upto),
             array(select x from pg_snapshot_xip(c.upto) x union select c.own where c.own < pg_snapshot_xmax(c.upto) order by 1),
             v_high.id, v_high.lock_id, v_high.backlog, v_due);
-    delete from queue.cursor k where k.tick = c.tick;
   end if;
   has_more := has_more or v_high.backlog;
 end $$;

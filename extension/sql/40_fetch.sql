@@ -13,24 +13,32 @@ language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
+declare
+  v_ids bigint[];
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
   end if;
-  return query select f.* from queue._fetch(worker, queues, max_jobs, options, true) f;
+  v_ids := queue._claim(worker, queues, max_jobs, options, true);
+  -- a statement of its own: only a new snapshot shows the claims
+  return query
+    select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent
+    from unnest(v_ids) with ordinality u (id, n)
+    cross join lateral (select c.* from queue.claimed c where c.id = u.id offset 0) c
+    order by u.n;
 end $$;
 comment on function queue.fetch(bigint, text[], integer, jsonb) is
   'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone, order (mixed | listed), tasks, deadline_within.';
 
--- p_may_wait: the transaction holds no row that the holder of ADM could need.
-create or replace function queue._fetch(p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean)
-returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
-               scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb, parent bigint)
-language plpgsql volatile parallel unsafe security invoker rows 50 as $$
+-- Claims jobs and returns their ids in claim order; NULL for none. p_may_wait: the transaction holds no row
+-- that the holder of ADM could need.
+create or replace function queue._claim(p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_queues text[] := p_queues;
-  v_claim bigint;
+  v_claim bigint := nextval('queue.claim_seq');
+  v_is_registered boolean;
   v_lanes integer[];
   v_kind smallint;
   v_ids bigint[] := '{}'::bigint[];
@@ -41,53 +49,45 @@ begin
   if p_max_jobs is null or p_max_jobs < 1 then
     perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
   end if;
-  perform from queue.worker w where w.id = p_worker and w.gone_at is null;
-  if not found then
-    perform queue._worker_gone(p_worker);
-  end if;
-  if p_options is not null and p_options <> '{}' then
-    return query select f.* from queue._fetch_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait) f;
-    return;
-  end if;
   if v_queues is not null then
     v_queues := queue._match_queues(v_queues);
   end if;
-  v_claim := nextval('queue.claim_seq');
   for v_pass in 1 .. 100 loop
-    select array_agg(l.lane order by l.priority desc, l.lane), max(l.kind) into v_lanes, v_kind
+    select array_agg(l.lane order by l.priority desc, l.lane), max(l.kind),
+      exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
+    into v_lanes, v_kind, v_is_registered
     from queue.lane l
     where (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
-    if v_lanes is not null then
+    if not v_is_registered then
+      perform queue._worker_gone(p_worker);
+    elsif p_options is not null and p_options <> '{}' then
+      v_ids := queue._claim_special(p_worker, v_claim, p_queues, p_max_jobs, p_options, p_may_wait);
+      exit;
+    elsif cardinality(v_lanes) > 1 or v_kind = 1 then
       select p.lanes, p.kind into v_lanes, v_kind from queue._probe_lanes(v_lanes) p;
     end if;
     if v_kind = 1 and not v_has_adm then
-      if v_ids = '{}' and p_may_wait then
-        v_has_adm := queue._lock_admission(true);
+      v_has_adm := queue._lock_admission(v_ids = '{}' and p_may_wait);
+      if v_has_adm then
         select a.has_more into v_has_more from queue._admit(greatest(1000, p_max_jobs)) a;
         continue;
       end if;
-      v_has_adm := queue._lock_admission(false);
     end if;
     if v_lanes is not null then
-      if v_kind = 1 and v_has_adm then
-        v_ids := v_ids || queue._claim_limited(p_worker, v_claim, v_lanes, p_max_jobs - cardinality(v_ids));
-      else
-        v_ids := v_ids || queue._claim_plain(p_worker, v_claim, v_lanes, p_max_jobs - cardinality(v_ids));
-      end if;
+      v_ids := v_ids || case when v_kind = 1 and v_has_adm
+        then queue._claim_limited(p_worker, v_claim, v_lanes, p_max_jobs - cardinality(v_ids))
+        else queue._claim_plain(p_worker, v_claim, v_lanes, p_max_jobs - cardinality(v_ids)) end;
     end if;
     if cardinality(v_ids) >= p_max_jobs then
       -- enough to do: look for newcomers at most every 10 ms per session, one may be of higher priority
-      if v_has_adm or not queue._is_admission_due(v_now) then
-        exit;
-      end if;
-      v_has_adm := queue._lock_admission(false);
-      if v_has_adm then
+      if not v_has_adm and queue._is_admission_due(v_now) and queue._lock_admission(false) then
+        v_has_adm := true;
         perform queue._admit(1000);
+        perform set_config('pgdefer.looked_at', extract(epoch from v_now)::text, false);
       end if;
       exit;
     end if;
-    exit when v_pass > 1 and not v_has_more;
-    exit when clock_timestamp() > v_now + interval '100 ms';
+    exit when v_pass > 1 and not v_has_more or clock_timestamp() > v_now + interval '100 ms';
     if not v_has_adm then
       -- while rows are held ADM is not waited for
       v_has_adm := queue._lock_admission(v_ids = '{}' and p_may_wait);
@@ -95,61 +95,23 @@ begin
     end if;
     select a.has_more into v_has_more from queue._admit(greatest(1000, p_max_jobs)) a;
   end loop;
-  if v_ids = '{}' then
-    return;
+  if v_ids is null or v_ids = '{}' then
+    return null;
   end if;
   if random() < cardinality(v_ids) / 300.0 and (v_has_adm or queue._lock_admission(false)) then
     perform queue._raise_low_marks(v_lanes);
   end if;
-  return query
-    select v.id, v_claim, j.task, coalesce(s.args, j.args), coalesce(s.queue, j.queue), coalesce(s.priority, j.priority),
-      nullif(coalesce(s.lock, j.lock), ''), v.attempt::integer, nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity'),
-      coalesce(s.deadline, j.deadline),
-      (j.options ->> 'timeout')::interval, j.options -> 'headers', (j.options ->> 'parent')::bigint
-    from unnest(v_ids) with ordinality u (id, n)
-    cross join lateral (select v.id, v.attempt, v.flags from queue.live v where v.id = u.id offset 0) v
-    cross join lateral (
-      select j.task, j.args, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.options
-      from queue.job j where j.id = u.id offset 0) j
-    left join lateral (
-      select s.args, s.queue, s.priority, s.lock, s.scheduled_at, s.deadline
-      from queue.job_state s where s.id = u.id and v.flags & 2048 <> 0 offset 0) s on true
-    order by u.n;
-end $$;
-
--- What fetch returns of claimed jobs, in the order of p_ids.
-create or replace function queue._claimed_jobs(p_ids bigint[], p_claim bigint)
-returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
-               scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb, parent bigint)
-language plpgsql stable parallel unsafe security invoker rows 50 as $$
-#variable_conflict use_column
-begin
-  return query
-    select v.id, p_claim, j.task, coalesce(s.args, j.args), coalesce(s.queue, j.queue), coalesce(s.priority, j.priority),
-      nullif(coalesce(s.lock, j.lock), ''), v.attempt::integer, nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity'),
-      coalesce(s.deadline, j.deadline),
-      (j.options ->> 'timeout')::interval, j.options -> 'headers', (j.options ->> 'parent')::bigint
-    from unnest(p_ids) with ordinality u (id, n)
-    cross join lateral (select v.id, v.attempt, v.flags from queue.live v where v.id = u.id offset 0) v
-    cross join lateral (
-      select j.task, j.args, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.options
-      from queue.job j where j.id = u.id offset 0) j
-    left join lateral (
-      select s.args, s.queue, s.priority, s.lock, s.scheduled_at, s.deadline
-      from queue.job_state s where s.id = u.id and v.flags & 2048 <> 0 offset 0) s on true
-    order by u.n;
+  return v_ids;
 end $$;
 
 -- fetch with options: ids, alone, order, tasks, deadline_within.
 -- Locks and errors: as fetch. Claims under ADM, so that every order and filter can be had of one function.
-create or replace function queue._fetch_special(p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean)
-returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
-               scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb, parent bigint)
-language plpgsql volatile parallel unsafe security invoker rows 50 as $$
+create or replace function queue._claim_special(
+  p_worker bigint, p_claim bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
-  v_claim bigint := nextval('queue.claim_seq');
   v_alone boolean;
   v_listed boolean;
   v_within interval := queue._interval('deadline_within', p_options -> 'deadline_within');
@@ -179,8 +141,8 @@ begin
   if v_alone then
     v_max := 1;
   end if;
-  if not queue._lock_admission(p_may_wait) and not p_may_wait then
-    return;
+  if not queue._lock_admission(p_may_wait) then
+    return null;
   end if;
   for v_pass in 1 .. 20 loop
     select a.has_more into v_more from queue._admit(greatest(1000, p_max_jobs)) a;
@@ -203,11 +165,11 @@ begin
       order by case when v_listed then l.place end, l.priority desc, c.first_id, c.deadline, c.id
       limit v_max);
     if v_found <> '{}' then
-      v_ids := v_ids || queue._claim_ids(p_worker, v_claim, v_found, v_max);
+      v_ids := v_ids || queue._claim_ids(p_worker, p_claim, v_found, v_max);
     end if;
     exit when v_ids <> '{}' or not v_more or clock_timestamp() > v_now + interval '100 ms';
   end loop;
-  return query select c.* from queue._claimed_jobs(v_ids, v_claim) c;
+  return v_ids;
 end $$;
 
 -- Of lanes those that hold something ready, in the order in which they are read: by priority, then the
@@ -267,17 +229,12 @@ begin
   from queue.job j where j.id = any (p_ids) and j.flags & 128 <> 0;
 end $$;
 
--- Whether this session looked for newcomers more than 10 ms ago; if so, it is looking now.
+-- Whether this session looked for newcomers more than 10 ms ago.
 create or replace function queue._is_admission_due(p_now timestamptz)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_now double precision := extract(epoch from p_now);
+returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
-  if abs(v_now - coalesce(nullif(current_setting('pgdefer.looked_at', true), ''), '0')::double precision) < 0.01 then
-    return false;
-  end if;
-  perform set_config('pgdefer.looked_at', v_now::text, false);
-  return true;
+  return abs(extract(epoch from p_now)::double precision
+             - coalesce(nullif(current_setting('pgdefer.looked_at', true), ''), '0')::double precision) >= 0.01;
 end $$;
 
 -- The queues that a list of names and patterns selects among those that have lanes; NULL is all.

@@ -70,11 +70,16 @@ language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
+declare
+  v_ended record;
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
   end if;
-  return query select f.id, f.claim, f.state, f.error from queue._finish(finish_many.outcomes) f;
+  v_ended := queue._finish(finish_many.outcomes);
+  return query
+    select f.id, f.claim, f.state, f.error
+    from unnest(v_ended.ids, v_ended.claims, v_ended.states, v_ended.errors) f (id, claim, state, error);
 end $$;
 comment on function queue.finish_many(jsonb) is
   'Ends many claims: an array of {"id", "claim", "outcome": succeeded | failed | retry_later | released | aborted, ...} with the named arguments of the single calls. A row for each; a lost claim is reported there (error QJ002) and the rest goes on.';
@@ -88,45 +93,56 @@ language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
+declare
+  v_ended record;
+  v_ids bigint[];
+  v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
   end if;
-  if finish_and_fetch.outcomes is not null and finish_and_fetch.outcomes <> '[]' then
-    return query
-      select f.id, f.claim, null::text, null::jsonb, null::text, null::integer, null::text, null::integer, null::timestamptz,
-        null::timestamptz, null::interval, null::jsonb, null::bigint, f.error
-      from queue._finish(finish_and_fetch.outcomes) f where f.error is not null;
+  if not v_may_wait then
+    v_ended := queue._finish(finish_and_fetch.outcomes);
+    if v_ended.has_refused then
+      return query
+        select f.id, f.claim, null::text, null::jsonb, null::text, null::integer, null::text, null::integer, null::timestamptz,
+          null::timestamptz, null::interval, null::jsonb, null::bigint, f.error
+        from unnest(v_ended.ids, v_ended.claims, v_ended.errors) f (id, claim, error) where f.error is not null;
+    end if;
   end if;
+  v_ids := queue._claim(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options, v_may_wait);
   return query
-    select f.id, f.claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers,
-      f.parent, null::text
-    from queue._fetch(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options,
-                      coalesce(finish_and_fetch.outcomes, '[]') = '[]') f;
+    select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers,
+      c.parent, null::text
+    from unnest(v_ids) with ordinality u (id, n)
+    cross join lateral (select c.* from queue.claimed c where c.id = u.id offset 0) c
+    order by u.n;
 end $$;
 comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
   'finish_many and fetch in one round trip and one commit. A row with error reports a refused outcome, the others are claimed jobs.';
 
--- Ends the claims of a parsed list of outcomes. Succeeded ones go as one set.
-create or replace function queue._finish(p_outcomes jsonb)
-returns table (id bigint, claim bigint, state text, error text)
-language plpgsql volatile parallel unsafe security invoker rows 50 as $$
+-- Ends the claims of a list of outcomes: what became of each, with those that succeeded as one set.
+create or replace function queue._finish(
+  p_outcomes jsonb, out ids bigint[], out claims bigint[], out states text[], out errors text[], out has_refused boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
   v_done bigint[];
   v_outcome jsonb;
+  v_state text;
+  v_error text;
 begin
   if jsonb_typeof(p_outcomes) is distinct from 'array' then
     perform queue._invalid('outcomes must be a JSON array', 'Pass [{"id": number, "claim": number, "outcome": text, ...}, ...].');
   end if;
   begin
-    select array_agg(o.id order by o.id) filter (where o.is_success) as ids, array_agg(o.claim order by o.id) filter (where o.is_success) as claims,
-      array_agg(o.result order by o.id) filter (where o.is_success) as results, bool_or(not o.is_success) as has_others,
-      bool_or(o.id is null or o.claim is null or o.outcome is null) as is_bad
+    select array_agg(o.id) filter (where o.outcome = 'succeeded') as ids, array_agg(o.claim) filter (where o.outcome = 'succeeded') as claims,
+      case when count(o.result) > 0 then array_agg(o.result) filter (where o.outcome = 'succeeded') end as results,
+      bool_or(o.outcome <> 'succeeded') as has_others, bool_or(o.id is null or o.claim is null or o.outcome is null) as is_bad
     into v
-    from (select o.id, o.claim, o.result, o.outcome, o.outcome = 'succeeded' as is_success
-          from jsonb_to_recordset(p_outcomes) o (id bigint, claim bigint, outcome text, result jsonb)) o;
+    from (select o.id, o.claim, o.result, o.outcome
+          from jsonb_to_recordset(p_outcomes) o (id bigint, claim bigint, outcome text, result jsonb) order by o.id) o;
   exception when data_exception then
     perform queue._invalid('an outcome is malformed', 'id and claim are numbers, outcome is text.', sqlerrm);
   end;
@@ -136,25 +152,35 @@ begin
   if v.has_others then
     perform queue._check_outcome(o) from jsonb_array_elements(p_outcomes) o;
   end if;
+  has_refused := false;
   if v.ids is not null then
     v_done := queue._succeed(v.ids, v.claims, v.results, true);
-    return query
-      select u.id, u.claim, case when r.ok then 'succeeded' end, case when not r.ok then 'QJ002' end
-      from unnest(v.ids, v.claims) u (id, claim)
-      cross join lateral (select coalesce(u.id = any (v_done), false) as ok) r;
+    ids := v.ids;
+    claims := v.claims;
+    states := array_fill('succeeded'::text, array[cardinality(ids)]);
+    errors := array_fill(null::text, array[cardinality(ids)]);
+    if cardinality(v_done) is distinct from cardinality(ids) then
+      has_refused := true;
+      select array_agg(case when r.ok then 'succeeded' end order by u.n), array_agg(case when not r.ok then 'QJ002' end order by u.n)
+      into states, errors
+      from unnest(v.ids) with ordinality u (id, n)
+      cross join lateral (select coalesce(u.id = any (v_done), false) and (u.n = 1 or v.ids[u.n - 1] <> u.id) as ok) r;
+    end if;
   end if;
   if v.has_others then
     for v_outcome in select o from jsonb_array_elements(p_outcomes) o where o ->> 'outcome' <> 'succeeded' order by (o ->> 'id')::bigint loop
-      id := (v_outcome ->> 'id')::bigint;
-      claim := (v_outcome ->> 'claim')::bigint;
-      state := null;
-      error := null;
+      v_state := null;
+      v_error := null;
       begin
-        state := queue._end_attempt(v_outcome, id, claim, true);
+        v_state := queue._end_attempt(v_outcome, (v_outcome ->> 'id')::bigint, (v_outcome ->> 'claim')::bigint, true);
       exception when sqlstate 'QJ002' or sqlstate 'QJ001' or sqlstate 'QJ005' or sqlstate '22023' then
-        error := sqlstate;
+        v_error := sqlstate;
+        has_refused := true;
       end;
-      return next;
+      ids := ids || (v_outcome ->> 'id')::bigint;
+      claims := claims || (v_outcome ->> 'claim')::bigint;
+      states := states || v_state;
+      errors := errors || v_error;
     end loop;
   end if;
 end $$;
@@ -169,7 +195,8 @@ begin
   end if;
 end $$;
 
--- Ends claims as succeeded. Returns the ids whose claim was the current one, NULL for none.
+-- Ends claims as succeeded. Returns the ids whose claim was the current one, NULL for none. p_ids ascend,
+-- so that width_bucket finds an id's place in them; p_results NULL: none has one.
 create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[], p_settle boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -181,11 +208,11 @@ declare
 begin
   with gone as (
     delete from queue.live v
-    where v.id = any (p_ids) and v.claim = p_claims[array_position(p_ids, v.id)]
+    where v.id = any (p_ids) and v.claim = p_claims[width_bucket(v.id, p_ids)]
     returning v.id, v.attempt, v.flags, v.claimed_at, v.worker_id),
   kept as (
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
-    select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', p_results[array_position(p_ids, g.id)] from gone g)
+    select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', p_results[width_bucket(g.id, p_ids)] from gone g)
   select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0)
   into v_done, v_special, v_flags
   from gone g;

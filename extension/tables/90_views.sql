@@ -1,3 +1,17 @@
+-- What fetch returns of a claimed job: as it was deferred, but for what has changed since. Private.
+create view queue.claimed as
+select v.id, v.claim, j.task, coalesce(s.args, j.args) as args, coalesce(s.queue, j.queue) as queue,
+  coalesce(s.priority, j.priority) as priority, nullif(coalesce(s.lock, j.lock), '') as lock, v.attempt::integer as attempt,
+  nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at, coalesce(s.deadline, j.deadline) as deadline,
+  (j.options ->> 'timeout')::interval as timeout, j.options -> 'headers' as headers, (j.options ->> 'parent')::bigint as parent
+from queue.live v
+cross join lateral (
+  select j.task, j.args, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.options
+  from queue.job j where j.id = v.id offset 0) j
+left join lateral (
+  select s.args, s.queue, s.priority, s.lock, s.scheduled_at, s.deadline
+  from queue.job_state s where s.id = v.id and v.flags & 2048 <> 0 offset 0) s on true;
+
 create view queue.jobs as
 select j.id, j.task, coalesce(s.queue, j.queue) as queue,
   case

@@ -65,11 +65,6 @@ class Link:
         self._connection: AsyncConnection | None = None
         self._cursor: psycopg.AsyncCursor[tuple[Any, ...]] | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a connection."""
-        return self._connection is not None
-
     async def open(self) -> AsyncConnection:
         """Connect unless connected. Raises LostError."""
         if self._connection is None:

@@ -102,6 +102,7 @@ class Worker:
         #: How many jobs have ended here, and how many were given back because the worker stopped.
         self.finished = 0
         self.given_back = 0
+        self._deserters = 0
         self._listens = not app.source.pgbouncer
         self._claimed: collections.deque[JobContext] = collections.deque()
         self._running: set[JobContext] = set()
@@ -118,7 +119,13 @@ class Worker:
 
     def run(self) -> None:
         """Run until SIGTERM or SIGINT, then end as `stop` says; again, or SIGQUIT: at once."""
-        asyncio.run(self.run_async(handle_signals=True))
+        runner = asyncio.Runner()
+        try:
+            runner.run(self.run_async(handle_signals=True))
+        finally:
+            # Closing waits for every coroutine: not for those that would not end when told to.
+            if not self._deserters:
+                runner.close()
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
         """Run until `stop`; cancelled, end at once."""
@@ -167,7 +174,7 @@ class Worker:
     async def _end(self) -> None:
         self._give_back_all()
         await self._heart.stop()
-        if self.id is not None and self._link.is_open:
+        if self.id is not None:
             worker, self.id = self.id, None
             try:
                 async with asyncio.timeout(2 * GRACE):
@@ -345,7 +352,7 @@ class Worker:
                 else:
                     await self._finish(self._sending)
                     rows = []
-            except LostError:
+            except (LostError, asyncio.CancelledError):
                 # Sent again: what was written down already will be refused, and dropped.
                 self._outcomes[:0] = self._sending
                 raise
@@ -677,6 +684,7 @@ class Worker:
         while self._claimed:
             self._give_back(self._claimed.popleft())
         for job in list(self._running):
+            self._deserters += job._runner is not None
             self._give_back(job)
 
 
