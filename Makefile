@@ -81,6 +81,11 @@ lint-types: venv
 
 lint-sql: venv build tools
 	$(BIN)/python tests/sql/lint
+	$(BIN)/python docs/generate --check
+
+.PHONY: docs
+docs: venv build ## Write docs/reference.md from the comments in the catalog
+	$(BIN)/python docs/generate
 
 .PHONY: format
 format: venv ## Format the Python code

@@ -50,7 +50,7 @@ begin
 end $$;
 
 -- The interval that a JSON value gives, as text or as a number of seconds.
--- Raises: 22023 when it gives none, or one below zero.
+-- Raises: 22023 when it gives none, one below zero, or one that no timestamp can be moved by.
 create or replace function queue._interval(what text, value jsonb)
 returns interval language plpgsql stable parallel safe security invoker as $$
 declare
@@ -68,8 +68,8 @@ begin
   exception when others then
     v_interval := null;
   end;
-  if v_interval is null or v_interval < interval '0' then
-    perform queue._invalid(what || ' is not an interval', 'Give an interval such as "5 minutes", or seconds as a number; not below 0.',
+  if v_interval is null or v_interval < interval '0' or v_interval > interval '10000 years' then
+    perform queue._invalid(what || ' is not an interval', 'Give an interval such as "5 minutes", or seconds as a number; from 0 to 10,000 years.',
                            'value: ' || left(value::text, 200));
   end if;
   return v_interval;

@@ -18,8 +18,14 @@ begin
   if exists (select from queue.task t where t.name = register_task.name and t.defaults = v_defaults) then
     return;
   end if;
+  perform queue._check_types('defaults', v_defaults);
   if v_defaults ->> 'queue' <> '' then
     perform queue._check_queue(v_defaults ->> 'queue');
+  end if;
+  if octet_length(v_defaults ->> 'lock') > 1000 then
+    perform queue._check_name('lock', v_defaults ->> 'lock');
+  elsif octet_length(v_defaults ->> 'queueing_lock') > 1000 then
+    perform queue._check_name('queueing_lock', v_defaults ->> 'queueing_lock');
   end if;
   v_options := queue._check_options(v_defaults - '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit}'::text[]);
   select k.keys, k.limits into v_keys, v_limits
@@ -39,6 +45,25 @@ end $$;
 comment on function queue.register_task(text, jsonb) is
   'Sets what defer uses where a call leaves an argument NULL: queue, priority, lock, queueing_lock, deadline (an interval from the time of deferring), concurrency_key, concurrency_limit and every key of options. The same defaults again change nothing; jobs already deferred keep theirs, the retry policy excepted, which is read when an attempt ends.';
 
+-- Raises: 22023 unless what defer takes as text, integer or array is a JSON string, whole number or array, or null.
+create or replace function queue._check_types(what text, object jsonb)
+returns void language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_bad text;
+begin
+  select e.key into v_bad from jsonb_each(object) e
+  where e.key in ('task', 'queue', 'lock', 'queueing_lock', 'concurrency_key', 'scheduled_at') and jsonb_typeof(e.value) not in ('string', 'null')
+    or e.key = 'needs' and jsonb_typeof(e.value) not in ('array', 'null')
+    or e.key = 'deadline' and jsonb_typeof(e.value) not in ('string', 'number', 'null')
+    or e.key in ('priority', 'concurrency_limit')
+      and not (e.value = 'null' or jsonb_typeof(e.value) = 'number' and e.value between '-2147483648' and '2147483647' and e.value::text ~ '^-?[0-9]+$')
+  limit 1;
+  if found then
+    perform queue._invalid(format('%s has a value of a wrong type', what), 'Names, keys and times are JSON strings, priority and concurrency_limit whole numbers, needs a list.',
+                           format('key: %s, value: %s', v_bad, left(object ->> v_bad, 200)));
+  end if;
+end $$;
+
 -- Every key that defer's options may have.
 create or replace function queue._option_keys()
 returns text[] language plpgsql immutable parallel safe security invoker as $$
@@ -47,22 +72,24 @@ begin
     'timeout', 'expires_at', 'held', 'description', 'headers', 'parent', 'retain', 'concurrency', 'max_progress'];
 end $$;
 
--- Returns the options without those that are JSON null.
+-- Returns the options without those that are JSON null, max_progress excepted, and expires_at as the moment
+-- that it means now.
 -- Raises: 22023 for an unknown key or a value that it can't have.
 create or replace function queue._check_options(options jsonb)
 returns jsonb language plpgsql stable parallel safe security invoker as $$
 declare
   v_option record;
-  v_options jsonb := jsonb_strip_nulls(options);
+  v_options jsonb := '{}'::jsonb;
   v_allowed text[];
 begin
   if jsonb_typeof(options) <> 'object' or options - queue._option_keys() <> '{}'::jsonb then
     perform queue._check_keys('options', options, queue._option_keys());
   end if;
-  if v_options ? 'headers' then
-    v_options := v_options || jsonb_build_object('headers', options -> 'headers');
-  end if;
-  for v_option in select e.key, e.value, jsonb_typeof(e.value) as type, e.value #>> '{}' as text from jsonb_each(v_options) e loop
+  for v_option in
+    select e.key, e.value, jsonb_typeof(e.value) as type, e.value #>> '{}' as text
+    from jsonb_each(options) e where e.value <> 'null' or e.key = 'max_progress'
+  loop
+    v_options := v_options || jsonb_build_object(v_option.key, v_option.value);
     v_allowed := case v_option.key
       when 'on_conflict' then '{raise,ignore,replace}'::text[]
       when 'unique_until' then '{start,finish}'::text[]
@@ -82,14 +109,15 @@ begin
         perform queue._invalid('timeout must be longer than 0', 'Leave timeout out for no limit.');
       end if;
     elsif v_option.key = 'expires_at' then
-      perform queue._timestamp('expires_at', v_option.value);
+      v_options := v_options || jsonb_build_object('expires_at', queue._timestamp('expires_at', v_option.value));
     elsif v_option.key = 'held' and v_option.type <> 'boolean' then
       perform queue._invalid('held must be true or false', 'Pass a JSON boolean.');
     elsif v_option.key = 'description' and v_option.type <> 'string' then
       perform queue._invalid('description must be text', 'Pass a JSON string.');
     elsif v_option.key = 'headers' and v_option.type <> 'object' then
       perform queue._invalid('headers must be a JSON object', 'Pass an object such as {"traceparent": "00-..."}.');
-    elsif v_option.key in ('parent', 'max_progress') and (v_option.type <> 'number' or v_option.text !~ '^[0-9]{1,18}$') then
+    elsif v_option.key = 'parent' and (v_option.type <> 'number' or v_option.text !~ '^[0-9]{1,18}$')
+      or v_option.key = 'max_progress' and v_option.type <> 'null' and (v_option.type <> 'number' or v_option.text !~ '^[0-9]{1,9}$') then
       perform queue._invalid(format('%s must be a whole number', v_option.key), 'Pass a number that is not negative.');
     elsif v_option.key = 'concurrency' then
       perform queue._check_concurrency(null, null, v_option.value);
@@ -97,7 +125,7 @@ begin
       perform queue._check_retry(v_option.value);
     end if;
   end loop;
-  return v_options || case when options -> 'max_progress' = 'null' then '{"max_progress": null}'::jsonb else '{}' end;
+  return v_options;
 end $$;
 
 -- Raises: 22023 unless the JSON value is a timestamp.

@@ -171,7 +171,8 @@ begin
     select from jsonb_array_elements(defer_many.jobs) e
     where jsonb_typeof(e) <> 'object' or e - '{task,args,queue,priority}'::text[] <> '{}'
       or jsonb_typeof(e -> 'task') is distinct from 'string' or coalesce(jsonb_typeof(e -> 'args'), 'object') <> 'object'
-      or coalesce(jsonb_typeof(e -> 'priority'), 'number') <> 'number' or coalesce(jsonb_typeof(e -> 'queue'), 'string') <> 'string')
+      or coalesce(jsonb_typeof(e -> 'queue'), 'string') <> 'string' or coalesce(jsonb_typeof(e -> 'priority'), 'number') <> 'number'
+      or length(e ->> 'priority') > 9 or strpos(e ->> 'priority', '.') > 0)
     and not exists (
       select from (select distinct e ->> 'task' as task from jsonb_array_elements(defer_many.jobs) e) e
       left join queue.task t on t.name = e.task
@@ -184,17 +185,16 @@ begin
       with appended as (
         insert into queue.job (task, args, queue, priority)
         select j.task, coalesce(j.args, '{}'), coalesce(nullif(coalesce(j.queue, t.queue), ''), 'default'), coalesce(j.priority, t.priority, 0)
-        from jsonb_to_recordset(defer_many.jobs) j (task text, args jsonb, queue text, priority integer)
+        from rows from (jsonb_to_recordset(defer_many.jobs) as (task text, args jsonb, queue text, priority integer))
+          with ordinality j (task, args, queue, priority, n)
         left join queue.task t on t.name = j.task
+        order by j.n
         returning id)
       select a.id from appended a;
   else
     for v_job in select jsonb_array_elements(defer_many.jobs) loop
       perform queue._check_keys('a job', v_job, array['task', 'args', 'queue', 'priority', 'lock', 'queueing_lock', 'scheduled_at',
         'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
-      if coalesce(jsonb_typeof(v_job -> 'args'), 'object') <> 'object' then
-        perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.');
-      end if;
       return next queue._defer_json(v_job);
     end loop;
   end if;
@@ -211,6 +211,10 @@ returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_job record;
 begin
+  perform queue._check_types('a job', p_job);
+  if coalesce(jsonb_typeof(p_job -> 'deadline'), 'null') not in ('string', 'null') then
+    perform queue._invalid('deadline is not a timestamp', 'Give a timestamp with a time zone, such as 2030-01-31T09:00:00Z.');
+  end if;
   begin
     select j.* into v_job from jsonb_to_record(p_job) j (
       task text, queue text, priority integer, lock text, queueing_lock text, scheduled_at timestamptz, deadline timestamptz,

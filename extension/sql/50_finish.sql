@@ -30,7 +30,10 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
   perform queue._check_isolation();
-  return queue._end_attempt(jsonb_strip_nulls(jsonb_build_object('outcome', 'failed', 'error', fail.error, 'details', fail.details, 'options', fail.options)),
+  if fail.options is not null then
+    perform queue._check_fail_options(fail.options);
+  end if;
+  return queue._end_attempt(jsonb_build_object('outcome', 'failed', 'error', fail.error, 'details', fail.details, 'options', fail.options),
                             fail.id, fail.claim, false);
 end $$;
 comment on function queue.fail(bigint, bigint, text, jsonb, jsonb) is
@@ -41,11 +44,12 @@ create or replace function queue.retry_later(id bigint, claim bigint, at timesta
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+declare
+  v_outcome jsonb := jsonb_build_object('outcome', 'retry_later', 'at', retry_later.at, 'message', retry_later.message, 'needs', retry_later.needs);
 begin
   perform queue._check_isolation();
-  return queue._end_attempt(jsonb_strip_nulls(jsonb_build_object('outcome', 'retry_later', 'at', retry_later.at, 'message', retry_later.message))
-                            || jsonb_build_object('needs', to_jsonb(retry_later.needs)),
-                            retry_later.id, retry_later.claim, false);
+  perform queue._check_outcome(v_outcome);
+  return queue._end_attempt(v_outcome, retry_later.id, retry_later.claim, false);
 end $$;
 comment on function queue.retry_later(bigint, bigint, timestamptz, bigint[], text) is
   'The job yields: it is called again, not before `at`, and after its needs, to which `needs` are added (NULL: whatever its needs are). No failure; a job with more than max_progress yields fails. Returns the new state.';
@@ -121,7 +125,9 @@ end $$;
 comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
   'finish_many and fetch in one round trip and one commit. A row with error reports a refused outcome, the others are claimed jobs.';
 
--- Ends the claims of a list of outcomes: what became of each, with those that succeeded as one set.
+-- Ends the claims of a list of outcomes: what became of each, with those that succeeded as one set. Nothing
+-- is done unless all of it is well formed. With others all rows are locked first, in the order of ids: the
+-- first that is settled takes ADM, and from then on no row may be waited for.
 create or replace function queue._finish(
   p_outcomes jsonb, out ids bigint[], out claims bigint[], out states text[], out errors text[], out has_refused boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -142,15 +148,20 @@ begin
       bool_or(o.outcome <> 'succeeded') as has_others, bool_or(o.id is null or o.claim is null or o.outcome is null) as is_bad
     into v
     from (select o.id, o.claim, o.result, o.outcome
-          from jsonb_to_recordset(p_outcomes) o (id bigint, claim bigint, outcome text, result jsonb) order by o.id) o;
+          from jsonb_to_recordset(p_outcomes) o (id bigint, claim bigint, outcome text, result jsonb) order by o.id, o.claim) o;
   exception when data_exception then
     perform queue._invalid('an outcome is malformed', 'id and claim are numbers, outcome is text.', sqlerrm);
   end;
   if v.is_bad then
     perform queue._invalid('an outcome lacks id, claim or outcome', 'Each needs {"id", "claim", "outcome"}.');
   end if;
+  perform queue._check_outcome(o) from jsonb_array_elements(p_outcomes) o
+  where o - '{id,claim,outcome,result}'::text[] <> '{}' or o -> 'outcome' <> '"succeeded"';
   if v.has_others then
-    perform queue._check_outcome(o) from jsonb_array_elements(p_outcomes) o;
+    perform from queue.live l
+    where l.id = any (array(select (o ->> 'id')::bigint from jsonb_array_elements(p_outcomes) o))
+      and l.claim = any (array(select (o ->> 'claim')::bigint from jsonb_array_elements(p_outcomes) o))
+    order by l.id for update;
   end if;
   has_refused := false;
   if v.ids is not null then
@@ -164,7 +175,7 @@ begin
       select array_agg(case when r.ok then 'succeeded' end order by u.n), array_agg(case when not r.ok then 'QJ002' end order by u.n)
       into states, errors
       from unnest(v.ids) with ordinality u (id, n)
-      cross join lateral (select coalesce(u.id = any (v_done), false) and (u.n = 1 or v.ids[u.n - 1] <> u.id) as ok) r;
+      cross join lateral (select coalesce(u.id = any (v_done), false) and v.ids[u.n + 1] is distinct from u.id as ok) r;
     end if;
   end if;
   if v.has_others then
@@ -173,7 +184,7 @@ begin
       v_error := null;
       begin
         v_state := queue._end_attempt(v_outcome, (v_outcome ->> 'id')::bigint, (v_outcome ->> 'claim')::bigint, true);
-      exception when sqlstate 'QJ002' or sqlstate 'QJ001' or sqlstate 'QJ005' or sqlstate '22023' then
+      exception when sqlstate 'QJ001' or sqlstate 'QJ002' or sqlstate 'QJ005' then
         v_error := sqlstate;
         has_refused := true;
       end;
@@ -188,10 +199,28 @@ end $$;
 -- Raises: 22023 unless it is an outcome.
 create or replace function queue._check_outcome(p_outcome jsonb)
 returns void language plpgsql stable parallel safe security invoker as $$
+declare
+  v_bad text;
 begin
   perform queue._check_keys('an outcome', p_outcome, array['id', 'claim', 'outcome', 'result', 'error', 'details', 'options', 'at', 'needs', 'message']);
   if not p_outcome ->> 'outcome' = any ('{succeeded,failed,retry_later,released,aborted}'::text[]) then
-    perform queue._invalid('unknown outcome', 'Outcomes: succeeded, failed, retry_later, released, aborted.', 'outcome: ' || (p_outcome ->> 'outcome'));
+    perform queue._invalid('unknown outcome', 'Outcomes: succeeded, failed, retry_later, released, aborted.', 'outcome: ' || left(p_outcome ->> 'outcome', 200));
+  end if;
+  select e.key into v_bad from jsonb_each(p_outcome) e
+  where e.key in ('error', 'message') and jsonb_typeof(e.value) not in ('string', 'null') limit 1;
+  if found then
+    perform queue._invalid(v_bad || ' must be text', 'Pass a JSON string; what has a structure goes into details.');
+  elsif jsonb_typeof(p_outcome -> 'options') <> 'null' then
+    perform queue._check_fail_options(p_outcome -> 'options');
+  end if;
+  perform queue._check_moment('at', p_outcome -> 'at');
+  if jsonb_typeof(p_outcome -> 'needs') = 'array' then
+    select n::text into v_bad from jsonb_array_elements(p_outcome -> 'needs') n where n::text !~ '^[0-9]{1,18}$' limit 1;
+  elsif jsonb_typeof(p_outcome -> 'needs') <> 'null' then
+    v_bad := p_outcome ->> 'needs';
+  end if;
+  if v_bad is not null then
+    perform queue._invalid('needs must be a list of ids', 'Pass ids of jobs, or null.', 'value: ' || left(v_bad, 200));
   end if;
 end $$;
 
@@ -336,8 +365,9 @@ begin
   loop
     if v_item.kind = 'replace' then
       perform queue._apply_replacement(v_item.id, v_item.payload);
-    elsif v_item.payload ? 'old_lock' then
-      perform queue._change_lock(v_item.id, v_item.payload ->> 'old_lock');
+    elsif v_item.payload ? 'change' then
+      perform queue._change_on_retry(v_item.id, v_item.payload -> 'change');
+      v.again := array_remove(v.again, v_item.id);
     elsif not queue._add_yield_needs(v_item.id, v_item.payload) then
       v.again := array_remove(v.again, v_item.id);
     end if;

@@ -28,9 +28,11 @@ declare
   v_due timestamptz;
 begin
   select least(
-    case when c.has_backlog or exists (select from queue.job j where j.xid >= c.next_xid) or exists (select from queue.handover)
+    case when c.has_backlog or exists (select from queue.job j where j.xid >= c.next_xid)
            or exists (select from queue.job j where j.xid = any (array(select x from unnest(c.in_flight) x where pg_visible_in_snapshot(x, pg_current_snapshot()))))
          then clock_timestamp() end,
+    -- a recheck (34_needs.sql) comes back until the row that it waits for is free
+    case when exists (select from queue.handover) then clock_timestamp() + interval '10 ms' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select min(n.paused_until) from queue.lane n where n.paused_until > clock_timestamp() and n.paused_until < 'infinity'),
     (select e.at from queue.expiry e order by e.at limit 1),

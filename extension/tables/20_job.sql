@@ -101,7 +101,8 @@ create table queue.finished (
   constraint finished_pkey primary key (id),
   constraint finished_state_check check (state in ('succeeded', 'failed', 'cancelled'))
 );
-create index finished_at_idx on queue.finished (finished_at);
+-- Rows come in the order of time, so that a few pages of summaries do.
+create index finished_at_idx on queue.finished using brin (finished_at) with (pages_per_range = 32, autosummarize = on);
 create index finished_purge_idx on queue.finished (purge_at) where purge_at is not null;
 
 -- Every attempt that did not succeed.

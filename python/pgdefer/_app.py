@@ -115,6 +115,14 @@ class App:
                 hint="Import the module that defines it: App(imports=[...]).",
             ) from None
 
+    def move(self, dsn: str) -> None:
+        """Use another database from now on."""
+        self.close()
+        self.source = Source(dsn, pgbouncer=self.source.pgbouncer)
+        self._pool = SyncPool(self.source)
+        self._async_pool = AsyncPool(self.source)
+        self._registered.clear()
+
     def import_tasks(self) -> None:
         """Import the modules of `imports`."""
         for module in self.imports:

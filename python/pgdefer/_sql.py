@@ -121,3 +121,55 @@ MIGRATE = Statement("select * from queue.migrate()")
 def listen(channel: str) -> Statement:
     """Return LISTEN, the one command that is no call of a function."""
     return Statement('listen "{}"'.format(channel.replace('"', '""')))
+
+
+# The demo's own tables, and what it shows
+
+DEMO_PREPARE = Statement("""
+    drop schema if exists pgdefer_demo cascade;
+    create schema pgdefer_demo;
+    create table pgdefer_demo.file (
+      path text primary key,
+      folder text not null,
+      bytes bigint not null,
+      lines bigint not null,
+      sha256 text not null,
+      blake2b text not null,
+      ms double precision not null
+    );
+    create table pgdefer_demo.folder (folder text primary key, files integer, bytes bigint);
+    create trigger file_defers_index after insert on pgdefer_demo.file
+      for each row execute function queue.defer_trigger('demo.index')
+""")
+
+DEMO_ADD_FILE = Statement("""
+    insert into pgdefer_demo.file (path, folder, bytes, lines, sha256, blake2b, ms)
+    values (:path, :folder, :bytes, :lines, :sha256, :blake2b, :ms)
+""")
+
+DEMO_ADD_TO_FOLDER = Statement("""
+    insert into pgdefer_demo.folder as f (folder, files, bytes) values (:folder, 1, :bytes)
+    on conflict (folder) do update set files = f.files + 1, bytes = f.bytes + excluded.bytes
+""")
+
+DEMO_LAST_ID = Statement("select coalesce(max(id), 0) from queue.jobs")
+
+DEMO_STATES = Statement("""
+    select task, state, count(*),
+      percentile_cont(array[0.5, 0.99]) within group (
+        order by extract(epoch from started_at - created_at))
+    from queue.jobs where id > :after group by task, state order by task, state
+""")
+
+DEMO_SPAN = Statement("""
+    select count(*), extract(epoch from max(finished_at) - min(created_at))
+    from queue.jobs where id > :after
+""")
+
+DEMO_LARGEST = Statement("""
+    select path, bytes, lines, ms from pgdefer_demo.file order by ms desc limit 10
+""")
+
+DEMO_FOLDERS = Statement("""
+    select count(*), sum(files), sum(bytes) from pgdefer_demo.folder
+""")

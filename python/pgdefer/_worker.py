@@ -102,7 +102,8 @@ class Worker:
         #: How many jobs have ended here, and how many were given back because the worker stopped.
         self.finished = 0
         self.given_back = 0
-        self._deserters = 0
+        #: How many coroutines were told to end and did not.
+        self.deserters = 0
         self._listens = not app.source.pgbouncer
         self._claimed: collections.deque[JobContext] = collections.deque()
         self._running: set[JobContext] = set()
@@ -124,7 +125,7 @@ class Worker:
             runner.run(self.run_async(handle_signals=True))
         finally:
             # Closing waits for every coroutine: not for those that would not end when told to.
-            if not self._deserters:
+            if not self.deserters:
                 runner.close()
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
@@ -416,7 +417,11 @@ class Worker:
                 _log_refused(row[0], row[1], row[13])
             else:
                 claimed.append(JobContext(app, *row))
-        if claimed and not self._is_starting:
+        if self._is_stopping:
+            # They were asked for before.
+            while claimed:
+                self._give_back(claimed.popleft())
+        elif claimed and not self._is_starting:
             self._is_starting = True
             self._start_some()
 
@@ -684,7 +689,7 @@ class Worker:
         while self._claimed:
             self._give_back(self._claimed.popleft())
         for job in list(self._running):
-            self._deserters += job._runner is not None
+            self.deserters += job._runner is not None
             self._give_back(job)
 
 

@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""What a job with needs costs, and whether that grows with the number of jobs.
+
+    bench/bench_needs.py [--dsn DSN] [--jobs N ...] [--workers N] [--batch N] [--group N]
+
+Graphs of 10 layers, each job needing 3 random jobs of the layers before it, are deferred and then run by
+4 workers that claim 50 at a time and do nothing. SQL only: a worker is a thread that calls
+queue.finish_and_fetch. Then a group: N jobs and one that needs them all. Every graph runs in a database
+of its own with fsync on; that no job started before all its needs had ended is checked afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests")]
+
+from pgdefer._server import temporary_server  # noqa: E402
+from support import create_database, install  # noqa: E402
+
+LAYERS = 10
+NEEDS = 3
+CHUNK = 1000
+
+DEFER = "select id from queue.defer_many(%s) with ordinality d (id, n) order by n"
+TURN = (
+    "select t.id, t.claim, t.error from queue.finish_and_fetch(%s, %s, max_jobs => %s) t"
+)
+EARLY = """
+select count(*) from queue.need d
+join queue.finished j on j.id = d.job_id join queue.finished n on n.id = d.need_id
+where j.started_at < n.finished_at
+"""
+
+
+def defer_graph(connection: psycopg.Connection, total: int, seed: int) -> None:
+    """Defer the layers one after the other, in transactions of 1,000 jobs."""
+    generator = random.Random(seed)
+    before: list[int] = []
+    for _ in range(LAYERS):
+        layer: list[int] = []
+        size = total // LAYERS
+        for start in range(0, size, CHUNK):
+            jobs = [
+                {
+                    "task": "step",
+                    **({"needs": generator.sample(before, NEEDS)} if before else {}),
+                }
+                for _ in range(min(CHUNK, size - start))
+            ]
+            rows = connection.execute(DEFER, [json.dumps(jobs)]).fetchall()
+            layer += [row[0] for row in rows]
+        before += layer
+
+
+def work(dsn: str, name: str, batch: int, total: int, failures: list[str]) -> None:
+    """Be a worker until every job has ended."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        worker = connection.execute("select queue.register_worker(%s)", [name]).fetchone()[0]
+        outcomes: list[dict] = []
+        while True:
+            rows = connection.execute(TURN, [worker, json.dumps(outcomes), batch]).fetchall()
+            failures += [f"job {row[0]}: {row[2]}" for row in rows if row[2] is not None]
+            outcomes = [
+                {"id": row[0], "claim": row[1], "outcome": "succeeded"}
+                for row in rows
+                if row[2] is None
+            ]
+            if not outcomes:
+                done = connection.execute("select count(*) from queue.finished").fetchone()[0]
+                if done >= total:
+                    return
+                time.sleep(0.002)
+
+
+def drain(dsn: str, workers: int, batch: int, total: int) -> float:
+    failures: list[str] = []
+    threads = [
+        threading.Thread(target=work, args=(dsn, f"bench {n}", batch, total, failures))
+        for n in range(workers)
+    ]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        sys.exit(f"refused outcomes: {failures[:5]}")
+    return time.monotonic() - start
+
+
+@contextmanager
+def databases(dsn: str | None) -> Iterator:
+    """Yield a function that makes a fresh database with pgdefer and returns its DSN."""
+    made = 0
+
+    def copy_of(execute, base: str, dsn_of) -> str:
+        nonlocal made
+        made += 1
+        name = f"bench_{made}"
+        execute(f"drop database if exists {name}")
+        execute(f"create database {name} template {base}")
+        return dsn_of(name)
+
+    if dsn is None:
+        settings = {"shared_buffers": "512MB", "max_wal_size": "4GB"}
+        with temporary_server(settings=settings, durable=True) as server:
+            create_database(server, "base")
+            install(server, "base")
+            with psycopg.connect(server.dsn("postgres"), autocommit=True) as admin:
+                yield lambda: copy_of(admin.execute, "base", server.dsn)
+    else:
+        with psycopg.connect(dsn, autocommit=True) as admin:
+            base = admin.info.dbname
+        with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as admin:
+            yield lambda: copy_of(
+                admin.execute, base, lambda name: make_conninfo(dsn, dbname=name)
+            )
+
+
+def report(name: str, jobs: int, deferring: float, running: float, first: float | None) -> float:
+    cost = (deferring + running) / jobs * 1e6
+    ratio = "" if first is None else f"  {cost / first:5.2f} of the first"
+    print(
+        f"{name:<12} {jobs:>7} jobs: defer {deferring / jobs * 1e6:6.0f} us, "
+        f"run {running / jobs * 1e6:6.0f} us, together {cost:6.0f} us a job{ratio}",
+        flush=True,
+    )
+    return cost
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dsn", help="a database with pgdefer to copy, instead of a server of its own")
+    parser.add_argument("--jobs", type=int, nargs="*", default=[1000, 10_000, 100_000])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--group", type=int, nargs="*", default=[1000, 10_000, 100_000])
+    options = parser.parse_args()
+    with databases(options.dsn) as fresh:
+        first = None
+        for total in options.jobs:
+            times = []
+            for seed in range(3 if total <= 10_000 else 1):
+                dsn = fresh()
+                with psycopg.connect(dsn, autocommit=True) as connection:
+                    start = time.monotonic()
+                    defer_graph(connection, total, seed)
+                    deferring = time.monotonic() - start
+                    running = drain(dsn, options.workers, options.batch, total)
+                    times.append((deferring, running))
+                    early = connection.execute(EARLY).fetchone()[0]
+                    broken = connection.execute("select * from queue.check() limit 5").fetchall()
+                if early or broken:
+                    sys.exit(f"{early} jobs started too early; queue.check(): {broken}")
+            deferring, running = min(times, key=sum)
+            cost = report("10 layers", total, deferring, running, first)
+            first = cost if first is None else first
+        first = None
+        for total in options.group:
+            dsn = fresh()
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                start = time.monotonic()
+                jobs = json.dumps([{"task": "part"}] * total)
+                connection.execute(
+                    "select * from queue.defer_group(%s, %s)", [jobs, json.dumps({"task": "sum"})]
+                ).fetchall()
+                deferring = time.monotonic() - start
+                running = drain(dsn, options.workers, options.batch, total + 1)
+                early = connection.execute(EARLY).fetchone()[0]
+            if early:
+                sys.exit("the last job of a group started too early")
+            cost = report("group", total, deferring, running, first)
+            first = cost if first is None else first
+
+
+if __name__ == "__main__":
+    main()

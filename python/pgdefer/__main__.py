@@ -1,0 +1,5 @@
+"""`python -m pgdefer`: the command line."""
+
+from .cli import main
+
+main()

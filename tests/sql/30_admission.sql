@@ -1,0 +1,240 @@
+-- Admission: what is committed late, in slices, by prepared transactions, rolled back; parked jobs.
+
+select plan(46);
+
+set pgdefer.notify = off;  -- PREPARE TRANSACTION refuses notifications
+
+select queue.register_worker('w') as worker \gset
+
+-- Fetches, and finishes what it gets: tasks in the order of the claims.
+create function pg_temp.run(max_jobs integer default 100, options jsonb default null) returns text language plpgsql as $$
+declare
+  v_text text;
+  v_ids bigint[];
+  v_claims bigint[];
+begin
+  select string_agg(f.task, ' ' order by f.n), array_agg(f.id), array_agg(f.claim) into v_text, v_ids, v_claims
+  from queue.fetch((select max(w.id) from queue.workers w), null, run.max_jobs, run.options) with ordinality
+    f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n);
+  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', u.id, 'claim', u.claim, 'outcome', 'succeeded')))
+  from unnest(v_ids, v_claims) u (id, claim) having count(*) > 0;
+  return v_text;
+end $$;
+
+-- Late commits and small ids
+begin;
+select queue.defer('small id');
+prepare transaction 'late';
+select queue.defer('great id') \g /dev/null
+select is(pg_temp.run(), 'great id', 'others go on while a prepared transaction is open');
+select is(pg_temp.run(), null, 'whose job nobody sees');
+begin;
+select queue.defer('second late');
+prepare transaction 'later';
+select queue.defer('third') \g /dev/null
+select is(pg_temp.run(), 'third', 'nor another one''s');
+commit prepared 'late';
+select is(pg_temp.run(), 'small id', 'it is admitted after COMMIT PREPARED, however small its id');
+select is(pg_temp.run(), null, 'once');
+commit prepared 'later';
+select is(pg_temp.run(), 'second late', 'so is the other');
+begin;
+select queue.defer('never');
+prepare transaction 'never';
+select pg_temp.run() \g /dev/null
+rollback prepared 'never';
+select is(pg_temp.run(), null, 'ROLLBACK PREPARED leaves nothing');
+
+begin;
+select queue.defer('a');
+rollback;
+select is(pg_temp.run(), null, 'ROLLBACK neither');
+begin;
+select queue.defer('a');
+savepoint s1;
+select queue.defer('b');
+savepoint s2;
+select queue.defer('c');
+release s2;
+rollback to s1;
+select queue.defer('d');
+savepoint s3;
+select queue.defer('e');
+release s3;
+commit;
+select is(pg_temp.run(), 'a d e', 'savepoints: what was not rolled back, once');
+select is(pg_temp.run(), null, 'and nothing more');
+
+-- A transaction that admits while it has deferred itself
+begin;
+select queue.defer('own');
+select is(pg_temp.run(), null, 'a transaction does not fetch what it deferred itself');
+commit;
+select is(pg_temp.run(), 'own', 'the next does');
+
+-- Many transactions that end in another order than they began
+begin; select queue.defer('t1'); prepare transaction 't1';
+begin; select queue.defer('t2'); prepare transaction 't2';
+begin; select queue.defer('t3'); prepare transaction 't3';
+begin; select queue.defer('t4'); prepare transaction 't4';
+select pg_temp.run() \g /dev/null
+commit prepared 't3';
+select is(pg_temp.run(), 't3', 'of four open transactions the third ends first');
+rollback prepared 't2';
+commit prepared 't4';
+begin; select queue.defer('t5'); prepare transaction 't5';
+select is(pg_temp.run(), 't4', 'then the fourth');
+commit prepared 't5';
+commit prepared 't1';
+select is(pg_temp.run(), 't1 t5', 'then the first, with one that began later');
+select is_empty('select c.in_flight from queue.cursor c where c.in_flight <> ''{}''', 'the cursor waits for nothing more');
+
+-- Slices: 5,000 jobs in slices of 7 while others commit and each admitter defers too
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'many', 'priority', n % 3)) from generate_series(1, 5000) n)) \g /dev/null
+begin; select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'open')) from generate_series(1, 50) n)); prepare transaction 'open';
+do $$
+declare
+  v_more boolean := true;
+  v_n integer := 0;
+begin
+  while v_more loop
+    if v_n % 20 = 0 then
+      perform queue.defer('between');
+    end if;
+    perform queue._lock_admission(true);
+    if v_n % 20 = 10 then
+      perform queue.defer('own');
+    end if;
+    select a.has_more into v_more from queue._admit(7) a;
+    commit;
+    v_n := v_n + 1;
+    if v_n > 2000 then
+      raise exception 'not done after % slices', v_n;
+    end if;
+  end loop;
+  create temp table slices as select v_n as n;
+end $$;
+select cmp_ok((select s.n from slices s), '>=', 5000 / 7, 'as many slices as it takes');
+select is((select count(*) from queue.live v join queue.job j on j.id = v.id where j.task = 'many'), 5000::bigint, 'every job of the backlog is admitted, none twice');
+commit prepared 'open';
+do $$ begin perform queue._lock_admission(true); perform queue._admit(1000); end $$;
+select is((select count(*) from queue.live v join queue.job j on j.id = v.id where j.task = 'open'), 50::bigint, 'and what was open meanwhile');
+select is((select count(*) from queue.live), (select count(*) from queue.jobs j where j.finished_at is null), 'and all that was deferred between and by the admitters');
+select is_empty('select * from queue.backlog', 'no backlog is left');
+select is_empty('select * from queue.check()', 'every invariant holds');
+create temp table run as select f.n, f.id, f.claim, f.priority from queue.fetch(:worker, null, 10000) with ordinality
+  f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n);
+select is((select count(*) from run), (select count(*) from queue.jobs j where j.finished_at is null), 'they run');
+select is_empty('select * from run r join run s on s.n = r.n + 1 where (-s.priority, s.id) < (-r.priority, r.id)', 'in order, though admitted in slices');
+select count(*) from queue.finish_many((select jsonb_agg(jsonb_build_object('id', r.id, 'claim', r.claim, 'outcome', 'succeeded')) from run r)) \g /dev/null
+
+-- A slice that ends within one transaction's rows, and one that ends with it
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 's')) from generate_series(1, 14) n)) \g /dev/null
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 's')) from generate_series(1, 7) n)) \g /dev/null
+do $$
+begin
+  for i in 1 .. 8 loop
+    perform queue._lock_admission(true);
+    perform queue._admit(7);
+    commit;
+  end loop;
+end $$;
+select is((select count(*) from queue.live), 21::bigint, 'slices that end where a transaction ends');
+select is_empty('select * from queue.backlog', 'leave nothing behind');
+select pg_temp.run() \g /dev/null
+
+-- An empty fetch goes on while much is not admitted, and tells a sleeper that there is more.
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'future', 'scheduled_at', '2999-01-01Z')) from generate_series(1, 5000) n)) \g /dev/null
+select queue.defer('now') \g /dev/null
+do $$
+declare
+  v_task text;
+  v_wait interval;
+  v_n integer := 0;
+begin
+  loop
+    v_n := v_n + 1;
+    v_task := pg_temp.run(1);
+    exit when v_task is not null or v_n > 20;
+    commit;
+    select s.wait_for into v_wait from queue.before_sleep((select max(w.id) from queue.workers w)) s;
+    perform queue.after_sleep((select max(w.id) from queue.workers w));
+    if v_wait <> interval '0' then
+      raise exception 'may sleep for % though there is more', v_wait;
+    end if;
+  end loop;
+  create temp table found as select v_task as task, v_n as n;
+end $$;
+select is((select f.task from found f), 'now', 'a ready job behind 5,000 of the future is found without sleep');
+select cmp_ok((select f.n from found f), '<=', 10, 'in a few fetches at most');
+select count(*) as future from queue.jobs j where j.state = 'scheduled' \gset
+select is(:future, 5000, 'the others are scheduled');
+
+-- A commit of higher priority is not behind a backlog.
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'low', 'priority', -1)) from generate_series(1, 3000) n)) \g /dev/null
+select is(pg_temp.run(1), 'low', 'the first slice of a backlog is admitted');
+select isnt_empty('select * from queue.backlog', 'and more waits');
+select queue.defer('high', priority => 5) \g /dev/null
+select pg_sleep(0.011) \g /dev/null
+select is(pg_temp.run(1), 'low', 'the first fetch that starts 10 ms after a commit, with enough to do, admits it');
+select isnt_empty('select * from queue.backlog', 'though a backlog is before it');
+select is(pg_temp.run(1), 'high', 'so the next fetch claims it');
+select pg_temp.run(1000) \g /dev/null
+select pg_temp.run(1000) \g /dev/null
+select pg_temp.run(1000) \g /dev/null
+select pg_temp.run(1000) \g /dev/null
+select pg_temp.run(1000) \g /dev/null
+select is((select count(*) from queue.jobs j where j.task = 'low' and j.state = 'succeeded'), 3000::bigint, 'all of the backlog runs');
+
+-- Ordered locks across a backlog: creation order, though later transactions are admitted first
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'lock ' || n % 3, 'lock', 'l' || n % 3, 'priority', n % 5)) from generate_series(1, 300) n)) \g /dev/null
+do $$
+begin
+  for i in 1 .. 40 loop
+    perform queue._lock_admission(true);
+    perform queue._admit(10);
+    if i % 3 = 0 then
+      perform queue.defer('lock ' || i % 3, lock => 'l' || i % 3, priority => 100 + i);
+    end if;
+    if i = 5 then
+      create temp table parked as select count(*) as n, max(j.reason) as reason, min(queue.why(j.id)) as why from queue.jobs j where j.reason = 'backlog';
+    end if;
+    commit;
+  end loop;
+end $$;
+select is((select (p.n > 0, p.reason)::text from parked p), '(t,backlog)', 'younger jobs with a lock are put aside while older ones of it may be in the backlog');
+select matches((select p.why from parked p), 'backlog', 'why says so');
+select queue.defer('lock 0', lock => 'l0', priority => 1000) \g /dev/null
+create temp table order_of_locks (n integer generated always as identity, id bigint, lock text, priority integer);
+do $$
+begin
+  for i in 1 .. 1000 loop
+    insert into order_of_locks (id, lock, priority)
+    select f.id, f.lock, f.priority from queue.fetch((select max(w.id) from queue.workers w), null, 2) f;
+    exit when not found and not exists (select from queue.jobs j where j.lock is not null and j.finished_at is null);
+    perform queue.succeed(r.id, r.claim) from queue.live r where r.claim is not null;
+    commit;
+  end loop;
+end $$;
+select is((select count(*) from order_of_locks), 314::bigint, 'every job with a lock ran');
+select is_empty('select * from order_of_locks o join order_of_locks p on p.lock = o.lock and p.n > o.n and p.id < o.id', 'in creation order, whatever the priorities');
+select is_empty('select * from queue.waiting w where w.reason = ''parked''', 'none is aside any more');
+
+-- Creation order between transactions that overlap: of the jobs that are visible
+begin;
+select queue.defer('l a', lock => 'l');
+prepare transaction 'a';
+select queue.defer('l b', lock => 'l'), queue.defer('l c', lock => 'l') \g /dev/null
+select f.id, f.claim, f.task from queue.fetch(:worker) f \gset
+select is(:'task'::text, 'l b', 'an older job that is not committed holds up nobody');
+commit prepared 'a';
+select is(pg_temp.run(), null, 'committed, it does not displace the one that runs');
+select queue.succeed(:id, :claim) \g /dev/null
+select is(pg_temp.run(1), 'l a', 'but goes before those that wait');
+select is(pg_temp.run(1), 'l c', 'which follow');
+
+-- The row that is locked is no other role's to take
+select is((select count(*) from queue.admission), 1::bigint, 'one row is the admitter''s');
+select is((select c.relacl::text from pg_class c where c.oid = 'queue.admission'::regclass), null, 'and nobody else has a right on it');
+
+select * from finish();
