@@ -225,7 +225,8 @@ begin
   where not exists (select from queue.live v where v.id = j.id)
     and not exists (select from queue.finished f where f.id = j.id)
     and not exists (select from queue.waiting w where w.id = j.id)
-    and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)
+    and not exists (select from queue.lock_member m left join queue.job_state s on s.id = j.id
+                    where m.lock = coalesce(s.lock, j.lock) and m.id = j.id)
     and not exists (select from queue.handover h where h.job_id = j.id);
   update queue.job j set xid = '3' where j.xid >= pg_snapshot_xmax(v_snapshot) and j.xid <> pg_current_xact_id();
   update queue.handover h set xid = pg_current_xact_id();

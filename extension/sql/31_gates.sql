@@ -148,7 +148,7 @@ begin
               then 1 else 0 end)::smallint as kind
       from (
         select j.id, coalesce(s.deadline, j.deadline, 'infinity') as deadline, coalesce(s.queue, j.queue) as queue,
-          coalesce(s.priority, j.priority) as priority, coalesce(s.attempts, 0)::smallint as attempts,
+          coalesce(s.priority, j.priority) as priority, least(coalesce(s.attempts, 0), 32766)::smallint as attempts,
           (j.flags | coalesce(s.extra_flags, 0)) & (1 | 2 | 4 | 8 | 64 | 128 | 256 | 512 | 8192) | case when s.crashes > 0 then 1024 else 0 end
             | case when s.id is not null then 2048 else 0 end
             | case when exists (select from queue.need d where d.need_id = j.id) then 4096 else 0 end as flags,

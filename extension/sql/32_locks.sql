@@ -164,19 +164,15 @@ begin
   return v_pass;
 end $$;
 
--- A retry has changed a job's lock from p_old: it gives that turn away and joins the new one.
-create or replace function queue._change_lock(p_id bigint, p_old text)
+-- A retry changes a job's lock (empty: to none): it gives its turn away and joins the other lock, in the
+-- mode that it has.
+create or replace function queue._change_lock(p_id bigint, p_lock text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v_new text;
 begin
-  select s.lock into v_new from queue.job_state s where s.id = p_id;
-  if v_new = p_old then
-    return;
-  end if;
-  update queue.job_state s set lock = p_old where s.id = p_id;
   perform queue._leave_locks(array[p_id], true);
-  update queue.job_state s set lock = v_new, extra_flags = s.extra_flags | case when v_new <> '' then 1 else 0 end where s.id = p_id;
+  update queue.job_state s
+  set lock = p_lock, extra_flags = s.extra_flags | case when p_lock <> '' and j.flags & 3 = 0 then 1 else 0 end
+  from queue.job j where s.id = p_id and j.id = p_id;
   perform queue._join_locks(array[p_id], (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
 end $$;

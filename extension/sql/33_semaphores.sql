@@ -19,7 +19,7 @@ begin
       select j.keys, j.limits, coalesce(s.lock, j.lock) as lock
       from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
     cross join lateral (
-      select 'm' || j.lock, 1, 0::bigint where u.flags & 2 <> 0
+      select 'm' || j.lock, 1, 0::bigint where u.flags & 2 <> 0 and j.lock <> ''
       union all
       select 'k' || k.key, k.slots, k.n from unnest(j.keys, j.limits) with ordinality k (key, slots, n) where u.flags & 4 <> 0) k (key, slots, n)
     where u.flags & 6 <> 0

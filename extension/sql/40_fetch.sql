@@ -169,6 +169,9 @@ begin
     end if;
     exit when v_ids <> '{}' or not v_more or clock_timestamp() > v_now + interval '100 ms';
   end loop;
+  if v_alone then
+    update queue.live v set flags = v.flags | 16 where v.id = any (v_ids);
+  end if;
   return v_ids;
 end $$;
 

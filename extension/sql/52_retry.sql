@@ -51,8 +51,8 @@ begin
         v_payload := nullif(jsonb_build_object('change', v_options - '{retryable,retry_at,retry_in,reason,outcome}'::text[]), '{"change": {}}');
       end if;
     when 'retry_later' then
-      if v_state.progress + 1 > case when v_job.options -> 'max_progress' = 'null' then null
-                                     else coalesce((v_job.options ->> 'max_progress')::integer, 100) end then
+      if v_state.progress + 1 > (case when v_job.options -> 'max_progress' = 'null' then null
+                                      else coalesce((v_job.options ->> 'max_progress')::integer, 100) end) then
         v_final := 'failed';
         v_reason := 'max_progress';
       else
@@ -150,19 +150,15 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_lock text;
-  v_old_lock text;
 begin
-  select j.lock, coalesce(s.lock, j.lock, '') into v_lock, v_old_lock
-  from queue.job j join queue.job_state s on s.id = j.id where j.id = p_id;
-  v_lock := coalesce(p_change ->> 'lock', v_old_lock);
+  select coalesce(s.lock, j.lock, '') into v_lock from queue.job j join queue.job_state s on s.id = j.id where j.id = p_id;
   update queue.job_state s
   set queue = coalesce(p_change ->> 'queue', s.queue), priority = coalesce((p_change ->> 'priority')::integer, s.priority)
   where s.id = p_id;
-  if v_lock = v_old_lock then
+  if coalesce(p_change ->> 'lock', v_lock) = v_lock then
     perform queue._route(array[p_id], true);
   else
-    update queue.job_state s set lock = v_lock where s.id = p_id;
-    perform queue._change_lock(p_id, v_old_lock);
+    perform queue._change_lock(p_id, p_change ->> 'lock');
     perform queue._route(array[p_id], false);
   end if;
 end $$;
@@ -292,7 +288,7 @@ end $$;
 create or replace function queue._seconds(p_value jsonb)
 returns double precision language plpgsql stable parallel safe security invoker as $$
 begin
-  return coalesce(least(extract(epoch from queue._interval('interval', p_value)), 315360000)::double precision, 0);
+  return least(coalesce(extract(epoch from queue._interval('interval', p_value)), 0), 315360000)::double precision;
 end $$;
 
 -- base * factor ^ n, at most ten years in seconds, and 0 below a nanosecond: nothing over- or underflows.

@@ -38,34 +38,42 @@ begin
   if not found then
     perform queue._worker_gone(heartbeat.worker);
   end if;
-  return query select a.id, a.claim, a.reason from queue.abort a where a.worker_id = heartbeat.worker;
+  return query select a.id, a.claim, a.reason from queue.abort a where a.worker_id = heartbeat.worker order by a.id, a.claim;
+  -- a claim that was taken away is told once
+  delete from queue.abort a
+  where a.worker_id = heartbeat.worker and not exists (select from queue.live v where v.id = a.id and v.claim = a.claim);
 end $$;
 comment on function queue.heartbeat(bigint) is
-  'Says that the worker lives; to be called each 10 s. Returns its running jobs that it must abort. Raises QJ007 when it was reaped.';
+  'Says that the worker lives; to be called each 10 s. Returns its jobs that it must abort: told to (cancelled), or taken from it (retried). Raises QJ007 when it was reaped or deregistered.';
 
+-- A timeout bounds the lease: the attempt ends 10 s past it, however often it is extended.
 -- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
-  v_expires_at timestamptz := clock_timestamp() + extend.lease;
+  v_now timestamptz := clock_timestamp();
+  v_claimed_at timestamptz;
+  v_expires_at timestamptz;
 begin
-  if extend.lease is null or extend.lease <= interval '0' then
-    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
+  if extend.lease is null or extend.lease <= interval '0' or extend.lease > interval '10000 years' then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
   end if;
-  update queue.live v set flags = v.flags | 128 where v.id = extend.id and v.claim = extend.claim;
+  update queue.live v set flags = v.flags | 128 where v.id = extend.id and v.claim = extend.claim returning v.claimed_at into v_claimed_at;
   if not found then
     perform queue._refuse(extend.id, extend.claim);
   end if;
+  select least(v_now + extend.lease, v_claimed_at + (j.options ->> 'timeout')::interval + interval '10 s') into v_expires_at
+  from queue.job j where j.id = extend.id;
   insert into queue.lease as l (id, claim, expires_at, is_own) values (extend.id, extend.claim, v_expires_at, true)
   on conflict on constraint lease_pkey do update set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true;
   return v_expires_at;
 end $$;
 comment on function queue.extend(bigint, bigint, interval) is
-  'Gives the claim a lease of its own from now on, which then alone decides when it is dead; returns its end.';
+  'Gives the claim a lease of its own from now on, which then alone decides when it is dead, whatever becomes of its worker; returns its end. A timeout still bounds the attempt.';
 
--- Locks: the worker's row; the claims' rows of queue.live; ADM by try.
+-- Locks: the worker's row; the claims' rows of queue.live, all before ADM, which is then taken by try.
 create or replace function queue.deregister_worker(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -74,16 +82,14 @@ declare
   v_claim record;
   v_n integer := 0;
 begin
+  perform queue._check_isolation();
   update queue.worker w set gone_at = clock_timestamp() where w.id = deregister_worker.worker and w.gone_at is null;
+  perform from queue.live v where v.worker_id = deregister_worker.worker order by v.id for update;
   for v_claim in
     select v.id, v.claim from queue.live v where v.worker_id = deregister_worker.worker and v.claim is not null order by v.id
   loop
-    begin
-      perform queue._end_attempt('{"outcome": "released"}', v_claim.id, v_claim.claim, true);
-      v_n := v_n + 1;
-    exception when sqlstate 'QJ002' then
-      null;  -- it has ended meanwhile
-    end;
+    perform queue._end_attempt('{"outcome": "released"}', v_claim.id, v_claim.claim, true);
+    v_n := v_n + 1;
   end loop;
   return v_n;
 end $$;
@@ -92,6 +98,9 @@ comment on function queue.deregister_worker(bigint) is
 
 -- Locks: rows of queue.worker and queue.live by skip locked, each row on its own; ADM by try.
 -- Two reapers at once: a claim ends once, whoever deletes its row.
+-- A fetch that was under way when its worker went may still bring claims: so a worker's row stays until
+-- every transaction has ended that could have seen it alive, and its claims have been looked for again.
+-- Stops after a second: the next call goes on.
 create or replace function queue.reap()
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security definer
@@ -99,28 +108,61 @@ set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_last bigint[];
   v_gone bigint[];
+  v_left bigint[] := '{}'::bigint[];
   v_claim record;
+  v_ended integer;
 begin
   perform queue._check_isolation();
   reaped := 0;
   update queue.worker w set gone_at = v_now
   where w.id = any (array(select w.id from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after < v_now for update skip locked));
-  v_gone := array(select w.id from queue.worker w where w.gone_at is not null);
+  -- whoever may have seen them alive
+  update queue.worker w
+  set waits_for = array(select l.virtualtransaction from pg_locks l where l.locktype = 'virtualxid' and l.pid <> pg_backend_pid())
+  where w.id = any (array(select w.id from queue.worker w
+                          where w.gone_at < v_now and w.is_clear and w.waits_for is null and w.xmin <> pg_current_xact_id()::xid for update skip locked));
+  v_last := array(
+    select w.id from queue.worker w
+    where w.gone_at < v_now - interval '1 minute' and w.xmin <> pg_current_xact_id()::xid
+      and not exists (select from pg_locks l where l.locktype = 'virtualxid' and l.virtualtransaction = any (w.waits_for))
+      and w.waits_for is not null
+    for update skip locked);
+  v_gone := v_last || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear);
   if v_gone <> '{}' then
     for v_claim in
-      select v.id, v.claim from queue.live v
+      select v.id, v.claim, v.worker_id, w.name, w.last_seen_at, w.dead_after from queue.live v join queue.worker w on w.id = v.worker_id
       where v.worker_id = any (v_gone) and not exists (select from queue.lease l where l.id = v.id and l.claim = v.claim and l.is_own)
       order by v.id
     loop
-      reaped := reaped + queue._reap_claim(v_claim.id, v_claim.claim, 'crashed');
+      v_ended := 0;
+      if clock_timestamp() < v_now + interval '1 s' then
+        v_ended := queue._reap_claim(v_claim.id, v_claim.claim, 'crashed',
+          format('worker %s (%s) died: its last heartbeat was at %s', v_claim.worker_id, left(v_claim.name, 200), v_claim.last_seen_at));
+      end if;
+      reaped := reaped + v_ended;
+      if v_ended = 0 then
+        v_left := v_left || v_claim.worker_id;
+      end if;
     end loop;
-    -- a fetch that was under way when its worker went may still bring a claim: look again for a minute
-    delete from queue.worker w
-    where w.gone_at < v_now - interval '1 minute' and not exists (select from queue.live v where v.worker_id = w.id);
+    update queue.worker w set is_clear = true where w.id = any (v_gone) and not w.is_clear and w.id <> all (v_left);
+    delete from queue.abort a where a.worker_id = any (v_last) and a.worker_id <> all (v_left);
+    delete from queue.worker w where w.id = any (v_last) and w.id <> all (v_left);
   end if;
-  for v_claim in select l.id, l.claim, l.is_own from queue.lease l where l.expires_at <= v_now order by l.expires_at limit 1000 loop
-    reaped := reaped + queue._reap_claim(v_claim.id, v_claim.claim, case when v_claim.is_own then 'crashed' else 'timed_out' end);
+  for v_claim in
+    select l.id, l.claim, j.options ->> 'timeout' as timeout, l.is_own,
+      coalesce(v.claimed_at + (j.options ->> 'timeout')::interval + interval '10 s' <= v_now, false) as is_timed_out, l.expires_at
+    from queue.lease l
+    join queue.job j on j.id = l.id
+    left join queue.live v on v.id = l.id and v.claim = l.claim
+    where l.expires_at <= v_now order by l.expires_at
+  loop
+    exit when clock_timestamp() > v_now + interval '1 s';
+    reaped := reaped + queue._reap_claim(
+      v_claim.id, v_claim.claim, case when v_claim.is_timed_out then 'timed_out' else 'crashed' end,
+      case when v_claim.is_timed_out then format('not done within its timeout of %s', v_claim.timeout)
+           else format('its lease ended at %s', v_claim.expires_at) end);
   end loop;
   next_expiry := least((select min(w.last_seen_at + w.dead_after) from queue.worker w where w.gone_at is null), (select min(l.expires_at) from queue.lease l));
   return next;
@@ -128,18 +170,8 @@ end $$;
 comment on function queue.reap() is
   'Ends what is dead: claims of workers without a heartbeat, leases and timeouts that have passed. Returns how many, and when the next may expire.';
 
--- Raises nothing: a restore into another cluster is noticed here and by tick.
-create or replace function queue._check_restore()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  if exists (select from queue.installation i where i.system_identifier <> (select c.system_identifier from pg_control_system() c)) then
-    perform queue._lock_admission(true);
-    perform queue._restart_cursor();
-  end if;
-end $$;
-
 -- Ends one dead claim; 0 when another has ended it, holds it, or it can't be ended now.
-create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text)
+create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
@@ -150,14 +182,25 @@ begin
     end if;
     return 0;
   end if;
-  if p_outcome = 'timed_out' then
-    perform queue._end_attempt('{"outcome": "failed", "error": "timed out", "options": {"outcome": "timed_out"}}', p_id, p_claim, true);
-  else
-    perform queue._crash(p_id, p_claim);
-  end if;
+  perform queue._end_attempt(
+    case p_outcome
+      when 'timed_out' then jsonb_build_object('outcome', 'failed', 'error', p_error, 'options', '{"outcome": "timed_out"}'::jsonb)
+      else jsonb_build_object('outcome', 'crashed', 'error', p_error) end,
+    p_id, p_claim, true);
   return 1;
 exception when others then
-  -- one poisoned row must not keep the others from being reaped
+  -- one poisoned row must not keep the others from being reaped, nor every worker awake
+  update queue.lease l set expires_at = clock_timestamp() + interval '1 minute' where l.id = p_id and l.claim = p_claim;
   raise warning 'pgdefer: job % can''t be reaped: % (%)', p_id, sqlerrm, sqlstate;
   return 0;
+end $$;
+
+-- Raises nothing: a restore into another cluster is noticed here and by tick.
+create or replace function queue._check_restore()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if exists (select from queue.installation i where i.system_identifier <> (select c.system_identifier from pg_control_system() c)) then
+    perform queue._lock_admission(true);
+    perform queue._restart_cursor();
+  end if;
 end $$;

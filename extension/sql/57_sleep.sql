@@ -35,8 +35,10 @@ begin
     case when exists (select from queue.handover) then clock_timestamp() + interval '10 ms' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select min(n.paused_until) from queue.lane n where n.paused_until > clock_timestamp() and n.paused_until < 'infinity'),
-    (select e.at from queue.expiry e order by e.at limit 1),
-    (select l.expires_at from queue.lease l order by l.expires_at limit 1),
+    -- what only tick can do, and may fail to do at once, is due in a moment, so that nobody spins
+    (select greatest(e.at, clock_timestamp() + interval '10 ms') from queue.expiry e
+     where not exists (select from queue.live v where v.id = e.id and v.claim is not null) order by e.at limit 1),
+    (select greatest(l.expires_at, clock_timestamp() + interval '10 ms') from queue.lease l order by l.expires_at limit 1),
     (select r.at + c.rate_per from queue.queue_config c cross join lateral (
        select r.at from queue.rate_start r where r.queue = c.queue order by r.at desc offset c.rate_limit - 1 limit 1) r
      where c.rate_limit is not null and r.at + c.rate_per > clock_timestamp() order by 1 limit 1))

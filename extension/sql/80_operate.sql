@@ -5,7 +5,7 @@
 
 -- Takes an unfinished, not running job out of wherever it is, with its slot and ready counts, but not out
 -- of its lock. Returns where it was (live, or a reason of queue.waiting, turn, or log: not yet admitted),
--- NULL when it runs, is finished, or another holds its row.
+-- NULL when it runs, is finished, another holds its row, or the end of its claim is not settled yet.
 -- Locks: the caller holds ADM; the row of queue.live by skip locked.
 create or replace function queue._take_out(p_id bigint)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
@@ -34,6 +34,9 @@ begin
       perform queue._add_key_lanes(array[v_waiting.key], array[v_waiting.lane], array[0], array[-1]);
     end if;
     return v_waiting.reason;
+  end if;
+  if exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) then
+    return null;
   end if;
   if exists (select from queue.job j left join queue.job_state s on s.id = j.id
              join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id where j.id = p_id) then
@@ -108,11 +111,8 @@ begin
     if cancel.abort is not true then
       perform queue._invalid_state(cancel.id, 'running', 'Call queue.cancel(id, abort => true) to have its worker stop it.');
     end if;
-    insert into queue.abort (id, claim, worker_id, reason) values (cancel.id, v_live.claim, v_live.worker_id, 'cancelled')
-    on conflict on constraint abort_pkey do nothing;
-    if current_setting('pgdefer.notify', true) is distinct from 'off' then
-      perform pg_notify('pgdefer_worker_' || v_live.worker_id, '');
-    end if;
+    update queue.live v set flags = v.flags | 32 where v.id = cancel.id;
+    perform queue._tell_abort(cancel.id, v_live.claim, v_live.worker_id, 'cancelled');
     return 'running';
   end if;
   if queue._take_out(cancel.id) is null then
@@ -125,6 +125,17 @@ end $$;
 comment on function queue.cancel(bigint, boolean) is
   'Cancels a job that has not started: returns cancelled. A running one with abort: its worker is told, returns running.';
 
+-- Tells a worker to abort a claim: by its channel, and by heartbeat.
+create or replace function queue._tell_abort(p_id bigint, p_claim bigint, p_worker bigint, p_reason text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  insert into queue.abort (id, claim, worker_id, reason) values (p_id, p_claim, p_worker, p_reason)
+  on conflict on constraint abort_pkey do nothing;
+  if current_setting('pgdefer.notify', true) is distinct from 'off' then
+    perform pg_notify('pgdefer_worker_' || p_worker, '');
+  end if;
+end $$;
+
 -- Writes what is given over what the job was deferred with, and sends the job through the gates again.
 -- Running and finished jobs keep their place; the change counts from their next run.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
@@ -136,6 +147,13 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_from text := queue._take_out(p_id);
 begin
+  if v_from is null then
+    -- while its claim is being ended its row of queue.job_state may not be waited for
+    perform from queue.live v where v.id = p_id for update skip locked;
+    if not found and exists (select from queue.live v where v.id = p_id) then
+      return;
+    end if;
+  end if;
   insert into queue.job_state as s (id, queue, priority, deadline, scheduled_at, args)
   values (p_id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args)
   on conflict on constraint job_state_pkey do update

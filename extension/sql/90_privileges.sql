@@ -23,7 +23,7 @@ begin
       functions := '{register_task,register_worker,fetch,heartbeat,extend,deregister_worker,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,peek,version,backoff,next_runs}';
       views := '{}';
     when 'operator' then
-      functions := '{register_task,cancel,hold,unhold,pause,resume,configure_queue,create_queue,prune,reap,tick,why,check,peek,version,backoff,next_runs}';
+      functions := '{register_task,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,why,check,peek,version,backoff,next_runs}';
       views := '{jobs,attempts,queues,workers,tasks}';
     when 'reader' then
       functions := '{why,check,peek,version,backoff,next_runs}';

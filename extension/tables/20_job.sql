@@ -18,9 +18,13 @@ create table queue.job (
   options jsonb,
   constraint job_pkey primary key (id)
 ) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 5000);
-create index job_xid_idx on queue.job (xid, id);
+-- The conditions of this index and of live_lane_idx keep a plan that was made while the table was empty
+-- from looking for an id in them.
+create index job_xid_idx on queue.job (xid, id) where xid is not null;
 
 -- What has changed since a job was deferred, and what its ended claims count. Most jobs have no row.
+-- For jobs with needs: ignores_needs: its last yield said needs => NULL. is_yielded: it waits for one that
+-- is open (mode any). began_xid: every transaction below it had ended when the last run began (mode any).
 create table queue.job_state (
   id bigint not null,
   attempts integer not null default 0,
@@ -29,11 +33,13 @@ create table queue.job_state (
   crashes integer not null default 0,
   progress integer not null default 0,
   ignores_needs boolean not null default false,
+  is_yielded boolean not null default false,
   extra_flags smallint not null default 0,
   priority integer,
   started_at timestamptz,
   scheduled_at timestamptz,
   deadline timestamptz,
+  began_xid xid8,
   queue text,
   lock text collate "C",
   args jsonb,
@@ -54,7 +60,7 @@ create table queue.live (
   constraint live_pkey primary key (id)
 ) with (fillfactor = 38, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000,
         autovacuum_vacuum_cost_delay = 0);
-create index live_lane_idx on queue.live (lane, deadline, id);
+create index live_lane_idx on queue.live (lane, deadline, id) where lane is not null;
 
 -- A lane is what fetch reads in order: one (queue, priority), and of that one kind
 -- (0 plain, 1 limited: claimed by the admitter only, 2 suspect: crashed before, claimed alone).
@@ -73,13 +79,15 @@ create table queue.lane (
 ) with (fillfactor = 20);
 create unique index lane_queue_idx on queue.lane (queue, priority, kind);
 
--- Admitted jobs that wait for something other than their turn at a lock.
+-- Admitted jobs that wait for something other than their turn at a lock. need_id: while this need stands
+-- as it does, the job waits (34_needs.sql).
 create table queue.waiting (
   id bigint not null,
   reason text not null,
   at timestamptz,
   key text collate "C",
   lane integer,
+  need_id bigint,
   constraint waiting_pkey primary key (id),
   constraint waiting_reason_check check (reason in ('schedule', 'needs', 'upstream_failed', 'slot', 'held', 'task_paused', 'parked'))
 );
@@ -103,6 +111,7 @@ create table queue.finished (
 );
 -- Rows come in the order of time, so that a few pages of summaries do.
 create index finished_at_idx on queue.finished using brin (finished_at) with (pages_per_range = 32, autosummarize = on);
+create index finished_failed_idx on queue.finished (id) where state = 'failed';
 create index finished_purge_idx on queue.finished (purge_at) where purge_at is not null;
 
 -- Every attempt that did not succeed.
@@ -143,13 +152,13 @@ create table queue.lease (
 );
 create index lease_expires_idx on queue.lease (expires_at);
 
--- Running jobs that their worker is told to abort.
+-- Claims that their worker is told to abort, or that were taken from it.
 create table queue.abort (
   id bigint not null,
   claim bigint not null,
   worker_id bigint not null,
   reason text not null,
-  constraint abort_pkey primary key (id)
+  constraint abort_pkey primary key (id, claim)
 );
 create index abort_worker_idx on queue.abort (worker_id);
 

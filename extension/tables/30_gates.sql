@@ -40,17 +40,6 @@ create table queue.queueing_lock (
   constraint queueing_lock_pkey primary key (key)
 );
 
--- Who needs whom, for admitted jobs. is_open: not satisfied when the job's last run began (mode any).
--- deleted_state: what the needed job was when it was deleted by force.
-create table queue.need (
-  job_id bigint not null,
-  need_id bigint not null,
-  is_open boolean not null default true,
-  deleted_state text,
-  constraint need_pkey primary key (job_id, need_id)
-);
-create index need_id_idx on queue.need (need_id, job_id);
-
 -- Starts under a rate, newest first.
 create table queue.rate_start (
   queue text collate "C" not null,

@@ -52,7 +52,7 @@ from queue.job j
 left join queue.job_state s on s.id = j.id
 left join queue.live v on v.id = j.id
 left join queue.lane l on l.lane = v.lane
-left join queue.abort a on a.id = j.id
+left join queue.abort a on a.id = v.id and a.claim = v.claim
 left join queue.finished f on f.id = j.id
 left join queue.waiting w on w.id = j.id
 left join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id

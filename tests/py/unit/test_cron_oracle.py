@@ -197,14 +197,14 @@ def field(
     return f"{first}-{last},{extra}", frozenset(range(first, last + 1)) | {extra}
 
 
-def expression(pick: random.Random, *, near_midnight: bool) -> Expression:
+def expression(pick: random.Random) -> Expression:
     """A random expression that has a date; hours near those at which clocks are changed."""
     anything = {"day": frozenset(range(1, 32)), "week": frozenset(range(7))}
     seconds = ("0", frozenset([0]))
     if pick.random() < 0.25:
         seconds = field(pick, 0, 59)
     hours = field(pick, 0, 23)
-    if near_midnight and pick.random() < 0.7:
+    if pick.random() < 0.7:
         hours = pick.choice(
             [
                 ("*", frozenset(range(24))),
@@ -237,7 +237,7 @@ def expression(pick: random.Random, *, near_midnight: bool) -> Expression:
         *(numbers for _, numbers in parts[-5:]),
         nth=nth,
     )
-    return made if made.is_possible else expression(pick, near_midnight=near_midnight)
+    return made if made.is_possible else expression(pick)
 
 
 def starts(pick: random.Random, zone: str) -> Iterator[datetime]:
@@ -367,9 +367,7 @@ def test_agrees_with_libraries(conn, zones):
     cases = []
     for zone in zones:
         instants = starts(pick, zone)
-        for _ in range(400):
-            made = expression(pick, near_midnight=True)
-            cases.append(Case(made, zone, next(instants)))
+        cases += [Case(expression(pick), zone, next(instants)) for _ in range(400)]
 
     compared = dict.fromkeys(["no change near", "cronsim", "croniter"], 0)
     for case, expected in zip(cases, ours(conn, cases, RUNS), strict=True):
@@ -393,19 +391,19 @@ def test_agrees_with_the_definition_around_changes(conn, zones):
     pick = random.Random(SEED)
     cases, windows = [], []
     for zone in zones:
-        for change in pick.sample(changes(zone), min(8, len(changes(zone)))):
-            for _ in range(20):
+        for change in pick.sample(changes(zone), min(10, len(changes(zone)))):
+            for _ in range(12):
                 after = change.at + timedelta(seconds=pick.randint(-20 * 3600, 26 * 3600))
-                cases.append(Case(expression(pick, near_midnight=True), zone, after))
+                cases.append(Case(expression(pick), zone, after))
                 windows.append((change.at - 21 * HOUR, change.at + 39 * HOUR))
-    assert len(cases) > 2500
+    assert len(cases) > 1800
 
     compared = 0
     for case, runs, window in zip(cases, ours(conn, cases, 100), windows, strict=True):
         expected = by_definition(case, *window)[:100]
         assert [run for run in runs if run < window[1]] == expected, case
         compared += bool(expected)
-    assert compared > 1200
+    assert compared > 900
 
 
 def by(library: str, cron: str, zone: str, after: str) -> list[str]:

@@ -1,0 +1,97 @@
+-- Retention: finished jobs go when their time since completion is over, unless an unfinished job needs them.
+
+-- How long a finished job is kept: by the job, its queue, or the default of its state; NULL for ever.
+create or replace function queue._retention(p_id bigint)
+returns interval language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+declare
+  v_retain interval;
+begin
+  select coalesce((j.options ->> 'retain')::interval, c.retain, case when f.state = 'succeeded' then interval '7 days' end) into v_retain
+  from queue.job j
+  join queue.finished f on f.id = j.id
+  left join queue.job_state s on s.id = j.id
+  left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue)
+  where j.id = p_id;
+  return v_retain;
+end $$;
+
+-- Locks: ADM, waited for, so that no job comes to need what is removed; rows of finished jobs by skip locked.
+-- Raises: 22023, QJ008.
+create or replace function queue.prune(max_jobs integer default 10000, state text default null, older_than interval default null)
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  perform queue._check_isolation();
+  if prune.max_jobs is null or prune.max_jobs < 1 then
+    perform queue._invalid('max_jobs must be at least 1', 'Say how many jobs to remove at most.');
+  elsif not prune.state = any ('{succeeded,failed,cancelled}'::text[]) then
+    perform queue._invalid('state is not one of its values', 'Allowed: succeeded, failed, cancelled.', 'state: ' || left(prune.state, 200));
+  elsif prune.older_than is not null and prune.state is null then
+    perform queue._invalid('older_than needs a state', 'Say which: succeeded, failed or cancelled.');
+  elsif prune.older_than < interval '0' or prune.older_than > interval '10000 years' then
+    perform queue._invalid('older_than must not be below 0', 'Pass an interval such as ''30 days''.');
+  end if;
+  perform queue._admit_all();
+  return queue._prune(prune.max_jobs, prune.state, coalesce(prune.older_than, interval '0'));
+end $$;
+comment on function queue.prune(integer, text, interval) is
+  'Removes finished jobs whose retention has passed, at most max_jobs, and returns how many. With a state: those of that state that finished older_than ago or before, whatever their retention. Those that unfinished jobs need are kept.';
+
+-- Locks: the caller holds ADM; rows of queue.finished by skip locked.
+create or replace function queue._prune(p_max_jobs integer, p_state text default null, p_older_than interval default null)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_ids bigint[];
+begin
+  if p_state is not null then
+    v_ids := array(
+      select f.id from queue.finished f
+      where f.state = p_state and f.finished_at <= v_now - p_older_than and not queue._is_needed(f.id)
+      limit p_max_jobs for update skip locked);
+  else
+    v_ids := array(
+      select f.id from queue.finished f where f.purge_at <= v_now and not queue._is_needed(f.id)
+      order by f.purge_at limit p_max_jobs for update skip locked);
+    v_ids := v_ids || array(
+      select f.id from queue.finished f
+      where f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days' and not queue._is_needed(f.id)
+      limit greatest(p_max_jobs - cardinality(v_ids), 0) for update skip locked);
+    -- a queue's retention may have been set since
+    with kept as (
+      update queue.finished f set purge_at = f.finished_at + r.retention
+      from (select u.id, queue._retention(u.id) as retention from unnest(v_ids) u (id)) r
+      where f.id = r.id and f.purge_at is null and f.finished_at + r.retention > v_now
+      returning f.id)
+    select array(select u.id from unnest(v_ids) u (id) where u.id not in (select k.id from kept k)) into v_ids;
+  end if;
+  perform queue._erase(v_ids);
+  return cardinality(v_ids);
+end $$;
+
+-- Whether an unfinished job needs this one.
+create or replace function queue._is_needed(p_id bigint)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (
+    select from queue.need d
+    where d.need_id = p_id and not exists (select from queue.finished f where f.id = d.job_id));
+end $$;
+
+-- Removes every trace of jobs that are finished and in no gate. What was known of them stays with those
+-- finished jobs that needed them and may be retried.
+-- Locks: the caller holds ADM and the rows of queue.finished.
+create or replace function queue._erase(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.need d set deleted_state = case f.state when 'succeeded' then 'succeeded' else 'failed' end
+  from queue.finished f where f.id = any (p_ids) and d.need_id = f.id and d.job_id <> all (p_ids);
+  delete from queue.need d where d.job_id = any (p_ids);
+  delete from queue.finished f where f.id = any (p_ids);
+  delete from queue.attempt a where a.job_id = any (p_ids);
+  delete from queue.job_state s where s.id = any (p_ids);
+  delete from queue.job j where j.id = any (p_ids);
+end $$;

@@ -1,0 +1,148 @@
+-- Manual retries: finished jobs become unfinished again, under their old ids and with their history.
+
+-- Locks: the jobs' rows of queue.live and queue.finished, waited for in the order of ids; ADM, waited for.
+-- Raises: 22023, QJ008.
+create or replace function queue.retry(ids bigint[], force boolean default false)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  perform queue._check_isolation();
+  if retry.ids is null or array_position(retry.ids, null) is not null then
+    perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
+  end if;
+  return query select r.id, r.outcome, r.error from queue._retry(retry.ids, coalesce(retry.force, false)) r;
+end $$;
+comment on function queue.retry(bigint[], boolean) is
+  'Runs jobs again: finished ones (failed, cancelled, succeeded), and those that wait for a retry at once. Failures, crashes and yields are counted anew. A running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the running claim is lost. A row for each id: the new state in outcome, or an error with the state that it has.';
+
+-- Locks and errors: as retry.
+create or replace function queue.retry_failed(task text default null, queue text default null, max_jobs integer default null)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  perform queue._check_isolation();
+  if retry_failed.task is not null then
+    perform queue._check_name('task', retry_failed.task);
+  end if;
+  if retry_failed.queue is not null then
+    perform queue._check_name('queue', retry_failed.queue);
+  end if;
+  if retry_failed.max_jobs < 1 then
+    perform queue._invalid('max_jobs must be at least 1', 'Say how many jobs to retry at most, or NULL for all.');
+  end if;
+  return query
+    select r.id, r.outcome, r.error
+    from queue._retry(array(
+      select f.id from queue.finished f
+      join queue.job j on j.id = f.id
+      left join queue.job_state s on s.id = f.id
+      where f.state = 'failed' and (retry_failed.task is null or j.task = retry_failed.task)
+        and (retry_failed.queue is null or queue._matches(coalesce(s.queue, j.queue), retry_failed.queue))
+      order by f.id limit retry_failed.max_jobs), false) r;
+end $$;
+comment on function queue.retry_failed(text, text, integer) is
+  'queue.retry for jobs that have failed, oldest first: of a task, of queues (a name, prefix* or *), at most max_jobs. NULL: all.';
+
+-- What became of each id, in the order in which they were given.
+-- Locks: as retry.
+create or replace function queue._retry(p_ids bigint[], p_force boolean)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security invoker rows 10 as $$
+#variable_conflict use_column
+declare
+  v_job record;
+  v_done bigint[] := '{}'::bigint[];
+  v_back bigint[] := '{}'::bigint[];
+begin
+  perform from queue.live v where v.id = any (p_ids) order by v.id for update;
+  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
+  perform queue._admit_all();
+  for v_job in
+    select j.id, v.claim, v.worker_id, f.id is not null as is_finished, w.reason, coalesce(s.claims, 0) as claims,
+      j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
+      exists (select from queue.handover h where h.job_id = j.id and h.kind in ('ended', 'again')) as is_ending
+    from (select distinct u.id from unnest(p_ids) u (id)) u
+    join queue.job j on j.id = u.id
+    left join queue.job_state s on s.id = j.id
+    left join queue.live v on v.id = j.id
+    left join queue.finished f on f.id = j.id
+    left join queue.waiting w on w.id = j.id
+    order by j.id
+  loop
+    if v_job.is_expired and not p_force or v_job.is_ending then
+      continue;
+    elsif v_job.is_finished then
+      v_back := v_back || v_job.id;
+      v_done := v_done || v_job.id;
+    elsif v_job.claim is not null then
+      perform from queue.live v where v.id = v_job.id and v.claim = v_job.claim for update skip locked;
+      continue when not p_force or not found;
+      delete from queue.expiry e where v_job.is_expired and e.id = v_job.id;
+      perform queue._end_attempt('{"outcome": "retried", "error": "taken back by a retry with force"}', v_job.id, v_job.claim, true);
+      perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'retried');
+      v_done := v_done || v_job.id;
+    elsif v_job.reason = 'schedule' and v_job.claims > 0 then
+      perform queue._take_out(v_job.id);
+      perform queue._start_over(array[v_job.id]);
+      perform queue._route(array[v_job.id], false);
+      v_done := v_done || v_job.id;
+    end if;
+  end loop;
+  perform queue._bring_back(v_back);
+  perform queue._announce();
+  return query
+    select u.id, j.state, case when j.id is null then 'QJ001' when not u.id = any (v_done) then 'QJ003' end
+    from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
+    left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
+    order by u.n;
+end $$;
+
+-- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; those
+-- that need them and have passed that gate go back to wait. A queueing lock is not taken again.
+-- Locks: the caller holds ADM and the rows of queue.finished; rows of queue.live by skip locked.
+create or replace function queue._bring_back(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_dependents bigint[];
+begin
+  if p_ids = '{}' then
+    return;
+  end if;
+  with gone as (
+    delete from queue.finished f where f.id = any (p_ids)
+    returning f.id, f.attempts, f.started_at, f.state = 'succeeded' and f.worker_id is not null as was_claimed)
+  insert into queue.job_state as s (id, attempts, claims, started_at)
+  select g.id, g.attempts, g.was_claimed::integer, g.started_at from gone g
+  on conflict on constraint job_state_pkey do update
+    set (attempts, claims, started_at) = (excluded.attempts, s.claims + excluded.claims, coalesce(excluded.started_at, s.started_at));
+  perform queue._start_over(p_ids);
+  update queue.need d set is_open = true where d.job_id = any (p_ids) and not d.is_open;
+  insert into queue.expiry (id, at)
+  select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
+  where j.id = any (p_ids) and j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
+  perform queue._join_locks(p_ids, (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
+  perform queue._route(p_ids, false);
+  select array_agg(d.job_id) into v_dependents
+  from (select distinct d.job_id from queue.need d where d.need_id = any (p_ids) and d.job_id <> all (p_ids)) d
+  where queue._take_out_dependent(d.job_id);
+  perform queue._route(v_dependents, false);
+  perform queue._needs_changed(p_ids);
+end $$;
+
+-- Takes a job that has passed the gate of needs out of wherever it waits. False: it runs, is finished, is held,
+-- or waits for its needs.
+-- Locks: the caller holds ADM; the row of queue.live by skip locked.
+create or replace function queue._take_out_dependent(p_id bigint)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  if exists (select from queue.waiting w where w.id = p_id and w.reason in ('held', 'needs', 'upstream_failed', 'parked')) then
+    return false;
+  end if;
+  return coalesce(queue._take_out(p_id) <> 'log', false);
+end $$;
