@@ -130,6 +130,8 @@ begin
   if cardinality(p_needs) > 0 then
     v_needs := queue._check_needs(p_needs);
     v_flags := v_flags | 8;
+  elsif v_options ->> 'needs_mode' = 'any' then
+    v_flags := v_flags | 8;  -- a yield may add some, and must know what was satisfied when the run began
   end if;
   if (v_options ->> 'held')::boolean then
     v_flags := v_flags | 32;

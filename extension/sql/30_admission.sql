@@ -48,7 +48,7 @@ begin
     case when k.ended <> '{}' then array(select x from unnest(k.ended) x where exists (select from queue.job j where j.xid = x)) end as stragglers,
     exists (select from queue.handover h where h.xid >= k.next_xid)
       or k.ended <> '{}' and exists (select from queue.handover h where h.xid = any (k.ended)) as has_handover,
-    exists (select from queue.need) as has_needs, exists (select from queue.pause p where p.task is not null) as has_task_pause,
+    (select s.last_value from queue.needed_seq s) as high_need_id, exists (select from queue.pause p where p.task is not null) as has_task_pause,
     (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1) as next_due
   into c
   from (
@@ -75,13 +75,13 @@ begin
   if c.stragglers <> '{}' then
     foreach v_xid in array c.stragglers loop
       select s.high_id, s.high_lock_id, v_high.backlog or s.is_cut, admitted + s.n into v_high.id, v_high.lock_id, v_high.backlog, admitted
-      from queue._admit_range(v_xid, -9223372036854775808, v_xid, c.upto, c.own, p_slice, v_high.id, v_high.lock_id, c.has_needs, c.has_task_pause, v_high.backlog, null) s;
+      from queue._admit_range(v_xid, -9223372036854775808, v_xid, c.upto, c.own, p_slice, v_high.id, v_high.lock_id, c.high_need_id, c.has_task_pause, v_high.backlog, null) s;
     end loop;
   end if;
   if c.has_jobs then
     select s.high_id, s.high_lock_id, v_high.backlog or s.is_cut, admitted + s.n into v_high.id, v_high.lock_id, v_high.backlog, admitted
     from queue._admit_range(c.next_xid, -9223372036854775808, pg_snapshot_xmax(c.upto), c.upto, c.own, p_slice, v_high.id, v_high.lock_id,
-                            c.has_needs, c.has_task_pause, v_high.backlog, null) s;
+                            c.high_need_id, c.has_task_pause, v_high.backlog, null) s;
   end if;
   if c.has_backlog then
     delete from queue.backlog b where b.no = (select o.no from queue.backlog o order by o.no limit 1)
@@ -89,7 +89,7 @@ begin
     if found then
       select s.high_id, s.high_lock_id, admitted + s.n into v_high.id, v_high.lock_id, admitted
       from queue._admit_range(v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own, p_slice, v_high.id, v_high.lock_id,
-                              c.has_needs, c.has_task_pause, not v_old.is_first, v_old.no) s;
+                              c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no) s;
     else
       v_high.backlog := queue._unpark(p_slice) or exists (select from queue.backlog);
     end if;
@@ -120,7 +120,7 @@ end $$;
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
-  p_high_id bigint, p_high_lock_id bigint, p_has_needs boolean, p_has_task_pause boolean, p_park boolean, p_no bigint,
+  p_high_id bigint, p_high_lock_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
   out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -130,7 +130,9 @@ begin
   with fresh as materialized (
     select j.id, j.xid, j.flags, coalesce(j.deadline, 'infinity') as deadline, l.lane,
       (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) as is_low,
-      j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and l.lane is not null and not p_has_task_pause as is_plain, l.extra_flags
+      j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and l.lane is not null and not p_has_task_pause
+        -- one that was needed before it was admitted is marked in _place
+        and (j.id > p_high_need_id or (select d.job_id from queue.need d where d.need_id = j.id limit 1) is null) as is_plain, l.extra_flags
     from (select j.id, j.xid, j.flags, j.deadline, j.queue, j.priority from queue.job j
           where (j.xid, j.id) > (p_from_xid, p_from_id) and j.xid <= p_to_xid
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
@@ -140,7 +142,7 @@ begin
   plain as (
     insert into queue.live (id, deadline, lane, attempt, flags)
     select x.id, x.deadline, x.lane, 0,
-      x.flags | x.extra_flags | case when p_has_needs and exists (select from queue.need d where d.need_id = x.id) then 4096 else 0 end
+      x.flags | x.extra_flags
     from fresh x where x.is_plain)
   select count(*) as n, max(x.id) as high_id,
     max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0)) as high_lock_id,

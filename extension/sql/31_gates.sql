@@ -35,14 +35,16 @@ begin
       insert into queue.waiting (id, reason) select j.id, 'held' from queue.job j where j.id = any (v_ids) and j.flags & 32 <> 0
       returning id)
     select array_agg(h.id) into v_gone from held h;
+    perform queue._needs_changed(v_gone);
     v_ids := array(select u.id from unnest(v_ids) u (id) where u.id <> all (v_gone));
   end if;
   perform queue._route(v_ids, false);
 end $$;
 
 -- Sends jobs that are in no gate to the first that is shut for them, or to queue.live.
--- p_has_turn: they had the turn at their lock (they come from queue.live) and keep it.
-create or replace function queue._route(p_ids bigint[], p_has_turn boolean)
+-- p_has_turn: they had the turn at their lock (they come from queue.live) and keep it. p_needs_met: they come
+-- from the gate of needs.
+create or replace function queue._route(p_ids bigint[], p_has_turn boolean, p_needs_met boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -61,7 +63,7 @@ begin
   if p_has_turn and v_flags & 3 <> 0 then
     perform queue._keep_turns(p_ids);
   end if;
-  if v_flags & 8 <> 0 then
+  if v_flags & 8 <> 0 and not p_needs_met then
     v_pass := queue._wait_for_needs(v_pass);
   end if;
   if v_is_later then
@@ -143,7 +145,7 @@ begin
     from (
       select y.id, y.deadline, y.queue, y.priority, y.attempts, y.flags | y.mixed as flags,
         (case when y.flags & 1024 <> 0 then 2
-              when (y.flags | y.mixed) & (2 | 4 | 64 | 256 | 8192) <> 0
+              when (y.flags | y.mixed) & (2 | 4 | 64 | 256 | 8192) <> 0 or y.flags & 8 <> 0 and queue._needs_mode(y.options) & 1 <> 0
                 or exists (select from queue.queue_config c where c.queue = y.queue and (c.max_running is not null or c.rate_limit is not null))
               then 1 else 0 end)::smallint as kind
       from (
@@ -151,11 +153,13 @@ begin
           coalesce(s.priority, j.priority) as priority, least(coalesce(s.attempts, 0), 32766)::smallint as attempts,
           (j.flags | coalesce(s.extra_flags, 0)) & (1 | 2 | 4 | 8 | 64 | 128 | 256 | 512 | 8192) | case when s.crashes > 0 then 1024 else 0 end
             | case when s.id is not null then 2048 else 0 end
-            | case when exists (select from queue.need d where d.need_id = j.id) then 4096 else 0 end as flags,
+            | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null
+                     or (select a.id from queue.awaited a where a.id = j.id) is not null then 4096 else 0 end as flags,
+          j.options,
           case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0 and exists (select from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex)
                then 2 else 0 end as mixed
         from unnest(p_ids) u (id)
-        cross join lateral (select j.id, j.queue, j.priority, j.deadline, j.flags, j.lock from queue.job j where j.id = u.id offset 0) j
+        cross join lateral (select j.id, j.queue, j.priority, j.deadline, j.flags, j.lock, j.options from queue.job j where j.id = u.id offset 0) j
         left join lateral (select s.id, s.queue, s.priority, s.deadline, s.lock, s.attempts, s.crashes, s.extra_flags
                            from queue.job_state s where s.id = u.id offset 0) s on true) y) x
     left join lateral (select l.lane, l.extra_flags from queue.lane l

@@ -304,6 +304,7 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 declare
   v_now timestamptz := clock_timestamp();
   v_won bigint[] := '{}'::bigint[];
+  v_needy bigint[] := '{}'::bigint[];
   v_job record;
   v_item record;
   v_keys text[] := '{}'::text[];
@@ -391,6 +392,9 @@ begin
       v_all_lanes := v_all_lanes || v_job.lane;
     end loop;
     v_won := v_won || v_job.id;
+    if v_job.flags & 8 <> 0 then
+      v_needy := v_needy || v_job.id;
+    end if;
   end loop;
   if v_demote <> '{}' then
     perform queue._demote(v_demote, v_demote_keys);
@@ -409,6 +413,9 @@ begin
   where v.id = any (v_won);
   delete from queue.queueing_lock k
   where (k.key, k.job_id) in (select j.queueing_lock, j.id from queue.job j where j.id = any (v_won) and j.flags & 256 <> 0);
+  if v_needy <> '{}' then
+    perform queue._begin_any(v_needy);
+  end if;
   perform queue._lease_timeouts(v_won, p_claim, v_now);
   return v_won;
 end $$;

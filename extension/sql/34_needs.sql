@@ -1,25 +1,49 @@
 -- Needs: what counts is the state of the needed jobs now, never a counter.
+--
+-- A need is succeeded, failed (failed, cancelled, held, upstream_failed), or pending. Whenever that changes,
+-- _needs_changed looks at the jobs that need it. Everything here but _check_needs and _check_yield runs
+-- under ADM, and whoever ends a claim can't hold ADM: why no end is missed stands at _mark_needed.
+--
+-- So that a job with many needs is not counted through each time one of them ends, queue.waiting names one
+-- that holds it (need_id): a pending one, or under upstream_failed a failed one. While that one stands as it
+-- does, the ends of others change nothing, but for those that decide by themselves: a failed need under
+-- all and block, a satisfied one under any. When it changes, the next below it is looked for (all), so that
+-- a job's needs are read through about twice, whatever the order in which they end. That is a hint where to
+-- look, and no more: a job passes only after a look at all its needs.
 
--- Raises: 22023, QJ001 when a need can't be seen.
+-- Needs as a sorted set. An xid is taken first, so that _safe_at waits for this transaction.
+-- Settings: a plan that was made while the log was empty would read all of it.
+-- Raises: 22023, QJ001 when one can't be seen, or is kept no longer.
 create or replace function queue._check_needs(p_needs bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off as $$
+#variable_conflict use_column
 declare
+  v_now timestamptz;
   v_missing bigint;
 begin
   if array_position(p_needs, null) is not null then
     perform queue._invalid('needs holds NULL', 'Pass ids of jobs.');
   end if;
-  select n into v_missing from unnest(p_needs) n where not exists (select from queue.job j where j.id = n) limit 1;
+  perform pg_current_xact_id();
+  v_now := clock_timestamp();
+  select u.n into v_missing
+  from unnest(p_needs) u (n)
+  left join lateral (select j.id from queue.job j where j.id = u.n offset 0) j on true
+  left join lateral (select f.state, f.finished_at, f.purge_at from queue.finished f where f.id = u.n offset 0) f on true
+  where j.id is null or f.purge_at <= v_now
+    or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days'
+  limit 1;
   if found then
     perform queue._job_not_found(v_missing);
   end if;
   return array(select distinct n from unnest(p_needs) n order by n);
 end $$;
 
--- The deadline that a child takes from its parent.
+-- The deadline that a child takes from its parent. Settings: as _check_needs.
 -- Raises: QJ001.
 create or replace function queue._parent_deadline(p_parent bigint)
-returns timestamptz language plpgsql stable parallel safe security invoker as $$
+returns timestamptz language plpgsql stable parallel safe security invoker set enable_seqscan = off as $$
 #variable_conflict use_column
 declare
   v_deadline timestamptz;
@@ -32,24 +56,48 @@ begin
   return v_deadline;
 end $$;
 
--- Writes the needs of new jobs.
+-- Writes the needs of new jobs. A need that was deleted before its dependent's transaction committed has failed.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
 create or replace function queue._join_needs(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_needs bigint[];
+  v_jobs bigint[];
 begin
   with added as (
-    insert into queue.need (job_id, need_id)
-    select j.id, n from unnest(p_ids) u (id)
-    cross join lateral (select j.id, j.needs from queue.job j where j.id = u.id and j.flags & 8 <> 0 offset 0) j
-    cross join lateral unnest(j.needs) n
+    insert into queue.need (job_id, need_id, mode, deleted_state)
+    select j.id, n.id, j.mode, case when o.id is null then 'failed' end
+    from unnest(p_ids) u (id)
+    cross join lateral (
+      select j.id, j.needs, queue._needs_mode(j.options) as mode from queue.job j where j.id = u.id and j.flags & 8 <> 0 offset 0) j
+    cross join lateral unnest(j.needs) n (id)
+    left join lateral (select o.id from queue.job o where o.id = n.id offset 0) o on true
     on conflict on constraint need_pkey do nothing
-    returning need_id)
-  select array_agg(distinct a.need_id) into v_needs from added a;
-  perform queue._mark_needed(v_needs);
-  perform queue._spread_deadline(p_ids);
+    returning job_id, need_id)
+  select array_agg(distinct a.need_id), array_agg(distinct a.job_id) into v_needs, v_jobs from added a;
+  if v_needs is not null then
+    perform queue._note_needed(v_needs[cardinality(v_needs)]);
+    perform queue._mark_needed(v_needs);
+    perform queue._spread_deadline(v_jobs);
+  end if;
+end $$;
+
+-- How a job's needs are combined: 1 any, 2 proceed.
+create or replace function queue._needs_mode(p_options jsonb)
+returns smallint language plpgsql immutable parallel safe security invoker as $$
+begin
+  return coalesce((p_options ->> 'needs_mode' = 'any')::integer, 0) | coalesce((p_options ->> 'on_need_failure' = 'proceed')::integer, 0) * 2;
+end $$;
+
+-- Notes the largest id that was ever needed: admission need not ask whether a newer job is.
+-- Locks: the caller holds ADM. Not undone by a rollback, which does no harm.
+create or replace function queue._note_needed(p_id bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_id > (select s.last_value from queue.needed_seq s) then
+    perform setval('queue.needed_seq', p_id);
+  end if;
 end $$;
 
 -- Marks jobs so that whoever ends their claim hands them over to their dependents.
@@ -57,7 +105,8 @@ end $$;
 -- Why no end is missed: a row that is locked here carries the mark before its finisher, who waits for the
 -- lock, deletes it. A row that its finisher (or a claimer) has locked can't be waited for under ADM: then a
 -- recheck is appended for the next admission, until the row is free or gone. A job in a gate gets the mark
--- when it enters queue.live (_place), and one that is finished already was seen by whoever asks next.
+-- when it enters queue.live (_place), one that is not admitted yet when it is (_admit_range), and one that is
+-- finished already was seen by whoever asks next.
 create or replace function queue._mark_needed(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -70,46 +119,58 @@ begin
   select v.id, 'recheck', 4096 from queue.live v where v.id = any (p_ids) and v.flags & 4096 = 0;
 end $$;
 
--- Rechecks of _mark_needed: marks again, and asks the dependents of those that have ended.
--- Locks: the caller holds ADM.
+-- Rechecks: marks again, asks the dependents of those that have ended, and passes deadlines on.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
 create or replace function queue._recheck_needs(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
 begin
   perform queue._mark_needed(p_ids);
   perform queue._needs_changed(p_ids);
+  perform queue._spread_deadline(array(
+    select distinct d.job_id from unnest(p_ids) u (id)
+    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
 end $$;
 
--- How the needs of jobs stand: satisfied, waiting or failed.
+-- How the needs of jobs stand, counted through: satisfied, waiting or failed. holder: the one that holds the
+-- job, NULL when every change matters.
 create or replace function queue._needs_states(p_ids bigint[])
-returns table (id bigint, standing text) language plpgsql stable parallel safe security invoker rows 10 as $$
+returns table (id bigint, standing text, holder bigint) language plpgsql stable parallel safe security invoker rows 10 as $$
 #variable_conflict use_column
 begin
   return query
-    select u.id,
-      case
-        when s.ignores_needs or n.total = 0 then 'satisfied'
-        when j.mode = 'any' then
-          case when n.open = 0 or n.satisfied_open > 0 then 'satisfied' when n.failed = n.total and not j.proceeds then 'failed' else 'waiting' end
-        when n.satisfied = n.total then 'satisfied'
-        when n.failed > 0 and not j.proceeds then 'failed'
-        else 'waiting'
-      end
+    select u.id, x.standing,
+      case when x.standing = 'waiting' then n.last_pending when x.standing = 'failed' and n.mode & 1 = 0 then n.last_failed end
     from unnest(p_ids) u (id)
+    left join lateral (select s.ignores_needs, s.is_yielded from queue.job_state s where s.id = u.id offset 0) s on true
     cross join lateral (
-      select coalesce(j.options ->> 'needs_mode', 'all') as mode, coalesce(j.options ->> 'on_need_failure', 'block') = 'proceed' as proceeds
-      from queue.job j where j.id = u.id offset 0) j
-    left join lateral (select s.ignores_needs from queue.job_state s where s.id = u.id offset 0) s on true
-    cross join lateral (
-      select count(*) as total, count(*) filter (where d.is_open) as open, count(*) filter (where d.is_failed) as failed,
-        count(*) filter (where d.is_succeeded or d.is_failed and j.proceeds) as satisfied,
-        count(*) filter (where d.is_open and (d.is_succeeded or d.is_failed and j.proceeds)) as satisfied_open
+      select count(*) as total, coalesce(max(d.mode), 0) as mode,
+        count(*) filter (where d.is_open) as open, count(*) filter (where d.class = 'f') as failed,
+        count(*) filter (where d.is_satisfied) as satisfied, count(*) filter (where d.is_satisfied and d.is_open) as satisfied_open,
+        max(d.need_id) filter (where d.class = 'p') as last_pending, max(d.need_id) filter (where d.class = 'f') as last_failed
       from (
-        select d.is_open, coalesce(f.state, d.deleted_state) = 'succeeded' as is_succeeded,
-          coalesce(f.state in ('failed', 'cancelled') or w.reason in ('held', 'upstream_failed') or d.deleted_state = 'failed', false) as is_failed
+        select d.need_id, d.mode, d.is_open, c.class, c.class = 's' or c.class = 'f' and d.mode & 2 <> 0 as is_satisfied
         from queue.need d
         left join lateral (select f.state from queue.finished f where f.id = d.need_id offset 0) f on true
-        left join lateral (select w.reason from queue.waiting w where w.id = d.need_id offset 0) w on true
-        where d.job_id = u.id offset 0) d) n;
+        left join lateral (select w.reason from queue.waiting w where w.id = d.need_id and f.state is null offset 0) w on true
+        cross join lateral (select case
+          when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
+          when coalesce(f.state, d.deleted_state) is not null or w.reason in ('held', 'upstream_failed') then 'f'
+          else 'p' end as class) c
+        where d.job_id = u.id offset 0) d) n
+    cross join lateral (select case
+      when n.total = 0 or s.ignores_needs then 'satisfied'
+      when n.mode & 1 <> 0 then
+        case
+          when s.is_yielded and n.open = 0 then 'satisfied'
+          when case when s.is_yielded then n.satisfied_open else n.satisfied end > 0 then 'satisfied'
+          when n.failed = n.total then 'failed'
+          else 'waiting'
+        end
+      when n.satisfied = n.total then 'satisfied'
+      when n.failed > 0 and n.mode & 2 = 0 then 'failed'
+      else 'waiting'
+    end as standing) x;
 end $$;
 
 -- Of jobs those whose needs let them go; the others wait.
@@ -121,10 +182,10 @@ declare
   v_pass bigint[];
   v_failed bigint[];
 begin
-  with stand as materialized (select s.id, s.standing from queue._needs_states(p_ids) s),
+  with stand as materialized (select s.id, s.standing, s.holder from queue._needs_states(p_ids) s),
   wait as (
-    insert into queue.waiting (id, reason)
-    select s.id, case s.standing when 'failed' then 'upstream_failed' else 'needs' end from stand s where s.standing <> 'satisfied')
+    insert into queue.waiting (id, reason, need_id)
+    select s.id, case s.standing when 'failed' then 'upstream_failed' else 'needs' end, s.holder from stand s where s.standing <> 'satisfied')
   select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'), array_agg(s.id) filter (where s.standing = 'failed')
   into v_pass, v_failed from stand s;
   if v_failed is not null then
@@ -133,68 +194,238 @@ begin
   return v_pass;
 end $$;
 
--- The state of jobs has changed: looks at those that need them, and on from those that thereby fail or
--- can be hoped for again.
--- Locks: the caller holds ADM. Invariant: state decides, so that looking once too often does no harm.
+-- The state of jobs has changed: looks at those that need them, and on from those that thereby fail or can
+-- be hoped for again. One that has passed and has not started goes back to wait when a need that let it go
+-- is pending again.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+-- Invariant: state decides, so that looking once too often does no harm.
 create or replace function queue._needs_changed(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_ids bigint[] := p_ids;
+  v_back bigint[];
+  v_next bigint[];
+  v_next_at bigint[];
+  v_ask bigint[];
+  v_left bigint[];
   v_pass bigint[];
   v_turned bigint[];
 begin
   while v_ids <> '{}' loop
-    with stand as materialized (
-      select s.id, s.standing, d.reason
-      from (select array_agg(x.job_id) as ids
-            from (select distinct d.job_id from unnest(v_ids) u (id) cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d) x) a
-      cross join lateral queue._needs_states(a.ids) s
-      cross join lateral (select w.reason from queue.waiting w where w.id = s.id and w.reason in ('needs', 'upstream_failed') offset 0) d),
-    gone as (
-      delete from queue.waiting w where w.id = any (array(select s.id from stand s where s.standing = 'satisfied'))),
-    turned as (
-      update queue.waiting w set reason = case when w.reason = 'needs' then 'upstream_failed' else 'needs' end
-      where w.id = any (array(select s.id from stand s where s.reason = 'needs' and s.standing = 'failed'
-                                                          or s.reason = 'upstream_failed' and s.standing = 'waiting')))
-    select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
-      array_agg(s.id) filter (where s.reason = 'needs' and s.standing = 'failed' or s.reason = 'upstream_failed' and s.standing <> 'failed')
-    into v_pass, v_turned
-    from stand s;
-    perform queue._route(v_pass, false);
+    -- v_ask: to be counted through; v_next: held by a need that is now satisfied
+    with edge as materialized (
+      select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, c.class, c.class = 's' or c.class = 'f' and d.mode & 2 <> 0 as is_satisfied
+      from unnest(v_ids) u (id)
+      left join lateral (select f.state from queue.finished f where f.id = u.id offset 0) f on true
+      left join lateral (select w.reason from queue.waiting w where w.id = u.id and f.state is null offset 0) n on true
+      cross join lateral (select d.job_id, d.need_id, d.mode, d.deleted_state from queue.need d where d.need_id = u.id offset 0) d
+      left join lateral (select w.reason, w.need_id from queue.waiting w where w.id = d.job_id offset 0) w on true
+      cross join lateral (select case
+        when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
+        when coalesce(f.state, d.deleted_state) is not null or n.reason in ('held', 'upstream_failed') then 'f'
+        else 'p' end as class) c
+      where w.reason in ('needs', 'upstream_failed') or c.class = 'p'),
+    found as materialized (
+      select e.job_id, max(e.need_id) filter (where x.is_next) as at, bool_or(x.is_asked) as is_asked, bool_or(x.is_back) as is_back
+      from edge e
+      cross join lateral (select
+        case
+          when e.reason is null or e.reason not in ('needs', 'upstream_failed') then false
+          when e.holder is null then true
+          when e.mode & 1 <> 0 then e.is_satisfied or e.reason = 'upstream_failed' or e.holder = e.need_id and e.class = 'f'
+          when e.reason = 'needs' then e.class = 'f' and not e.is_satisfied
+          else e.holder = e.need_id and e.class <> 'f'
+        end as is_asked,
+        e.mode & 1 = 0 and e.reason = 'needs' and e.holder = e.need_id and e.is_satisfied as is_next,
+        e.class = 'p' and e.reason is distinct from 'needs' and e.reason is distinct from 'upstream_failed' as is_back) x
+      group by e.job_id)
+    select array_agg(f.job_id) filter (where f.is_asked), array_agg(f.job_id) filter (where f.at is not null and not f.is_asked),
+      array_agg(f.at) filter (where f.at is not null and not f.is_asked), array_agg(f.job_id) filter (where f.is_back)
+    into v_ask, v_next, v_next_at, v_back
+    from found f;
+    if v_next is not null then
+      with below as materialized (
+        select u.id, b.need_id, b.is_failed
+        from unnest(v_next, v_next_at) u (id, at)
+        left join lateral (
+          select d.need_id, c.is_failed
+          from queue.need d
+          left join lateral (select f.state from queue.finished f where f.id = d.need_id offset 0) f on true
+          left join lateral (select w.reason from queue.waiting w where w.id = d.need_id and f.state is null offset 0) w on true
+          cross join lateral (
+            select coalesce(f.state, d.deleted_state) is not null or coalesce(w.reason in ('held', 'upstream_failed'), false) as is_failed) c
+          where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id
+            and coalesce(f.state, d.deleted_state) is distinct from 'succeeded' and not (c.is_failed and d.mode & 2 <> 0)
+          order by d.job_id desc, d.need_id desc limit 1) b on true),
+      moved as (
+        update queue.waiting w set need_id = b.need_id from below b where w.id = b.id and b.need_id is not null and not b.is_failed)
+      select array_agg(b.id) filter (where b.need_id is null or b.is_failed) into v_left from below b;
+      v_ask := v_ask || v_left;
+    end if;
+    v_pass := null;
+    v_turned := null;
+    if v_ask is not null then
+      with stand as materialized (
+        select s.id, s.standing, s.holder, w.reason, w.need_id
+        from queue._needs_states(v_ask) s
+        cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w),
+      gone as (
+        delete from queue.waiting w where w.id = any (array(select s.id from stand s where s.standing = 'satisfied'))),
+      stays as (
+        update queue.waiting w set reason = case s.standing when 'failed' then 'upstream_failed' else 'needs' end, need_id = s.holder
+        from stand s
+        where w.id = s.id and s.standing <> 'satisfied'
+          and ((s.reason = 'needs') = (s.standing = 'failed') or s.need_id is distinct from s.holder))
+      select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
+        array_agg(s.id) filter (where (s.reason = 'needs') = (s.standing = 'failed'))
+      into v_pass, v_turned
+      from stand s;
+      if v_pass is not null then
+        perform queue._route(v_pass, false, true);
+      end if;
+    end if;
+    if v_back is not null then
+      v_turned := v_turned || queue._take_back(v_back);
+    end if;
     v_ids := coalesce(v_turned, '{}');
   end loop;
 end $$;
 
--- Passes deadlines on to what the jobs need, recursively, only ever earlier.
+-- Jobs that have passed the gate of needs and would not pass it now go back to wait, unless they run.
+-- Returns those that have failed by it.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
+create or replace function queue._take_back(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_job record;
+  v_failed bigint[];
+begin
+  for v_job in
+    select s.id, s.standing, s.holder from queue._needs_states(p_ids) s where s.standing <> 'satisfied' order by s.id
+  loop
+    if queue._take_out_dependent(v_job.id) then
+      insert into queue.waiting (id, reason, need_id)
+      values (v_job.id, case v_job.standing when 'failed' then 'upstream_failed' else 'needs' end, v_job.holder);
+      v_failed := v_failed || case v_job.standing when 'failed' then v_job.id end;
+    elsif exists (select from queue.live v where v.id = v_job.id and v.claim is null) then
+      -- its row is locked by a claim, which may be rolled back
+      insert into queue.handover (job_id, kind, flags) values (v_job.holder, 'recheck', 4096);
+    end if;
+  end loop;
+  return array_remove(v_failed, null);
+end $$;
+
+-- Takes a job that has passed the gate of needs out of wherever it waits. False: it runs, is finished, is held,
+-- or waits for its needs.
+-- Locks: the caller holds ADM; the row of queue.live by skip locked.
+create or replace function queue._take_out_dependent(p_id bigint)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  if exists (select from queue.waiting w where w.id = p_id and w.reason in ('held', 'needs', 'upstream_failed', 'parked')) then
+    return false;
+  end if;
+  return coalesce(queue._take_out(p_id) <> 'log', false);
+end $$;
+
+-- Passes deadlines on to what the jobs need and is not finished, recursively, only ever earlier. Stops at
+-- jobs whose deadline is earlier: theirs was passed on when they got it.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked. Whose row another has locked may be
+-- written by him in a transaction that takes long (queue.job_state): these come back as a recheck.
 create or replace function queue._spread_deadline(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_item record;
+  v_ids bigint[];
+  v_deadlines timestamptz[];
+  v_locked bigint[];
+  v_shut bigint[];
+  v_lanes integer[];
+  v_low_deadlines timestamptz[];
+  v_low_ids bigint[];
 begin
-  for v_item in
-    with recursive spread (id, deadline) as (
-      select j.id, coalesce(s.deadline, j.deadline) from queue.job j left join queue.job_state s on s.id = j.id
-      where j.id = any (p_ids) and coalesce(s.deadline, j.deadline) is not null
-      union
-      select d.need_id, x.deadline from spread x join queue.need d on d.job_id = x.id)
-    select x.id, min(x.deadline) as deadline
-    from spread x join queue.job j on j.id = x.id left join queue.job_state s on s.id = x.id
-    where not exists (select from queue.finished f where f.id = x.id)
-    group by x.id, s.deadline, j.deadline
-    having min(x.deadline) < coalesce(s.deadline, j.deadline, 'infinity')
-  loop
-    perform queue._change(v_item.id, p_deadline => v_item.deadline);
-  end loop;
+  with recursive spread (id, deadline) as (
+    select u.id, j.deadline
+    from unnest(p_ids) u (id)
+    cross join lateral (
+      select coalesce(s.deadline, j.deadline) as deadline from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
+    where j.deadline < 'infinity'
+    union
+    select d.need_id, x.deadline
+    from spread x
+    cross join lateral (select d.need_id from queue.need d where d.job_id = x.id offset 0) d
+    cross join lateral (
+      select coalesce(s.deadline, j.deadline, 'infinity') as deadline
+      from queue.job j left join queue.job_state s on s.id = j.id where j.id = d.need_id offset 0) n
+    left join lateral (select f.id from queue.finished f where f.id = d.need_id offset 0) f on true
+    where n.deadline > x.deadline and f.id is null)
+  select array_agg(x.id order by x.id), array_agg(x.deadline order by x.id) into v_ids, v_deadlines
+  from (
+    select x.id, min(x.deadline) as deadline from spread x
+    group by x.id) x
+  cross join lateral (
+    select coalesce(s.deadline, j.deadline, 'infinity') as deadline
+    from queue.job j left join queue.job_state s on s.id = j.id where j.id = x.id offset 0) j
+  where x.deadline < j.deadline;
+  if v_ids is null then
+    return;
+  end if;
+  v_locked := array(select v.id from queue.live v where v.id = any (v_ids) order by v.id for update skip locked);
+  v_shut := array(select v.id from queue.live v where v.id = any (v_ids) except select u.id from unnest(v_locked) u (id));
+  insert into queue.handover (job_id, kind, flags) select u.id, 'recheck', 4096 from unnest(v_shut) u (id);
+  insert into queue.job_state as s (id, deadline)
+  select u.id, u.deadline
+  from unnest(v_ids, v_deadlines) u (id, deadline)
+  left join lateral (select f.id from queue.finished f where f.id = u.id offset 0) f on true
+  where f.id is null and u.id <> all (v_shut)
+  on conflict on constraint job_state_pkey do update set deadline = excluded.deadline;
+  with moved as (
+    update queue.live v set deadline = v_deadlines[width_bucket(v.id, v_ids)], flags = v.flags | 2048
+    where v.id = any (v_locked) and v.claim is null
+    returning v.lane, v.deadline, v.id)
+  select array_agg(m.lane), array_agg(m.deadline), array_agg(m.id) into v_lanes, v_low_deadlines, v_low_ids from moved m;
+  if v_lanes is not null then
+    perform queue._lower(v_lanes, v_low_deadlines, v_low_ids);
+  end if;
 end $$;
 
--- What retry_later hands over: which needs are added, and which of them all were not satisfied when the
--- run began. needs null: run again whatever they are.
+-- Jobs are claimed: under any, which of their needs are satisfied now.
+-- Locks: the caller holds ADM and the rows of queue.live. Why exact: whoever ends a claim and whose
+-- transaction has committed is visible here, and the handler does not start before this one commits.
+create or replace function queue._begin_any(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_any bigint[];
+begin
+  v_any := array(
+    select u.id from unnest(p_ids) u (id)
+    cross join lateral (select j.options from queue.job j where j.id = u.id offset 0) j
+    where queue._needs_mode(j.options) & 1 <> 0);
+  if v_any = '{}' then
+    return;
+  end if;
+  update queue.need d set is_open = not d.is_open
+  where d.ctid = any (array(
+    select d.ctid
+    from unnest(v_any) u (id)
+    cross join lateral (select d.ctid, d.need_id, d.is_open, d.mode, d.deleted_state from queue.need d where d.job_id = u.id offset 0) d
+    left join lateral (select f.state from queue.finished f where f.id = d.need_id offset 0) f on true
+    left join lateral (select w.reason from queue.waiting w where w.id = d.need_id and f.state is null offset 0) w on true
+    where d.is_open = coalesce(
+      coalesce(f.state, d.deleted_state) = 'succeeded'
+      or d.mode & 2 <> 0 and (coalesce(f.state, d.deleted_state) is not null or w.reason in ('held', 'upstream_failed')), false)));
+  insert into queue.job_state as s (id, began_xid)
+  select u.id, pg_snapshot_xmin(pg_current_snapshot()) from unnest(v_any) u (id)
+  on conflict on constraint job_state_pkey do update set began_xid = excluded.began_xid, is_yielded = false;
+end $$;
+
+-- What retry_later hands over: the needs to add. JSON null: run again whatever the needs are.
 -- Raises: 22023, QJ001, QJ005.
-create or replace function queue._check_yield(p_id bigint, p_needs jsonb, p_claimed_at timestamptz)
-returns jsonb language plpgsql stable parallel safe security invoker as $$
+create or replace function queue._check_yield(p_id bigint, p_needs jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_needs bigint[];
@@ -203,84 +434,173 @@ begin
   if p_needs is null then
     p_needs := '[]';
   elsif jsonb_typeof(p_needs) = 'null' then
-    return jsonb_build_object('ignore', true);
+    return '{"ignore": true}';
   end if;
   begin
     v_needs := array(select n::bigint from jsonb_array_elements_text(p_needs) n);
-  exception when data_exception or invalid_parameter_value then
+  exception when data_exception then
     perform queue._invalid('needs must be a list of ids', 'Pass ids of jobs, or null.');
   end;
   v_needs := queue._check_needs(v_needs);
-  v_path := queue._cycle(p_id, v_needs);
-  if v_path is not null then
+  if queue._closes_circle(p_id, v_needs) then
+    v_path := queue._circle(p_id, v_needs);
     raise exception using errcode = 'QJ005', message = 'the new need would close a circle',
       detail = 'path: ' || array_to_string(v_path, ' -> '), hint = 'A job can''t need one that, at last, needs it.';
   end if;
-  return jsonb_build_object('needs', to_jsonb(v_needs), 'began_at', p_claimed_at);
+  return jsonb_build_object('needs', to_jsonb(v_needs));
 end $$;
 
--- A path of needs from one of p_needs back to p_id, NULL when there is none.
-create or replace function queue._cycle(p_id bigint, p_needs bigint[])
+-- Whether one of p_needs at last needs p_id, by needs that have not succeeded.
+create or replace function queue._closes_circle(p_id bigint, p_needs bigint[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  if p_needs = '{}' then
+    return false;
+  end if;
+  return exists (
+    with recursive walk (id) as (
+      select n from unnest(p_needs) n
+      union
+      select d.id from walk w cross join lateral queue._direct_needs(w.id) d where w.id <> p_id)
+    select from walk w where w.id = p_id);
+end $$;
+
+-- What a job needs, admitted or not, if it has not succeeded.
+create or replace function queue._direct_needs(p_id bigint)
+returns table (id bigint) language plpgsql stable parallel safe security invoker rows 5 as $$
+#variable_conflict use_column
+begin
+  if exists (select from queue.finished f where f.id = p_id and f.state = 'succeeded') then
+    return;
+  end if;
+  return query select d.need_id from queue.need d where d.job_id = p_id
+    union select n from queue.job j cross join lateral unnest(j.needs) n where j.id = p_id;
+end $$;
+
+-- The shortest circle that p_needs would close: p_id, what it would need, and so on to p_id.
+create or replace function queue._circle(p_id bigint, p_needs bigint[])
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 declare
-  v_path bigint[];
+  v_ids bigint[];
+  v_depths integer[];
+  v_path bigint[] := array[p_id];
+  v_depth integer;
 begin
-  if p_needs = '{}' then
-    return null;
-  elsif p_id = any (p_needs) then
-    return array[p_id, p_id];
-  end if;
-  with recursive walk (id) as (
-    select n from unnest(p_needs) n
+  with recursive walk (id, depth) as (
+    select n, 1 from unnest(p_needs) n
     union
-    select d.need_id from walk w
-    cross join lateral (
-      select d.need_id from queue.need d where d.job_id = w.id
+    select d.id, w.depth + 1 from walk w cross join lateral queue._direct_needs(w.id) d where w.id <> p_id and w.depth < 100000)
+  select array_agg(w.id), array_agg(w.depth), min(w.depth) filter (where w.id = p_id) into v_ids, v_depths, v_depth from walk w;
+  while v_depth > 1 loop
+    v_depth := v_depth - 1;
+    select w.id || v_path into v_path from unnest(v_ids, v_depths) w (id, depth)
+    where w.depth = v_depth and exists (select from queue._direct_needs(w.id) d where d.id = v_path[1]) limit 1;
+  end loop;
+  return p_id || v_path;
+end $$;
+
+-- Whether a job that yields will wait for its needs, as far as its transaction can see.
+create or replace function queue._yield_waits(p_id bigint, p_payload jsonb)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  return not p_payload ? 'ignore'
+    and not exists (
+      select from queue.need d join queue.finished f on f.id = d.need_id
+      where d.job_id = p_id and d.mode & 1 <> 0 and d.is_open and (f.state = 'succeeded' or d.mode & 2 <> 0))
+    and exists (
+    select from (
+      select d.need_id as id, d.deleted_state from queue.need d where d.job_id = p_id
       union all
-      select n from queue.job j cross join lateral unnest(j.needs) n where j.id = w.id) d)
-  select array[p_id] into v_path from walk w where w.id = p_id limit 1;
-  if v_path is null then
-    return null;
-  end if;
-  -- there is a circle: look for the shortest path to report
-  with recursive walk (id, path) as (
-    select n, array[p_id, n] from unnest(p_needs) n
-    union all
-    select d.need_id, w.path || d.need_id from walk w
-    cross join lateral (
-      select d.need_id from queue.need d where d.job_id = w.id
-      union
-      select n from queue.job j cross join lateral unnest(j.needs) n where j.id = w.id) d
-    where w.id <> p_id and d.need_id <> all (w.path[2:]) and cardinality(w.path) < 50)
-  select w.path into v_path from walk w where w.id = p_id limit 1;
-  return coalesce(v_path, array[p_id]);
+      select n::bigint, null from jsonb_array_elements_text(p_payload -> 'needs') n) d
+    where d.deleted_state is null
+      and not exists (select from queue.finished f where f.id = d.id
+                      and (f.state = 'succeeded' or (select queue._needs_mode(j.options) & 2 <> 0 from queue.job j where j.id = p_id))));
 end $$;
 
 -- Adds the needs of a yield. False: two yields at once closed a circle, and the job has failed for it.
--- Locks: the caller holds ADM.
+-- Under any, one that it did not have before counts as satisfied when the run began if its end had settled
+-- then for certain (began_xid).
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
 create or replace function queue._add_yield_needs(p_id bigint, p_payload jsonb)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_needs bigint[];
+  v_now bigint := pg_current_xact_id()::text::bigint;
 begin
-  update queue.job_state s set ignores_needs = coalesce((p_payload ->> 'ignore')::boolean, false) where s.id = p_id;
-  if p_payload ? 'ignore' then
+  update queue.job_state s
+  set ignores_needs = p_payload ? 'ignore', is_yielded = not p_payload ? 'ignore',
+    extra_flags = s.extra_flags | case when p_payload -> 'needs' <> '[]' then 8 else 0 end
+  where s.id = p_id;
+  if coalesce(p_payload -> 'needs', '[]') = '[]' then
     return true;
   end if;
-  v_needs := array(select n::bigint from jsonb_array_elements_text(p_payload -> 'needs') n);
-  if queue._cycle(p_id, v_needs) is not null then
+  v_needs := array(select n::bigint from jsonb_array_elements_text(p_payload -> 'needs') n order by 1);
+  if queue._closes_circle(p_id, v_needs) then
+    perform queue._keep_turns(array[p_id]);
     perform queue._conclude(p_id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
     return false;
   end if;
-  insert into queue.need (job_id, need_id) select p_id, n from unnest(v_needs) n on conflict on constraint need_pkey do nothing;
-  update queue.job_state s set extra_flags = s.extra_flags | 8 where s.id = p_id and v_needs <> '{}';
-  update queue.need d
-  set is_open = not exists (select from queue.finished f where f.id = d.need_id and f.finished_at <= (p_payload ->> 'began_at')::timestamptz
-                              and (f.state = 'succeeded' or (select j.options ->> 'on_need_failure' = 'proceed' from queue.job j where j.id = p_id)))
-  where d.job_id = p_id;
+  insert into queue.need (job_id, need_id, mode, is_open, deleted_state)
+  select p_id, u.id, j.mode, not coalesce(
+      (f.state = 'succeeded' or j.mode & 2 <> 0 and (f.state is not null or w.reason in ('held', 'upstream_failed')))
+      and v_now - coalesce(f.age, w.age) < j.began, false),
+    case when o.id is null then 'failed' end
+  from unnest(v_needs) u (id)
+  cross join lateral (
+    select queue._needs_mode(j.options) as mode, s.began_xid::text::bigint as began
+    from queue.job j join queue.job_state s on s.id = j.id where j.id = p_id offset 0) j
+  left join lateral (select o.id from queue.job o where o.id = u.id offset 0) o on true
+  left join lateral (select f.state, age(f.xmin) as age from queue.finished f where f.id = u.id offset 0) f on true
+  left join lateral (select w.reason, age(w.xmin) as age from queue.waiting w where w.id = u.id and f.state is null offset 0) w on true
+  on conflict on constraint need_pkey do nothing;
+  perform queue._note_needed(v_needs[cardinality(v_needs)]);
   perform queue._mark_needed(v_needs);
   perform queue._spread_deadline(array[p_id]);
   return true;
+end $$;
+
+-- Invariants, for queue.check().
+create or replace function queue._check_need_rows()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select 'waits for needs that do not hold it'::text, w.id, format('%s: %s', w.reason, n.standing)
+    from (select array_agg(w.id) as ids from queue.waiting w where w.reason in ('needs', 'upstream_failed')) a
+    cross join lateral queue._needs_states(a.ids) n
+    join queue.waiting w on w.id = n.id
+    where n.standing <> case w.reason when 'needs' then 'waiting' else 'failed' end
+      and not exists (select from queue.handover);
+  return query
+    select 'is held by a need that does not hold it'::text, w.id, format('%s: %s', w.reason, w.need_id)
+    from queue.waiting w
+    left join queue.need d on d.job_id = w.id and d.need_id = w.need_id
+    left join queue.finished f on f.id = d.need_id
+    left join queue.waiting n on n.id = d.need_id
+    where w.reason in ('needs', 'upstream_failed') and w.need_id is not null
+      and (d.need_id is null
+           or (w.reason = 'needs') <> (coalesce(f.state, d.deleted_state) is null and coalesce(n.reason not in ('held', 'upstream_failed'), true))
+           or coalesce(f.state, d.deleted_state) = 'succeeded')
+      and not exists (select from queue.handover);
+  return query
+    select 'ready though its needs do not let it'::text, n.id, n.standing
+    from (select array_agg(v.id) as ids from queue.live v where v.claim is null and v.flags & 8 <> 0) a
+    cross join lateral queue._needs_states(a.ids) n
+    where n.standing <> 'satisfied' and not exists (select from queue.handover);
+  return query
+    select 'needed, and its end would not be handed over'::text, v.id, format('needed by %s', min(d.job_id))
+    from queue.live v join queue.need d on d.need_id = v.id
+    where v.flags & 4096 = 0 and not exists (select from queue.finished f where f.id = d.job_id)
+      and not exists (select from queue.handover h where h.job_id = v.id)
+    group by v.id;
+  return query
+    select 'a need that is no job'::text, d.need_id, format('of %s', d.job_id)
+    from queue.need d
+    where not exists (select from queue.job j where j.id = d.job_id)
+      or d.deleted_state is null and not exists (select from queue.job j where j.id = d.need_id);
 end $$;

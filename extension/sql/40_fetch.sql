@@ -70,6 +70,9 @@ begin
       v_has_adm := queue._lock_admission(v_ids = '{}' and p_may_wait);
       if v_has_adm then
         select a.has_more into v_has_more from queue._admit(greatest(1000, p_max_jobs)) a;
+        if v_queues is distinct from p_queues then
+          v_queues := queue._match_queues(p_queues);
+        end if;
         continue;
       end if;
     end if;
@@ -94,6 +97,9 @@ begin
       exit when not v_has_adm;
     end if;
     select a.has_more into v_has_more from queue._admit(greatest(1000, p_max_jobs)) a;
+    if v_queues is distinct from p_queues then
+      v_queues := queue._match_queues(p_queues);  -- admission may have met a new queue
+    end if;
   end loop;
   if v_ids is null or v_ids = '{}' then
     return null;
@@ -119,10 +125,12 @@ declare
   v_only bigint[];
   v_max integer := p_max_jobs;
   v_ids bigint[] := '{}'::bigint[];
+  v_seen bigint[] := '{}'::bigint[];
   v_found bigint[];
-  v_more boolean;
+  v_more boolean := true;
 begin
   perform queue._check_keys('options', p_options, array['ids', 'alone', 'order', 'tasks', 'deadline_within']);
+  p_options := jsonb_strip_nulls(p_options);
   if coalesce(p_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
     perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.', 'order: ' || (p_options ->> 'order'));
   elsif coalesce(jsonb_typeof(p_options -> 'alone'), 'boolean') <> 'boolean' then
@@ -144,8 +152,10 @@ begin
   if not queue._lock_admission(p_may_wait) then
     return null;
   end if;
-  for v_pass in 1 .. 20 loop
-    select a.has_more into v_more from queue._admit(greatest(1000, p_max_jobs)) a;
+  for v_pass in 1 .. 40 loop
+    if v_more then
+      select a.has_more into v_more from queue._admit(greatest(1000, p_max_jobs)) a;
+    end if;
     v_found := array(
       select c.id
       from (
@@ -154,20 +164,23 @@ begin
         cross join lateral (
           select min(q.n) as place from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
           where queue._matches(l.queue, q.pattern)) m
-        where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone)) l
+        where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone)
+          and (l.kind = 0 or not queue._is_queue_full(l.queue))) l
       cross join lateral (
-        select v.id, v.deadline, min(v.id) over () as first_id
+        select v.id, v.deadline, first_value(v.id) over (order by v.deadline, v.id) as first_id
         from queue.live v join queue.job j on j.id = v.id
         where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
           and (v_tasks is null or j.task = any (v_tasks)) and (v_within is null or v.deadline < v_now + v_within)
-          and (v_only is null or v.id = any (v_only))
-        order by v.deadline, v.id limit v_max) c
+          and (v_only is null or v.id = any (v_only)) and v.id <> all (v_seen)
+        order by v.deadline, v.id limit v_max - cardinality(v_ids)) c
       order by case when v_listed then l.place end, l.priority desc, c.first_id, c.deadline, c.id
-      limit v_max);
+      limit v_max - cardinality(v_ids));
     if v_found <> '{}' then
-      v_ids := v_ids || queue._claim_ids(p_worker, p_claim, v_found, v_max);
+      -- what is met and can't start is not looked at again, so that it hides nothing
+      v_seen := v_seen || v_found;
+      v_ids := v_ids || queue._claim_ids(p_worker, p_claim, v_found, v_max - cardinality(v_ids));
     end if;
-    exit when v_ids <> '{}' or not v_more or clock_timestamp() > v_now + interval '100 ms';
+    exit when cardinality(v_ids) >= v_max or v_found = '{}' and not v_more or clock_timestamp() > v_now + interval '100 ms';
   end loop;
   if v_alone then
     update queue.live v set flags = v.flags | 16 where v.id = any (v_ids);
@@ -247,8 +260,8 @@ returns text[] language plpgsql stable parallel safe security invoker as $$
 begin
   if '*' = any (p_queues) then
     return null;
-  elsif array_position(p_queues, null) is not null then
-    perform queue._invalid('queues holds NULL', 'Name queues, prefix* patterns or *; NULL instead of a list is all.');
+  elsif p_queues = '{}' or array_position(p_queues, null) is not null or '' = any (p_queues) then
+    perform queue._invalid('queues holds no name, or NULL', 'Name queues, prefix* patterns or *; NULL instead of a list is all.');
   elsif not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
     return p_queues;
   end if;

@@ -271,6 +271,9 @@ begin
   if v_all & 64 <> 0 then
     delete from queue.expiry e where e.id = any (p_ids);
   end if;
+  if v_all & 4096 <> 0 then
+    perform queue._tell_waiters(p_ids);
+  end if;
   if v_all & 512 <> 0 then
     update queue.finished f set purge_at = p_now + queue._retention(f.id) where f.id = any (p_ids);
   end if;
@@ -354,12 +357,6 @@ begin
   if v.locked is not null then
     perform queue._leave_locks(v.locked, true);
   end if;
-  if v.needed is not null then
-    perform queue._needs_changed(v.needed);
-  end if;
-  if v.recheck is not null then
-    perform queue._recheck_needs(v.recheck);
-  end if;
   for v_item in
     select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload) where u.payload is not null
   loop
@@ -374,6 +371,13 @@ begin
   end loop;
   if v.again is not null then
     perform queue._route(v.again, true);
+  end if;
+  -- last: only now every job here is in a gate or in queue.live
+  if v.needed is not null then
+    perform queue._needs_changed(v.needed);
+  end if;
+  if v.recheck is not null then
+    perform queue._recheck_needs(v.recheck);
   end if;
 end $$;
 

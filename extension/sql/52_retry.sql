@@ -57,7 +57,7 @@ begin
         v_reason := 'max_progress';
       else
         v_at := queue._timestamp('at', p_outcome -> 'at');
-        v_payload := queue._check_yield(p_id, p_outcome -> 'needs', v_live.claimed_at);
+        v_payload := queue._check_yield(p_id, p_outcome -> 'needs');
       end if;
     when 'aborted' then
       v_final := 'cancelled';
@@ -102,8 +102,7 @@ begin
     perform queue._start_over(array[p_id]);
   end if;
   perform queue._hand_over(array[p_id], array[v_live.flags], 'again', v_at, p_settle, v_payload);
-  return case when exists (select from jsonb_array_elements_text(v_payload -> 'needs') n
-                           where not exists (select from queue.finished f where f.id = n::bigint)) then 'waiting'
+  return case when v_kind = 'retry_later' and queue._yield_waits(p_id, v_payload) then 'waiting'
               when v_at > v_now then 'scheduled'
               else 'ready' end;
 end $$;
@@ -137,7 +136,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   update queue.job_state s
-  set failures = 0, crashes = 0, progress = 0, ignores_needs = false,
+  set failures = 0, crashes = 0, progress = 0, ignores_needs = false, is_yielded = false,
     scheduled_at = case when s.claims = 0 then s.scheduled_at when j.scheduled_at > clock_timestamp() then '-infinity' end
   from queue.job j
   where s.id = any (p_ids) and j.id = s.id;

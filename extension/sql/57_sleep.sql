@@ -47,13 +47,30 @@ begin
   return v_due;
 end $$;
 
+-- Whether there is a sentinel, which then knows of this listener.
+-- Locks: session-level advisory (1885824102, 2), shared, kept if so.
+-- Why none is forgotten: a sentinel that leaves gives lock 1 back and looks at 2 afterwards; this takes 2
+-- and looks at 1 afterwards. So one of them sees the other.
+create or replace function queue._joins_sentinel()
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not pg_try_advisory_lock_shared(1885824102, 2) then
+    return false;
+  elsif pg_try_advisory_lock_shared(1885824102, 1) then
+    perform pg_advisory_unlock_shared(1885824102, 1), pg_advisory_unlock_shared(1885824102, 2);
+    return false;
+  end if;
+  return true;
+end $$;
+
 -- Locks: session-level advisory (1885824102, 1) or (1885824102, 2) by try, kept until after_sleep or
 -- the session's end. A frozen sentinel keeps producers notifying, which all other listeners hear.
 -- Raises: QJ007.
 create or replace function queue.before_sleep(worker bigint, queues text[] default null)
 returns table (may_sleep boolean, wait_for interval, channels text[])
-language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+language plpgsql volatile parallel unsafe security definer rows 1
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_worker record;
@@ -72,24 +89,24 @@ begin
     v_wait := interval '1 s';
   else
     channels := array['pgdefer', 'pgdefer_worker_' || v_worker.id];
+    if v_state = 'listener' and pg_try_advisory_lock_shared(1885824102, 1) then
+      -- the sentinel has gone
+      perform pg_advisory_unlock_shared(1885824102, 1), pg_advisory_unlock_shared(1885824102, 2);
+      v_state := '';
+    end if;
     if v_state not in ('sentinel', 'listener') then
       if pg_try_advisory_lock(1885824102, 1) then
         v_state := 'sentinel';
-      elsif pg_try_advisory_lock_shared(1885824102, 1) then
-        perform pg_advisory_unlock_shared(1885824102, 1);
+      elsif queue._joins_sentinel() then
+        v_state := 'listener';
+      else
         v_poll := least(coalesce(nullif(substring(v_state from '^poll (\d+)$'), '')::integer, 10) * 2, 1000);
         v_state := 'poll ' || v_poll;
         v_wait := make_interval(secs => v_poll / 1000.0);
         may_sleep := false;
-      elsif pg_try_advisory_lock_shared(1885824102, 2) then
-        v_state := 'listener';
       end if;
-      perform set_config('pgdefer.sleeper', v_state, false);
-    elsif v_state = 'listener' and pg_try_advisory_lock(1885824102, 1) then
-      -- the sentinel has gone: take its place
-      perform pg_advisory_unlock_shared(1885824102, 2);
-      perform set_config('pgdefer.sleeper', 'sentinel', false);
     end if;
+    perform set_config('pgdefer.sleeper', v_state, false);
   end if;
   v_due := queue._next_due();
   if v_due is not null then

@@ -59,7 +59,8 @@ begin
   insert into queue.finished (id, finished_at, attempts, state, reason, error)
   select p_id, v_now, coalesce(s.attempts, 0), p_state, p_reason, p_error
   from (select) x left join queue.job_state s on s.id = p_id;
-  select j.flags | case when exists (select from queue.need d where d.need_id = j.id) then 4096 else 0 end into v_flags
+  select j.flags | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null
+                          or (select a.id from queue.awaited a where a.id = j.id) is not null then 4096 else 0 end into v_flags
   from queue.job j where j.id = p_id;
   perform queue._close(array[p_id], array[v_flags], v_now);
   if v_flags & 3 <> 0 then

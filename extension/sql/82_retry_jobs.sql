@@ -107,8 +107,6 @@ end $$;
 create or replace function queue._bring_back(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v_dependents bigint[];
 begin
   if p_ids = '{}' then
     return;
@@ -127,22 +125,5 @@ begin
   where j.id = any (p_ids) and j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
   perform queue._join_locks(p_ids, (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
   perform queue._route(p_ids, false);
-  select array_agg(d.job_id) into v_dependents
-  from (select distinct d.job_id from queue.need d where d.need_id = any (p_ids) and d.job_id <> all (p_ids)) d
-  where queue._take_out_dependent(d.job_id);
-  perform queue._route(v_dependents, false);
   perform queue._needs_changed(p_ids);
-end $$;
-
--- Takes a job that has passed the gate of needs out of wherever it waits. False: it runs, is finished, is held,
--- or waits for its needs.
--- Locks: the caller holds ADM; the row of queue.live by skip locked.
-create or replace function queue._take_out_dependent(p_id bigint)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
-begin
-  if exists (select from queue.waiting w where w.id = p_id and w.reason in ('held', 'needs', 'upstream_failed', 'parked')) then
-    return false;
-  end if;
-  return coalesce(queue._take_out(p_id) <> 'log', false);
 end $$;

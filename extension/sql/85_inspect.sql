@@ -128,7 +128,7 @@ comment on function queue.peek(text[], integer) is
 create or replace function queue.check()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security definer rows 10
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set enable_nestloop = off set jit = off as $$
 #variable_conflict use_column
 begin
   return query
@@ -213,13 +213,7 @@ begin
     where l.waiting <> (select count(*) from queue.waiting w where w.reason = 'slot' and w.key = l.key and w.lane = l.lane)
       or l.ready <> (select count(*) from queue.live v cross join lateral queue._keys_of(array[v.id], array[v.flags]) k
                      where v.lane = l.lane and v.claim is null and v.flags & 6 <> 0 and k.key = l.key);
-  return query
-    select 'waits for needs that do not hold it'::text, w.id, n.standing
-    from (select array_agg(w.id) as ids from queue.waiting w where w.reason in ('needs', 'upstream_failed')) a
-    cross join lateral queue._needs_states(a.ids) n
-    join queue.waiting w on w.id = n.id
-    where n.standing <> case w.reason when 'needs' then 'waiting' else 'failed' end
-      and not exists (select from queue.handover);
+  return query select c.problem, c.id, c.detail from queue._check_need_rows() c;
   return query
     select 'a queueing lock whose job has started'::text, k.job_id, k.key
     from queue.queueing_lock k join queue.job j on j.id = k.job_id

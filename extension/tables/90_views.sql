@@ -27,7 +27,7 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
     when m.id is not null and m.is_passed then 'blocked'
     when j.flags & 32 <> 0 and s.id is null then 'held'
     when coalesce(s.scheduled_at, j.scheduled_at) > clock_timestamp() then 'scheduled'
-    when j.flags & 8 <> 0 and s.id is null then 'waiting'
+    when j.needs is not null and s.id is null then 'waiting'
     else 'ready'
   end as state,
   case

@@ -52,7 +52,6 @@ begin;
 insert into effect values (:id);
 select queue.succeed(:id, :claim) \g /dev/null
 rollback;
-select is(pg_temp.job(:id), 'running 1 0 0' where false);
 select is((select state from queue.jobs where id = :id), 'running', 'rolled back with the handler''s transaction, the outcome is none');
 begin;
 insert into effect values (:id);
@@ -131,17 +130,113 @@ select is(queue.retry_later(:id, :claim), 'failed', 'after max_progress yields t
 select is(pg_temp.job(:id), 'failed max_progress 4 0 4', 'with that reason');
 select is(pg_temp.refusal(call), '22023', call) from (values
   ('select queue.retry_later(1, 1, ''infinity'')'), ('select queue.retry_later(1, 1, needs => ''{1,null}'')'), ('select queue.retry_later(1, 1, needs => ''{-1}'')')) v (call);
-select queue.defer('t', options => '{"max_progress": null}') \g /dev/null
-create function pg_temp.yield_often(n integer) returns text language plpgsql as $$
-declare
-  v_text text;
+
+-- The default is 100 yields; null is no limit.
+select queue.defer('hundred') as hundred, queue.defer('endless', options => '{"max_progress": null}') as endless \gset
+do $$
 begin
-  for i in 1 .. n loop
-    select queue.retry_later(f.id, f.claim) into v_text from queue.fetch((select max(w.id) from queue.workers w)) f;
-    if v_text is distinct from 'ready' then
-      return i || ': ' || coalesce(v_text, 'none');
-    end if;
+  for i in 1 .. 101 loop
+    perform queue.retry_later(f.id, f.claim) from queue.fetch((select max(w.id) from queue.workers w), null, 2) f;
+    commit;
   end loop;
-  return 'ready';
 end $$;
-select queue.defer('hundred') as hundred \gset
+select is(pg_temp.job(:hundred), 'failed max_progress 101 0 101', 'without max_progress the 101st yield fails');
+select is((select progress from queue.jobs where id = :endless), 101, 'with null none does');
+select id, claim from queue.fetch(:worker) \gset
+select queue.succeed(:id, :claim) \g /dev/null
+
+-- finish_many
+select queue.defer('m1') as m1, queue.defer('m2') as m2, queue.defer('m3', options => '{"retry": {"base": "1 hour"}}') as m3, queue.defer('m4') as m4,
+  queue.defer('m5') as m5, queue.defer('m6') as m6, queue.defer('m7') as m7 \gset
+select max(claim) as claim from queue.fetch(:worker, null, 10) \gset
+select results_eq(
+  format($$select id, claim, state, error from queue.finish_many(jsonb_build_array(
+    pg_temp.outcome(%1$s, %8$s, 'succeeded', '{"result": {"n": 1}}'), pg_temp.outcome(%2$s, %8$s, 'failed', '{"error": "no", "details": {"x": null}}'),
+    pg_temp.outcome(%3$s, %8$s, 'failed', '{"error": "again", "options": {"priority": 3}}'), pg_temp.outcome(%4$s, %8$s, 'retry_later', '{"at": "2999-01-01T00:00:00Z", "message": "m"}'),
+    pg_temp.outcome(%5$s, %8$s, 'released'), pg_temp.outcome(%6$s, %8$s - 1, 'succeeded'), pg_temp.outcome(%7$s, %8$s, 'aborted', '{"error": "told to"}'),
+    pg_temp.outcome(999999, %8$s, 'failed', '{"error": "x"}'), pg_temp.outcome(999998, 1, 'succeeded'))) order by id$$,
+    :m1, :m2, :m3, :m4, :m5, :m6, :m7, :claim),
+  format($$values (%1$s::bigint, %8$s::bigint, 'succeeded', null), (%2$s, %8$s, 'failed', null), (%3$s, %8$s, 'scheduled', null), (%4$s, %8$s, 'scheduled', null),
+    (%5$s, %8$s, 'ready', null), (%6$s, %8$s - 1, null, 'QJ002'), (%7$s, %8$s, 'cancelled', null), (999998, 1, null, 'QJ002'), (999999, %8$s, null, 'QJ001')$$,
+    :m1, :m2, :m3, :m4, :m5, :m6, :m7, :claim),
+  'finish_many takes every outcome, reports what is refused in its row, and goes on');
+select is(pg_temp.job(:m7), 'cancelled aborted 1 0 1', 'an aborted job is cancelled');
+select queue.tick() \g /dev/null
+select is((select priority from queue.jobs where id = :m3), 3, 'options take effect');
+select is((select result from queue.jobs where id = :m1), '{"n": 1}', 'so do results');
+select is((select details from queue.attempts where job_id = :m2), '{"x": null}', 'and details');
+select is((select state from queue.jobs where id = :m6), 'running', 'what was refused runs on');
+select is_empty('select * from queue.finish_many(''[]'')', 'an empty list is fine');
+
+-- One id twice: only the current claim counts, wherever it stands
+select queue.release(:m6, :claim) \g /dev/null
+select id as z, claim as claim2 from queue.fetch(:worker, options => jsonb_build_object('ids', jsonb_build_array(:m6))) \gset
+select results_eq(
+  format($$select claim, state, error from queue.finish_many(jsonb_build_array(pg_temp.outcome(%1$s, %2$s, 'succeeded', '{"result": 1}'), pg_temp.outcome(%1$s, %3$s, 'succeeded', '{"result": 2}'))) order by claim$$, :z, :claim2, :claim),
+  format($$values (%s::bigint, null, 'QJ002'), (%s, 'succeeded', null)$$, :claim, :claim2), 'a zombie''s claim and the current one in one list');
+select is((select result from queue.jobs where id = :z), '1', 'each with its own result');
+select queue.defer('twice') as twice \gset
+select claim from queue.fetch(:worker, options => jsonb_build_object('ids', jsonb_build_array(:twice))) \gset
+select results_eq(
+  format($$select state, error from queue.finish_many(jsonb_build_array(pg_temp.outcome(%1$s, %2$s, 'failed', '{"error": "e"}'), pg_temp.outcome(%1$s, %2$s, 'succeeded'))) order by state$$, :twice, :claim),
+  $$values ('succeeded', null), (null, 'QJ002')$$, 'a claim ends once within a list too');
+
+-- What is malformed changes nothing
+select queue.defer('good') as good \gset
+select claim from queue.fetch(:worker, options => jsonb_build_object('ids', jsonb_build_array(:good))) \gset
+create function pg_temp.spoilt(bad text) returns text language sql as $$
+  select pg_temp.refusal(format('select * from queue.finish_many(jsonb_build_array(pg_temp.outcome(%1$s, %2$s, ''succeeded''), %3$L::jsonb))', j.id, j.claim, bad))
+  from queue.jobs j where j.task = 'good'
+$$;
+select is(pg_temp.spoilt(bad), '22023', 'malformed: ' || left(bad, 100)) from (values
+  ('1'), ('null'), ('[]'), ('"text"'), ('{}'), ('{"id": 1, "claim": 1}'), ('{"id": 1, "outcome": "succeeded"}'), ('{"claim": 1, "outcome": "succeeded"}'),
+  ('{"id": "one", "claim": 1, "outcome": "succeeded"}'), ('{"id": 1.5, "claim": 1, "outcome": "succeeded"}'), ('{"id": 1e30, "claim": 1, "outcome": "succeeded"}'),
+  ('{"id": [1], "claim": 1, "outcome": "succeeded"}'), ('{"id": null, "claim": 1, "outcome": "succeeded"}'), ('{"id": 1, "claim": 1, "outcome": null}'),
+  ('{"id": 1, "claim": 1, "outcome": "done"}'), ('{"id": 1, "claim": 1, "outcome": "crashed"}'), ('{"id": 1, "claim": 1, "outcome": "retried"}'), ('{"id": 1, "claim": 1, "outcome": 1}'),
+  ('{"id": 1, "claim": 1, "outcome": "succeeded", "extra": 1}'), ('{"id": 1, "claim": 1, "outcome": "failed", "extra": 1}'),
+  ('{"id": 1, "claim": 1, "outcome": "failed", "error": {"a": 1}}'), ('{"id": 1, "claim": 1, "outcome": "failed", "error": 1}'),
+  ('{"id": 1, "claim": 1, "outcome": "retry_later", "message": []}'), ('{"id": 1, "claim": 1, "outcome": "retry_later", "at": "soon"}'),
+  ('{"id": 1, "claim": 1, "outcome": "retry_later", "at": "infinity"}'), ('{"id": 1, "claim": 1, "outcome": "retry_later", "at": 5}'),
+  ('{"id": 1, "claim": 1, "outcome": "retry_later", "needs": 1}'), ('{"id": 1, "claim": 1, "outcome": "retry_later", "needs": ["one"]}'),
+  ('{"id": 1, "claim": 1, "outcome": "retry_later", "needs": [null]}'), ('{"id": 1, "claim": 1, "outcome": "retry_later", "needs": [1.5]}'),
+  ('{"id": 1, "claim": 1, "outcome": "retry_later", "needs": {"1": 1}}'),
+  ('{"id": 1, "claim": 1, "outcome": "failed", "options": []}'), ('{"id": 1, "claim": 1, "outcome": "failed", "options": "x"}'),
+  ('{"id": 1, "claim": 1, "outcome": "failed", "options": {"extra": 1}}'), ('{"id": 1, "claim": 1, "outcome": "failed", "options": {"retryable": "no"}}'),
+  ('{"id": 1, "claim": 1, "outcome": "failed", "options": {"retry_in": "soon"}}'), ('{"id": 1, "claim": 1, "outcome": "failed", "options": {"retry_at": "2030-99-01"}}')) v (bad);
+select is(pg_temp.refusal('select * from queue.finish_many(' || call || ')'), '22023', 'malformed: ' || call) from (values
+  ('null'), ('''{}'''), ('''1'''), ('''"x"'''), ('''null'''), ('''{"id": 1, "claim": 1, "outcome": "succeeded"}''')) v (call);
+select is((select state from queue.jobs where id = :good), 'running', 'all or nothing: the good outcome beside them was not taken');
+
+-- A need that can't be seen, or that closes a circle, is refused in its row
+select queue.defer('other') as other \gset
+select claim as other_claim from queue.fetch(:worker, options => jsonb_build_object('ids', jsonb_build_array(:other))) \gset
+select results_eq(
+  format($$select id, state, error from queue.finish_many(jsonb_build_array(pg_temp.outcome(%1$s, %2$s, 'retry_later', '{"needs": [888888]}'), pg_temp.outcome(%3$s, %4$s, 'succeeded'))) order by id$$,
+         :good, :claim, :other, :other_claim),
+  format($$values (%s::bigint, null, 'QJ001'), (%s, 'succeeded', null)$$, :good, :other), 'a need that is not there');
+select results_eq(
+  format($$select state, error from queue.finish_many(jsonb_build_array(pg_temp.outcome(%1$s, %2$s, 'retry_later', '{"needs": [%1$s]}')))$$, :good, :claim),
+  $$values (null::text, 'QJ005')$$, 'a job that needs itself');
+select is((select count(*) from queue.attempts where job_id = :good), 0::bigint, 'neither left anything');
+select queue.succeed(:good, :claim) \g /dev/null
+
+-- finish_and_fetch
+select queue.defer('f1') as f1, queue.defer('f2') as f2 \gset
+select id, claim from queue.fetch(:worker, options => jsonb_build_object('ids', jsonb_build_array(:f1))) \gset
+select results_eq(
+  format($$select id, task, attempt, error from queue.finish_and_fetch(%4$s, jsonb_build_array(pg_temp.outcome(%1$s, %2$s, 'succeeded'), pg_temp.outcome(%1$s, %2$s - 1, 'failed'), pg_temp.outcome(777777, 1, 'succeeded')), null, 1, '{"ids": [%3$s]}') order by id$$,
+         :f1, :claim, :f2, :worker),
+  format($$values (%s::bigint, null, null, 'QJ002'), (%s, 'f2', 1, null), (777777, null, null, 'QJ002')$$, :f1, :f2),
+  'one round trip: what was refused, and what is to be done next');
+select is((select state from queue.jobs where id = :f1), 'succeeded', 'the outcome counts');
+select is(pg_temp.refusal(format('select * from queue.finish_and_fetch(%s, ''[{"id": 1}]'')', :worker)), '22023', 'malformed outcomes');
+select is(pg_temp.refusal('select * from queue.finish_and_fetch(424242, ''[]'')'), 'QJ007', 'a worker that is not there');
+select is(pg_temp.refusal(format('select * from queue.finish_and_fetch(%s, ''[]'', null, 0)', :worker)), '22023', 'max_jobs of 0');
+select claim from queue.jobs where id = :f2 \gset
+select is(pg_temp.refusal(format('select * from queue.finish_and_fetch(424242, ''[{"id": %s, "claim": %s, "outcome": "succeeded"}]'')', :f2, :claim)), 'QJ007', 'which undoes the outcomes with it');
+select is((select state from queue.jobs where id = :f2), 'running', 'so that they can be sent again');
+select is_empty(format('select * from queue.finish_and_fetch(%s, jsonb_build_array(pg_temp.outcome(%s, %s, ''succeeded'')), ''{nothing*}'')', :worker, :f2, :claim), 'with nothing to do it returns nothing');
+select is((select state from queue.jobs where id = :f2), 'succeeded', 'and has finished');
+select is_empty(format('select * from queue.finish_and_fetch(%s, null, ''{nothing*}'')', :worker), 'NULL for no outcomes');
+
+select * from finish();
