@@ -18,28 +18,29 @@ returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
-  v_task record;
   v_id bigint;
-  v_queue text := defer.queue;
   v_args jsonb := coalesce(defer.args, '{}');
 begin
   if defer.task is null or defer.task = '' or octet_length(defer.task) > 1000 then
     perform queue._check_name('task', defer.task);
   elsif jsonb_typeof(v_args) <> 'object' then
     perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(v_args));
+  elsif octet_length(defer.queue) > 1000 or right(defer.queue, 1) = '*' then
+    perform queue._check_queue(defer.queue);
   end if;
-  select t.is_plain, t.queue, t.priority into v_task from queue.task t where t.name = defer.task;
-  if v_task.is_plain is not false and coalesce(defer.lock, defer.queueing_lock, defer.concurrency_key) is null and defer.options is null
+  if coalesce(defer.lock, defer.queueing_lock, defer.concurrency_key) is null and defer.options is null
     and defer.scheduled_at is null and defer.deadline is null and defer.needs is null and defer.concurrency_limit is null then
-    v_queue := case when v_queue <> '' then v_queue when v_queue = '' then 'default' else coalesce(v_task.queue, 'default') end;
-    if octet_length(v_queue) > 1000 or right(v_queue, 1) = '*' then
-      perform queue._check_queue(v_queue);
-    end if;
+    -- nothing, unless the task has more defaults than a queue and a priority
     insert into queue.job (task, args, queue, priority)
-    values (defer.task, v_args, v_queue, coalesce(defer.priority, v_task.priority, 0))
+    select defer.task, v_args,
+      case when defer.queue is null then coalesce(t.queue, 'default') when defer.queue = '' then 'default' else defer.queue end,
+      coalesce(defer.priority, t.priority, 0)
+    from (select) x left join queue.task t on t.name = defer.task
+    where t.is_plain is not false
     returning id into v_id;
-  else
-    v_id := queue._defer_full(defer.task, v_args, v_queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
+  end if;
+  if v_id is null then
+    v_id := queue._defer_full(defer.task, v_args, defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
                               defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
   end if;
   if not pg_try_advisory_xact_lock_shared(1885824102, 1) then

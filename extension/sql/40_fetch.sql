@@ -159,7 +159,7 @@ begin
     v_found := array(
       select c.id
       from (
-        select l.lane, l.low_deadline, l.low_id, l.priority, m.place
+        select l.lane, l.low_deadline, l.low_id, l.queue, l.priority, m.place
         from queue.lane l
         cross join lateral (
           select min(q.n) as place from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
@@ -173,7 +173,7 @@ begin
           and (v_tasks is null or j.task = any (v_tasks)) and (v_within is null or v.deadline < v_now + v_within)
           and (v_only is null or v.id = any (v_only)) and v.id <> all (v_seen)
         order by v.deadline, v.id limit v_max - cardinality(v_ids)) c
-      order by case when v_listed then l.place end, l.priority desc, c.first_id, c.deadline, c.id
+      order by case when v_listed then l.place end, l.priority desc, min(c.first_id) over (partition by l.queue, l.priority), c.deadline, c.id
       limit v_max - cardinality(v_ids));
     if v_found <> '{}' then
       -- what is met and can't start is not looked at again, so that it hides nothing

@@ -11,11 +11,13 @@ set enable_mergejoin = off set jit = off as $$
 declare
   v_admit record;
   v_start timestamptz := clock_timestamp();
+  v_safe_at timestamptz;
 begin
   perform queue._check_isolation();
   select r.reaped into reaped from queue.reap() r;
   perform queue._check_restore();
   perform queue._lock_admission(true);
+  v_safe_at := queue._safe_at();
   admitted := 0;
   loop
     select a.* into v_admit from queue._admit(1000) a;
@@ -30,7 +32,9 @@ begin
   end;
   pruned := 0;
   begin
-    pruned := queue._prune(1000);
+    if not v_admit.has_more then
+      pruned := queue._prune(1000, v_safe_at);
+    end if;
   exception when others then
     raise warning 'pgdefer: pruning failed: % (%)', sqlerrm, sqlstate;
   end;

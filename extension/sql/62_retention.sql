@@ -22,6 +22,8 @@ create or replace function queue.prune(max_jobs integer default 10000, state tex
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
+declare
+  v_safe_at timestamptz;
 begin
   perform queue._check_isolation();
   if prune.max_jobs is null or prune.max_jobs < 1 then
@@ -33,19 +35,24 @@ begin
   elsif prune.older_than < interval '0' or prune.older_than > interval '10000 years' then
     perform queue._invalid('older_than must not be below 0', 'Pass an interval such as ''30 days''.');
   end if;
+  perform queue._lock_admission(true);
+  v_safe_at := queue._safe_at();
   perform queue._admit_all();
-  return queue._prune(prune.max_jobs, prune.state, coalesce(prune.older_than, interval '0'));
+  return queue._prune(prune.max_jobs, v_safe_at, prune.state, coalesce(prune.older_than, interval '0'));
 end $$;
 comment on function queue.prune(integer, text, interval) is
   'Removes finished jobs whose retention has passed, at most max_jobs, and returns how many. With a state: those of that state that finished older_than ago or before, whatever their retention. Those that unfinished jobs need are kept.';
 
+-- p_safe_at: what _safe_at returned, before everything visible was admitted.
 -- Locks: the caller holds ADM; rows of queue.finished by skip locked.
-create or replace function queue._prune(p_max_jobs integer, p_state text default null, p_older_than interval default null)
+create or replace function queue._prune(p_max_jobs integer, p_safe_at timestamptz, p_state text default null, p_older_than interval default null)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_until timestamptz := least(v_now, p_safe_at);
   v_ids bigint[];
+  v_kept bigint[];
 begin
   if p_state is not null then
     v_ids := array(
@@ -53,13 +60,23 @@ begin
       where f.state = p_state and f.finished_at <= v_now - p_older_than and not queue._is_needed(f.id)
       limit p_max_jobs for update skip locked);
   else
-    v_ids := array(
-      select f.id from queue.finished f where f.purge_at <= v_now and not queue._is_needed(f.id)
-      order by f.purge_at limit p_max_jobs for update skip locked);
-    v_ids := v_ids || array(
+    with due as materialized (
+      select f.id, f.purge_at from queue.finished f where f.purge_at <= v_until
+      order by f.purge_at limit p_max_jobs + 1000 for update skip locked),
+    old as materialized (
       select f.id from queue.finished f
-      where f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days' and not queue._is_needed(f.id)
-      limit greatest(p_max_jobs - cardinality(v_ids), 0) for update skip locked);
+      where f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_until - interval '7 days'
+      limit p_max_jobs + 1000 for update skip locked),
+    asked as materialized (
+      select a.id, a.purge_at, queue._is_needed(a.id) as is_needed
+      from (select d.id, d.purge_at from due d union all select o.id, null from old o) a)
+    select array(select a.id from asked a where not a.is_needed order by a.purge_at limit p_max_jobs),
+      array(select a.id from asked a where a.is_needed)
+    into v_ids, v_kept;
+    if cardinality(v_kept) >= 1000 then
+      -- so many that looking at them each time would cost
+      update queue.finished f set purge_at = v_now + interval '1 minute' where f.id = any (v_kept);
+    end if;
     -- a queue's retention may have been set since
     with kept as (
       update queue.finished f set purge_at = f.finished_at + r.retention
@@ -75,10 +92,44 @@ end $$;
 -- Whether an unfinished job needs this one.
 create or replace function queue._is_needed(p_id bigint)
 returns boolean language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
 begin
-  return exists (
-    select from queue.need d
-    where d.need_id = p_id and not exists (select from queue.finished f where f.id = d.job_id));
+  perform from queue.need d
+  left join lateral (select f.id from queue.finished f where f.id = d.job_id offset 0) f on true
+  where d.need_id = p_id and f.id is null limit 1;
+  return found;
+end $$;
+
+-- Up to when retention may count: whoever named a job as a need before that (_check_needs refuses it from
+-- then on) has ended, and if he committed his job is visible, so that _prune sees the need once everything
+-- visible is admitted. Where no other transaction has an xid that is now; else the moment before the last
+-- up to which every transaction has ended.
+-- Locks: the caller holds ADM.
+create or replace function queue._safe_at()
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_old record;
+  v_safe_at timestamptz;
+begin
+  select h.looked_at, h.looked_xid, h.safe_at, h.looked_xid < pg_snapshot_xmin(pg_current_snapshot()) as is_over into v_old
+  from queue.horizon h;
+  v_safe_at := case when v_old.is_over then v_old.looked_at else v_old.safe_at end;
+  if v_old.is_over and v_old.looked_at < now() - interval '1 s' then
+    update queue.horizon h set looked_at = now(), looked_xid = pg_current_xact_id(), safe_at = v_safe_at;
+  end if;
+  if v_safe_at > v_now - interval '1 minute'
+    and not exists (select from queue.finished f where f.purge_at > v_safe_at and f.purge_at <= v_now) then
+    return v_safe_at;
+  end if;
+  perform from pg_locks l
+  left join pg_stat_activity a on a.pid = l.pid
+  left join pg_prepared_xacts p on l.pid is null and p.transaction = l.transactionid
+  where l.locktype = 'transactionid' and l.mode = 'ExclusiveLock' and l.granted and l.pid is distinct from pg_backend_pid()
+    and (a.datname = current_database() and a.backend_type is distinct from 'autovacuum worker' or p.database = current_database())
+  limit 1;
+  return case when found then v_safe_at else v_now end;
 end $$;
 
 -- Removes every trace of jobs that are finished and in no gate. What was known of them stays with those
@@ -90,6 +141,7 @@ begin
   update queue.need d set deleted_state = case f.state when 'succeeded' then 'succeeded' else 'failed' end
   from queue.finished f where f.id = any (p_ids) and d.need_id = f.id and d.job_id <> all (p_ids);
   delete from queue.need d where d.job_id = any (p_ids);
+  delete from queue.awaited a where a.id = any (p_ids);
   delete from queue.finished f where f.id = any (p_ids);
   delete from queue.attempt a where a.job_id = any (p_ids);
   delete from queue.job_state s where s.id = any (p_ids);

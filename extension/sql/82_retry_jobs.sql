@@ -119,7 +119,6 @@ begin
   on conflict on constraint job_state_pkey do update
     set (attempts, claims, started_at) = (excluded.attempts, s.claims + excluded.claims, coalesce(excluded.started_at, s.started_at));
   perform queue._start_over(p_ids);
-  update queue.need d set is_open = true where d.job_id = any (p_ids) and not d.is_open;
   insert into queue.expiry (id, at)
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();

@@ -109,15 +109,15 @@ begin
   return query
     select j.id, j.task, j.args, j.queue, j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
     from (
-      select c.id, l.priority, c.deadline, c.first_id
+      select c.id, l.priority, c.deadline, min(c.first_id) over (partition by l.queue, l.priority) as first_id
       from queue.lane l
       cross join lateral (
-        select v.id, v.deadline, min(v.id) over () as first_id from queue.live v
+        select v.id, v.deadline, first_value(v.id) over (order by v.deadline, v.id) as first_id from queue.live v
         where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
         order by v.deadline, v.id limit peek.n) c
       where (l.paused_until is null or l.paused_until <= clock_timestamp())
         and (peek.queues is null or exists (select from unnest(peek.queues) q where queue._matches(l.queue, q)))
-      order by l.priority desc, c.first_id, c.deadline, c.id limit peek.n) c
+      order by l.priority desc, first_id, c.deadline, c.id limit peek.n) c
     join queue.jobs j on j.id = c.id
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
@@ -155,8 +155,7 @@ begin
     where j.xid < c.next_xid and j.xid <> all (c.in_flight)
       and not exists (select from queue.live v where v.id = j.id) and not exists (select from queue.finished f where f.id = j.id)
       and not exists (select from queue.waiting w where w.id = j.id)
-      and not exists (select from queue.lock_member m left join queue.job_state s on s.id = j.id
-                      where m.lock = coalesce(s.lock, j.lock) and m.id = j.id)
+      and not exists (select from queue.lock_member m where m.id = j.id)
       and not exists (select from queue.handover h where h.job_id = j.id)
       and not exists (select from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid);
   return query
@@ -166,6 +165,18 @@ begin
   return query
     select 'in a lane that is missing'::text, v.id, format('lane %s', v.lane)
     from queue.live v where not exists (select from queue.lane l where l.lane = v.lane);
+  return query
+    select 'in another lane than its queue and priority have'::text, v.id, format('lane %s', v.lane)
+    from queue.live v join queue.lane l on l.lane = v.lane
+    join queue.job j on j.id = v.id left join queue.job_state s on s.id = v.id
+    where v.claim is null
+      and ((l.queue, l.priority) <> (coalesce(s.queue, j.queue), coalesce(s.priority, j.priority))
+           or v.deadline <> coalesce(s.deadline, j.deadline, 'infinity'));
+  return query
+    select 'a job with a lock that it has not joined'::text, j.id, coalesce(s.lock, j.lock)
+    from (select v.id from queue.live v union all select w.id from queue.waiting w where w.reason <> 'parked') x
+    join queue.job j on j.id = x.id left join queue.job_state s on s.id = x.id
+    where coalesce(s.lock, j.lock) <> '' and not exists (select from queue.lock_member m where m.id = j.id and m.lock = coalesce(s.lock, j.lock));
   return query
     select 'member of a lock though finished'::text, m.id, m.lock
     from queue.lock_member m join queue.finished f on f.id = m.id
@@ -219,6 +230,12 @@ begin
     from queue.queueing_lock k join queue.job j on j.id = k.job_id
     where exists (select from queue.finished f where f.id = j.id)
       or j.flags & 256 <> 0 and exists (select from queue.live v where v.id = j.id and v.claim is not null);
+  return query
+    select 'not one row'::text, null::bigint, x.name
+    from (select 'admission'::text as name, count(*) as n from queue.admission union all
+          select 'cursor', count(*) from queue.cursor union all
+          select 'installation', count(*) from queue.installation) x
+    where x.n <> 1;
   return query
     select 'claimed by a worker that never was'::text, v.id, format('worker %s', v.worker_id)
     from queue.live v where v.claim is not null and v.worker_id is null;

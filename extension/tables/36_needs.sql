@@ -21,8 +21,8 @@ create table queue.awaited (
   constraint awaited_pkey primary key (id)
 );
 
--- Before safe_at, retention may count: whoever saw an older job that was to be kept, and could need it, has
--- ended. looked_at and looked_xid: the next such moment, once every transaction up to that one has ended.
+-- Up to when retention counts (62_retention.sql): safe_at, or looked_at once every transaction up to
+-- looked_xid has ended.
 create table queue.horizon (
   is_only boolean not null default true,
   looked_at timestamptz not null default '-infinity',

@@ -31,6 +31,8 @@ from rich.table import Table
 from . import _sql
 from ._app import App
 from ._connect import Connection, Source
+from ._errors import PgDeferError
+from ._execute import execute
 from ._worker import Worker
 
 __all__ = ["run"]
@@ -55,10 +57,12 @@ def run(source: Source, *, concurrency: int, limit: int | None, console: Console
     )
     dsn = source.conninfo()
     with psycopg.connect(dsn, autocommit=True) as connection:
+        if connection.execute(_sql.DEMO_LOCK.psycopg).fetchone() != (True,):
+            raise PgDeferError("another demo runs on this database")
         connection.execute(_sql.DEMO_PREPARE.psycopg)
         (last,) = connection.execute(_sql.DEMO_LAST_ID.psycopg).fetchone() or (0,)
         console.print("ready.")
-        demo = Demo(App(dsn), connection, concurrency, limit)
+        demo = Demo(App(dsn), connection, last, concurrency, limit)
         asyncio.run(demo.run(console))
         show(connection, last, console)
 
@@ -67,10 +71,11 @@ class Demo:
     """The two tasks, and one run of them."""
 
     def __init__(
-        self, app: App, connection: Connection, concurrency: int, limit: int | None
+        self, app: App, connection: Connection, last: int, concurrency: int, limit: int | None
     ) -> None:
         self.app = app
         self.connection = connection
+        self.last = last
         self.root = Path(sysconfig.get_paths()["stdlib"])
         self.limit = limit
         self.local = threading.local()
@@ -117,6 +122,16 @@ class Demo:
                     self.digest.defer_with(self.connection, path)
             self.deferred += len(taken)
 
+    async def is_over(self, deferring: asyncio.Task[None]) -> bool:
+        """Whether everything that was deferred has run, or deferring has failed."""
+        if deferring.exception() is not None:
+            return True
+        rows = await asyncio.to_thread(
+            execute, self.connection, _sql.DEMO_UNFINISHED, {"after": self.last}
+        )
+        unfinished: int = rows[0][0]
+        return unfinished == 0
+
     async def run(self, console: Console) -> None:
         """Defer and work side by side until everything has run."""
         self.app.open()
@@ -138,7 +153,7 @@ class Demo:
                 rate = f"{done / (time.monotonic() - begun):,.0f} jobs/s"
                 total = 2 * self.deferred if deferring.done() else None
                 progress.update(bar, completed=done, total=total, rate=rate)
-                if deferring.done() and (done >= 2 * self.deferred or deferring.exception()):
+                if deferring.done() and await self.is_over(deferring):
                     self.worker.stop()
                     break
                 await asyncio.sleep(0.05)

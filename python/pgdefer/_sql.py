@@ -145,11 +145,19 @@ DEMO_PREPARE = Statement("""
 DEMO_ADD_FILE = Statement("""
     insert into pgdefer_demo.file (path, folder, bytes, lines, sha256, blake2b, ms)
     values (:path, :folder, :bytes, :lines, :sha256, :blake2b, :ms)
+    on conflict (path) do nothing
 """)
 
 DEMO_ADD_TO_FOLDER = Statement("""
     insert into pgdefer_demo.folder as f (folder, files, bytes) values (:folder, 1, :bytes)
     on conflict (folder) do update set files = f.files + 1, bytes = f.bytes + excluded.bytes
+""")
+
+DEMO_LOCK = Statement("select pg_try_advisory_lock(1885824102, 100)")
+
+DEMO_UNFINISHED = Statement("""
+    select count(*) from queue.jobs
+    where id > :after and state not in ('succeeded', 'failed', 'cancelled')
 """)
 
 DEMO_LAST_ID = Statement("select coalesce(max(id), 0) from queue.jobs")

@@ -1,6 +1,6 @@
 -- Fetching: order, patterns, options, refusals, and plans on a large, skewed table.
 
-select plan(71);
+select plan(72);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -60,6 +60,9 @@ select queue.defer('1'), queue.defer('2', concurrency_key => 'k', concurrency_li
 select is(pg_temp.run(), '1 2 3 4 5 6 7 8 9', 'jobs with and without keys and locks stand in one order');
 select queue.defer('1'), queue.defer('2', concurrency_key => 'k', concurrency_limit => 9), queue.defer('3'), queue.defer('4', concurrency_key => 'k', concurrency_limit => 9) \g /dev/null
 select is(concat_ws(' ', pg_temp.run(2), pg_temp.run(1), pg_temp.run(1)), '1 2 3 4', 'in small batches too');
+
+select queue.defer('1'), queue.defer('2', concurrency_key => 'k', concurrency_limit => 9), queue.defer('3'), queue.defer('4', concurrency_key => 'k', concurrency_limit => 9) \g /dev/null
+select is(pg_temp.run(options => '{"order": "mixed"}'), '1 2 3 4', 'and with options');
 
 -- Between queues of equal priority the one whose first job is oldest goes first.
 select queue.defer('z1', queue => 'z'), queue.defer('a1', queue => 'a'), queue.defer('z2', queue => 'z'), queue.defer('a2', queue => 'a'), queue.defer('m1', queue => 'm', priority => 1) \g /dev/null

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""How fast one worker process drains no-op async jobs, beside Procrastinate and pgqueuer.
+
+    bench/bench_worker.py [--runs N] [--only TEXT] [--jobs N] [--sweep] [--pin] [--check]
+
+All on one server that syncs to disk, in turn, each run in a database and a process of its own, from
+the start of the first job to the end of the last in the database. The others are installed into a
+virtual environment of this benchmark, .tools/bench-venv, in the versions of workers/requirements.txt.
+With --sweep other settings than the best ones are tried, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from common import ROOT, Bench, Report, arguments, bench, short, spread
+
+WORKERS = Path(__file__).resolve().parent / "workers"
+REQUIREMENTS = WORKERS / "requirements.txt"
+VENV = ROOT / ".tools" / "bench-venv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """A worker with one setting: its concurrency, or the size of its batches."""
+
+    system: str
+    setting: str
+
+    @property
+    def name(self) -> str:
+        kind = "batches of" if self.system == "pgqueuer" else "concurrency"
+        return f"{self.system}, {kind} {self.setting}"
+
+
+OURS = Worker("pgdefer", "default")
+OURS_BEST = Worker("pgdefer", "200")
+PROCRASTINATE = Worker("procrastinate", "10")
+PGQUEUER = Worker("pgqueuer", "100")
+MAIN = [OURS, OURS_BEST, PROCRASTINATE, PGQUEUER]
+SWEEP = [
+    *(Worker("pgdefer", setting) for setting in ("10", "50", "100", "400", "1000")),
+    *(Worker("procrastinate", setting) for setting in ("1", "5", "20", "50")),
+    *(Worker("pgqueuer", setting) for setting in ("10", "50", "200", "1000")),
+]
+# Of ours at its best.
+LIMITS = {PROCRASTINATE: 15.0, PGQUEUER: 0.8}
+
+
+def peers() -> Path:
+    """Return the Python of the virtual environment with the others, made where it is missing."""
+    python = VENV / "bin" / "python"
+    stamp = VENV / "requirements.txt"
+    wanted = REQUIREMENTS.read_text()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"Installing {REQUIREMENTS.relative_to(ROOT)} into {VENV.relative_to(ROOT)}")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "-r", REQUIREMENTS], check=True)
+        stamp.write_text(wanted)
+    return python
+
+
+def drain(on: Bench, worker: Worker, jobs: int) -> float:
+    """Return jobs per second."""
+    ours = worker.system == "pgdefer"
+    with on.fresh("ours" if ours else "template1") as database:
+        done = subprocess.run(
+            [
+                *on.client_prefix(),
+                sys.executable if ours else peers(),
+                WORKERS / f"drain_{worker.system}.py",
+                *(on.server.dsn(database), str(jobs), worker.setting),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        sys.exit(f"{worker.name} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return jobs / float(found["ended"] - found["begun"])
+
+
+def main() -> None:
+    parser = arguments(__doc__, runs=5)
+    parser.add_argument("--jobs", type=int, default=20_000)
+    parser.add_argument("--sweep", action="store_true", help="try more settings")
+    options = parser.parse_args()
+    workers = [worker for worker in MAIN + SWEEP * options.sweep if options.only in worker.name]
+    if any(worker.system != "pgdefer" for worker in workers):
+        peers()
+    rates: dict[Worker, list[float]] = {worker: [] for worker in workers}
+    with bench(options) as on:
+        for _ in range(options.runs):
+            for worker in workers:
+                rates[worker].append(drain(on, worker, options.jobs))
+    print(f"{f'{options.jobs:,} no-op jobs, one worker':<38}{'jobs/s, median (min-max)':>26}")
+    for worker, found in rates.items():
+        print(f"{worker.name:<38}{spread(found):>26}")
+    print()
+    report = Report()
+    report.heading(OURS_BEST.name, "the other")
+    for other, limit in LIMITS.items():
+        for ours in (OURS, OURS_BEST):
+            if rates.get(ours) and rates.get(other):
+                name = f"{ours.setting} : {other.system}"
+                report.compare(
+                    name, rates[ours], rates[other], limit if ours == OURS_BEST else None
+                )
+    report.end(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The command line, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from pgdefer import App, __version__
+from pgdefer.cli import Exit
+
+from .conftest import Jobs
+
+MODULE = """
+import time
+from pgdefer import App
+
+app = App({dsn!r})
+
+@app.task(name="add")
+async def add(a: int, b: int) -> int:
+    return a + b
+
+@app.task(name="stuck")
+def stuck() -> None:
+    print("started", flush=True)
+    time.sleep(60)
+"""
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+NOWHERE = "postgresql://127.0.0.1:1/nowhere?connect_timeout=1"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+    env |= {"PGDEFER_HOME": str(tmp_path / "home"), "COLUMNS": "100"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pgdefer", *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=env,
+            timeout=60,
+        )
+
+    return run
+
+
+def test_version(run: Run, dsn: str) -> None:
+    done = run("version")
+    assert (done.returncode, done.stdout) == (0, f"client {__version__}\n")
+    done = run("version", "--dsn", dsn)
+    assert (done.returncode, done.stdout) == (0, f"client {__version__}\ndatabase {__version__}\n")
+
+
+@pytest.mark.unchecked("there is nothing to check")
+@pytest.mark.parametrize("form", ["auto", "plain"])
+def test_install(run: Run, blank_dsn: str, form: str) -> None:
+    assert run("version", "--dsn", blank_dsn).returncode == Exit.NOT_INSTALLED
+    done = run("install", "--dsn", blank_dsn, "--form", form)
+    assert done.returncode == 0, done.stderr
+    assert f"pgdefer {__version__} is installed" in done.stdout
+    again = run("install", "--dsn", blank_dsn, "--form", form)
+    assert (again.returncode, again.stdout) == (
+        0,
+        f"pgdefer {__version__} was installed already.\n",
+    )
+    with psycopg.connect(blank_dsn, autocommit=True) as connection:
+        connection.execute("select queue.defer('t')")
+        assert connection.execute("select * from queue.check()").fetchall() == []
+
+
+def test_a_worker(run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path) -> None:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn="postgresql://nowhere.invalid/x"))
+    app.defer("add", {"a": 1, "b": 2}, queue="x1")
+    app.defer("add", {"a": 3, "b": 4}, queue="y")
+    app.defer("add", {"a": 5, "b": 6}, queue="z")
+    done = run("worker", "-A", "mod:app", "--dsn", dsn, "--queues", "x*,y", "--drain")
+    assert done.returncode == 0, done.stderr
+    assert [(row["state"], row["result"]) for row in jobs()] == [
+        ("succeeded", 3),
+        ("succeeded", 7),
+        ("ready", None),
+    ]
+    assert "secret" not in done.stderr
+
+
+def test_a_worker_that_gave_jobs_back_says_so(
+    dsn: str, jobs: Jobs, app: App, tmp_path: Path
+) -> None:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=dsn))
+    app.defer("stuck")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pgdefer", "worker", "-A", "mod"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGQUIT)
+    assert process.wait(10) == Exit.GAVE_BACK
+    process.stdout.close()
+    assert list(jobs.states().values()) == ["ready"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["worker"], Exit.USAGE, "Missing option"),
+        (["worker", "-A", "no_such_module:app"], Exit.NO_APP, "No module named"),
+        (["worker", "-A", "json:dumps"], Exit.NO_APP, "json:dumps is no App"),
+        (["worker", "-A", "json"], Exit.NO_APP, "json holds 0 Apps"),
+        (["install", "--dsn", NOWHERE], Exit.UNREACHABLE, "onnection refused"),
+        (["version", "--dsn", NOWHERE], Exit.UNREACHABLE, "onnection refused"),
+        (["install", "--form", "other"], Exit.USAGE, "Invalid value"),
+    ],
+)
+def test_what_went_wrong_is_in_the_exit_code(
+    run: Run, arguments: list[str], code: Exit, message: str
+) -> None:
+    done = run(*arguments)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.unchecked("there is nothing to check")
+def test_a_worker_on_a_database_without_the_queue(run: Run, blank_dsn: str, tmp_path: Path) -> None:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=blank_dsn))
+    done = run("worker", "-A", "mod:app")
+    assert done.returncode == Exit.NOT_INSTALLED
+    assert "pgdefer install" in done.stderr
+
+
+def test_the_demo(run: Run, dsn: str) -> None:
+    done = run("demo", "--dsn", dsn, "--limit", "30")
+    assert done.returncode == 0, done.stderr
+    assert "demo.digest" in done.stdout
+    assert "60 jobs in" in done.stdout
+    assert "30 files" in done.stdout
+    assert "failed" not in done.stdout

@@ -1,0 +1,141 @@
+-- Sleeping: what a worker may wait for, and the latch as one session sees it (several: isolation/latch.spec).
+
+select plan(44);
+
+create function pg_temp.refusal(call text) returns text language plpgsql as $$
+declare
+  v_hint text;
+begin
+  execute call;
+  return 'accepted';
+exception when others then
+  get stacked diagnostics v_hint = pg_exception_hint;
+  return sqlstate || case when v_hint = '' then ' without a hint' else '' end;
+end $$;
+
+-- The latch and the lock of those who lean on it, as this session holds them.
+create function pg_temp.held() returns text language sql as $$
+  select coalesce(string_agg(format('%s %s', l.objid, l.mode), ', ' order by l.objid), 'nothing')
+  from pg_locks l
+  where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.classid = 1885824102
+    and l.database = (select d.oid from pg_database d where d.datname = current_database())
+$$;
+
+select queue.register_worker('w') as worker \gset
+select queue.register_worker('poller', info => '{"listen": false}') as poller \gset
+select queue.register_worker('gone') as gone \gset
+select queue.deregister_worker(:gone) \g /dev/null
+
+select is(pg_temp.refusal('select queue.before_sleep(null)'), 'QJ007', 'no worker');
+select is(pg_temp.refusal('select queue.before_sleep(999999)'), 'QJ007', 'a worker that never was');
+select is(pg_temp.refusal(format('select queue.before_sleep(%s)', :gone)), 'QJ007', 'a worker that is gone');
+
+-- The sentinel
+select is((select (s.may_sleep, s.wait_for, s.channels)::text from queue.before_sleep(:worker) s), format('(t,00:00:05,"{pgdefer,pgdefer_worker_%s}")', :worker), 'may sleep on both channels, and looks again after 5 s');
+select is(pg_temp.held(), '1 ExclusiveLock', 'who sleeps alone holds the latch');
+select is((select s.may_sleep from queue.before_sleep(:worker) s), true, 'again');
+select is(pg_temp.held(), '1 ExclusiveLock', 'holds it once');
+select queue.after_sleep(:worker) \g /dev/null
+select is(pg_temp.held(), 'nothing', 'after_sleep gives it back');
+select lives_ok(format('select queue.after_sleep(%s)', :worker), 'again');
+select is(pg_temp.held(), 'nothing', 'does nothing');
+select queue.before_sleep(:worker) \g /dev/null
+select lives_ok(format('select queue.after_sleep(%s)', :gone), 'after_sleep of whichever worker');
+select is(pg_temp.held(), 'nothing', 'gives back what its session holds');
+
+-- Producers
+begin;
+select queue.defer('t');
+select is(pg_temp.held(), '1 ShareLock', 'a producer holds the latch shared');
+select queue.defer('t'), queue.defer_many('[{"task": "t"}]');
+select is(pg_temp.held(), '1 ShareLock', 'until its transaction ends');
+rollback;
+select is(pg_temp.held(), 'nothing', 'not longer');
+create table public.thing (id integer);
+create trigger t after insert on public.thing for each row execute function queue.defer_trigger('t');
+begin;
+insert into public.thing values (1);
+select is(pg_temp.held(), '1 ShareLock', 'in a trigger too');
+rollback;
+
+-- Who does not listen
+select is((select (s.may_sleep, s.wait_for, s.channels)::text from queue.before_sleep(:poller) s), '(t,00:00:01,{})', 'a worker that does not listen looks each second');
+select is(pg_temp.held(), 'nothing', 'and takes no lock');
+set pgdefer.notify = off;
+select is((select (s.may_sleep, s.wait_for, s.channels)::text from queue.before_sleep(:worker) s), '(t,00:00:01,{})', 'nor does any where notifications are off');
+select is(pg_temp.held(), 'nothing', 'without a lock either');
+reset pgdefer.notify;
+
+-- When it must look again
+create function pg_temp.wait_for(otherwise interval default '0') returns interval language plpgsql as $$
+declare
+  v_wait interval;
+begin
+  select s.wait_for into v_wait from queue.before_sleep((select w.id from queue.workers w where w.name = 'w')) s;
+  perform queue.after_sleep(1);
+  return v_wait;
+end $$;
+create function pg_temp.fetch() returns bigint language sql as $$
+  select count(*) from queue.fetch((select w.id from queue.workers w where w.name = 'w'), null, 100)
+$$;
+select is(pg_temp.wait_for(), interval '5 s', 'nothing is due');
+select queue.defer('t') \g /dev/null
+select is(pg_temp.wait_for(), interval '0', 'a job that is not admitted: at once');
+select is(pg_temp.fetch(), 1::bigint, 'fetched');
+select is(pg_temp.wait_for(), interval '5 s', 'not any more');
+select queue.defer('t', scheduled_at => clock_timestamp() + interval '3 s') as id \gset
+select pg_temp.fetch() \g /dev/null
+select ok(pg_temp.wait_for() between interval '0 s' and interval '3 s', 'a schedule: until its time');
+select queue.defer('t', scheduled_at => clock_timestamp() + interval '2 s') as id2 \gset
+select pg_temp.fetch() \g /dev/null
+select ok(pg_temp.wait_for() between interval '0 s' and interval '2 s', 'the nearest');
+select queue.cancel(:id), queue.cancel(:id2) \g /dev/null
+select is(pg_temp.wait_for(), interval '5 s', 'cancelled ones are not waited for');
+select queue.defer('t', scheduled_at => clock_timestamp() + interval '1 hour') as id \gset
+select pg_temp.fetch() \g /dev/null
+select is(pg_temp.wait_for(), interval '5 s', 'those far off cost nothing');
+select queue.pause('q', clock_timestamp() + interval '2 s') \g /dev/null
+select queue.defer('t', queue => 'q') as paused \gset
+select pg_temp.fetch() \g /dev/null
+select ok(pg_temp.wait_for() between interval '0 s' and interval '2 s', 'the end of a pause');
+select queue.resume('q') \g /dev/null
+select is(pg_temp.fetch(), 1::bigint, 'resumed');
+select is(pg_temp.wait_for(), interval '5 s', 'is no end any more');
+select queue.defer('t', options => jsonb_build_object('expires_at', clock_timestamp() + interval '2 s'), queue => 'unserved') as id \gset
+select queue.fetch(:worker, array['none']) \g /dev/null
+select ok(pg_temp.wait_for() between interval '0 s' and interval '2 s', 'the end of a job''s life');
+select queue.cancel(:id) \g /dev/null
+select queue.extend(j.id, j.claim, interval '2 s') from queue.jobs j where j.id = :paused \g /dev/null
+select ok(pg_temp.wait_for() between interval '0 s' and interval '2 s', 'the end of a lease');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.id = :paused \g /dev/null
+select is(pg_temp.wait_for(), interval '5 s', 'which ends with its claim');
+
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 't', 'scheduled_at', '2999-01-01Z')) from generate_series(1, 500) n)) \g /dev/null
+begin;
+select queue._lock_admission(true) \g /dev/null
+select queue._admit(100) \g /dev/null
+commit;
+select is(pg_temp.wait_for(), interval '0', 'a backlog: at once');
+select is(pg_temp.fetch(), 0::bigint, 'until it is read');
+select is(pg_temp.wait_for(), interval '5 s', 'not any more');
+
+begin;
+select queue.defer('t');
+select pg_temp.wait_for() \g /dev/null
+commit;
+select is(pg_temp.held(), 'nothing', 'a producer that sleeps itself is left with nothing');
+
+-- Settings of the session that a function must not trip over
+select set_config('pgdefer.sleeper', 'nonsense', false) \g /dev/null
+select is((select s.may_sleep from queue.before_sleep(:worker) s), true, 'nonsense in the session''s setting: it sleeps');
+select queue.after_sleep(:worker) \g /dev/null
+select is(pg_temp.held(), 'nothing', 'and wakes');
+select set_config('pgdefer.sleeper', 'sentinel', false) \g /dev/null
+set client_min_messages = error;
+select lives_ok(format('select queue.after_sleep(%s)', :worker), 'a state that is not true does no harm');
+select is(pg_temp.held(), 'nothing', 'to anybody');
+reset client_min_messages;
+select is((select s.may_sleep from queue.before_sleep(:worker) s), true, 'and it sleeps again');
+select is(pg_temp.held(), '1 ExclusiveLock', 'with the latch');
+
+select * from finish();
