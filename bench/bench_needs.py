@@ -35,9 +35,7 @@ NEEDS = 3
 CHUNK = 1000
 
 DEFER = "select id from queue.defer_many(%s) with ordinality d (id, n) order by n"
-TURN = (
-    "select t.id, t.claim, t.error from queue.finish_and_fetch(%s, %s, max_jobs => %s) t"
-)
+TURN = "select t.id, t.claim, t.error from queue.finish_and_fetch(%s, %s, max_jobs => %s) t"
 EARLY = """
 select count(*) from queue.need d
 join queue.finished j on j.id = d.job_id join queue.finished n on n.id = d.need_id
@@ -125,9 +123,7 @@ def databases(dsn: str | None) -> Iterator:
         with psycopg.connect(dsn, autocommit=True) as admin:
             base = admin.info.dbname
         with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as admin:
-            yield lambda: copy_of(
-                admin.execute, base, lambda name: make_conninfo(dsn, dbname=name)
-            )
+            yield lambda: copy_of(admin.execute, base, lambda name: make_conninfo(dsn, dbname=name))
 
 
 def report(name: str, jobs: int, deferring: float, running: float, first: float | None) -> float:
@@ -143,7 +139,9 @@ def report(name: str, jobs: int, deferring: float, running: float, first: float 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--dsn", help="a database with pgdefer to copy, instead of a server of its own")
+    parser.add_argument(
+        "--dsn", help="a database with pgdefer to copy, instead of a server of its own"
+    )
     parser.add_argument("--jobs", type=int, nargs="*", default=[1000, 10_000, 100_000])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=50)

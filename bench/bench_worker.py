@@ -4,8 +4,8 @@
     bench/bench_worker.py [--runs N] [--only TEXT] [--jobs N] [--sweep] [--pin] [--check]
 
 All on one server that syncs to disk, in turn, each run in a database and a process of its own, from
-the start of the first job to the end of the last in the database. The others are installed into a
-virtual environment of this benchmark, .tools/bench-venv, in the versions of workers/requirements.txt.
+the start of the first job to the end of the last in the database. The others live in a virtual
+environment of this benchmark's own, .tools/bench-venv, in the versions of workers/requirements.txt.
 With --sweep other settings than the best ones are tried, too.
 """
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import ROOT, Bench, Report, arguments, bench, short, spread
+from common import ROOT, Bench, Report, arguments, bench, spread
 
 WORKERS = Path(__file__).resolve().parent / "workers"
 REQUIREMENTS = WORKERS / "requirements.txt"
@@ -47,7 +47,6 @@ SWEEP = [
     *(Worker("procrastinate", setting) for setting in ("1", "5", "20", "50")),
     *(Worker("pgqueuer", setting) for setting in ("10", "50", "200", "1000")),
 ]
-# Of ours at its best.
 LIMITS = {PROCRASTINATE: 15.0, PGQUEUER: 0.8}
 
 
@@ -60,7 +59,11 @@ def peers() -> Path:
         print(f"Installing {REQUIREMENTS.relative_to(ROOT)} into {VENV.relative_to(ROOT)}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-r", REQUIREMENTS], check=True)
+        done = subprocess.run(
+            [*pip, "-r", REQUIREMENTS], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            sys.exit(f"pip failed:\n{done.stderr}")
         stamp.write_text(wanted)
     return python
 
@@ -104,14 +107,12 @@ def main() -> None:
         print(f"{worker.name:<38}{spread(found):>26}")
     print()
     report = Report()
-    report.heading(OURS_BEST.name, "the other")
+    report.heading("pgdefer", "the other")
     for other, limit in LIMITS.items():
         for ours in (OURS, OURS_BEST):
             if rates.get(ours) and rates.get(other):
-                name = f"{ours.setting} : {other.system}"
-                report.compare(
-                    name, rates[ours], rates[other], limit if ours == OURS_BEST else None
-                )
+                name = f"{ours.setting} : {other.name}"
+                report.compare(name, rates[ours], rates[other], limit)
     report.end(options)
 
 

@@ -1,4 +1,4 @@
-"""Drains no-op jobs by one worker of pgdefer: DSN JOBS CONCURRENCY; prints when it began and ended."""
+"""Drains no-op jobs by one worker of pgdefer: DSN JOBS CONCURRENCY."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def main(dsn: str, jobs: int, concurrency: int | None) -> None:
             "select count(*), extract(epoch from max(finished_at))::float8 from queue.finished"
             " where state = 'succeeded'"
         ).fetchone()
-    assert row is not None and row[0] == jobs == count, (row, count)
+    assert row is not None
+    assert row[0] == jobs == count, (row, count)
     print(json.dumps({"begun": begun[0], "ended": row[1]}))
 
 

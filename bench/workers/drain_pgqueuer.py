@@ -60,7 +60,8 @@ def main(dsn: str, jobs: int, batch: int) -> None:
             "select count(*), extract(epoch from max(created))::float8 from pgqueuer_log"
             " where status = 'successful'"
         ).fetchone()
-    assert row is not None and row[0] == jobs, row
+    assert row is not None
+    assert row[0] == jobs, row
     print(json.dumps({"begun": begun[0], "ended": row[1]}))
 
 

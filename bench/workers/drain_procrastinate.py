@@ -46,7 +46,8 @@ def main(dsn: str, jobs: int, concurrency: int) -> None:
             "select count(*), extract(epoch from max(at))::float8 from procrastinate_events"
             " where type = 'succeeded'"
         ).fetchone()
-    assert row is not None and row[0] == jobs, row
+    assert row is not None
+    assert row[0] == jobs, row
     print(json.dumps({"begun": begun[0], "ended": row[1]}))
 
 

@@ -56,6 +56,11 @@ begin
   returning c.max_running, c.retain into v_max_running, v_retain;
   update queue.lane l set extra_flags = case when v_retain is null then l.extra_flags & ~512 else l.extra_flags | 512 end
   where l.queue = configure_queue.name;
+  if v_retain is not null then
+    update queue.live v set flags = v.flags | 512
+    where v.id = any (array(select v.id from queue.lane l join queue.live v on v.lane = l.lane
+                            where l.queue = configure_queue.name and v.flags & 512 = 0 for update of v skip locked));
+  end if;
   perform queue._limit_queue(configure_queue.name, v_max_running);
   if configure_queue.options ? 'paused' then
     if (configure_queue.options ->> 'paused')::boolean then

@@ -232,6 +232,37 @@ begin
                      nullif(p_job -> 'options', 'null'));
 end $$;
 
+-- to_jsonb calls a type's cast to json, with the rights of the queue's owner: so it must be a superuser's
+-- or the owner's own.
+-- Raises: 22023 when a column's type, or one inside it, has another.
+create or replace function queue._check_casts(p_table oid)
+returns void language plpgsql stable parallel safe security invoker as $$
+declare
+  v_type regtype;
+begin
+  with recursive part as (
+    select a.atttypid as type from pg_attribute a where a.attrelid = p_table and a.attnum > 0 and not a.attisdropped
+    union
+    select x.type
+    from part p
+    join pg_type t on t.oid = p.type
+    cross join lateral (
+      select t.typbasetype union all select t.typelem union all
+      select a.atttypid from pg_attribute a where a.attrelid = t.typrelid and a.attnum > 0 and not a.attisdropped) x (type)
+    where x.type <> 0)
+  select p.type into v_type
+  from part p
+  join pg_cast c on c.castsource = p.type and c.casttarget = 'json'::regtype
+  join pg_proc f on f.oid = c.castfunc
+  join pg_roles r on r.oid = f.proowner
+  where not r.rolsuper and r.rolname <> current_user
+  limit 1;
+  if found then
+    perform queue._invalid('a column has a type whose cast to json is not to be trusted', 'Let a superuser own the cast''s function, or drop the cast.',
+                           format('type: %s', v_type));
+  end if;
+end $$;
+
 -- Locks and errors: as defer.
 create or replace function queue.defer_trigger()
 returns trigger language plpgsql volatile parallel unsafe security definer
@@ -253,6 +284,9 @@ begin
     end;
     perform queue._check_keys('defer_trigger''s second argument', v_keys, array['queue', 'priority', 'lock', 'queueing_lock',
       'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
+  end if;
+  if exists (select from pg_attribute a where a.attrelid = tg_relid and a.attnum > 0 and a.atttypid >= 16384) then
+    perform queue._check_casts(tg_relid);
   end if;
   v_row := case when tg_op = 'DELETE' then to_jsonb(old) else to_jsonb(new) end;
   perform queue._defer_json(v_keys || jsonb_build_object('task', tg_argv[0], 'args', v_row));

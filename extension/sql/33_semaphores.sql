@@ -131,7 +131,8 @@ create or replace function queue._is_discarded(p_id bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   return exists (select from queue.job j where j.id = p_id and j.options ->> 'on_limit' = 'discard')
-    and not exists (select from queue.job_state s where s.id = p_id and s.claims > 0);
+    and not exists (select from queue.job_state s where s.id = p_id and s.claims > 0)
+    and queue._is_settled(p_id);
 end $$;
 
 -- Makes semaphores that are missing and sets their limits.

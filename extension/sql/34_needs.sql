@@ -450,7 +450,7 @@ begin
   return jsonb_build_object('needs', to_jsonb(v_needs));
 end $$;
 
--- Whether one of p_needs at last needs p_id, by needs that have not succeeded.
+-- Whether one of p_needs at last needs p_id. Needs that have succeeded count: they may be retried.
 create or replace function queue._closes_circle(p_id bigint, p_needs bigint[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
@@ -462,20 +462,25 @@ begin
     with recursive walk (id) as (
       select n from unnest(p_needs) n
       union
-      select d.id from walk w cross join lateral queue._direct_needs(w.id) d where w.id <> p_id)
+      select d.id
+      from walk w
+      cross join lateral (
+        (select d.need_id as id from queue.need d where d.job_id = w.id offset 0)
+        union all
+        (select n from (select j.needs from queue.job j where j.id = w.id offset 0) j cross join lateral unnest(j.needs) n)) d
+      where w.id <> p_id)
     select from walk w where w.id = p_id);
 end $$;
 
--- What a job needs, admitted or not, if it has not succeeded.
+-- What a job needs, admitted or not.
 create or replace function queue._direct_needs(p_id bigint)
 returns table (id bigint) language plpgsql stable parallel safe security invoker rows 5 as $$
 #variable_conflict use_column
 begin
-  if exists (select from queue.finished f where f.id = p_id and f.state = 'succeeded') then
-    return;
-  end if;
-  return query select d.need_id from queue.need d where d.job_id = p_id
-    union select n from queue.job j cross join lateral unnest(j.needs) n where j.id = p_id;
+  return query
+    select d.need_id from queue.need d where d.job_id = p_id
+    union
+    select n from queue.job j cross join lateral unnest(j.needs) n where j.id = p_id;
 end $$;
 
 -- The shortest circle that p_needs would close: p_id, what it would need, and so on to p_id.

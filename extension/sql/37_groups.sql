@@ -94,7 +94,6 @@ begin
   if p_dependents then
     return query select d.job_id from queue.need d where d.need_id = p_id;
   else
-    return query select d.need_id from queue.need d where d.job_id = p_id
-      union select n from queue.job j cross join lateral unnest(j.needs) n where j.id = p_id;
+    return query select d.id from queue._direct_needs(p_id) d;
   end if;
 end $$;

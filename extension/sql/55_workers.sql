@@ -120,7 +120,10 @@ begin
   where w.id = any (array(select w.id from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after < v_now for update skip locked));
   -- whoever may have seen them alive
   update queue.worker w
-  set waits_for = array(select l.virtualtransaction from pg_locks l where l.locktype = 'virtualxid' and l.pid <> pg_backend_pid())
+  set waits_for = array(
+    select l.virtualtransaction from pg_locks l join pg_stat_activity a on a.pid = l.pid
+    where l.locktype = 'virtualxid' and l.pid <> pg_backend_pid() and a.backend_type <> 'autovacuum worker'
+      and a.datid = (select d.oid from pg_database d where d.datname = current_database()))
   where w.id = any (array(select w.id from queue.worker w
                           where w.gone_at < v_now and w.is_clear and w.waits_for is null and w.xmin <> pg_current_xact_id()::xid for update skip locked));
   v_last := array(

@@ -73,7 +73,7 @@ declare
   v_id bigint;
 begin
   foreach v_id in array p_ids loop
-    if queue._take_out(v_id) is not null then
+    if queue._is_settled(v_id) and coalesce(queue._take_out(v_id), 'log') <> 'log' then
       perform queue._conclude(v_id, 'cancelled', 'expired', null);
     elsif exists (select from queue.finished f where f.id = v_id) then
       delete from queue.expiry e where e.id = v_id;

@@ -1,11 +1,13 @@
 -- Operating on jobs that may be anywhere.
 --
--- Lock order: the job's row in queue.live first (waiting for whoever ends or claims it), then ADM, then
--- the rest. Once ADM is held the job can only move by a claim, which skips the locked row.
+-- Lock order: the job's row in queue.live first (waiting for whoever ends or claims it), and its queueing
+-- lock's (waiting for whoever replaces it), then ADM, then the rest. Once ADM is held the job can only move
+-- by a claim, which skips the locked row. Under ADM nothing is waited for that another transaction could
+-- hold long: not these rows, nor queue.job_state of a job that is being finished.
 
 -- Takes an unfinished, not running job out of wherever it is, with its slot and ready counts, but not out
--- of its lock. Returns where it was (live, or a reason of queue.waiting, turn, or log: not yet admitted),
--- NULL when it runs, is finished, another holds its row, or the end of its claim is not settled yet.
+-- of its lock. Returns where it was (live, or a reason of queue.waiting, turn, or log: it has yet to be
+-- admitted and stays there, so that it can only be written about, in queue.job_state), NULL when it runs, is finished, another holds its row, or the end of its claim is not settled yet.
 -- Locks: the caller holds ADM; the row of queue.live by skip locked.
 create or replace function queue._take_out(p_id bigint)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
@@ -59,9 +61,12 @@ begin
   insert into queue.finished (id, finished_at, attempts, state, reason, error)
   select p_id, v_now, coalesce(s.attempts, 0), p_state, p_reason, p_error
   from (select) x left join queue.job_state s on s.id = p_id;
-  select j.flags | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null
+  select j.flags | coalesce(s.extra_flags, 0) | case when c.retain is not null then 512 else 0 end | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null
                           or (select a.id from queue.awaited a where a.id = j.id) is not null then 4096 else 0 end into v_flags
-  from queue.job j where j.id = p_id;
+  from queue.job j
+  left join queue.job_state s on s.id = j.id
+  left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue)
+  where j.id = p_id;
   perform queue._close(array[p_id], array[v_flags], v_now);
   if v_flags & 3 <> 0 then
     perform queue._leave_locks(array[p_id], false);
@@ -69,6 +74,22 @@ begin
   if v_flags & 4096 <> 0 then
     perform queue._needs_changed(array[p_id]);
   end if;
+end $$;
+
+-- Whether nobody is replacing a job just now; if so, nobody can before this transaction ends.
+-- Locks: the caller holds ADM; the row of its queueing lock by skip locked.
+create or replace function queue._is_settled(p_id bigint)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_key text;
+begin
+  select j.queueing_lock into v_key from queue.job j where j.id = p_id;
+  if v_key is null then
+    return true;
+  end if;
+  perform from queue.queueing_lock k where k.key = v_key and k.job_id = p_id for update skip locked;
+  return found or not exists (select from queue.queueing_lock k where k.key = v_key and k.job_id = p_id);
 end $$;
 
 -- Cancels admitted jobs that are in no gate.
@@ -116,8 +137,8 @@ begin
     perform queue._tell_abort(cancel.id, v_live.claim, v_live.worker_id, 'cancelled');
     return 'running';
   end if;
-  if queue._take_out(cancel.id) is null then
-    perform queue._invalid_state(cancel.id, queue._state(cancel.id), 'Only a job that is not finished can be cancelled.');
+  if coalesce(queue._take_out(cancel.id), 'log') = 'log' then
+    perform queue._invalid_state(cancel.id, queue._state(cancel.id), 'Only a job that is not finished, and whose defer has committed, can be cancelled.');
   end if;
   perform queue._conclude(cancel.id, 'cancelled', 'cancelled', null);
   perform queue._announce();
@@ -176,7 +197,7 @@ set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
   perform queue._reach(hold.id);
-  if queue._take_out(hold.id) is null then
+  if coalesce(queue._take_out(hold.id), 'log') = 'log' then
     perform queue._invalid_state(hold.id, queue._state(hold.id), 'Only a job that has not started can be held; cancel a running one with abort.');
   end if;
   insert into queue.waiting (id, reason) values (hold.id, 'held');
@@ -215,6 +236,8 @@ begin
     perform queue._job_not_found(p_id);
   end if;
   perform from queue.live v where v.id = p_id for update;
+  perform from queue.queueing_lock k
+  where k.job_id = p_id and k.key = (select j.queueing_lock from queue.job j where j.id = p_id) for update;
   perform queue._admit_all();
 end $$;
 

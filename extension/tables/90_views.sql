@@ -24,7 +24,8 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
     when w.reason = 'upstream_failed' then 'upstream_failed'
     when w.reason in ('slot', 'parked') then 'blocked'
     when w.reason = 'task_paused' then 'ready'
-    when m.id is not null and m.is_passed then 'blocked'
+    when m.id is not null and m.is_passed
+      and not (s.claims > 0 and exists (select from queue.handover h where h.job_id = j.id and h.kind = 'again')) then 'blocked'
     when j.flags & 32 <> 0 and s.id is null then 'held'
     when coalesce(s.scheduled_at, j.scheduled_at) > clock_timestamp() then 'scheduled'
     when j.needs is not null and s.id is null then 'waiting'
@@ -36,7 +37,8 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
     when w.reason = 'task_paused' or v.id is not null and l.paused_until > clock_timestamp() then 'paused'
     when w.reason = 'slot' then case left(w.key, 1) when 'm' then 'lock' else 'limit' end
     when w.reason = 'parked' then 'backlog'
-    when w.id is null and v.id is null and m.is_passed then 'lock'
+    when w.id is null and v.id is null and m.is_passed
+      and not (s.claims > 0 and exists (select from queue.handover h where h.job_id = j.id and h.kind = 'again')) then 'lock'
   end as reason,
   coalesce(s.args, j.args) as args, coalesce(s.priority, j.priority) as priority, nullif(coalesce(s.lock, j.lock), '') as lock,
   j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs, coalesce(s.deadline, j.deadline) as deadline,

@@ -139,6 +139,9 @@ class Listener(Link):
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
             return 1.0
+        if self._lock.locked():
+            # It does what was due, and hears nothing until that is done.
+            return 0.05
         try:
             rows = await self._exchange(_sql.BEFORE_SLEEP, worker=worker, queues=queues)
             _, wait_for, channels = rows[0]

@@ -109,6 +109,7 @@ class Worker:
         self._running: set[JobContext] = set()
         self._outcomes: list[tuple[JobContext, str]] = []
         self._sending: list[tuple[JobContext, str]] = []
+        self._lone: JobContext | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._is_starting = False
         self._is_stopping = False
@@ -234,6 +235,8 @@ class Worker:
             except LostError as error:
                 log.warning("the connection was lost: %s", error)
                 self._suspicion = [self._loop.time() + delay for delay in SUSPICION]
+                if self._is_stopping and not self._running and not self._outcomes:
+                    return
                 if self._at_once.is_set() and not self._running:
                     log.error("%d outcomes could not be reported", len(self._outcomes))
                     return
@@ -287,17 +290,20 @@ class Worker:
                 is_drained = False
             else:
                 if self.drain and not self._running:
-                    self.stop()
+                    if not await self._fetch_alone():
+                        self.stop()
                     continue
                 is_drained = await self._sleep(free)
 
     def _free(self) -> int:
-        if self._is_stopping:
+        if self._is_stopping or self._lone is not None:
             return 0
         return self.concurrency - len(self._running) - len(self._claimed)
 
     async def _sleep(self, free: int) -> bool:
         """Sleep until there may be something to do. Returns whether there is nothing to fetch."""
+        if not self._running and await self._fetch_alone():
+            return False
         self._was_hinted = False
         link = self._listener if self._listens else None
         if link is None:
@@ -315,6 +321,21 @@ class Worker:
             elif wait_for > 0:
                 self._spawn(self._tick())
         return False
+
+    async def _fetch_alone(self) -> bool:
+        """Fetch one of the jobs that nothing else may run beside: those that crashed before."""
+        worker = self._registered()
+        rows = await self._ask(
+            _sql.FETCH, worker=worker, queues=self.queues, max_jobs=1, options='{"alone": true}'
+        )
+        if not rows or self.id != worker:
+            return False
+        job = self._lone = JobContext(self.app, *rows[0])
+        if self._is_stopping:
+            self._give_back(job)
+        else:
+            self._start(job)
+        return True
 
     async def _before_sleep(self, listener: Listener) -> float:
         try:
@@ -446,7 +467,11 @@ class Worker:
     async def _look_for_lost_claims(self) -> None:
         """Give back claims whose answer was lost: the database holds them, and nobody runs them."""
         del self._suspicion[0]
-        rows = await self._ask(_sql.CLAIMS, worker=self._registered())
+        try:
+            rows = await self._link.call(_sql.CLAIMS, worker=self._registered())
+        except psycopg.Error as error:
+            log.warning("claims whose answer was lost can't be looked for: %s", error)
+            return
         known = {(job.id, job.claim) for job in [*self._running, *self._claimed]}
         known |= {(job.id, job.claim) for job, _ in self._outcomes}
         lost = [(id, claim) for id, claim in rows if (id, claim) not in known]
@@ -656,6 +681,8 @@ class Worker:
         if job._timer is not None:
             job._timer.cancel()
             job._timer = None
+        if job is self._lone:
+            self._lone = None
         if job._is_released:
             return
         self._running.discard(job)

@@ -186,7 +186,7 @@ select results_eq(
 select queue.defer('good') as good \gset
 select claim from queue.fetch(:worker, options => jsonb_build_object('ids', jsonb_build_array(:good))) \gset
 create function pg_temp.spoilt(bad text) returns text language sql as $$
-  select pg_temp.refusal(format('select * from queue.finish_many(jsonb_build_array(pg_temp.outcome(%1$s, %2$s, ''succeeded''), %3$L::jsonb))', j.id, j.claim, bad))
+  select pg_temp.refusal(format('select * from queue.finish_many(jsonb_build_array(%3$L::jsonb, pg_temp.outcome(%1$s, %2$s, ''succeeded'')))', j.id, j.claim, bad))
   from queue.jobs j where j.task = 'good'
 $$;
 select is(pg_temp.spoilt(bad), '22023', 'malformed: ' || left(bad, 100)) from (values

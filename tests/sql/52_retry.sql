@@ -1,6 +1,6 @@
 -- Retry policies and their tables, options of fail, crashes, and the limits of what is kept.
 
-select plan(999);
+select plan(183);
 
 select queue.register_worker('w') as worker \gset
 

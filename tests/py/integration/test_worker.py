@@ -416,3 +416,21 @@ async def test_rows_are_fetched_again(app: App, jobs: Jobs, dsn: str, is_async: 
         ("failed", None, f"DecodeError: the row {__name__}:User 2 has gone"),
     ] * 2
     assert threading.main_thread() not in threads
+
+
+async def test_polling_where_nobody_can_be_woken(dsn: str, jobs: Jobs, conn: Connection) -> None:
+    app = App(dsn, pgbouncer=True)
+
+    @app.task
+    async def task() -> None: ...
+
+    async with running(app) as worker:
+        await until(lambda: worker.id)
+        listening = conn.execute(
+            "select count(*) from pg_stat_activity where query like 'listen%'"
+        ).fetchone()
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            await task.defer_async()
+            await jobs.end()
+    assert listening == (0,)

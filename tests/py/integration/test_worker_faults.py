@@ -424,3 +424,31 @@ async def test_a_server_that_is_killed_comes_back(tmp_path: Path) -> None:
             shown = conn.execute("select state, count(*) from queue.jobs group by state").fetchall()
             assert conn.execute("select * from queue.check()").fetchall() == []
         assert shown == [("succeeded", 210)]
+
+
+async def test_a_job_that_crashed_runs_alone(app: App, jobs: Jobs, conn: Connection) -> None:
+    now: set[int] = set()
+    beside: dict[int, set[int]] = {}
+
+    @app.task(name="t")
+    async def task() -> None:
+        me = current_job().id
+        now.add(me)
+        for other in now:
+            beside.setdefault(other, set()).update(now - {other})
+        await asyncio.sleep(0.02)
+        now.discard(me)
+
+    suspect = await task.defer_async()
+    conn.execute("select queue.register_worker('dead')")
+    dead = conn.execute("select max(id) from queue.worker").fetchone()
+    assert dead is not None
+    assert len(conn.execute("select * from queue.fetch(%s)", dead).fetchall()) == 1
+    conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 h'")
+    conn.execute("select queue.reap()")
+    task.defer_many([{}] * 20)
+    async with running(app, concurrency=4):
+        rows = await jobs.end()
+    assert {row["state"] for row in rows} == {"succeeded"}
+    assert beside.get(suspect.id, set()) == set()
+    assert any(beside.values())

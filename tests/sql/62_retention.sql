@@ -1,0 +1,148 @@
+-- Retention: from completion, by state, queue, task and job; what is needed stays; what is locked is passed by.
+
+select plan(49);
+
+select queue.register_worker('w') as worker \gset
+
+create function pg_temp.refusal(call text) returns text language plpgsql as $$
+declare
+  v_hint text;
+begin
+  execute call;
+  return 'accepted';
+exception when others then
+  get stacked diagnostics v_hint = pg_exception_hint;
+  return sqlstate || case when v_hint = '' then ' without a hint' else '' end;
+end $$;
+
+-- Runs a deferred job to its end.
+create function pg_temp.run(id bigint, outcome text) returns void language plpgsql as $$
+begin
+  perform queue.finish_many(jsonb_build_array(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', outcome)))
+  from queue.fetch((select max(w.id) from queue.workers w), null, 1, jsonb_build_object('ids', jsonb_build_array(run.id))) f;
+end $$;
+
+-- Time passes for whatever is finished.
+create function pg_temp.pass(by interval) returns void language sql as $$
+  update queue.finished f set finished_at = f.finished_at - by, purge_at = f.purge_at - by
+$$;
+
+create function pg_temp.kept() returns text language sql as $$ select string_agg(j.task, ' ' order by j.id) from queue.jobs j $$;
+
+-- The defaults: succeeded 7 days, failed and cancelled until asked for
+select queue.defer('succeeded') as a, queue.defer('failed') as b, queue.defer('cancelled') as c, queue.defer('unfinished', scheduled_at => '2999-01-01') as d \gset
+select pg_temp.run(:a, 'succeeded'), pg_temp.run(:b, 'failed'), queue.cancel(:c) \g /dev/null
+update queue.job set created_at = created_at - interval '1 year';
+select is(queue.prune(), 0, 'retention counts from completion: an old job is kept as any other');
+select pg_temp.pass('6 days 23 hours');
+select is(queue.prune(), 0, 'within 7 days nothing goes');
+select pg_temp.pass('2 hours');
+select is((select pruned from queue.tick()), 1, 'tick prunes what has passed');
+select is(pg_temp.kept(), 'failed cancelled unfinished', 'succeeded jobs after 7 days');
+select pg_temp.pass('10 years');
+select is(queue.prune(), 0, 'failed and cancelled ones are kept');
+select is(pg_temp.refusal(call), '22023', call) from (values
+  ('select queue.prune(0)'), ('select queue.prune(-1)'), ('select queue.prune(null)'), ('select queue.prune(10, ''running'')'), ('select queue.prune(10, ''ready'')'), ('select queue.prune(10, '''')'),
+  ('select queue.prune(10, null, ''1 day'')'), ('select queue.prune(10, ''failed'', ''-1 day'')'), ('select queue.prune(10, ''failed'', ''200000 years'')')) v (call);
+begin isolation level repeatable read;
+select is(pg_temp.refusal('select queue.prune()'), 'QJ008', 'prune in REPEATABLE READ');
+rollback;
+select is(queue.prune(state => 'failed', older_than => '11 years'), 0, 'on request: those that are older');
+select is(queue.prune(state => 'failed', older_than => '9 years'), 1, 'than what is said');
+select is(queue.prune(state => 'cancelled'), 1, 'or all of a state');
+select is(pg_temp.kept(), 'unfinished', 'and no other');
+select is_empty('select * from queue.attempt', 'with their attempts');
+select is_empty('select * from queue.job_state', 'and all else');
+
+-- The job's own, the task's, the queue's
+select queue.register_task('of task', '{"retain": "3 days"}');
+select queue.configure_queue('brief', '{"retain": "1 hour"}');
+select queue.configure_queue('long', '{"retain": "30 days"}');
+select queue.defer('own', options => '{"retain": "10 minutes"}') as own, queue.defer('own failed', options => '{"retain": 600}') as own_failed, queue.defer('of task') as of_task,
+  queue.defer('brief', queue => 'brief') as brief, queue.defer('brief failed', queue => 'brief') as brief_failed, queue.defer('brief cancelled', queue => 'brief') as brief_cancelled,
+  queue.defer('long', queue => 'long') as long, queue.defer('own in brief', queue => 'brief', options => '{"retain": "2 hours"}') as own_in_brief, queue.defer('default') as def,
+  queue.defer('at once', options => '{"retain": 0}') as at_once \gset
+select pg_temp.run(:own, 'succeeded'), pg_temp.run(:own_failed, 'failed'), pg_temp.run(:of_task, 'succeeded'), pg_temp.run(:brief, 'succeeded'), pg_temp.run(:brief_failed, 'failed'),
+  queue.cancel(:brief_cancelled), pg_temp.run(:long, 'succeeded'), pg_temp.run(:own_in_brief, 'succeeded'), pg_temp.run(:def, 'succeeded'), pg_temp.run(:at_once, 'succeeded') \g /dev/null
+select is(queue.prune(), 1, 'retain 0 goes with the next pruning');
+select pg_temp.pass('11 minutes');
+select is(queue.prune(), 2, 'a job''s own retention, whatever its end');
+select pg_temp.pass('1 hour');
+select is(queue.prune(), 3, 'its queue''s, whatever its end');
+select is(pg_temp.kept(), 'unfinished of task long own in brief default', 'a job''s own goes before its queue''s');
+select pg_temp.pass('1 hour');
+select is(queue.prune(), 1, 'and passes too');
+select pg_temp.pass('3 days');
+select is(queue.prune(), 1, 'its task''s');
+select pg_temp.pass('4 days');
+select is(queue.prune(), 1, 'the default');
+select is(pg_temp.kept(), 'unfinished long', 'a queue may keep for longer');
+select pg_temp.pass('30 days');
+select is(queue.prune(), 1, 'and then no more');
+-- a queue's retention that is set after its jobs were deferred, or finished
+select queue.defer('late', queue => 'late') as before, queue.defer('late', queue => 'late') as ended \gset
+select pg_temp.run(:ended, 'succeeded') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.configure_queue('late', '{"retain": "20 days"}');
+select pg_temp.run(:before, 'succeeded') \g /dev/null
+select pg_temp.pass('8 days');
+select is(queue.prune(), 0, 'a longer retention counts for those that have finished before it was set');
+select pg_temp.pass('13 days');
+select is(queue.prune(), 2, 'until it has passed');
+select queue.defer('late', queue => 'late2') as before \gset
+select queue.tick() \g /dev/null
+select queue.configure_queue('late2', '{"retain": "1 hour"}');
+select pg_temp.run(:before, 'succeeded') \g /dev/null
+select pg_temp.pass('2 hours');
+select is(queue.prune(), 1, 'a shorter one for those that finish after it');
+
+-- What an unfinished job needs is kept
+select queue.defer('need') as need, queue.defer('need too') as need2 \gset
+select queue.defer('other', scheduled_at => '2999-01-01') as other \gset
+select queue.defer('dependent', needs => array[:need, :other]) as dependent, queue.defer('second dependent', needs => array[:need2, :other]) as dependent2 \gset
+select pg_temp.run(:need, 'succeeded'), pg_temp.run(:need2, 'succeeded') \g /dev/null
+select queue.defer('free') as free \gset
+select pg_temp.run(:free, 'succeeded') \g /dev/null
+select pg_temp.pass('8 days');
+select is(queue.prune(1), 1, 'the needed ones do not hide the others');
+select is(pg_temp.kept(), 'unfinished need need too other dependent second dependent', 'and are kept');
+select is(queue.prune(state => 'succeeded'), 0, 'on request too');
+select queue.cancel(:dependent) \g /dev/null
+select is(queue.prune(), 1, 'until nothing unfinished needs them');
+select results_eq(format('select deleted_state from queue.need where job_id = %s and need_id = %s', :dependent, :need), array['succeeded'], 'a finished dependent knows what became of them');
+select is(queue.prune(state => 'cancelled'), 1, 'and goes');
+select is_empty(format('select * from queue.need where job_id = %s', :dependent), 'with all it knew');
+select queue.cancel(:dependent2), queue.cancel(:other) \g /dev/null
+select is(queue.prune(), 1, 'the rest');
+select queue.prune(state => 'cancelled') \g /dev/null
+-- needed by a job that no worker has admitted yet
+select queue.defer('need') as need \gset
+select pg_temp.run(:need, 'succeeded') \g /dev/null
+select queue.defer('dependent', needs => array[:need, :d]) as dependent \gset
+select pg_temp.pass('8 days');
+select is(queue.prune(), 0, 'what a new job needs is kept as well');
+select queue.cancel(:dependent) \g /dev/null
+
+-- At most max_jobs, oldest retention first
+select queue.prune() \g /dev/null
+select queue.defer('n' || n, options => jsonb_build_object('retain', n || ' minutes')) from generate_series(1, 5) n \g /dev/null
+select count(pg_temp.run(id, 'succeeded')) from queue.jobs where task like 'n_' \g /dev/null
+select pg_temp.pass('1 hour');
+select is(queue.prune(2), 2, 'at most max_jobs');
+select is(pg_temp.kept(), 'unfinished dependent n3 n4 n5', 'those whose time passed first');
+select is(queue.prune(), 3, 'the next call goes on');
+select is_empty('select * from queue.check()', 'everything is in order');
+
+-- One that was retried has its retention anew
+select queue.defer('again', options => '{"retain": "1 hour"}') as id \gset
+select pg_temp.run(:id, 'failed') \g /dev/null
+select pg_temp.pass('50 minutes');
+select queue.retry(array[:id]) \g /dev/null
+select is(queue.prune(), 0, 'a retried job is not pruned');
+select pg_temp.run(:id, 'failed') \g /dev/null
+select pg_temp.pass('50 minutes');
+select is(queue.prune(), 0, 'its retention counts from its last completion');
+select pg_temp.pass('20 minutes');
+select is(queue.prune(), 1, 'and passes');
+
+select * from finish();
