@@ -45,15 +45,16 @@ begin
   v_rate_per := queue._interval('per', v_rate -> 'per');
   v_retain := queue._interval('retain', configure_queue.options -> 'retain');
   perform queue._admit_all();
-  insert into queue.queue_config as c (queue, max_running, rate_limit, rate_per, retain)
-  values (configure_queue.name, v_max_running, v_rate_limit, v_rate_per, v_retain)
+  insert into queue.queue_config as c (queue, max_running, rate_limit, rate_per, retain, limited_at)
+  values (configure_queue.name, v_max_running, v_rate_limit, v_rate_per, v_retain, clock_timestamp())
   on conflict on constraint queue_config_pkey do update
-    set (max_running, rate_limit, rate_per, retain)
+    set (max_running, rate_limit, rate_per, retain, limited_at)
       = (case when configure_queue.options ? 'max_running' then excluded.max_running else c.max_running end,
          case when configure_queue.options ? 'rate' then excluded.rate_limit else c.rate_limit end,
          case when configure_queue.options ? 'rate' then excluded.rate_per else c.rate_per end,
-         case when configure_queue.options ? 'retain' then excluded.retain else c.retain end)
-  returning c.max_running, c.retain into v_max_running, v_retain;
+         case when configure_queue.options ? 'retain' then excluded.retain else c.retain end,
+         excluded.limited_at)
+  returning c.retain into v_retain;
   update queue.lane l set extra_flags = case when v_retain is null then l.extra_flags & ~512 else l.extra_flags | 512 end
   where l.queue = configure_queue.name;
   if v_retain is not null then
@@ -61,53 +62,46 @@ begin
     where v.id = any (array(select v.id from queue.lane l join queue.live v on v.lane = l.lane
                             where l.queue = configure_queue.name and v.flags & 512 = 0 for update of v skip locked));
   end if;
-  perform queue._limit_queue(configure_queue.name, v_max_running);
+  perform queue._limit_queue(configure_queue.name);
   if configure_queue.options ? 'paused' then
-    if (configure_queue.options ->> 'paused')::boolean then
-      perform queue.pause(configure_queue.name);
-    else
-      perform queue.resume(configure_queue.name);
-    end if;
+    perform queue._set_pause(configure_queue.name, null, (configure_queue.options ->> 'paused')::boolean, null);
   end if;
   perform queue._announce();
 end $$;
 comment on function queue.configure_queue(text, jsonb) is
   'Sets a queue''s own limits: max_running, rate {"limit", "per"} (never more starts in any window of that length), retain, paused. Keys that are absent keep their value, null removes a limit.';
 
--- Moves what is ready in a queue to limited lanes when it has limits, and counts what runs.
+-- Makes a queue's lanes limited ones when it has limits, and counts what runs in max_running.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
-create or replace function queue._limit_queue(p_queue text, p_max_running integer)
+-- Why no start stays uncounted: whoever claimed while the limit was set holds a row that is skipped here, or
+-- can't be seen yet. _repair counts again for a minute, and as long as rows are skipped.
+create or replace function queue._limit_queue(p_queue text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_key text := 'q' || p_queue;
-  v_ids bigint[];
-  v_is_limited boolean;
+  v_config record;
+  v_running bigint[];
+  v_counted bigint[];
 begin
-  v_is_limited := exists (select from queue.queue_config c where c.queue = p_queue and (c.max_running is not null or c.rate_limit is not null));
-  if v_is_limited then
-    with gone as (
-      delete from queue.live v
-      where v.id = any (array(select v.id from queue.lane l join queue.live v on v.lane = l.lane
-                              where l.queue = p_queue and l.kind = 0 and v.claim is null for update of v skip locked))
-      returning v.id)
-    select array_agg(g.id) into v_ids from gone g;
-    if v_ids is not null then
-      perform queue._keep_turns(v_ids);
-      perform queue._to_slots(v_ids);
-    end if;
+  select c.max_running, c.rate_limit into v_config from queue.queue_config c where c.queue = p_queue;
+  if v_config.rate_limit is null then
+    delete from queue.rate_start r where r.queue = p_queue;
+  else
+    delete from queue.rate_start r
+    where r.queue = p_queue and r.no <= (select max(x.no) - v_config.rate_limit from queue.rate_start x where x.queue = p_queue);
   end if;
-  update queue.lane l set is_closed = v_is_limited where l.queue = p_queue and l.kind = 0;
-  if p_max_running is not null then
-    perform queue._set_slots(array[v_key], array[p_max_running]);
-    with counted as (
-      update queue.live v set flags = v.flags | 16384
-      where v.id = any (array(select v.id from queue.lane l join queue.live v on v.lane = l.lane
-                              where l.queue = p_queue and v.claim is not null and v.flags & 16384 = 0 for update of v skip locked))
-      returning v.id)
-    select array_agg(c.id) into v_ids from counted c;
-    if v_ids is not null then
-      perform queue._add_used(array[v_key], array[cardinality(v_ids)]);
+  if v_config.max_running is not null or v_config.rate_limit is not null then
+    update queue.lane l set kind = 1 where l.queue = p_queue and l.kind = 0;
+  end if;
+  if v_config.max_running is not null then
+    v_running := array(
+      select v.id from queue.lane l join queue.live v on v.lane = l.lane
+      where l.queue = p_queue and v.claim is not null and v.flags & 16384 = 0);
+    v_counted := array(select v.id from queue.live v where v.id = any (v_running) and v.claim is not null for update skip locked);
+    update queue.live v set flags = v.flags | 16384 where v.id = any (v_counted);
+    perform queue._add_slots(array['q' || p_queue], null, array[cardinality(v_counted)], null, null, null);
+    if cardinality(v_counted) < cardinality(v_running) then
+      update queue.queue_config c set limited_at = clock_timestamp() where c.queue = p_queue;
     end if;
   end if;
 end $$;
@@ -125,7 +119,7 @@ begin
   insert into queue.queue_config (queue) values (create_queue.name) on conflict on constraint queue_config_pkey do nothing;
   v_is_new := found;
   if v_is_new and create_queue.paused then
-    perform queue.pause(create_queue.name);
+    perform queue._set_pause(create_queue.name, null, true, null);
   end if;
   return v_is_new;
 end $$;
@@ -150,12 +144,15 @@ begin
   return queue._set_pause(resume.queue, resume.task, false, null);
 end $$;
 comment on function queue.resume(text, text) is
-  'Ends a pause of the queue or task; the latest call of pause and resume that matches a queue wins. Returns how many unfinished, not running jobs it concerns.';
+  'Ends a pause of the queue or task; the latest call of pause and resume that matches a queue wins. Without a task it ends the pauses of tasks on those queues too; with one, a pause of the queue stays. Returns how many unfinished, not running jobs it concerns.';
 
+-- The calls whose queues and tasks a later one covers need not be kept.
+-- Locks: ADM, waited for; rows of queue.live by skip locked. Raises: 22023, QJ008.
 create or replace function queue._set_pause(p_queue text, p_task text, p_is_paused boolean, p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
+  v_queue text := nullif(p_queue, '*');
   v_ids bigint[];
 begin
   perform queue._check_isolation();
@@ -166,29 +163,51 @@ begin
     perform queue._check_name('task', p_task);
   end if;
   perform queue._admit_all();
-  delete from queue.pause p where p.queue is not distinct from p_queue and p.task is not distinct from p_task;
-  insert into queue.pause (queue, task, is_paused, until) values (p_queue, p_task, p_is_paused, p_until);
+  delete from queue.pause p
+  where (v_queue is null or p.queue = v_queue or right(v_queue, 1) = '*' and starts_with(p.queue, left(v_queue, -1)))
+    and (p.task is not distinct from p_task or p_task is null and not p_is_paused)
+    and (p.is_paused or not p_is_paused or p_task is not null or not exists (select from queue.pause t where t.task is not null));
+  insert into queue.pause (queue, task, is_paused, until)
+  select v_queue, p_task, p_is_paused, p_until where p_is_paused or exists (select from queue.pause);
   if p_task is null then
     update queue.lane l set paused_until = queue._paused_until(l.queue)
-    where p_queue is null or queue._matches(l.queue, p_queue);
-  elsif p_is_paused then
+    where v_queue is null or queue._matches(l.queue, v_queue);
+  end if;
+  if p_task is not null and p_is_paused then
     -- what is ready of the task leaves queue.live, so that fetch does not meet it
+    v_ids := array(
+      select v.id from queue.live v join queue.job j on j.id = v.id left join queue.job_state s on s.id = v.id
+      where j.task = p_task and v.claim is null and (v_queue is null or queue._matches(coalesce(s.queue, j.queue), v_queue)));
     with gone as (
-      select v.id, queue._take_out(v.id) as place from queue.live v join queue.job j on j.id = v.id
-      where j.task = p_task and v.claim is null and (p_queue is null or queue._matches(j.queue, p_queue)))
-    select array_agg(g.id) into v_ids from gone g where g.place is not null;
+      delete from queue.live v
+      where v.id = any (array(select v.id from queue.live v where v.id = any (v_ids) and v.claim is null and v.flags & 7 = 0 for update skip locked))
+      returning v.id)
+    insert into queue.waiting (id, reason, at) select g.id, 'task_paused', p_until from gone g;
+    v_ids := array(select v.id from queue.live v where v.id = any (v_ids) and queue._take_out(v.id) is not null);
     perform queue._route(v_ids, false);
-  else
+  elsif not p_is_paused then
     with gone as (
-      delete from queue.waiting w where w.reason = 'task_paused'
-        and exists (select from queue.job j where j.id = w.id and j.task = p_task) returning w.id)
+      delete from queue.waiting w
+      where w.reason = 'task_paused'
+        and exists (select from queue.job j left join queue.job_state s on s.id = j.id
+                    where j.id = w.id and (p_task is null or j.task = p_task)
+                      and (v_queue is null or queue._matches(coalesce(s.queue, j.queue), v_queue)))
+      returning w.id)
     select array_agg(g.id order by g.id) into v_ids from gone g;
     perform queue._route(v_ids, false);
   end if;
+  perform queue._resume_schedules();
   perform queue._announce();
-  return (select count(*) from queue.jobs j
-          where j.state in ('ready', 'blocked', 'scheduled', 'waiting', 'upstream_failed', 'held')
-            and (p_queue is null or queue._matches(j.queue, p_queue)) and (p_task is null or j.task = p_task));
+  return (
+    select count(*)
+    from (select v.id from queue.live v where v.claim is null
+          union all select w.id from queue.waiting w
+          union all select m.id from queue.lock_member m
+          where not exists (select from queue.live v where v.id = m.id) and not exists (select from queue.waiting w where w.id = m.id)) u
+    join queue.job j on j.id = u.id
+    left join queue.job_state s on s.id = u.id
+    where (v_queue is null or queue._matches(coalesce(s.queue, j.queue), v_queue)) and (p_task is null or j.task = p_task)
+      and not exists (select from queue.handover h where h.job_id = u.id and h.kind = 'ended'));
 end $$;
 
 -- Of jobs those whose task is not paused; the others wait.
@@ -219,7 +238,7 @@ declare
 begin
   select case when p.is_paused then coalesce(p.until, 'infinity') end into v_until
   from queue.pause p
-  where p.task = p_task and (p.queue is null or queue._matches(p_queue, p.queue))
+  where (p.task = p_task or p.task is null and not p.is_paused) and (p.queue is null or queue._matches(p_queue, p.queue))
   order by p.no desc limit 1;
   return v_until;
 end $$;

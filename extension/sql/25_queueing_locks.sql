@@ -3,9 +3,10 @@
 -- Takes the key for a new job and returns its id, or below zero that of the job that keeps it.
 -- Locks: the key's row: inserters of one key wait for each other, as with any unique key, and for a claim
 -- or a replacement of the holder. A replacement keeps the row locked until its transaction ends, so that
--- the holder, whose claim needs it (_claim_limited), is not started meanwhile.
+-- the holder, whose claim needs it (_claim_ids), is not started meanwhile.
 -- Raises: QJ004.
-create or replace function queue._take_queueing_lock(p_key text, p_on_conflict text, p_args jsonb, p_priority integer, p_scheduled_at timestamptz)
+create or replace function queue._take_queueing_lock(
+  p_key text, p_on_conflict text, p_args jsonb, p_priority integer, p_scheduled_at timestamptz)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -21,25 +22,23 @@ begin
     if p_on_conflict = 'replace' then
       v_seq := nextval('queue.tick_seq');
       update queue.queueing_lock k set replacing = v_seq where k.key = p_key returning k.job_id into v_holder;
-      if found and (exists (select from queue.live v where v.id = v_holder and v.claim is not null)
-                    or exists (select from queue.job_state s where s.id = v_holder and s.claims > 0)) then
-        p_on_conflict := 'raise';
-      elsif found then
-        insert into queue.handover (job_id, kind, flags, payload)
-        values (v_holder, 'replace', 0, jsonb_build_object('key', p_key, 'seq', v_seq, 'args', p_args, 'priority', p_priority, 'scheduled_at', p_scheduled_at));
-        return -v_holder;
-      end if;
     else
       select k.job_id into v_holder from queue.queueing_lock k where k.key = p_key;
-      if found and p_on_conflict = 'ignore' then
-        return -v_holder;
-      end if;
     end if;
-    if v_holder is not null and p_on_conflict = 'raise' then
-      raise exception using errcode = 'QJ004', message = 'already queued', detail = format('id: %s, queueing_lock: %s', v_holder, p_key),
-        hint = 'Another job with this queueing_lock waits. Pass options {"on_conflict": "ignore"} or "replace", or carry on without it.';
+    -- not found: the holder has started meanwhile, so that the key is free
+    if found then
+      case
+        when p_on_conflict = 'ignore' then
+          return -v_holder;
+        when p_on_conflict = 'replace' and not exists (select from queue.live v where v.id = v_holder and v.claim is not null) then
+          insert into queue.handover (job_id, kind, flags, payload)
+          values (v_holder, 'replace', 0, jsonb_build_object('key', p_key, 'seq', v_seq, 'args', p_args, 'priority', p_priority, 'scheduled_at', p_scheduled_at));
+          return -v_holder;
+        else
+          raise exception using errcode = 'QJ004', message = 'already queued', detail = format('id: %s, queueing_lock: %s', v_holder, p_key),
+            hint = 'Another job with this queueing_lock waits. Pass options {"on_conflict": "ignore"} or "replace", or carry on without it.';
+      end case;
     end if;
-    v_holder := null;  -- the holder has started meanwhile: try again
   end loop;
   return null;
 end $$;
@@ -50,12 +49,70 @@ end $$;
 create or replace function queue._apply_replacement(p_id bigint, p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v_at timestamptz := (p_payload ->> 'scheduled_at')::timestamptz;
 begin
+  if exists (select from queue.finished f where f.id = p_id) or not exists (select from queue.job j where j.id = p_id) then
+    return;
+  end if;
   perform queue._change(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
-                        p_scheduled_at => coalesce(v_at, '-infinity'));
-  update queue.queueing_lock k set replacing = null
-  where k.key = any (array(select q.key from queue.queueing_lock q
-                           where q.key = p_payload ->> 'key' and q.replacing = (p_payload ->> 'seq')::bigint for update skip locked));
+                        p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity'));
+  perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
+end $$;
+
+-- Clears the mark of a replacement, if it is still that one's.
+-- Locks: the key's row by skip locked.
+create or replace function queue._clear_replacing(p_key text, p_seq bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  perform from queue.queueing_lock k where k.key = p_key and k.replacing = p_seq for update skip locked;
+  if found then
+    update queue.queueing_lock k set replacing = null where k.key = p_key;
+  end if;
+end $$;
+
+-- A replacement that was rolled back may have left the mark of the one before, which has been applied.
+-- Locks: the caller holds ADM; rows of queue.queueing_lock by skip locked.
+-- Why no mark of a later one is cleared: it has another number.
+create or replace function queue._repair_replacing()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  perform queue._clear_replacing(k.key, k.replacing)
+  from queue.queueing_lock k
+  where k.replacing is not null
+    and not exists (select from queue.handover h where h.kind = 'replace' and h.payload ->> 'seq' = k.replacing::text);
+end $$;
+
+-- Of jobs those that may not start, because a defer is replacing them. The keys of the others stay locked.
+-- Locks: the caller holds ADM; rows of queue.queueing_lock by skip locked.
+create or replace function queue._lock_queueing_locks(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_free bigint[];
+begin
+  v_free := array(
+    select k.job_id from unnest(p_ids) u (id)
+    cross join lateral (select j.id, j.queueing_lock from queue.job j where j.id = u.id and j.queueing_lock is not null offset 0) j
+    cross join lateral (select k.job_id from queue.queueing_lock k
+                        where k.key = j.queueing_lock and k.job_id = j.id and k.replacing is null for update of k skip locked) k);
+  return array(
+    select j.id from unnest(p_ids) u (id)
+    cross join lateral (select j.id, j.queueing_lock from queue.job j where j.id = u.id and j.queueing_lock is not null offset 0) j
+    where j.id <> all (v_free)
+      and exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id));
+end $$;
+
+-- Gives the keys of jobs back.
+-- Locks: rows of queue.queueing_lock.
+create or replace function queue._drop_queueing_locks(p_ids bigint[], p_flag integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  delete from queue.queueing_lock k
+  where k.ctid = any (array(
+    select k.ctid from unnest(p_ids) u (id)
+    cross join lateral (select j.id, j.queueing_lock from queue.job j
+                        where j.id = u.id and j.flags & p_flag <> 0 and j.queueing_lock is not null offset 0) j
+    cross join lateral (select k.ctid from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id offset 0) k));
 end $$;

@@ -40,6 +40,9 @@ declare
   v_xid xid8;
   v_start timestamptz := clock_timestamp();
   v_high record;
+  v_gated bigint[];
+  v_parked bigint[];
+  v_is_read boolean := false;
   v_move boolean;
   v_due timestamptz;
 begin
@@ -49,7 +52,8 @@ begin
     exists (select from queue.handover h where h.xid >= k.next_xid)
       or k.ended <> '{}' and exists (select from queue.handover h where h.xid = any (k.ended)) as has_handover,
     (select s.last_value from queue.needed_seq s) as high_need_id, exists (select from queue.pause p where p.task is not null) as has_task_pause,
-    (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1) as next_due
+    (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1) as next_due,
+    (select s.due_at from queue.schedule s where s.due_at >= k.due_at order by s.due_at limit 1) as next_run
   into c
   from (
     select k.*, s.upto, s.own,
@@ -72,35 +76,53 @@ begin
     perform queue._settle_handovers(c.next_xid, c.ended, c.upto, c.own);
     admitted := 1;
   end if;
-  if c.stragglers <> '{}' then
-    foreach v_xid in array c.stragglers loop
-      select s.high_id, s.high_lock_id, v_high.backlog or s.is_cut, admitted + s.n into v_high.id, v_high.lock_id, v_high.backlog, admitted
-      from queue._admit_range(v_xid, -9223372036854775808, v_xid, c.upto, c.own, p_slice, v_high.id, v_high.lock_id, c.high_need_id, c.has_task_pause, v_high.backlog, null) s;
-    end loop;
-  end if;
-  if c.has_jobs then
-    select s.high_id, s.high_lock_id, v_high.backlog or s.is_cut, admitted + s.n into v_high.id, v_high.lock_id, v_high.backlog, admitted
-    from queue._admit_range(c.next_xid, -9223372036854775808, pg_snapshot_xmax(c.upto), c.upto, c.own, p_slice, v_high.id, v_high.lock_id,
-                            c.high_need_id, c.has_task_pause, v_high.backlog, null) s;
-  end if;
+  foreach v_xid in array coalesce(c.stragglers, '{}') || case when c.has_jobs then array[c.next_xid] end loop
+    select r.high_id, r.high_lock_id, v_high.backlog or r.is_cut, admitted + r.n, v_gated || r.gated, v_parked || r.parked
+    into v_high.id, v_high.lock_id, v_high.backlog, admitted, v_gated, v_parked
+    from queue._admit_range(v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
+                            p_slice, v_high.id, v_high.lock_id, c.high_need_id, c.has_task_pause, v_high.backlog, null) r;
+  end loop;
   if c.has_backlog then
     delete from queue.backlog b where b.no = (select o.no from queue.backlog o order by o.no limit 1)
     returning b.no, b.from_xid, b.from_id, b.to_xid, b.upto, b.own, b.is_first into v_old;
-    if found then
-      select s.high_id, s.high_lock_id, admitted + s.n into v_high.id, v_high.lock_id, admitted
+    v_is_read := not found;
+    if not v_is_read then
+      select r.high_id, r.high_lock_id, admitted + r.n, v_gated || r.gated, v_parked || r.parked
+      into v_high.id, v_high.lock_id, admitted, v_gated, v_parked
       from queue._admit_range(v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own, p_slice, v_high.id, v_high.lock_id,
-                              c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no) s;
-    else
-      v_high.backlog := queue._unpark(p_slice) or exists (select from queue.backlog);
+                              c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no) r;
     end if;
     v_move := true;
   end if;
-  v_due := case when c.due_at <= v_start then c.due_at else '-infinity' end;  -- the clock was set back
-  if c.next_due <= clock_timestamp() then
-    v_due := queue._admit_due(c.due_at, p_slice);
+  -- all at once, so that those of one lock come in the order of ids
+  if v_gated is not null then
+    perform queue._admit_gated(v_gated, c.high_lock_id);
+  end if;
+  if v_parked is not null then
+    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
+  end if;
+  if v_is_read then
+    select u.high_lock_id, u.n > 0 or exists (select from queue.backlog) into v_high.lock_id, v_high.backlog
+    from queue._unpark(p_slice, v_high.lock_id) u;
+  end if;
+  v_due := c.due_at;
+  if c.due_at > v_start then
+    -- the clock was set back
+    v_due := '-infinity';
     v_move := true;
-    admitted := admitted + 1;
-    has_more := v_due <= c.next_due;
+    has_more := true;
+  elsif c.next_due <= v_start or c.next_run <= v_start then
+    v_due := v_start;
+    if c.next_due <= v_start then
+      v_due := least(v_due, queue._admit_due(c.due_at, p_slice));
+      admitted := admitted + 1;
+      has_more := v_due < v_start;
+    end if;
+    if c.next_run <= v_start then
+      select least(v_due, r.mark), admitted + r.runs, has_more or r.has_more into v_due, admitted, has_more
+      from queue._run_due_schedules(c.due_at, p_slice) r;
+    end if;
+    v_move := true;
   end if;
   if v_move then
     with gone as (
@@ -121,7 +143,7 @@ end $$;
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
   p_high_id bigint, p_high_lock_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
-  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean)
+  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -129,7 +151,7 @@ declare
 begin
   with fresh as materialized (
     select j.id, j.xid, j.flags, coalesce(j.deadline, 'infinity') as deadline, l.lane,
-      (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) as is_low,
+      (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) or l.is_idle as is_low,
       j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and l.lane is not null and not p_has_task_pause
         -- one that was needed before it was admitted is marked in _place
         and (j.id > p_high_need_id or (select d.job_id from queue.need d where d.need_id = j.id limit 1) is null) as is_plain, l.extra_flags
@@ -137,8 +159,8 @@ begin
           where (j.xid, j.id) > (p_from_xid, p_from_id) and j.xid <= p_to_xid
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
           order by j.xid, j.id limit p_slice) j
-    left join lateral (select l.lane, l.low_deadline, l.low_id, l.extra_flags from queue.lane l
-                       where l.queue = j.queue and l.priority = j.priority and l.kind = 0 and not l.is_closed offset 0) l on true),
+    left join lateral (select l.lane, l.low_deadline, l.low_id, l.is_idle, l.extra_flags from queue.lane l
+                       where l.queue = j.queue and l.priority = j.priority and l.kind = 0 limit 1) l on true),
   plain as (
     insert into queue.live (id, deadline, lane, attempt, flags)
     select x.id, x.deadline, x.lane, 0,
@@ -146,7 +168,8 @@ begin
     from fresh x where x.is_plain)
   select count(*) as n, max(x.id) as high_id,
     max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0)) as high_lock_id,
-    array_agg(x.id order by x.id) filter (where not x.is_plain) as gated,
+    array_agg(x.id) filter (where not x.is_plain and not (p_park and x.flags & 1 <> 0)) as gated,
+    array_agg(x.id) filter (where p_park and x.flags & 1 <> 0) as parked,
     array_agg(x.lane) filter (where x.is_plain and x.is_low) as low_lanes,
     array_agg(x.deadline) filter (where x.is_plain and x.is_low) as low_deadlines,
     array_agg(x.id) filter (where x.is_plain and x.is_low) as low_ids
@@ -166,9 +189,8 @@ begin
   if v.low_lanes is not null then
     perform queue._lower(v.low_lanes, v.low_deadlines, v.low_ids);
   end if;
-  if v.gated is not null then
-    perform queue._admit_gated(v.gated, p_high_lock_id, p_park);
-  end if;
+  gated := v.gated;
+  parked := v.parked;
 end $$;
 
 -- Lowers the low marks of lanes to keys that were inserted below them, (p_deadlines[i], p_ids[i]).
@@ -177,10 +199,12 @@ create or replace function queue._lower(p_lanes integer[], p_deadlines timestamp
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
-  update queue.lane l set low_deadline = u.deadline, low_id = u.id
+  update queue.lane l
+  set low_deadline = least(u.deadline, l.low_deadline), is_idle = false,
+    low_id = case when (u.deadline, u.id) < (l.low_deadline, l.low_id) then u.id else l.low_id end
   from (select distinct on (u.lane) u.lane, u.deadline, u.id
         from unnest(p_lanes, p_deadlines, p_ids) u (lane, deadline, id) order by u.lane, u.deadline, u.id) u
-  where l.lane = u.lane and (u.deadline, u.id) < (l.low_deadline, l.low_id);
+  where l.lane = u.lane and ((u.deadline, u.id) < (l.low_deadline, l.low_id) or l.is_idle);
 end $$;
 
 -- Raises the low marks of lanes past what is claimed or gone.
@@ -211,6 +235,37 @@ begin
       update queue.lane l set low_deadline = 'infinity', low_id = v_lane.high_id + 1 where l.lane = v_lane.lane;
     end if;
   end loop;
+end $$;
+
+-- Where there are many lanes, marks those that hold nothing ready, so that fetch passes them by, and removes
+-- those that hold nothing at all.
+-- Locks: the caller holds ADM, so that nothing is made ready meanwhile. What is claimed just now counts as
+-- ready until that transaction ends, as it may be given up.
+create or replace function queue._rest_lanes()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_idle integer[];
+begin
+  if (select count(*) from (select from queue.lane l where not l.is_idle limit 51) l) > 50 then
+    update queue.lane l set is_idle = true
+    where l.lane = any (array(
+      select l.lane from queue.lane l
+      where not l.is_idle
+        and (select v.id from queue.live v
+             where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+             order by v.deadline, v.id limit 1) is null
+      limit 10000));
+  end if;
+  if (select count(*) from (select from queue.lane l where l.is_idle limit 1001) l) > 1000 then
+    v_idle := array(
+      select l.lane from queue.lane l
+      where l.is_idle and (select v.id from queue.live v where v.lane = l.lane limit 1) is null limit 10000);
+    delete from queue.lane l
+    where l.lane = any (v_idle)
+      and l.lane <> all (array(select distinct s.lane from (select unnest(s.lanes) as lane from queue.semaphore s where s.lanes <> '{}') s
+                               where s.lane = any (v_idle)));
+  end if;
 end $$;
 
 -- After a restore into another cluster the stored transaction ids mean nothing, or lie ahead: admit

@@ -2,24 +2,17 @@
 -- looked at once per gate, and waits in that gate's own place. Everything here runs under ADM.
 
 -- New jobs that are not plain: joins locks, writes needs, and sends them to their first gate.
-create or replace function queue._admit_gated(p_ids bigint[], p_high_lock_id bigint, p_park boolean)
+create or replace function queue._admit_gated(p_ids bigint[], p_high_lock_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_ids bigint[] := p_ids;
+  v_ids bigint[];
   v_gone bigint[];
   v_flags integer;
 begin
   select array_agg(j.id order by j.id), bit_or(j.flags) into v_ids, v_flags
   from unnest(p_ids) u (id)
-  cross join lateral (select j.id, j.flags from queue.job j where j.id = u.id offset 0) j
-  where not (p_park and j.flags & 1 <> 0);
-  if p_park and cardinality(v_ids) is distinct from cardinality(p_ids) then
-    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(p_ids) u (id) where u.id <> all (coalesce(v_ids, '{}'));
-  end if;
-  if v_ids is null then
-    return;
-  end if;
+  cross join lateral (select j.id, j.flags from queue.job j where j.id = u.id offset 0) j;
   if v_flags & 3 <> 0 then
     perform queue._join_locks(v_ids, p_high_lock_id);
   end if;
@@ -80,7 +73,7 @@ begin
     v_pass := queue._wait_for_task(v_pass);
   end if;
   if v_pass is not null and v_flags & 1 <> 0 then
-    v_pass := queue._wait_for_turn(v_pass, p_has_turn);
+    v_pass := queue._wait_for_turn(v_pass);
   end if;
   if v_pass is not null then
     perform queue._to_slots(v_pass);
@@ -106,24 +99,21 @@ begin
   return case when cardinality(v_ids) >= p_slice then v_at else v_now end;
 end $$;
 
--- Admits jobs that were put aside while there was a backlog. Returns whether there were any.
-create or replace function queue._unpark(p_slice integer)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+-- Admits jobs that were put aside while there was a backlog, in the order of ids.
+create or replace function queue._unpark(p_slice integer, p_high_lock_id bigint, out n integer, out high_lock_id bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_ids bigint[];
 begin
   with parked as (
     delete from queue.waiting w
-    where w.id = any (array(select p.id from queue.waiting p where p.reason = 'parked' order by p.id limit p_slice))
+    where w.ctid = any (array(select p.ctid from queue.waiting p where p.reason = 'parked' order by p.id limit p_slice))
     returning w.id)
-  select array_agg(p.id) into v_ids from parked p;
-  if v_ids is null then
-    return false;
+  select array_agg(p.id), count(*), greatest(p_high_lock_id, max(p.id)) into v_ids, n, high_lock_id from parked p;
+  if n > 0 then
+    perform queue._admit_gated(v_ids, p_high_lock_id);
   end if;
-  -- parked jobs come in the order of ids, after everything that the backlog held
-  perform queue._admit_gated(v_ids, (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1), false);
-  return true;
 end $$;
 
 -- Where jobs go in queue.live: lane, order key, flags and attempts so far. Makes lanes that are missing.
@@ -151,7 +141,8 @@ begin
       from (
         select j.id, coalesce(s.deadline, j.deadline, 'infinity') as deadline, coalesce(s.queue, j.queue) as queue,
           coalesce(s.priority, j.priority) as priority, least(coalesce(s.attempts, 0), 32766)::smallint as attempts,
-          (j.flags | coalesce(s.extra_flags, 0)) & (1 | 2 | 4 | 8 | 64 | 128 | 256 | 512 | 8192) | case when s.crashes > 0 then 1024 else 0 end
+          (j.flags | coalesce(s.extra_flags, 0)) & (case when s.lock = '' then 0 else 3 end | 4 | 8 | 64 | 128 | 256 | 512 | 8192)
+            | case when s.crashes > 0 then 1024 else 0 end
             | case when s.id is not null then 2048 else 0 end
             | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null
                      or (select a.id from queue.awaited a where a.id = j.id) is not null then 4096 else 0 end as flags,
@@ -163,13 +154,27 @@ begin
         left join lateral (select s.id, s.queue, s.priority, s.deadline, s.lock, s.attempts, s.crashes, s.extra_flags
                            from queue.job_state s where s.id = u.id offset 0) s on true) y) x
     left join lateral (select l.lane, l.extra_flags from queue.lane l
-                       where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind offset 0) l on true;
+                       where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind limit 1) l on true;
     exit when array_position(lanes, null) is null;
-    insert into queue.lane (queue, priority, kind, paused_until, extra_flags)
-    select distinct u.queue, u.priority, u.kind, queue._paused_until(u.queue),
+    insert into queue.lane (lane, queue, priority, kind, paused_until, extra_flags)
+    select queue._new_lane(), u.queue, u.priority, u.kind, queue._paused_until(u.queue),
       case when exists (select from queue.queue_config c where c.queue = u.queue and c.retain is not null) then 512 else 0 end
-    from unnest(v_queues, v_priorities, v_kinds, lanes) u (queue, priority, kind, lane) where u.lane is null;
+    from (select distinct u.queue, u.priority, u.kind
+          from unnest(v_queues, v_priorities, v_kinds, lanes) u (queue, priority, kind, lane) where u.lane is null) u;
   end loop;
+end $$;
+
+-- A number for a new lane: those of dropped ones come again.
+create or replace function queue._new_lane()
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_lane integer;
+begin
+  loop
+    v_lane := nextval('queue.lane_seq');
+    exit when not exists (select from queue.lane l where l.lane = v_lane);
+  end loop;
+  return v_lane;
 end $$;
 
 -- Puts placed jobs into queue.live and lowers low marks.

@@ -6,36 +6,56 @@
 -- it joins before those that wait, but never displaces the one that has the turn; is_late keeps it
 -- findable until it has had its turn.
 -- mutex: a member that never waits for its turn; it takes the semaphore 'm' || lock (33_semaphores.sql),
--- as ordered jobs of a lock with mutex members do. An ordered job waits for every older member.
+-- as ordered jobs of a mixed lock do, one that has mutex members. An ordered job waits for every older
+-- member, so that in a mixed lock the turn is only given to the first of all.
+-- In a mixed lock has_turn says which ordered job has the turn; else it is written only where it can't be
+-- told from the job's place: a job in queue.live has it.
 
 -- Adds new jobs. The turn goes to the first of a lock that had no member.
 create or replace function queue._join_locks(p_ids bigint[], p_high_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_mixed text[];
+  v record;
 begin
   with joining as materialized (
-    select j.id, j.lock, j.flags & 2 <> 0 as is_mutex, j.flags & (8 | 16 | 32) = 0 as is_passed,
-      row_number() over (partition by j.lock order by j.id) as n
-    from unnest(p_ids) u (id)
-    cross join lateral (select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.lock, j.lock) as lock
-                        from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
-    where j.flags & 3 <> 0 and j.lock <> ''),
+    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.lock is not null as has_others
+    from (
+      select j.id, j.lock, j.flags & 2 <> 0 as is_mutex, j.flags & (8 | 16 | 32) = 0 as is_passed,
+        row_number() over (partition by j.lock order by j.id) as n
+      from unnest(p_ids) u (id)
+      cross join lateral (select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.lock, j.lock) as lock
+                          from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
+      where j.flags & 3 <> 0 and j.lock <> '') x
+    left join lateral (select m.lock from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true),
   joined as (
     insert into queue.lock_member (lock, id, is_mutex, is_late, is_passed, has_turn)
-    select x.lock, x.id, x.is_mutex, x.id <= p_high_id and not x.is_mutex and (x.n > 1 or o.lock is not null),
-      x.is_passed, not x.is_mutex and x.n = 1 and o.lock is null
-    from joining x
-    left join lateral (select m.lock from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true)
-  select array_agg(distinct x.lock) filter (where x.is_mutex) into v_mixed from joining x;
-  if v_mixed is not null then
-    perform queue._mix_locks(v_mixed);
+    select x.lock, x.id, x.is_mutex, x.id <= p_high_id and not x.is_mutex and (x.n > 1 or x.has_others),
+      x.is_passed, not x.is_mutex and x.n = 1 and not x.has_others
+    from joining x)
+  select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
+    array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered
+  into v
+  from joining x
+  cross join lateral (select x.has_others and exists (select from queue.lock_member m where m.lock = x.lock and m.is_mutex) as is_mixed) m
+  where x.has_others;
+  if v.mixed is not null then
+    -- from now on has_turn counts
+    update queue.lock_member m set has_turn = true
+    from (select h.lock, h.id
+          from unnest(v.mixed) u (lock)
+          cross join lateral (select m.lock, m.id, m.has_turn from queue.lock_member m
+                              where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
+          where not h.has_turn) x
+    where m.lock = x.lock and m.id = x.id;
+  end if;
+  if v.ordered is not null then
+    perform queue._next_mixed(v.ordered);
   end if;
 end $$;
 
 -- Of jobs that nothing but their lock can hold up, those that have the turn; the rest is marked.
-create or replace function queue._wait_for_turn(p_ids bigint[], p_has_turn boolean)
+create or replace function queue._wait_for_turn(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -46,7 +66,7 @@ begin
     array_agg(u.id) filter (where not m.has_turn and not m.is_passed)
   into v_pass, v_mark
   from unnest(p_ids) u (id)
-  cross join lateral (select j.flags, coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id
+  cross join lateral (select coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id
                       where j.id = u.id offset 0) j
   left join lateral (select m.id, m.has_turn, m.is_passed from queue.lock_member m
                      where m.lock = j.lock and m.id = u.id and not m.is_mutex offset 0) m on true;
@@ -65,11 +85,11 @@ create or replace function queue._keep_turns(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
-  update queue.lock_member m set has_turn = not m.is_mutex, is_late = false
+  update queue.lock_member m set has_turn = true, is_late = false
   from (select j.id, coalesce(s.lock, j.lock) as lock from unnest(p_ids) u (id)
         cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
         left join queue.job_state s on s.id = j.id offset 0) x
-  where m.lock = x.lock and m.id = x.id and (not m.has_turn or m.is_late);
+  where m.lock = x.lock and m.id = x.id and not m.is_mutex and (not m.has_turn or m.is_late);
 end $$;
 
 -- Takes ended jobs out of their locks and gives the turn to the next. p_had_turn: they had it.
@@ -92,16 +112,16 @@ begin
   next as materialized (
     select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed
     from gone g
-    cross join lateral (select exists (select from queue.lock_member m where m.lock = g.lock and m.is_mutex) or g.is_mutex as is_mixed) x
+    cross join lateral (select g.is_mutex or exists (select from queue.lock_member m where m.lock = g.lock and m.is_mutex) as is_mixed) x
     left join lateral (
       select m.id, m.is_passed, m.is_late from (
         (select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.id > g.id order by m.id limit 1)
         union all
         (select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.is_late and m.id <> g.id order by m.id limit 1)) m
-      order by m.id limit 1) n on true
+      order by m.id limit 1) n on not x.is_mixed
     where p_had_turn or g.has_turn or x.is_mixed)
-  select array_agg(n.id order by n.id) filter (where not n.is_mixed and n.is_passed),
-    array_agg(n.id) filter (where not n.is_mixed and (n.is_late or not n.is_passed)),
+  select array_agg(n.id order by n.id) filter (where n.is_passed),
+    array_agg(n.id) filter (where n.is_late or not n.is_passed),
     array_agg(distinct n.lock) filter (where n.is_mixed)
   into v_pass, v_wait, v_mixed
   from next n;
@@ -116,36 +136,8 @@ begin
   end if;
 end $$;
 
--- Locks that have ordered and mutex members: the turn is always written down.
--- Marks who has it when the first mutex member joins, and moves that job, if it is ready, to where the
--- semaphore 'm' || lock is asked; if it runs, it is counted there.
-create or replace function queue._mix_locks(p_locks text[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
-declare
-  v_member record;
-begin
-  for v_member in
-    select h.lock, h.id
-    from unnest(p_locks) u (lock)
-    cross join lateral (select m.lock, m.id, m.is_mutex, m.has_turn from queue.lock_member m
-                        where m.lock = u.lock and not m.is_late order by m.id limit 1) h
-    where not h.is_mutex
-  loop
-    update queue.lock_member m set has_turn = true where m.lock = v_member.lock and m.id = v_member.id and not m.has_turn;
-    if exists (select from queue.live v join queue.lane l on l.lane = v.lane where v.id = v_member.id and l.kind = 0) then
-      delete from queue.live v
-      where v.id = (select w.id from queue.live w where w.id = v_member.id and w.claim is null for update skip locked);
-      if found then
-        perform queue._to_slots(array[v_member.id]);
-      else
-        perform queue._count_running_ordered(v_member.lock, v_member.id);
-      end if;
-    end if;
-  end loop;
-end $$;
-
--- The ordered jobs that get the turn of locks with mutex members, those that can go on at once.
+-- Gives the turn in mixed locks where nobody has it to the first member, if that one is ordered. Returns
+-- those that can go on at once.
 create or replace function queue._next_mixed(p_locks text[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -164,6 +156,56 @@ begin
   return v_pass;
 end $$;
 
+-- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
+-- slot without having asked for the semaphore. Before a mutex job goes there, that one is sent to ask, or
+-- counted. Returns those mutex jobs that have to come back in a moment, because another holds its row.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_turn record;
+  v_job record;
+  v_late bigint[] := '{}'::bigint[];
+begin
+  for v_turn in
+    select k.key, m.id, array_agg(k.id) as mutex_ids
+    from queue._keys_of(p_ids, p_flags) k
+    cross join lateral (select m.id from queue.lock_member m where m.lock = substr(k.key, 2) and m.has_turn offset 0) m
+    where p_flags[k.n] & 3 = 2 and left(k.key, 1) = 'm'
+      and (exists (select from queue.live v where v.id = m.id and v.flags & 2 = 0)
+           or exists (select from queue.waiting w where w.id = m.id and w.flags & 2 = 0))
+    group by k.key, m.id
+  loop
+    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane into v_job;
+    if found then
+      perform queue._unwait(v_job.key, v_job.lane);
+      perform queue._to_slots(array[v_turn.id]);
+      continue;
+    end if;
+    select v.claim, v.lane, v.flags into v_job from queue.live v where v.id = v_turn.id for update skip locked;
+    if not found then
+      if exists (select from queue.live v where v.id = v_turn.id) then
+        v_late := v_late || v_turn.mutex_ids;
+      end if;
+    elsif v_job.claim is not null then
+      perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
+      perform queue._add_slots(array[v_turn.key], null, array[1], null, null, null);
+      update queue.live v set flags = v.flags | 2 where v.id = v_turn.id;
+    else
+      delete from queue.live v where v.id = v_turn.id;
+      if v_job.flags & 4 <> 0 then
+        perform queue._unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
+      end if;
+      perform queue._to_slots(array[v_turn.id]);
+    end if;
+  end loop;
+  insert into queue.waiting (id, reason, at, key)
+  select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
+  from queue._keys_of(p_ids, p_flags) k where k.id = any (v_late) and left(k.key, 1) = 'm';
+  return v_late;
+end $$;
+
 -- A retry changes a job's lock (empty: to none): it gives its turn away and joins the other lock, in the
 -- mode that it has.
 create or replace function queue._change_lock(p_id bigint, p_lock text)
@@ -175,4 +217,35 @@ begin
   set lock = p_lock, extra_flags = s.extra_flags | case when p_lock <> '' and j.flags & 3 = 0 then 1 else 0 end
   from queue.job j where s.id = p_id and j.id = p_id;
   perform queue._join_locks(array[p_id], (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
+end $$;
+
+-- What of check() concerns locks.
+create or replace function queue._check_locks()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select 'member of a lock though finished'::text, m.id, m.lock
+    from queue.lock_member m join queue.finished f on f.id = m.id
+    where not exists (select from queue.handover h where h.job_id = m.id);
+  return query
+    select 'a lock that runs two jobs'::text, min(v.id), coalesce(s.lock, j.lock)
+    from queue.live v join queue.job j on j.id = v.id left join queue.job_state s on s.id = v.id
+    where v.claim is not null and coalesce(s.lock, j.lock) <> '' group by coalesce(s.lock, j.lock) having count(*) > 1;
+  -- the turn of a mixed lock may be nobody's while its first member is a mutex job
+  return query
+    select case when x.turns > 1 then 'a lock with more than one job at its turn' else 'a free lock with a job that waits for its turn' end,
+      x.first_id, x.lock
+    from (
+      select m.lock, min(m.id) as first_id, count(*) filter (where not m.is_mutex) as ordered, bool_or(m.is_mutex) as is_mixed,
+        (array_agg(m.is_mutex order by m.id))[1] as mutex_is_first,
+        count(*) filter (where not m.is_mutex and (m.has_turn or v.id is not null or w.reason = 'slot')) as turns,
+        count(h.job_id) as unsettled
+      from queue.lock_member m
+      left join queue.live v on v.id = m.id
+      left join queue.waiting w on w.id = m.id
+      left join (select distinct h.job_id from queue.handover h where h.kind in ('ended', 'again')) h on h.job_id = m.id
+      group by m.lock) x
+    where x.turns > 1 or x.turns = 0 and x.ordered > 0 and not x.mutex_is_first and x.unsettled = 0;
 end $$;

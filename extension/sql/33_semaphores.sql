@@ -5,490 +5,736 @@
 -- So that a job which nobody will start holds no slot, slots are given at the claim, not before. So that
 -- fetch does not look at jobs that can't start, at most as many jobs of a key and lane are in queue.live,
 -- unclaimed, as the key has free slots (`ready`); the others wait in queue.waiting. A ready job that is
--- met while its key is full goes back there. Rows are replaced by newer ones and read newest first.
+-- met while its key is full goes back there. A job with several keys waits for the first that is shut, and
+-- holds none meanwhile. Rows are replaced by newer ones and read newest first.
 
--- The keys of jobs, by their flags: 'm' || lock and 'k' || concurrency key.
+-- The keys of jobs by their flags: 'm' || lock and 'k' || concurrency key. n: the job's place in p_ids.
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
-returns table (id bigint, key text, slots integer) language plpgsql volatile parallel unsafe security invoker as $$
+returns table (n integer, id bigint, key text, slots integer, discards boolean)
+language plpgsql stable parallel safe security invoker rows 50 as $$
 #variable_conflict use_column
 begin
   return query
-    select u.id, k.key, k.slots
-    from unnest(p_ids, p_flags) u (id, flags)
+    select u.n::integer, u.id, k.key, k.slots, j.discards
+    from unnest(p_ids, p_flags) with ordinality u (id, flags, n)
     cross join lateral (
-      select j.keys, j.limits, coalesce(s.lock, j.lock) as lock
+      select j.keys, j.limits, coalesce(s.lock, j.lock) as lock,
+        u.flags & 4 <> 0 and j.options ->> 'on_limit' = 'discard' and coalesce(s.claims, 0) = 0 as discards
       from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
     cross join lateral (
-      select 'm' || j.lock, 1, 0::bigint where u.flags & 2 <> 0 and j.lock <> ''
+      select 'm' || j.lock, 1 where u.flags & 2 <> 0 and j.lock <> ''
       union all
-      select 'k' || k.key, k.slots, k.n from unnest(j.keys, j.limits) with ordinality k (key, slots, n) where u.flags & 4 <> 0) k (key, slots, n)
-    where u.flags & 6 <> 0
-    order by u.id, k.n;
+      select 'k' || k.key, k.slots from unnest(j.keys, j.limits) k (key, slots) where u.flags & 4 <> 0) k (key, slots)
+    where u.flags & 6 <> 0;
 end $$;
 
 -- Sends jobs that have passed every other gate to queue.live, or to wait for a slot.
--- p_refill: they were taken from the waiting, whom they need not queue up behind.
--- Discards jobs that say so when they would have to wait (on_limit).
+-- p_refill: they were taken from the waiting, whom they need not queue up behind; those that are new and
+-- say so (on_limit) are discarded when they would have to wait.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
 create or replace function queue._to_slots(p_ids bigint[], p_refill boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_place record;
-  v_job record;
-  v_item record;
-  v_pairs text[] := '{}'::text[];   -- lane || ' ' || key
-  v_lanes integer[];
-  v_keys text[];
-  v_free integer[];
-  v_ready integer[];
-  v_waiting integer[];
-  v_dirty boolean[];
-  v_at integer;
+  v record;                                   -- the jobs
+  k record;                                   -- ns, pairs: which job has which (key, lane); keys, lanes: those
+  p record;                                   -- what each (key, lane) has
+  v_late bigint[];
+  v_grown text[];
+  v_row integer := 1;
+  v_first integer;
+  v_pair integer;
   v_shut integer;
-  v_pass bigint[] := '{}'::bigint[];
-  v_wait bigint[] := '{}'::bigint[];
+  v_ready integer[];                          -- what is added to it
+  v_waiting integer[];
+  v_lows bigint[];
+  v_pass integer[] := '{}'::integer[];
+  v_wait integer[] := '{}'::integer[];
   v_wait_keys text[] := '{}'::text[];
-  v_wait_lanes integer[] := '{}'::integer[];
-  v_discard bigint[];
+  v_wait_several boolean[] := '{}'::boolean[];
+  v_discard bigint[] := '{}'::bigint[];
 begin
-  select p.* into v_place from queue._place(p_ids) p;
-  if not exists (select from unnest(v_place.flags) f where f & 6 <> 0) then
-    perform queue._to_live(v_place.ids, v_place.lanes, v_place.deadlines, v_place.flags, v_place.attempts);
+  select x.* into v from queue._place(p_ids) x;
+  if not exists (select from unnest(v.flags) f where f & 6 <> 0) then
+    perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
     return;
-  end if;
-  -- the newest job's limit is the key's
-  perform queue._set_slots(x.keys, x.slots)
-  from (select array_agg(k.key) as keys, array_agg(k.slots) as slots
-        from (select distinct on (k.key) k.key, k.slots from queue._keys_of(v_place.ids, v_place.flags) k order by k.key, k.id desc) k) x;
-  for v_item in
-    select distinct u.lane, k.key, s.slots - s.used as free, l.ready, l.waiting
-    from unnest(v_place.ids, v_place.lanes) u (id, lane)
-    join queue._keys_of(v_place.ids, v_place.flags) k on k.id = u.id
-    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s
-    left join lateral (select l.ready, l.waiting from queue.key_lane l where l.key = k.key and l.lane = u.lane order by l.tick desc limit 1) l on true
-  loop
-    v_pairs := v_pairs || (v_item.lane || ' ' || v_item.key);
-    v_lanes := v_lanes || v_item.lane;
-    v_keys := v_keys || v_item.key;
-    v_free := v_free || v_item.free;
-    v_ready := v_ready || coalesce(v_item.ready, 0);
-    v_waiting := v_waiting || coalesce(v_item.waiting, 0);
-    v_dirty := v_dirty || false;
-  end loop;
-  for v_job in
-    select u.id, u.lane, u.flags, k.pairs
-    from unnest(v_place.ids, v_place.lanes, v_place.flags) u (id, lane, flags)
-    left join (select k.id, array_agg(k.key) as pairs from queue._keys_of(v_place.ids, v_place.flags) k group by k.id) k on k.id = u.id
-    order by u.id
-  loop
-    v_shut := null;
-    if v_job.pairs is not null then
-      for i in 1 .. cardinality(v_job.pairs) loop
-        v_at := array_position(v_pairs, v_job.lane || ' ' || v_job.pairs[i]);
-        if v_ready[v_at] >= v_free[v_at] or (v_waiting[v_at] > 0 and not p_refill) then
-          v_shut := v_at;
-          exit;
-        end if;
-      end loop;
-      if v_shut is not null and queue._is_discarded(v_job.id) then
-        v_discard := v_discard || v_job.id;
-        continue;
-      elsif v_shut is not null then
-        v_waiting[v_shut] := v_waiting[v_shut] + 1;
-        v_dirty[v_shut] := true;
-        v_wait := v_wait || v_job.id;
-        v_wait_keys := v_wait_keys || v_keys[v_shut];
-        v_wait_lanes := v_wait_lanes || v_job.lane;
-        continue;
-      end if;
-      for i in 1 .. cardinality(v_job.pairs) loop
-        v_at := array_position(v_pairs, v_job.lane || ' ' || v_job.pairs[i]);
-        v_ready[v_at] := v_ready[v_at] + 1;
-        v_dirty[v_at] := true;
-      end loop;
+  elsif exists (select from unnest(v.flags) f where f & 3 = 2) then
+    v_late := queue._await_turns(v.ids, v.flags);
+    if v_late <> '{}' then
+      perform queue._to_slots(array_agg(u.id), p_refill) from unnest(v.ids) u (id) where u.id <> all (v_late) having count(*) > 0;
+      return;
     end if;
-    v_pass := v_pass || v_job.id;
-  end loop;
-  perform queue._to_live(array_agg(u.id), array_agg(u.lane), array_agg(u.deadline), array_agg(u.flags), array_agg(u.attempt))
-  from unnest(v_place.ids, v_place.lanes, v_place.deadlines, v_place.flags, v_place.attempts) u (id, lane, deadline, flags, attempt)
-  where u.id = any (v_pass)
-  having count(*) > 0;
-  if v_wait <> '{}' then
-    insert into queue.waiting (id, reason, key, lane)
-    select u.id, 'slot', u.key, u.lane from unnest(v_wait, v_wait_keys, v_wait_lanes) u (id, key, lane);
-    perform queue._keep_turns(array_agg(j.id)) from queue.job j where j.id = any (v_wait) and j.flags & 1 <> 0 having count(*) > 0;
   end if;
-  perform queue._set_key_lanes(array_agg(u.key), array_agg(u.lane), array_agg(u.ready), array_agg(u.waiting))
-  from unnest(v_keys, v_lanes, v_ready, v_waiting, v_dirty) u (key, lane, ready, waiting, dirty) where u.dirty
-  having count(*) > 0;
-  if v_discard is not null then
+  select array_agg(x.n order by x.n) as ns, array_agg(x.pair order by x.n) as pairs,
+    array_agg(x.key) as set_keys, array_agg(x.slots) as set_slots, array_agg(x.id) as set_ids,
+    array_agg(x.key order by x.pair) filter (where x.is_first) as keys,
+    array_agg(x.lane order by x.pair) filter (where x.is_first) as lanes,
+    array_agg(x.id) filter (where x.discards and not p_refill and queue._is_settled(x.id)) as discards
+  into k
+  from (
+    select x.n, x.id, x.key, x.slots, x.discards, x.lane, dense_rank() over (order by x.key, x.lane)::integer as pair,
+      row_number() over (partition by x.key, x.lane) = 1 as is_first
+    from (select x.n, x.id, x.key, x.slots, x.discards, v.lanes[x.n] as lane from queue._keys_of(v.ids, v.flags) x) x) x;
+  v_grown := queue._set_slots(k.set_keys, k.set_slots, k.set_ids);
+  select array_agg(s.slots - s.used order by u.n) as free, array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
+    array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
+  into p
+  from unnest(k.keys, k.lanes) with ordinality u (key, lane, n)
+  cross join lateral (
+    select s.slots, s.used, s.ready, s.waiting, array_position(s.lanes, u.lane) as at
+    from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s;
+  v_ready := array_fill(0, array[cardinality(k.keys)]);
+  v_waiting := v_ready;
+  v_lows := array_fill(null::bigint, array[cardinality(k.keys)]);
+  for n in 1 .. cardinality(v.ids) loop
+    v_first := v_row;
+    v_shut := null;
+    while k.ns[v_row] = n loop
+      v_pair := k.pairs[v_row];
+      if v_shut is null and (p.ready[v_pair] + v_ready[v_pair] >= p.free[v_pair]
+                             or p.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_refill) then
+        v_shut := v_pair;
+      end if;
+      v_row := v_row + 1;
+    end loop;
+    if v_shut is null then
+      v_pass := v_pass || n;
+      for i in v_first .. v_row - 1 loop
+        v_pair := k.pairs[i];
+        v_ready[v_pair] := v_ready[v_pair] + 1;
+      end loop;
+    elsif v.ids[n] = any (k.discards) then
+      v_discard := v_discard || v.ids[n];
+    else
+      v_waiting[v_shut] := v_waiting[v_shut] + 1;
+      v_lows[v_shut] := least(v_lows[v_shut], v.ids[n]);
+      v_wait := v_wait || n;
+      v_wait_keys := v_wait_keys || k.keys[v_shut];
+      v_wait_several := v_wait_several || (v_row - v_first > 1);
+    end if;
+  end loop;
+  perform queue._to_live(array_agg(v.ids[n]), array_agg(v.lanes[n]), array_agg(v.deadlines[n]), array_agg(v.flags[n]), array_agg(v.attempts[n]))
+  from unnest(v_pass) n having count(*) > 0;
+  if v_wait <> '{}' then
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several)
+    select v.ids[u.n], 'slot', u.key, v.lanes[u.n], v.deadlines[u.n], v.flags[u.n], v.attempts[u.n], u.several
+    from unnest(v_wait, v_wait_keys, v_wait_several) u (n, key, several);
+    perform queue._keep_turns(array_agg(v.ids[n])) from unnest(v_wait) n where v.flags[n] & 1 <> 0 having count(*) > 0;
+  end if;
+  perform queue._add_slots(k.keys, k.lanes, null, v_ready, v_waiting, v_lows);
+  if v_grown is not null then
+    perform queue._refill(v_grown);
+  end if;
+  if v_discard <> '{}' then
     perform queue._cancel_admitted(v_discard, 'limit');
   end if;
 end $$;
 
--- Whether a job that finds no slot is to be discarded: on_limit, and it has not started before.
-create or replace function queue._is_discarded(p_id bigint)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  return exists (select from queue.job j where j.id = p_id and j.options ->> 'on_limit' = 'discard')
-    and not exists (select from queue.job_state s where s.id = p_id and s.claims > 0)
-    and queue._is_settled(p_id);
-end $$;
-
--- Makes semaphores that are missing and sets their limits.
-create or replace function queue._set_slots(p_keys text[], p_slots integer[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+-- Makes semaphores that are missing and sets limits: of jobs with one key the newest decides. Returns the
+-- keys whose limit has grown and that jobs may wait for.
+-- Locks: the caller holds ADM.
+create or replace function queue._set_slots(p_keys text[], p_slots integer[], p_ids bigint[])
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
+declare
+  v_grown text[];
 begin
-  with old as materialized (
-    select u.key, u.slots, o.tick, o.used
-    from unnest(p_keys, p_slots) u (key, slots)
-    left join lateral (select s.tick, s.used, s.slots from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) o on true
-    where o.slots is distinct from u.slots),
+  with asked as materialized (
+    select distinct on (u.key) u.key, u.slots, u.id from unnest(p_keys, p_slots, p_ids) u (key, slots, id) order by u.key, u.id desc),
+  old as materialized (
+    select a.key, a.slots, a.id, o.tid, o.slots as old_slots, o.used, o.lanes, o.ready, o.waiting, o.lows
+    from asked a
+    left join lateral (
+      select s.ctid as tid, s.slots, s.limit_id, s.used, s.lanes, s.ready, s.waiting, s.lows
+      from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true
+    where o.slots is null or o.slots <> a.slots and o.limit_id <= a.id),
+  gone as (
+    delete from queue.semaphore s where s.ctid = any (array(select o.tid from old o))),
   made as (
-    insert into queue.semaphore (key, tick, slots, used)
-    select o.key, nextval('queue.tick_seq'), o.slots, coalesce(o.used, 0) from old o)
-  delete from queue.semaphore s
-  where s.ctid = any (array(select s.ctid from old o cross join lateral (select s.ctid from queue.semaphore s
-                            where s.key = o.key and s.tick = o.tick offset 0) s));
+    insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows)
+    select o.key, nextval('queue.tick_seq'), o.slots, o.id, coalesce(o.used, 0), coalesce(o.lanes, '{}'), coalesce(o.ready, '{}'),
+      coalesce(o.waiting, '{}'), coalesce(o.lows, '{}')
+    from old o)
+  select array_agg(o.key) into v_grown from old o where o.slots > o.old_slots and o.lanes <> '{}';
+  return v_grown;
 end $$;
 
--- Adds p_used[i] (below zero: gives back) to the slots in use of p_keys[i].
-create or replace function queue._add_used(p_keys text[], p_used integer[])
+-- Adds to the counts of keys: slots in use, and per lane ready and waiting jobs. Keys and lanes may repeat;
+-- an array that is NULL adds nothing. p_lows: below it nothing waits in that lane, in which the waiting
+-- have become fewer; else the least id that has begun to wait.
+-- Locks: the caller holds ADM.
+create or replace function queue._add_slots(
+  p_keys text[], p_lanes integer[], p_used integer[], p_ready integer[], p_waiting integer[], p_lows bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
-  with old as materialized (
-    select u.key, u.used, o.tick, o.slots, o.used as old_used, o.ctid as tid
-    from unnest(p_keys, p_used) u (key, used)
-    cross join lateral (select s.tick, s.used, s.slots, s.ctid from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) o),
-  made as (
-    insert into queue.semaphore (key, tick, slots, used)
-    select o.key, nextval('queue.tick_seq'), o.slots, o.old_used + o.used from old o)
-  delete from queue.semaphore s where s.ctid = any (array(select o.tid from old o));
+  with added as (
+    select u.key, coalesce(sum(u.used), 0)::integer as used, array_agg(u.lane) as lanes, array_agg(u.ready) as ready,
+      array_agg(u.waiting) as waiting, array_agg(u.low) as lows
+    from unnest(p_keys, p_lanes, p_used, p_ready, p_waiting, p_lows) u (key, lane, used, ready, waiting, low)
+    group by u.key
+    having count(*) filter (where u.used <> 0 or u.ready <> 0 or u.waiting <> 0) > 0),
+  old as materialized (
+    select a.key, a.used, a.lanes, a.ready, a.waiting, a.lows, o.tid, o.slots, o.limit_id, o.used as old_used,
+      o.lanes as old_lanes, o.ready as old_ready, o.waiting as old_waiting, o.lows as old_lows
+    from added a
+    left join lateral (
+      select s.ctid as tid, s.slots, s.limit_id, s.used, s.lanes, s.ready, s.waiting, s.lows
+      from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true),
+  gone as (
+    delete from queue.semaphore s where s.ctid = any (array(select o.tid from old o)))
+  insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows)
+  select o.key, nextval('queue.tick_seq'), coalesce(o.slots, 0), coalesce(o.limit_id, 0), coalesce(o.old_used, 0) + o.used,
+    coalesce(l.lanes, '{}'), coalesce(l.ready, '{}'), coalesce(l.waiting, '{}'), coalesce(l.lows, '{}')
+  from old o
+  cross join lateral (
+    select array_agg(x.lane) as lanes, array_agg(x.ready) as ready, array_agg(x.waiting) as waiting, array_agg(x.low) as lows
+    from (
+      select x.lane, sum(x.ready)::integer as ready, sum(x.waiting)::integer as waiting,
+        case when sum(x.waiting) < sum(x.old_waiting) then max(x.low) else min(x.low) end as low
+      from (
+        select u.lane, u.ready, u.waiting, u.waiting as old_waiting, case when u.waiting > 0 then u.low end as low
+        from unnest(o.old_lanes, o.old_ready, o.old_waiting, o.old_lows) u (lane, ready, waiting, low)
+        union all
+        select u.lane, coalesce(u.ready, 0), coalesce(u.waiting, 0), 0, u.low
+        from unnest(o.lanes, o.ready, o.waiting, o.lows) u (lane, ready, waiting, low) where u.lane is not null) x
+      group by x.lane) x
+    where x.ready <> 0 or x.waiting <> 0) l;
 end $$;
 
--- Writes the counts of keys and lanes.
-create or replace function queue._set_key_lanes(p_keys text[], p_lanes integer[], p_ready integer[], p_waiting integer[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
-begin
-  with old as materialized (
-    select u.key, u.lane, u.ready, u.waiting, o.ctid as tid
-    from unnest(p_keys, p_lanes, p_ready, p_waiting) u (key, lane, ready, waiting)
-    left join lateral (select l.ctid from queue.key_lane l where l.key = u.key and l.lane = u.lane order by l.tick desc limit 1) o on true),
-  made as (
-    insert into queue.key_lane (key, lane, tick, ready, waiting)
-    select o.key, o.lane, nextval('queue.tick_seq'), o.ready, o.waiting from old o where o.ready > 0 or o.waiting > 0)
-  delete from queue.key_lane l where l.ctid = any (array(select o.tid from old o where o.tid is not null));
-end $$;
-
--- Adds to the counts of keys and lanes; p_keys and p_lanes may repeat.
-create or replace function queue._add_key_lanes(p_keys text[], p_lanes integer[], p_ready integer[], p_waiting integer[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
-begin
-  perform queue._set_key_lanes(array_agg(x.key), array_agg(x.lane), array_agg(x.ready), array_agg(x.waiting))
-  from (
-    select u.key, u.lane, coalesce(o.ready, 0) + u.ready as ready, coalesce(o.waiting, 0) + u.waiting as waiting
-    from (select u.key, u.lane, sum(u.ready)::integer as ready, sum(u.waiting)::integer as waiting
-          from unnest(p_keys, p_lanes, p_ready, p_waiting) u (key, lane, ready, waiting) group by u.key, u.lane) u
-    left join lateral (select l.ready, l.waiting from queue.key_lane l where l.key = u.key and l.lane = u.lane order by l.tick desc limit 1) o on true) x
-  having count(*) > 0;
-end $$;
-
--- Claims of keyed jobs have ended: gives their slots back and lets the next jobs in.
+-- Claims have ended: gives their slots back and lets the next jobs in.
 -- p_flags as in queue.live: 16384 counts in its queue's max_running.
+-- Locks: the caller holds ADM.
 create or replace function queue._release_slots(p_ids bigint[], p_flags smallint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_keys text[];
-  v_used integer[];
 begin
-  select array_agg(x.key order by x.key), array_agg(x.used order by x.key) into v_keys, v_used
-  from (
-    select k.key, -count(*)::integer as used
-    from (
-      select k.key from queue._keys_of(p_ids, p_flags) k
-      union all
-      select 'q' || coalesce(s.queue, j.queue) from unnest(p_ids, p_flags) u (id, flags)
-      join queue.job j on j.id = u.id left join queue.job_state s on s.id = u.id where u.flags & 16384 <> 0) k
-    group by k.key) x;
-  if v_keys is not null then
-    perform queue._add_used(v_keys, v_used);
-    perform queue._refill(v_keys);
+  v_keys := array(select k.key from queue._keys_of(p_ids, p_flags) k);
+  if (select bit_or(f) from unnest(p_flags) f) & 16384 <> 0 then
+    v_keys := v_keys || array(
+      select 'q' || j.queue
+      from unnest(p_ids, p_flags) u (id, flags)
+      cross join lateral (select coalesce(s.queue, j.queue) as queue from queue.job j left join queue.job_state s on s.id = j.id
+                          where j.id = u.id offset 0) j
+      where u.flags & 16384 <> 0);
   end if;
+  perform queue._add_slots(v_keys, null, array_fill(-1, array[cardinality(v_keys)]), null, null, null);
+  perform queue._refill(v_keys);
 end $$;
 
--- Lets waiting jobs of keys with free slots in, first by id in each lane.
+-- Lets waiting jobs of keys with free slots in, first by id in each lane. Those with several keys may have
+-- to wait for another one, so that it looks again.
+-- Locks: the caller holds ADM.
 create or replace function queue._refill(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_ids bigint[];
+  v record;
 begin
-  with room as materialized (
-    select u.key, l.lane, s.slots - s.used - l.ready as room
-    from unnest(p_keys) u (key)
-    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
-    cross join lateral (select distinct on (l.lane) l.lane, l.ready, l.waiting from queue.key_lane l where l.key = u.key order by l.lane, l.tick desc) l
-    where l.waiting > 0 and s.slots - s.used - l.ready > 0),
-  let as (
-    delete from queue.waiting w
-    where w.ctid = any (array(
-      select w.ctid from room r
-      cross join lateral (select w.ctid from queue.waiting w where w.reason = 'slot' and w.key = r.key and w.lane = r.lane
-                          order by w.id limit r.room) w))
-    returning w.id, w.key, w.lane),
-  counted as (
-    select queue._add_key_lanes(array_agg(l.key), array_agg(l.lane), array_agg(0), array_agg(-1)) from let l having count(*) > 0)
-  select array_agg(l.id order by l.id) into v_ids from let l left join counted c on true;
-  if v_ids is not null then
-    perform queue._to_slots(v_ids, true);
-  end if;
+  loop
+    with room as materialized (
+      select s.key, l.lane, l.low, least(s.slots - s.used - l.ready, l.waiting) as room
+      from (select distinct u.key from unnest(p_keys) u (key)) u
+      cross join lateral (
+        select s.key, s.slots, s.used, s.lanes, s.ready, s.waiting, s.lows
+        from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+      cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows) l (lane, ready, waiting, low)
+      where l.waiting > 0 and s.slots - s.used > l.ready),
+    let as (
+      delete from queue.waiting w
+      where w.ctid = any (array(
+        select w.ctid from room r
+        cross join lateral (
+          select w.ctid from queue.waiting w
+          where w.reason = 'slot' and w.key = r.key and w.lane = r.lane and w.id >= r.low order by w.id limit r.room) w))
+      returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.has_several)
+    select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg((not l.has_several)::integer) as ready,
+      array_agg(-1) as waiting, array_agg(l.id + 1) as lows,
+      array_agg(l.id) filter (where not l.has_several) as ids, array_agg(l.lane) filter (where not l.has_several) as let_lanes,
+      array_agg(l.deadline) filter (where not l.has_several) as deadlines, array_agg(l.flags) filter (where not l.has_several) as flags,
+      array_agg(l.attempt) filter (where not l.has_several) as attempts,
+      array_agg(l.id) filter (where l.has_several) as several
+    into v from let l;
+    exit when v.keys is null;
+    perform queue._add_slots(v.keys, v.lanes, null, v.ready, v.waiting, v.lows);
+    if v.ids is not null then
+      perform queue._to_live(v.ids, v.let_lanes, v.deadlines, v.flags, v.attempts);
+    end if;
+    exit when v.several is null;
+    perform queue._to_slots(v.several, true);
+  end loop;
 end $$;
 
--- Jobs leave queue.live unclaimed: their keys have fewer ready ones.
+-- Jobs have left queue.live unclaimed: their keys have fewer ready ones.
+-- Locks: the caller holds ADM.
 create or replace function queue._unready(p_ids bigint[], p_lanes integer[], p_flags smallint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_keys text[];
+  v record;
 begin
-  select array_agg(k.key) into v_keys
-  from (
-    select k.key, queue._add_key_lanes(array_agg(k.key), array_agg(u.lane), array_agg(-1), array_agg(0))
-    from unnest(p_ids, p_lanes) u (id, lane) join queue._keys_of(p_ids, p_flags) k on k.id = u.id
-    group by k.key) k;
-  if v_keys is not null then
-    perform queue._refill(v_keys);
+  select array_agg(k.key) as keys, array_agg(p_lanes[k.n]) as lanes, array_agg(-1) as ready into v
+  from queue._keys_of(p_ids, p_flags) k;
+  perform queue._add_slots(v.keys, v.lanes, null, v.ready, null, null);
+  perform queue._refill(v.keys);
+end $$;
+
+-- A job has left queue.waiting, where it waited for a slot.
+-- Locks: the caller holds ADM.
+create or replace function queue._unwait(p_key text, p_lane integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_lane is not null then
+    perform queue._add_slots(array[p_key], array[p_lane], null, null, array[-1], null);
   end if;
 end $$;
 
--- Claims up to p_n jobs of p_lanes under ADM, where limits are asked: semaphores, a queue's max_running
--- and rate, expires_at, and queueing locks that a defer is replacing.
+-- Claims up to p_n jobs of lanes, in the order of p_lanes, where limits are asked: semaphores, a queue's
+-- max_running and rate, expires_at, and queueing locks that a defer is replacing. Lanes of one queue and
+-- priority are read as one. Only jobs of p_tasks, and with a deadline before p_before, if given.
 -- Locks: the caller holds ADM; rows of queue.live and queue.queueing_lock by skip locked.
-create or replace function queue._claim_limited(p_worker bigint, p_claim bigint, p_lanes integer[], p_n integer)
+create or replace function queue._claim_limited(
+  p_worker bigint, p_claim bigint, p_lanes integer[], p_n integer, p_tasks text[] default null, p_before timestamptz default null)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
+  v_start timestamptz := clock_timestamp();
   v_won bigint[] := '{}'::bigint[];
-  v_seen bigint[] := '{}'::bigint[];
+  v_left bigint[] := '{}'::bigint[];
+  v_full text[] := '{}'::text[];
+  v_take integer := p_n;
   v_ids bigint[];
+  v record;
 begin
-  for v_pass in 1 .. 20 loop
+  loop
     v_ids := array(
       select c.id
-      from (select u.lane, l.low_deadline, l.low_id, min(u.n) over (partition by l.queue, l.priority) as rank
-            from unnest(p_lanes) with ordinality u (lane, n)
-            cross join lateral (select l.* from queue.lane l where l.lane = u.lane offset 0) l
-            where l.kind = 0 or not queue._is_queue_full(l.queue)) r
+      from (
+        select min(u.n) as rank, array_agg(l.lane) as lanes, array_agg(l.low_deadline) as deadlines, array_agg(l.low_id) as ids
+        from unnest(p_lanes) with ordinality u (lane, n)
+        cross join lateral (
+          select l.lane, l.queue, l.priority, l.kind, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane offset 0) l
+        where l.queue <> all (v_full) and (l.kind = 0 or not queue._is_queue_full(l.queue))
+        group by l.queue, l.priority order by 1 offset 0) g
       cross join lateral (
-        select v.id, v.deadline from queue.live v
-        where v.lane = r.lane and (v.deadline, v.id) >= (r.low_deadline, r.low_id) and v.claim is null and v.id <> all (v_seen)
-        order by v.deadline, v.id limit p_n - cardinality(v_won)) c
-      order by r.rank, c.deadline, c.id limit p_n - cardinality(v_won));
+        select v.id
+        from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
+        cross join lateral (
+          select v.id, v.deadline from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.deadline, l.id) and v.claim is null
+            and v.id <> all (v_left) and (p_before is null or v.deadline < p_before)
+            and (p_tasks is null or exists (select from queue.job j where j.id = v.id and j.task = any (p_tasks)))
+          order by v.deadline, v.id limit v_take) v
+        order by v.deadline, v.id limit v_take) c
+      limit v_take);
     exit when v_ids = '{}';
-    v_seen := v_seen || v_ids;
-    v_won := v_won || queue._claim_ids(p_worker, p_claim, v_ids, p_n);
-    exit when cardinality(v_won) >= p_n;
+    select c.won, c.rest, c.full_queues into v from queue._claim_ids(p_worker, p_claim, v_ids, p_n - cardinality(v_won)) c;
+    v_won := v_won || v.won;
+    v_left := v_left || v.rest;
+    v_full := v_full || v.full_queues;
+    exit when cardinality(v_won) >= p_n or clock_timestamp() > v_start + interval '100 ms';
+    v_take := greatest(p_n - cardinality(v_won), least(2 * v_take, 1000));
   end loop;
   return v_won;
 end $$;
 
--- Claims those of p_ids, at most p_n, that limits let start; ready jobs that meet a full key go to wait.
+-- Claims up to p_n jobs of lanes that are of p_tasks, have a deadline before p_before, and are among p_only, as
+-- far as given.
+-- Among those that wait for a slot it looks where slots are free, which others of their lane are ready for,
+-- but nobody may want: at the first 200 of each key and lane.
 -- Locks: as _claim_limited.
-create or replace function queue._claim_ids(p_worker bigint, p_claim bigint, p_ids bigint[], p_n integer)
+create or replace function queue._claim_chosen(
+  p_worker bigint, p_claim bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_won bigint[] := '{}'::bigint[];
+  v_ids bigint[];
+begin
+  if p_only is null then
+    v_won := queue._claim_limited(p_worker, p_claim, p_lanes, p_n, p_tasks, p_before);
+    if cardinality(v_won) >= p_n then
+      return v_won;
+    end if;
+    v_ids := array(
+      select w.id
+      from (
+        select s.key, l.lane, l.low, s.slots - s.used as free
+        from (select distinct on (s.key) s.key, s.slots, s.used, s.lanes, s.waiting, s.lows from queue.semaphore s
+              where s.lanes <> '{}' order by s.key, s.tick desc) s
+        cross join lateral unnest(s.lanes, s.waiting, s.lows) l (lane, waiting, low)
+        where s.used < s.slots and l.waiting > 0 and l.lane = any (p_lanes) offset 0) s
+      cross join lateral (
+        select w.id
+        from (select w.id, w.deadline from queue.waiting w
+              where w.reason = 'slot' and w.key = s.key and w.lane = s.lane and w.id >= s.low order by w.id limit 200) w
+        where (p_before is null or w.deadline < p_before)
+          and (p_tasks is null or exists (select from queue.job j where j.id = w.id and j.task = any (p_tasks)))
+        limit s.free) w);
+  else
+    v_ids := array(
+      select w.id from unnest(p_only) u (id)
+      cross join lateral (
+        select w.id, w.key from queue.waiting w where w.id = u.id and w.reason = 'slot' and w.lane = any (p_lanes) offset 0) w
+      cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key order by s.tick desc limit 1) s
+      where s.used < s.slots);
+  end if;
+  perform queue._bring_forward(v_ids);
+  if p_only is not null then
+    v_ids := array(select distinct u.id from unnest(p_only) u (id));
+  end if;
+  v_ids := array(
+    select v.id
+    from unnest(v_ids) u (id)
+    cross join lateral (
+      select v.id, v.lane, v.deadline from queue.live v
+      where v.id = u.id and v.claim is null and v.lane = any (p_lanes) and (p_before is null or v.deadline < p_before) offset 0) v
+    where p_tasks is null or exists (select from queue.job j where j.id = v.id and j.task = any (p_tasks))
+    order by array_position(p_lanes, v.lane), v.deadline, v.id);
+  if v_ids = '{}' then
+    return v_won;
+  end if;
+  return v_won || (select c.won from queue._claim_ids(p_worker, p_claim, v_ids, p_n - cardinality(v_won)) c);
+end $$;
+
+-- Moves jobs that wait for slots to queue.live, though others are ready before them: the caller claims them.
+-- Locks: the caller holds ADM.
+create or replace function queue._bring_forward(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  with gone as (
+    delete from queue.waiting w where w.id = any (p_ids) returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt)
+  select array_agg(g.id) as ids, array_agg(g.key) as keys, array_agg(g.lane) as lanes, array_agg(g.deadline) as deadlines,
+    array_agg(g.flags) as flags, array_agg(g.attempt) as attempts
+  into v from gone g;
+  if v.ids is null then
+    return;
+  end if;
+  perform queue._add_slots(v.keys, v.lanes, null, null, array_fill(-1, array[cardinality(v.ids)]), null);
+  perform queue._add_slots(array_agg(k.key), array_agg(v.lanes[k.n]), null, array_agg(1), null, null) from queue._keys_of(v.ids, v.flags) k;
+  perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
+end $$;
+
+-- Claims those of p_ids, at most p_n, that limits let start. Ready jobs that meet a full key go to wait;
+-- rest: those that stay where they are; full_queues: queues whose own limits let no more start.
+-- Locks: as _claim_limited.
+create or replace function queue._claim_ids(
+  p_worker bigint, p_claim bigint, p_ids bigint[], p_n integer, out won bigint[], out rest bigint[], out full_queues text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
-  v_won bigint[] := '{}'::bigint[];
-  v_needy bigint[] := '{}'::bigint[];
-  v_job record;
-  v_item record;
-  v_keys text[] := '{}'::text[];
-  v_free integer[] := '{}'::integer[];
-  v_taken integer[] := '{}'::integer[];
-  v_at integer;
-  v_shut text;
-  v_counted bigint[] := '{}'::bigint[];
-  v_demote bigint[] := '{}'::bigint[];
-  v_demote_keys text[] := '{}'::text[];
-  v_shut_queues text[] := '{}'::text[];
-  v_all_keys text[];
-  v_all_lanes integer[];
+  v record;                                   -- the jobs whose rows could be locked
+  k record;                                   -- ns, nos: which job has which key; keys, free: those
+  v_due bigint[] := '{}'::bigint[];           -- have expired
+  v_fixed bigint[] := '{}'::bigint[];         -- their queueing lock is being replaced
+  v_queues text[] := '{}'::text[];            -- with limits, and how many jobs they let start
+  v_room integer[] := '{}'::integer[];
+  v_queue integer;
+  v_row integer := 1;
+  v_first integer;
+  v_shut integer;
+  v_taken integer[];
+  v_counted bigint[] := '{}'::bigint[];       -- count in max_running
+  v_add_keys text[] := '{}'::text[];          -- what is added to semaphores
+  v_add_lanes integer[] := '{}'::integer[];
+  v_add_used integer[] := '{}'::integer[];
+  v_add_ready integer[] := '{}'::integer[];
+  v_add_waiting integer[] := '{}'::integer[];
+  v_add_lows bigint[] := '{}'::bigint[];
+  v_wait integer[] := '{}'::integer[];
+  v_wait_keys text[] := '{}'::text[];
+  v_wait_several boolean[] := '{}'::boolean[];
 begin
-  for v_item in
-    select distinct k.key, s.slots - s.used as free
-    from (select array_agg(v.id) as ids, array_agg(v.flags) as flags
-          from unnest(p_ids) u (id) cross join lateral (select v.id, v.flags from queue.live v where v.id = u.id and v.flags & 6 <> 0 offset 0) v) l
-    cross join lateral queue._keys_of(l.ids, l.flags) k
-    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s
-  loop
-    v_keys := v_keys || v_item.key;
-    v_free := v_free || v_item.free;
-    v_taken := v_taken || 0;
-  end loop;
-  for v_job in
-    select v.id, v.flags, v.lane, l.queue, l.kind, k.keys, c.max_running, c.rate_limit, c.rate_per
-    from unnest(p_ids) with ordinality u (id, n)
-    cross join lateral (select v.id, v.flags, v.lane from queue.live v where v.id = u.id and v.claim is null for update of v skip locked) v
-    cross join lateral (select l.queue, l.kind from queue.lane l where l.lane = v.lane offset 0) l
-    left join lateral (select c.max_running, c.rate_limit, c.rate_per from queue.queue_config c where c.queue = l.queue offset 0) c on l.kind > 0
-    left join lateral (select array_agg(k.key) as keys from queue._keys_of(array[v.id], array[v.flags]) k) k on v.flags & 6 <> 0
-    order by u.n
-  loop
-    exit when cardinality(v_won) >= p_n;
-    continue when v_job.queue = any (v_shut_queues);
-    if v_job.flags & 64 <> 0 and exists (select from queue.expiry e where e.id = v_job.id and e.at <= v_now) then
-      perform queue._expire(array[v_job.id]);
-      continue;
-    end if;
-    if v_job.flags & (256 | 8192) <> 0 then
-      perform from queue.queueing_lock k where k.job_id = v_job.id and k.key = (select j.queueing_lock from queue.job j where j.id = v_job.id)
-        and k.replacing is null for update skip locked;
-      continue when not found and exists (select from queue.queueing_lock k where k.job_id = v_job.id
-                                          and k.key = (select j.queueing_lock from queue.job j where j.id = v_job.id));
-    end if;
+  won := '{}'::bigint[];
+  rest := '{}'::bigint[];
+  full_queues := '{}'::text[];
+  select array_agg(v.id order by u.n) as ids, array_agg(v.flags order by u.n) as flags, array_agg(v.lane order by u.n) as lanes,
+    array_agg(l.queue order by u.n) as queues, array_agg(l.kind > 0 and l.is_limited order by u.n) as are_limited, bit_or(v.flags) as all_flags
+  into v
+  from unnest(p_ids) with ordinality u (id, n)
+  cross join lateral (
+    select v.id, v.flags, v.lane from queue.live v where v.id = u.id and v.claim is null for update of v skip locked) v
+  cross join lateral (
+    select l.queue, l.kind,
+      exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null)) as is_limited
+    from queue.lane l where l.lane = v.lane offset 0) l;
+  if v.ids is null then
+    rest := p_ids;
+    return;
+  elsif cardinality(v.ids) < cardinality(p_ids) then
+    rest := array(select u.id from unnest(p_ids) u (id) where u.id <> all (v.ids));
+  end if;
+  if v.all_flags & 64 <> 0 then
+    v_due := array(select e.id from queue.expiry e where e.id = any (v.ids) and e.at <= v_now);
+  end if;
+  if v.all_flags & (256 | 8192) <> 0 then
+    v_fixed := queue._lock_queueing_locks(v.ids);
+  end if;
+  if v.all_flags & 6 <> 0 then
+    select array_agg(x.n order by x.n) as ns, array_agg(x.no order by x.n) as nos,
+      array_agg(x.key order by x.no) filter (where x.is_first) as keys,
+      array_agg(x.free order by x.no) filter (where x.is_first) as free
+    into k
+    from (
+      select x.n, x.key, x.no, x.is_first, s.slots - s.used as free
+      from (
+        select x.n, x.key, dense_rank() over (order by x.key)::integer as no, row_number() over (partition by x.key) = 1 as is_first
+        from queue._keys_of(v.ids, v.flags) x) x
+      left join lateral (
+        select s.slots, s.used from queue.semaphore s where s.key = x.key order by s.tick desc limit 1) s on x.is_first) x;
+    v_taken := array_fill(0, array[cardinality(k.keys)]);
+  end if;
+  for n in 1 .. cardinality(v.ids) loop
+    exit when cardinality(won) >= p_n;
+    v_first := v_row;
     v_shut := null;
-    for i in 1 .. coalesce(cardinality(v_job.keys), 0) loop
-      v_at := array_position(v_keys, v_job.keys[i]);
-      if v_taken[v_at] >= v_free[v_at] then
-        v_shut := v_job.keys[i];
-        exit;
-      end if;
-    end loop;
-    if v_shut is not null then
-      v_demote := v_demote || v_job.id;
-      v_demote_keys := v_demote_keys || v_shut;
+    v_queue := null;
+    if v.flags[n] & 6 <> 0 then
+      while k.ns[v_row] = n loop
+        if v_taken[k.nos[v_row]] >= k.free[k.nos[v_row]] then
+          v_shut := coalesce(v_shut, k.nos[v_row]);
+        end if;
+        v_row := v_row + 1;
+      end loop;
+    end if;
+    if v.ids[n] = any (v_due) then
+      rest := rest || v.ids[n];
+      continue;
+    elsif v.ids[n] = any (v_fixed) then
+      rest := rest || v.ids[n];
+      continue;
+    elsif v_shut is not null then
+      v_wait := v_wait || n;
+      v_wait_keys := v_wait_keys || k.keys[v_shut];
+      v_wait_several := v_wait_several || (v_row - v_first > 1);
+      for i in v_first .. v_row - 1 loop
+        v_add_keys := v_add_keys || k.keys[k.nos[i]];
+        v_add_lanes := v_add_lanes || v.lanes[n];
+        v_add_used := v_add_used || 0;
+        v_add_ready := v_add_ready || -1;
+        v_add_waiting := v_add_waiting || (k.nos[i] = v_shut)::integer;
+        v_add_lows := v_add_lows || case when k.nos[i] = v_shut then v.ids[n] end;
+      end loop;
       continue;
     end if;
-    if v_job.max_running is not null then
-      v_at := array_position(v_keys, 'q' || v_job.queue);
-      if v_at is null then
-        v_keys := v_keys || ('q' || v_job.queue);
-        v_free := v_free || coalesce((select s.slots - s.used from queue.semaphore s where s.key = 'q' || v_job.queue order by s.tick desc limit 1), 0);
-        v_taken := v_taken || 0;
-        v_at := cardinality(v_keys);
+    if v.are_limited[n] then
+      v_queue := array_position(v_queues, v.queues[n]);
+      if v_queue is null then
+        v_queues := v_queues || v.queues[n];
+        v_room := v_room || queue._queue_room(v.queues[n], p_n, v_now);
+        v_queue := cardinality(v_queues);
       end if;
-      if v_taken[v_at] >= v_free[v_at] then
-        v_shut_queues := v_shut_queues || v_job.queue;
+      if v_room[v_queue] <= 0 then
+        rest := rest || v.ids[n];
         continue;
       end if;
+      v_room[v_queue] := v_room[v_queue] - 1;
     end if;
-    if v_job.rate_limit is not null and not queue._take_rate(v_job.queue, v_job.rate_limit, v_job.rate_per) then
-      v_shut_queues := v_shut_queues || v_job.queue;
-      continue;
-    end if;
-    if v_job.max_running is not null then
-      v_taken[v_at] := v_taken[v_at] + 1;
-      v_counted := v_counted || v_job.id;
-    end if;
-    for i in 1 .. coalesce(cardinality(v_job.keys), 0) loop
-      v_at := array_position(v_keys, v_job.keys[i]);
-      v_taken[v_at] := v_taken[v_at] + 1;
-      v_all_keys := v_all_keys || v_job.keys[i];
-      v_all_lanes := v_all_lanes || v_job.lane;
+    for i in v_first .. v_row - 1 loop
+      v_taken[k.nos[i]] := v_taken[k.nos[i]] + 1;
+      v_add_keys := v_add_keys || k.keys[k.nos[i]];
+      v_add_lanes := v_add_lanes || v.lanes[n];
+      v_add_used := v_add_used || 1;
+      v_add_ready := v_add_ready || -1;
+      v_add_waiting := v_add_waiting || 0;
+      v_add_lows := v_add_lows || null::bigint;
     end loop;
-    v_won := v_won || v_job.id;
-    if v_job.flags & 8 <> 0 then
-      v_needy := v_needy || v_job.id;
-    end if;
+    won := won || v.ids[n];
   end loop;
-  if v_demote <> '{}' then
-    perform queue._demote(v_demote, v_demote_keys);
+  if won <> '{}' then
+    for i in 1 .. cardinality(v_queues) loop
+      v_counted := v_counted || queue._count_starts(
+        v_queues[i], array(select v.ids[n] from generate_series(1, cardinality(v.ids)) n
+                           where v.are_limited[n] and v.queues[n] = v_queues[i] and v.ids[n] = any (won)), v_now);
+      if v_room[i] <= 0 then
+        full_queues := full_queues || v_queues[i];
+      end if;
+    end loop;
+    update queue.live v
+    set claim = p_claim, worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1,
+      flags = v.flags | case when v.id = any (v_counted) then 16384 else 0 end
+    where v.id = any (won);
+    if v.all_flags & 256 <> 0 then
+      perform queue._drop_queueing_locks(won, 256);
+    end if;
+    if v.all_flags & 8 <> 0 then
+      perform queue._begin_any(array_agg(v.ids[n])) from generate_series(1, cardinality(v.ids)) n
+      where v.flags[n] & 8 <> 0 and v.ids[n] = any (won) having count(*) > 0;
+    end if;
+    if v.all_flags & 128 <> 0 then
+      perform queue._lease_timeouts(won, p_claim, v_now);
+    end if;
+  else
+    full_queues := v_queues;
   end if;
-  if v_won = '{}' then
-    return null;
+  if v_wait <> '{}' then
+    with gone as (
+      delete from queue.live v where v.id = any (array(select v.ids[n] from unnest(v_wait) n)) returning v.id, v.lane, v.deadline, v.flags, v.attempt)
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several)
+    select g.id, 'slot', v_wait_keys[u.i], g.lane, g.deadline, g.flags, g.attempt, v_wait_several[u.i]
+    from gone g cross join lateral (select array_position(v_wait, array_position(v.ids, g.id)) as i) u;
+    perform queue._keep_turns(array_agg(v.ids[n])) from unnest(v_wait) n where v.flags[n] & 1 <> 0 having count(*) > 0;
   end if;
-  perform queue._add_used(array_agg(u.key order by u.key), array_agg(u.taken order by u.key))
-  from unnest(v_keys, v_taken) u (key, taken) where u.taken > 0 having count(*) > 0;
-  if v_all_keys is not null then
-    perform queue._add_key_lanes(v_all_keys, v_all_lanes, array_fill(-1, array[cardinality(v_all_keys)]), array_fill(0, array[cardinality(v_all_keys)]));
+  if v_add_keys <> '{}' then
+    perform queue._add_slots(v_add_keys, v_add_lanes, v_add_used, v_add_ready, v_add_waiting, v_add_lows);
   end if;
-  update queue.live v
-  set claim = p_claim, worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1,
-    flags = v.flags | case when v.id = any (v_counted) then 16384 else 0 end
-  where v.id = any (v_won);
-  delete from queue.queueing_lock k
-  where (k.key, k.job_id) in (select j.queueing_lock, j.id from queue.job j where j.id = any (v_won) and j.flags & 256 <> 0);
-  if v_needy <> '{}' then
-    perform queue._begin_any(v_needy);
+  if true = any (v_wait_several) then
+    perform queue._refill(v_add_keys);
   end if;
-  perform queue._lease_timeouts(v_won, p_claim, v_now);
-  return v_won;
+  if v_due <> '{}' then
+    perform queue._expire(v_due);
+  end if;
 end $$;
 
 -- Whether a queue's max_running or rate lets no job start now.
 create or replace function queue._is_queue_full(p_queue text)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (select from queue.queue_config c where c.queue = p_queue and (c.max_running is not null or c.rate_limit is not null))
+    and queue._queue_room(p_queue, 1, clock_timestamp()) = 0;
+end $$;
+
+-- How many jobs, at most p_n, a queue's max_running and rate let start at p_now.
+create or replace function queue._queue_room(p_queue text, p_n integer, p_now timestamptz)
+returns integer language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 declare
   v_config record;
+  v_last record;
+  v_room integer := p_n;
+  v_low integer := 0;
+  v_middle integer;
 begin
   select c.max_running, c.rate_limit, c.rate_per into v_config from queue.queue_config c where c.queue = p_queue;
-  return found and (
-    v_config.max_running is not null
-      and coalesce((select s.used >= s.slots from queue.semaphore s where s.key = 'q' || p_queue order by s.tick desc limit 1), false)
-    or v_config.rate_limit is not null
-      and coalesce((select r.at > clock_timestamp() - v_config.rate_per from queue.rate_start r where r.queue = p_queue
-                    order by r.at desc, r.seq desc offset v_config.rate_limit - 1 limit 1), false));
+  if v_config.max_running is not null then
+    v_room := least(v_room, v_config.max_running
+      - coalesce((select s.used from queue.semaphore s where s.key = 'q' || p_queue order by s.tick desc limit 1), 0));
+  end if;
+  if v_config.rate_limit is not null then
+    select r.no, greatest(r.at, p_now) - v_config.rate_per as horizon into v_last
+    from queue.rate_start r where r.queue = p_queue order by r.no desc limit 1;
+    -- k more may start when the one that comes limit starts before the k-th of them lies outside the window
+    v_room := least(v_room, v_config.rate_limit);
+    while v_low < v_room loop
+      v_middle := (v_low + v_room + 1) / 2;
+      if exists (select from queue.rate_start r
+                 where r.queue = p_queue and r.no = v_last.no + v_middle - v_config.rate_limit and r.at >= v_last.horizon) then
+        v_room := v_middle - 1;
+      else
+        v_low := v_middle;
+      end if;
+    end loop;
+  end if;
+  return greatest(v_room, 0);
 end $$;
 
--- Ready jobs that met a full key wait for it.
-create or replace function queue._demote(p_ids bigint[], p_keys text[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+-- When a queue's rate lets the next job start; NULL for at once.
+create or replace function queue._next_start(p_queue text)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 declare
-  v_gone record;
+  v_at timestamptz;
 begin
-  with gone as (
-    delete from queue.live v where v.id = any (p_ids) returning v.id, v.lane, v.flags),
-  waiting as (
-    insert into queue.waiting (id, reason, key, lane)
-    select g.id, 'slot', p_keys[array_position(p_ids, g.id)], g.lane from gone g)
-  select array_agg(g.id) as ids, array_agg(g.lane) as lanes, array_agg(g.flags) as flags,
-    array_agg(g.id) filter (where g.flags & 1 <> 0) as ordered
-  into v_gone from gone g;
-  perform queue._add_key_lanes(array_agg(k.key), array_agg(u.lane), array_agg(-1), array_agg(0))
-  from unnest(v_gone.ids, v_gone.lanes) u (id, lane) join queue._keys_of(v_gone.ids, v_gone.flags) k on k.id = u.id;
-  perform queue._add_key_lanes(array_agg(p_keys[array_position(p_ids, u.id)]), array_agg(u.lane), array_agg(0), array_agg(1))
-  from unnest(v_gone.ids, v_gone.lanes) u (id, lane);
-  if v_gone.ordered is not null then
-    perform queue._keep_turns(v_gone.ordered);
-  end if;
+  select r.at + c.rate_per into v_at
+  from queue.queue_config c
+  cross join lateral (select r.no from queue.rate_start r where r.queue = c.queue order by r.no desc limit 1) l
+  cross join lateral (select r.at from queue.rate_start r where r.queue = c.queue and r.no = l.no + 1 - c.rate_limit) r
+  where c.queue = p_queue and c.rate_limit is not null and r.at + c.rate_per >= clock_timestamp();
+  return v_at;
 end $$;
 
--- Takes a start from a queue's rate; false when the last window is full. Exact: under ADM, and the
--- instants are the database's clock at the claim.
-create or replace function queue._take_rate(p_queue text, p_limit integer, p_per interval)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+-- Notes starts of a queue's jobs: in its rate, at p_now, and in its max_running. Returns the jobs that count
+-- in the latter.
+-- Locks: the caller holds ADM.
+create or replace function queue._count_starts(p_queue text, p_ids bigint[], p_now timestamptz)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_now timestamptz := clock_timestamp();
-  v_nth timestamptz;
+  v_config record;
+  v_no bigint;
+  v_at timestamptz;
 begin
-  select r.at into v_nth from queue.rate_start r where r.queue = p_queue order by r.at desc, r.seq desc offset p_limit - 1 limit 1;
-  if v_nth > v_now - p_per then
-    return false;
+  select c.max_running, c.rate_limit into v_config from queue.queue_config c where c.queue = p_queue;
+  if v_config.rate_limit is not null then
+    select r.no, r.at into v_no, v_at from queue.rate_start r where r.queue = p_queue order by r.no desc limit 1;
+    v_no := coalesce(v_no, 0);
+    insert into queue.rate_start (queue, no, at)
+    select p_queue, v_no + n, greatest(v_at, p_now) from generate_series(1, cardinality(p_ids)) n;
+    delete from queue.rate_start r
+    where r.queue = p_queue and r.no > v_no - v_config.rate_limit and r.no <= v_no + cardinality(p_ids) - v_config.rate_limit;
   end if;
-  insert into queue.rate_start (queue, at, seq)
-  values (p_queue, greatest(v_now, (select max(r.at) from queue.rate_start r where r.queue = p_queue)), nextval('queue.tick_seq'));
-  delete from queue.rate_start r where r.queue = p_queue and r.at < v_nth;
-  return true;
+  if v_config.max_running is null then
+    return '{}'::bigint[];
+  end if;
+  perform queue._add_slots(array['q' || p_queue], null, array[cardinality(p_ids)], null, null, null);
+  return p_ids;
 end $$;
 
--- Counts a running ordered job in the semaphore of its lock, which has got a mutex member.
-create or replace function queue._count_running_ordered(p_lock text, p_id bigint)
+-- Removes semaphores that nobody has used since a million others were written. At most 1,000.
+-- Locks: the caller holds ADM.
+create or replace function queue._forget_semaphores()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
-  perform from queue.live v where v.id = p_id and v.flags & 2 = 0 for update skip locked;
-  if found then
-    perform queue._set_slots(array['m' || p_lock], array[1]);
-    perform queue._add_used(array['m' || p_lock], array[1]);
-    update queue.live v set flags = v.flags | 2 where v.id = p_id;
-  end if;
+  delete from queue.semaphore s
+  where s.ctid = any (array(
+    select s.ctid from queue.semaphore s
+    where s.used = 0 and s.lanes = '{}' and s.tick < (select q.last_value - 1000000 from queue.tick_seq q)
+    order by s.tick limit 1000));
+end $$;
+
+-- What of check() concerns semaphores.
+create or replace function queue._check_semaphores()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select 'slots in use that no claim has'::text, null::bigint, format('%s: used %s, claims %s', coalesce(s.key, c.key), s.used, c.n)
+    from (select distinct on (s.key) s.key, s.used from queue.semaphore s order by s.key, s.tick desc) s
+    full join (
+      select k.key, count(*) as n
+      from (
+        select k.key
+        from (select array_agg(v.id) as ids, array_agg(v.flags) as flags
+              from (select v.id, v.flags from queue.live v where v.claim is not null and v.flags & 6 <> 0
+                    union all
+                    select h.job_id, h.flags from queue.handover h where h.kind in ('ended', 'again') and h.flags & 6 <> 0) v) a
+        cross join lateral queue._keys_of(a.ids, a.flags) k
+        union all
+        select 'q' || l.queue from queue.live v join queue.lane l on l.lane = v.lane where v.claim is not null and v.flags & 16384 <> 0
+        union all
+        select 'q' || coalesce(t.queue, j.queue) from queue.handover h join queue.job j on j.id = h.job_id
+        left join queue.job_state t on t.id = j.id where h.kind in ('ended', 'again') and h.flags & 16384 <> 0) k
+      group by k.key) c on c.key = s.key
+    where coalesce(s.used, 0) <> coalesce(c.n, 0) or left(s.key, 1) = 'm' and s.used > 1;
+  return query
+    select x.problem, null::bigint, format('%s, lane %s: slots %s, used %s, ready %s (%s), waiting %s (%s), low %s (%s)', x.key, x.lane, x.slots, x.used,
+                                           x.ready, x.is_ready, x.waiting, x.is_waiting, x.low, x.least_id)
+    from (
+      select case when s.ready is distinct from coalesce(v.n, 0) or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
+                  when w.n > 0 and s.low > w.id then 'waits for a slot below the low mark'
+                  when s.waiting > 0 and s.ready < s.slots - s.used then 'a free slot and a job that waits for it' end as problem,
+        coalesce(s.key, w.key, v.key) as key, coalesce(s.lane, w.lane, v.lane) as lane, s.slots, s.used, s.ready, v.n as is_ready,
+        s.waiting, w.n as is_waiting, s.low, w.id as least_id
+      from (
+        select s.key, s.slots, s.used, l.lane, l.ready, l.waiting, l.low
+        from (select distinct on (s.key) s.* from queue.semaphore s order by s.key, s.tick desc) s
+        cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows) l (lane, ready, waiting, low)) s
+      full join (
+        select w.key, w.lane, count(*) as n, min(w.id) as id from queue.waiting w
+        where w.reason = 'slot' and w.lane is not null group by w.key, w.lane) w on w.key = s.key and w.lane = s.lane
+      full join (
+        select k.key, a.lanes[k.n] as lane, count(*) as n
+        from (select array_agg(v.id) as ids, array_agg(v.flags) as flags, array_agg(v.lane) as lanes
+              from queue.live v where v.claim is null and v.flags & 6 <> 0) a
+        cross join lateral queue._keys_of(a.ids, a.flags) k
+        group by 1, 2) v on v.key = coalesce(s.key, w.key) and v.lane = coalesce(s.lane, w.lane)) x
+    where x.problem is not null;
 end $$;

@@ -56,7 +56,7 @@ begin
   return v_deadline;
 end $$;
 
--- Writes the needs of new jobs. A need that was deleted before its dependent's transaction committed has failed.
+-- Writes the needs of new jobs. One may have been deleted before its dependent's transaction committed.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
 create or replace function queue._join_needs(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -67,7 +67,7 @@ declare
 begin
   with added as (
     insert into queue.need (job_id, need_id, mode, deleted_state)
-    select j.id, n.id, j.mode, case when o.id is null then 'failed' end
+    select j.id, n.id, j.mode, case when o.id is null then queue._deleted_state(n.id) end
     from unnest(p_ids) u (id)
     cross join lateral (
       select j.id, j.needs, queue._needs_mode(j.options) as mode from queue.job j where j.id = u.id and j.flags & 8 <> 0 offset 0) j
@@ -553,7 +553,7 @@ begin
   select p_id, u.id, j.mode, not coalesce(
       (f.state = 'succeeded' or j.mode & 2 <> 0 and (f.state is not null or w.reason in ('held', 'upstream_failed')))
       and v_now - coalesce(f.age, w.age) < j.began, false),
-    case when o.id is null then 'failed' end
+    case when o.id is null then queue._deleted_state(u.id) end
   from unnest(v_needs) u (id)
   cross join lateral (
     select queue._needs_mode(j.options) as mode, s.began_xid::text::bigint as began

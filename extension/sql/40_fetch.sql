@@ -40,6 +40,7 @@ declare
   v_claim bigint := nextval('queue.claim_seq');
   v_is_registered boolean;
   v_lanes integer[];
+  v_plain integer[];
   v_kind smallint;
   v_ids bigint[] := '{}'::bigint[];
   v_has_adm boolean := false;
@@ -57,14 +58,14 @@ begin
       exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
     into v_lanes, v_kind, v_is_registered
     from queue.lane l
-    where (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
+    where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
     if not v_is_registered then
       perform queue._worker_gone(p_worker);
     elsif p_options is not null and p_options <> '{}' then
       v_ids := queue._claim_special(p_worker, v_claim, p_queues, p_max_jobs, p_options, p_may_wait);
       exit;
     elsif cardinality(v_lanes) > 1 or v_kind = 1 then
-      select p.lanes, p.kind into v_lanes, v_kind from queue._probe_lanes(v_lanes) p;
+      select p.lanes, p.plain_lanes, p.kind into v_lanes, v_plain, v_kind from queue._probe_lanes(v_lanes) p;
     end if;
     if v_kind = 1 and not v_has_adm then
       v_has_adm := queue._lock_admission(v_ids = '{}' and p_may_wait);
@@ -79,7 +80,7 @@ begin
     if v_lanes is not null then
       v_ids := v_ids || case when v_kind = 1 and v_has_adm
         then queue._claim_limited(p_worker, v_claim, v_lanes, p_max_jobs - cardinality(v_ids))
-        else queue._claim_plain(p_worker, v_claim, v_lanes, p_max_jobs - cardinality(v_ids)) end;
+        else queue._claim_plain(p_worker, v_claim, case when v_kind = 1 then v_plain else v_lanes end, p_max_jobs - cardinality(v_ids)) end;
     end if;
     if cardinality(v_ids) >= p_max_jobs then
       -- enough to do: look for newcomers at most every 10 ms per session, one may be of higher priority
@@ -118,31 +119,29 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_options jsonb := jsonb_strip_nulls(p_options);
   v_alone boolean;
-  v_listed boolean;
-  v_within interval := queue._interval('deadline_within', p_options -> 'deadline_within');
   v_tasks text[];
+  v_before timestamptz;
   v_only bigint[];
   v_max integer := p_max_jobs;
+  v_lanes integer[];
   v_ids bigint[] := '{}'::bigint[];
-  v_seen bigint[] := '{}'::bigint[];
-  v_found bigint[];
-  v_more boolean := true;
+  v_more boolean;
 begin
   perform queue._check_keys('options', p_options, array['ids', 'alone', 'order', 'tasks', 'deadline_within']);
-  p_options := jsonb_strip_nulls(p_options);
-  if coalesce(p_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
-    perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.', 'order: ' || (p_options ->> 'order'));
-  elsif coalesce(jsonb_typeof(p_options -> 'alone'), 'boolean') <> 'boolean' then
+  if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
+    perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.', 'order: ' || (v_options ->> 'order'));
+  elsif coalesce(jsonb_typeof(v_options -> 'alone'), 'boolean') <> 'boolean' then
     perform queue._invalid('alone must be true or false', 'Pass a JSON boolean.');
-  elsif coalesce(jsonb_typeof(p_options -> 'tasks'), 'array') <> 'array' or coalesce(jsonb_typeof(p_options -> 'ids'), 'array') <> 'array' then
+  elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array' or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
     perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
   end if;
-  v_alone := coalesce((p_options ->> 'alone')::boolean, false);
-  v_listed := p_options ->> 'order' = 'listed' and p_queues is not null;
-  v_tasks := case when p_options ? 'tasks' then array(select t from jsonb_array_elements_text(p_options -> 'tasks') t) end;
+  v_alone := coalesce((v_options ->> 'alone')::boolean, false);
+  v_tasks := case when v_options ? 'tasks' then array(select t from jsonb_array_elements_text(v_options -> 'tasks') t) end;
+  v_before := v_now + queue._interval('deadline_within', v_options -> 'deadline_within');
   begin
-    v_only := case when p_options ? 'ids' then array(select i::bigint from jsonb_array_elements_text(p_options -> 'ids') i) end;
+    v_only := case when v_options ? 'ids' then array(select i::bigint from jsonb_array_elements_text(v_options -> 'ids') i) end;
   exception when data_exception then
     perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
   end;
@@ -152,35 +151,26 @@ begin
   if not queue._lock_admission(p_may_wait) then
     return null;
   end if;
-  for v_pass in 1 .. 40 loop
-    if v_more then
-      select a.has_more into v_more from queue._admit(greatest(1000, p_max_jobs)) a;
-    end if;
-    v_found := array(
-      select c.id
-      from (
-        select l.lane, l.low_deadline, l.low_id, l.queue, l.priority, m.place
-        from queue.lane l
-        cross join lateral (
-          select min(q.n) as place from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
-          where queue._matches(l.queue, q.pattern)) m
-        where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone)
-          and (l.kind = 0 or not queue._is_queue_full(l.queue))) l
+  loop
+    select a.has_more into v_more from queue._admit(greatest(1000, p_max_jobs)) a;
+    select array_agg(l.lane order by case when v_options ->> 'order' = 'listed' then l.place end, l.priority desc, l.first_id, l.lane) into v_lanes
+    from (
+      select l.lane, l.priority, m.place, min(f.id) over (partition by l.queue, l.priority) as first_id
+      from queue.lane l
       cross join lateral (
-        select v.id, v.deadline, first_value(v.id) over (order by v.deadline, v.id) as first_id
-        from queue.live v join queue.job j on j.id = v.id
+        select min(q.n) as place from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
+        where queue._matches(l.queue, q.pattern)) m
+      left join lateral (
+        select v.id from queue.live v
         where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-          and (v_tasks is null or j.task = any (v_tasks)) and (v_within is null or v.deadline < v_now + v_within)
-          and (v_only is null or v.id = any (v_only)) and v.id <> all (v_seen)
-        order by v.deadline, v.id limit v_max - cardinality(v_ids)) c
-      order by case when v_listed then l.place end, l.priority desc, min(c.first_id) over (partition by l.queue, l.priority), c.deadline, c.id
-      limit v_max - cardinality(v_ids));
-    if v_found <> '{}' then
-      -- what is met and can't start is not looked at again, so that it hides nothing
-      v_seen := v_seen || v_found;
-      v_ids := v_ids || queue._claim_ids(p_worker, p_claim, v_found, v_max - cardinality(v_ids));
+        order by v.deadline, v.id limit 1) f on true
+      where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone)) l;
+    if v_tasks is not null or v_before is not null or v_only is not null then
+      v_ids := v_ids || queue._claim_chosen(p_worker, p_claim, v_lanes, v_max - cardinality(v_ids), v_tasks, v_before, v_only);
+    else
+      v_ids := v_ids || queue._claim_limited(p_worker, p_claim, v_lanes, v_max - cardinality(v_ids));
     end if;
-    exit when cardinality(v_ids) >= v_max or v_found = '{}' and not v_more or clock_timestamp() > v_now + interval '100 ms';
+    exit when cardinality(v_ids) >= v_max or not v_more or clock_timestamp() > v_now + interval '100 ms';
   end loop;
   if v_alone then
     update queue.live v set flags = v.flags | 16 where v.id = any (v_ids);
@@ -188,19 +178,32 @@ begin
   return v_ids;
 end $$;
 
--- Of lanes those that hold something ready, in the order in which they are read: by priority, then the
--- one whose first job is oldest.
-create or replace function queue._probe_lanes(p_lanes integer[], out lanes integer[], out kind smallint)
+-- Of lanes those that hold something ready that may start, in the order in which they are read: by priority,
+-- then the one whose first job is oldest. plain_lanes: those that can be claimed from without ADM, as no
+-- limited one has a higher priority.
+create or replace function queue._probe_lanes(p_lanes integer[], out lanes integer[], out plain_lanes integer[], out kind smallint)
 language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 begin
-  select array_agg(l.lane order by l.priority desc, f.id, l.lane), max(l.kind) into lanes, kind
+  select array_agg(l.lane order by l.priority desc, f.id, l.lane), max(l.kind),
+    case when max(l.kind) = 1 then array_agg(l.lane order by l.priority desc, f.id, l.lane) filter (where l.kind = 0) end
+  into lanes, kind, plain_lanes
   from unnest(p_lanes) u (lane)
-  cross join lateral (select l.lane, l.priority, l.kind, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane offset 0) l
+  cross join lateral (
+    select l.lane, l.priority, l.kind, l.low_deadline, l.low_id from queue.lane l
+    where l.lane = u.lane and (l.kind = 0 or not queue._is_queue_full(l.queue)) offset 0) l
   cross join lateral (
     select v.id from queue.live v
     where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
     order by v.deadline, v.id limit 1) f;
+  if plain_lanes is not null then
+    plain_lanes := array(
+      select u.lane from unnest(plain_lanes) with ordinality u (lane, n)
+      where (select l.priority from queue.lane l where l.lane = u.lane)
+        >= (select max(l.priority) from unnest(lanes) x (lane) cross join lateral (
+              select l.priority from queue.lane l where l.lane = x.lane and l.kind = 1 offset 0) l)
+      order by u.n);
+  end if;
 end $$;
 
 -- Claims up to p_n jobs of plain lanes, in the order of p_lanes.
@@ -253,7 +256,7 @@ begin
              - coalesce(nullif(current_setting('pgdefer.looked_at', true), ''), '0')::double precision) >= 0.01;
 end $$;
 
--- The queues that a list of names and patterns selects among those that have lanes; NULL is all.
+-- The queues that a list of names and patterns selects among those that may hold something ready; NULL is all.
 -- Raises: 22023.
 create or replace function queue._match_queues(p_queues text[])
 returns text[] language plpgsql stable parallel safe security invoker as $$
@@ -266,7 +269,7 @@ begin
     return p_queues;
   end if;
   return array(select distinct l.queue from queue.lane l
-               where exists (select from unnest(p_queues) q where queue._matches(l.queue, q)));
+               where not l.is_idle and exists (select from unnest(p_queues) q where queue._matches(l.queue, q)));
 end $$;
 
 -- Whether a queue's name is selected by a name, prefix* or *.

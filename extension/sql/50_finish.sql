@@ -267,8 +267,7 @@ begin
   end if;
   delete from queue.abort a where a.id = any (p_ids);
   if v_all & (256 | 8192) <> 0 then
-    delete from queue.queueing_lock k
-    where (k.key, k.job_id) in (select j.queueing_lock, j.id from queue.job j where j.id = any (p_ids) and j.queueing_lock is not null);
+    perform queue._drop_queueing_locks(p_ids, 256 | 8192);
   end if;
   if v_all & 64 <> 0 then
     delete from queue.expiry e where e.id = any (p_ids);
@@ -383,13 +382,13 @@ begin
   end if;
 end $$;
 
--- Raises: QJ001 or QJ002, always: says why a claim is refused.
+-- Raises: QJ001 or QJ002, always: says why a claim is refused. A job that is gone was deleted or pruned.
 create or replace function queue._refuse(p_id bigint, p_claim bigint)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
   if p_id is null or p_claim is null then
     perform queue._invalid('id and claim are needed', 'Pass the pair that fetch returned.');
-  elsif not exists (select from queue.job j where j.id = p_id) then
+  elsif p_id not between 1 and (select s.last_value from queue.job_id_seq s) then
     perform queue._job_not_found(p_id);
   end if;
   perform queue._claim_lost(p_id, p_claim);

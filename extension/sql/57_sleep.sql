@@ -34,14 +34,14 @@ begin
     -- a recheck (34_needs.sql) comes back until the row that it waits for is free
     case when exists (select from queue.handover) then clock_timestamp() + interval '10 ms' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
-    (select min(n.paused_until) from queue.lane n where n.paused_until > clock_timestamp() and n.paused_until < 'infinity'),
+    (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
+    case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back
+    (select min(p.until) from queue.pause p where p.is_paused and p.until > clock_timestamp() and isfinite(p.until)),
     -- what only tick can do, and may fail to do at once, is due in a moment, so that nobody spins
     (select greatest(e.at, clock_timestamp() + interval '10 ms') from queue.expiry e
      where not exists (select from queue.live v where v.id = e.id and v.claim is not null) order by e.at limit 1),
     (select greatest(l.expires_at, clock_timestamp() + interval '10 ms') from queue.lease l order by l.expires_at limit 1),
-    (select r.at + c.rate_per from queue.queue_config c cross join lateral (
-       select r.at from queue.rate_start r where r.queue = c.queue order by r.at desc offset c.rate_limit - 1 limit 1) r
-     where c.rate_limit is not null and r.at + c.rate_per > clock_timestamp() order by 1 limit 1))
+    (select min(queue._next_start(c.queue)) from queue.queue_config c where c.rate_limit is not null))
   into v_due
   from (select k.* from queue.cursor k order by k.tick desc limit 1) c;
   return v_due;

@@ -34,6 +34,10 @@ begin
   begin
     if not v_admit.has_more then
       pruned := queue._prune(1000, v_safe_at);
+      if random() < 0.01 then
+        perform queue._prune_old_runs(1000);
+        perform queue._forget_deleted();
+      end if;
     end if;
   exception when others then
     raise warning 'pgdefer: pruning failed: % (%)', sqlerrm, sqlstate;
@@ -81,22 +85,18 @@ begin
   end loop;
 end $$;
 
--- Mends what can only be wrong after a bug or an aborted repair: keys with free slots and waiting jobs.
--- Locks: the caller holds ADM.
+-- Mends what can only be wrong after a bug or an aborted repair, now and then; counts again what has begun to
+-- run while a queue's limit was set; forgets lanes and semaphores that have not been used for long.
+-- Locks: the caller holds ADM; rows of queue.live and queue.queueing_lock by skip locked.
 create or replace function queue._repair()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_keys text[];
+#variable_conflict use_column
 begin
-  v_keys := array(select distinct l.key from queue.key_lane l where l.waiting > 0);
-  if v_keys <> '{}' then
-    perform queue._refill(v_keys);
+  if random() < 0.02 then
+    perform queue._refill(array_agg(s.key)) from queue.semaphore s where s.lanes <> '{}' and s.used < s.slots having count(*) > 0;
   end if;
-  -- a replacement that was rolled back left the mark of the one before
-  update queue.queueing_lock k set replacing = null
-  where k.key = any (array(
-    select q.key from queue.queueing_lock q
-    where q.replacing is not null
-      and not exists (select from queue.handover h where h.kind = 'replace' and h.payload ->> 'seq' = q.replacing::text)
-    for update skip locked));
+  perform queue._limit_queue(c.queue) from queue.queue_config c where c.limited_at > clock_timestamp() - interval '1 minute';
+  perform queue._repair_replacing();
+  perform queue._rest_lanes();
+  perform queue._forget_semaphores();
 end $$;

@@ -33,7 +33,7 @@ begin
   delete from queue.waiting w where w.id = p_id returning w.reason, w.key, w.lane into v_waiting;
   if found then
     if v_waiting.reason = 'slot' then
-      perform queue._add_key_lanes(array[v_waiting.key], array[v_waiting.lane], array[0], array[-1]);
+      perform queue._unwait(v_waiting.key, v_waiting.lane);
     end if;
     return v_waiting.reason;
   end if;

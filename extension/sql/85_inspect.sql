@@ -52,7 +52,11 @@ begin
       when 'm' then format('its lock %s is held by job %s', v_key, coalesce(v_text, 'that is about to start'))
       else format('its concurrency key %s is full: job %s', v_key, coalesce(v_text, 'that is about to start')) end;
   elsif not v.is_live and v.is_member then
-    select m.id into v_text from queue.lock_member m where m.lock = v.lock and m.id <> why.id order by m.has_turn desc, m.id limit 1;
+    select m.id into v_text
+    from (select m.id, 0 as n from queue.lock_member m where m.lock = v.lock and m.has_turn
+          union all (select m.id, 1 from queue.lock_member m where m.lock = v.lock and not m.is_late order by m.id limit 1)
+          union all (select m.id, 2 from queue.lock_member m where m.lock = v.lock order by m.id limit 1)) m
+    where m.id <> why.id order by m.n limit 1;
     return format('its lock %s is held by job %s (%s)', v.lock, v_text, (select j.state from queue.jobs j where j.id = v_text::bigint));
   elsif not v.is_live then
     return 'it has not been admitted yet; the next fetch or tick does that';
@@ -86,15 +90,13 @@ returns text language plpgsql stable parallel safe security invoker as $$
 declare
   v record;
 begin
-  select c.max_running, c.rate_limit, c.rate_per, s.used, r.at into v
-  from queue.queue_config c
-  left join lateral (select s.used from queue.semaphore s where s.key = 'q' || p_queue order by s.tick desc limit 1) s on true
-  left join lateral (select r.at from queue.rate_start r where r.queue = p_queue order by r.at desc, r.seq desc offset greatest(c.rate_limit, 1) - 1 limit 1) r on true
-  where c.queue = p_queue;
+  select c.max_running, c.rate_limit, c.rate_per,
+    coalesce((select s.used from queue.semaphore s where s.key = 'q' || p_queue order by s.tick desc limit 1), 0) as used
+  into v from queue.queue_config c where c.queue = p_queue;
   if v.used >= v.max_running then
     return format('its queue %s has reached max_running %s', p_queue, v.max_running);
   end if;
-  return format('its queue %s has used up its rate of %s per %s; the next start is at %s', p_queue, v.rate_limit, v.rate_per, v.at + v.rate_per);
+  return format('its queue %s has used up its rate of %s per %s; the next start is at %s', p_queue, v.rate_limit, v.rate_per, queue._next_start(p_queue));
 end $$;
 
 create or replace function queue.peek(queues text[] default null, n integer default 10)
@@ -109,15 +111,23 @@ begin
   return query
     select j.id, j.task, j.args, j.queue, j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
     from (
-      select c.id, l.priority, c.deadline, min(c.first_id) over (partition by l.queue, l.priority) as first_id
-      from queue.lane l
+      select c.id, g.priority, c.deadline, c.first_id
+      from (
+        select l.queue, l.priority, array_agg(l.lane) as lanes, array_agg(l.low_deadline) as deadlines, array_agg(l.low_id) as ids
+        from queue.lane l
+        where not l.is_idle and (l.paused_until is null or l.paused_until <= clock_timestamp())
+          and (peek.queues is null or exists (select from unnest(peek.queues) q where queue._matches(l.queue, q)))
+          and (l.kind = 0 or not queue._is_queue_full(l.queue))
+        group by l.queue, l.priority) g
       cross join lateral (
-        select v.id, v.deadline, first_value(v.id) over (order by v.deadline, v.id) as first_id from queue.live v
-        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+        select v.id, v.deadline, first_value(v.id) over (order by v.deadline, v.id) as first_id
+        from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
+        cross join lateral (
+          select v.id, v.deadline from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.deadline, l.id) and v.claim is null
+          order by v.deadline, v.id limit peek.n) v
         order by v.deadline, v.id limit peek.n) c
-      where (l.paused_until is null or l.paused_until <= clock_timestamp())
-        and (peek.queues is null or exists (select from unnest(peek.queues) q where queue._matches(l.queue, q)))
-      order by l.priority desc, first_id, c.deadline, c.id limit peek.n) c
+      order by g.priority desc, c.first_id, c.deadline, c.id limit peek.n) c
     join queue.jobs j on j.id = c.id
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
@@ -161,10 +171,13 @@ begin
   return query
     select 'ready below the low mark'::text, v.id, format('lane %s', v.lane)
     from queue.live v join queue.lane l on l.lane = v.lane
-    where v.claim is null and (v.deadline, v.id) < (l.low_deadline, l.low_id);
+    where v.claim is null and ((v.deadline, v.id) < (l.low_deadline, l.low_id) or l.is_idle);
   return query
     select 'in a lane that is missing'::text, v.id, format('lane %s', v.lane)
-    from queue.live v where not exists (select from queue.lane l where l.lane = v.lane);
+    from queue.live v where not exists (select from queue.lane l where l.lane = v.lane)
+    union all
+    select 'waits for a slot in a lane that is missing', w.id, format('lane %s', w.lane)
+    from queue.waiting w where w.lane is not null and not exists (select from queue.lane l where l.lane = w.lane);
   return query
     select 'in another lane than its queue and priority have'::text, v.id, format('lane %s', v.lane)
     from queue.live v join queue.lane l on l.lane = v.lane
@@ -177,58 +190,15 @@ begin
     from (select v.id from queue.live v union all select w.id from queue.waiting w where w.reason <> 'parked') x
     join queue.job j on j.id = x.id left join queue.job_state s on s.id = x.id
     where coalesce(s.lock, j.lock) <> '' and not exists (select from queue.lock_member m where m.id = j.id and m.lock = coalesce(s.lock, j.lock));
-  return query
-    select 'member of a lock though finished'::text, m.id, m.lock
-    from queue.lock_member m join queue.finished f on f.id = m.id
-    where not exists (select from queue.handover h where h.job_id = m.id);
-  return query
-    select 'a lock with more than one job at its turn'::text, min(m.id), m.lock
-    from queue.lock_member m join queue.live v on v.id = m.id
-    where not m.is_mutex group by m.lock having count(*) > 1;
-  return query
-    select 'a lock that runs two jobs'::text, min(v.id), coalesce(s.lock, j.lock)
-    from queue.live v join queue.job j on j.id = v.id left join queue.job_state s on s.id = v.id
-    where v.claim is not null and coalesce(s.lock, j.lock) <> '' group by coalesce(s.lock, j.lock) having count(*) > 1;
-  return query
-    select 'a free lock with a job that waits for its turn'::text, f.id, f.lock
-    from (select distinct on (m.lock) m.lock, m.id, m.is_passed, m.is_mutex from queue.lock_member m order by m.lock, m.id) f
-    where f.is_passed and not f.is_mutex
-      and not exists (select from queue.lock_member m join queue.live v on v.id = m.id where m.lock = f.lock)
-      and not exists (select from queue.lock_member m join queue.waiting w on w.id = m.id where m.lock = f.lock and (m.has_turn or w.reason = 'slot'))
-      and not exists (select from queue.lock_member m join queue.handover h on h.job_id = m.id where m.lock = f.lock);
-  return query
-    select 'slots in use that no claim has'::text, null::bigint, format('%s: used %s, claims %s', s.key, s.used, coalesce(c.n, 0))
-    from (select distinct on (s.key) s.key, s.used from queue.semaphore s order by s.key, s.tick desc) s
-    left join (
-      select k.key, count(*) as n
-      from (
-        select k.key from queue.live v cross join lateral queue._keys_of(array[v.id], array[v.flags]) k where v.claim is not null and v.flags & 6 <> 0
-        union all
-        select k.key from queue.handover h cross join lateral queue._keys_of(array[h.job_id], array[h.flags]) k
-        where h.kind in ('ended', 'again') and h.flags & 6 <> 0
-        union all
-        select 'q' || l.queue from queue.live v join queue.lane l on l.lane = v.lane where v.claim is not null and v.flags & 16384 <> 0
-        union all
-        select 'q' || coalesce(t.queue, j.queue) from queue.handover h join queue.job j on j.id = h.job_id
-        left join queue.job_state t on t.id = j.id where h.kind in ('ended', 'again') and h.flags & 16384 <> 0) k
-      group by k.key) c on c.key = s.key
-    where s.used <> coalesce(c.n, 0);
-  return query
-    select 'a free slot and a job that waits for it'::text, null::bigint, format('%s, lane %s', l.key, l.lane)
-    from (select distinct on (l.key, l.lane) l.key, l.lane, l.ready, l.waiting from queue.key_lane l order by l.key, l.lane, l.tick desc) l
-    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = l.key order by s.tick desc limit 1) s
-    where l.waiting > 0 and l.ready < s.slots - s.used;
-  return query
-    select 'counts of a key are wrong'::text, null::bigint, format('%s, lane %s: ready %s, waiting %s', l.key, l.lane, l.ready, l.waiting)
-    from (select distinct on (l.key, l.lane) l.key, l.lane, l.ready, l.waiting from queue.key_lane l order by l.key, l.lane, l.tick desc) l
-    where l.waiting <> (select count(*) from queue.waiting w where w.reason = 'slot' and w.key = l.key and w.lane = l.lane)
-      or l.ready <> (select count(*) from queue.live v cross join lateral queue._keys_of(array[v.id], array[v.flags]) k
-                     where v.lane = l.lane and v.claim is null and v.flags & 6 <> 0 and k.key = l.key);
+  return query select c.problem, c.id, c.detail from queue._check_locks() c;
+  return query select c.problem, c.id, c.detail from queue._check_semaphores() c;
   return query select c.problem, c.id, c.detail from queue._check_need_rows() c;
+  return query select c.problem, c.id, c.detail from queue._check_schedules() c;
   return query
     select 'a queueing lock whose job has started'::text, k.job_id, k.key
     from queue.queueing_lock k join queue.job j on j.id = k.job_id
     where exists (select from queue.finished f where f.id = j.id)
+      or j.queueing_lock is distinct from k.key
       or j.flags & 256 <> 0 and exists (select from queue.live v where v.id = j.id and v.claim is not null);
   return query
     select 'not one row'::text, null::bigint, x.name

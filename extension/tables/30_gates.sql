@@ -10,27 +10,26 @@ create table queue.lock_member (
   constraint lock_member_pkey primary key (lock, id)
 ) with (fillfactor = 80);
 create index lock_member_late_idx on queue.lock_member (lock, id) where is_late;
-create index lock_member_mutex_idx on queue.lock_member (lock) where is_mutex;
+create index lock_member_mutex_idx on queue.lock_member (lock, id) where is_mutex;
+create index lock_member_turn_idx on queue.lock_member (lock) where has_turn;
 
--- How many claims run under a key: replaced by a newer row, read newest first (see queue.cursor).
--- The key's first letter is its kind: k a concurrency key, m a mutex lock, q a queue.
+-- How many claims run under a key (used, of slots), and per lane how many of its jobs are ready and how many
+-- wait for a slot, none with an id below low. Replaced by a newer row, read newest first (see queue.cursor).
+-- The key's first letter is its kind: k a concurrency key, m a lock with mutex jobs, q a queue. limit_id:
+-- the job that has set slots.
 create table queue.semaphore (
   key text collate "C" not null,
   tick bigint not null,
+  limit_id bigint not null,
   slots integer not null,
   used integer not null,
+  lanes integer[] not null,
+  ready integer[] not null,
+  waiting integer[] not null,
+  lows bigint[] not null,
   constraint semaphore_pkey primary key (key, tick)
 );
-
--- Per key and lane: how many jobs are ready and how many wait for a slot.
-create table queue.key_lane (
-  key text collate "C" not null,
-  lane integer not null,
-  tick bigint not null,
-  ready integer not null,
-  waiting integer not null,
-  constraint key_lane_pkey primary key (key, lane, tick)
-);
+create index semaphore_idle_idx on queue.semaphore (tick) where used = 0 and lanes = '{}';
 
 -- Who holds a queueing lock. replacing: a replacement is committed and not yet applied.
 create table queue.queueing_lock (
@@ -39,11 +38,12 @@ create table queue.queueing_lock (
   replacing bigint,
   constraint queueing_lock_pkey primary key (key)
 );
+create index queueing_lock_replacing_idx on queue.queueing_lock (key) where replacing is not null;
 
--- Starts under a rate, newest first.
+-- Starts under a queue's rate, as many as its limit, numbered.
 create table queue.rate_start (
   queue text collate "C" not null,
+  no bigint not null,
   at timestamptz not null,
-  seq bigint not null,
-  constraint rate_start_pkey primary key (queue, at, seq)
+  constraint rate_start_pkey primary key (queue, no)
 );

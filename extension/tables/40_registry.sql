@@ -13,9 +13,11 @@ create table queue.task (
   constraint task_pkey primary key (name)
 );
 
+-- limited_at: when its limits were set.
 create table queue.queue_config (
   queue text collate "C" not null,
   created_at timestamptz not null default now(),
+  limited_at timestamptz,
   max_running integer,
   rate_limit integer,
   rate_per interval,

@@ -113,6 +113,9 @@ class Worker:
         self._background: set[asyncio.Task[Any]] = set()
         self._is_starting = False
         self._is_stopping = False
+        # Whether the last fetch found less than it asked for, and how often to look again soon.
+        self._is_drained = False
+        self._polls = 0
         self._was_hinted = False
         self._suspicion: list[float] = []
         self._waiter: asyncio.Future[bool] | None = None
@@ -265,46 +268,44 @@ class Worker:
         log.info("worker %d serves %s", self.id, ", ".join(self.queues or ["all queues"]))
 
     async def _pump_connected(self) -> None:
-        polls = 0
-        is_drained = False
+        self._is_drained = False
         while True:
             if self._suspicion and self._suspicion[0] <= self._loop.time():
                 await self._look_for_lost_claims()
             free = self._free()
-            if self._outcomes or (free and not is_drained):
-                found = await self._round_trip(free)
-                if found:
-                    polls = LINGER_POLLS
-                    if self._listener.is_latched:
-                        self._spawn(self._listener.after_sleep(self._registered()))
-                is_drained = found < free
+            if self._outcomes or (free and not self._is_drained):
+                await self._round_trip(free)
+            elif free:
+                await self._idle(free)
             elif self._is_stopping and not self._running:
                 return
-            elif not free:
+            else:
                 # All slots are taken, or there are to be no more: until an outcome comes.
                 await self._wait(None)
-                is_drained = False
-            elif polls:
-                polls -= 1
-                await self._wait(LINGER_DELAY)
-                is_drained = False
-            else:
-                if self.drain and not self._running:
-                    if not await self._fetch_alone():
-                        self.stop()
-                    continue
-                is_drained = await self._sleep(free)
+                self._is_drained = False
+
+    async def _idle(self, free: int) -> None:
+        """Wait until it is worth while to look again: first for moments, then asleep."""
+        if self._polls:
+            self._polls -= 1
+            await self._wait(LINGER_DELAY)
+            self._is_drained = False
+        elif not self._running and await self._fetch_alone():
+            self._is_drained = False
+        elif self.drain and not self._running:
+            self.stop()
+        else:
+            await self._sleep(free)
 
     def _free(self) -> int:
         if self._is_stopping or self._lone is not None:
             return 0
         return self.concurrency - len(self._running) - len(self._claimed)
 
-    async def _sleep(self, free: int) -> bool:
-        """Sleep until there may be something to do. Returns whether there is nothing to fetch."""
-        if not self._running and await self._fetch_alone():
-            return False
+    async def _sleep(self, free: int) -> None:
+        """Sleep until there may be something to do."""
         self._was_hinted = False
+        self._is_drained = False
         link = self._listener if self._listens else None
         if link is None:
             rows = await self._ask(_sql.BEFORE_SLEEP, worker=self._registered(), queues=self.queues)
@@ -313,14 +314,14 @@ class Worker:
             wait_for = await self._before_sleep(link)
             # What came before we could be woken has woken nobody.
             if await self._round_trip(free):
-                return False
+                return
+            self._is_drained = False
         if not await self._wait(max(wait_for, 0.0)) and not self._is_stopping:
             # Something is due.
             if link is None:
                 await self._ask(_sql.TICK)
             elif wait_for > 0:
                 self._spawn(self._tick())
-        return False
 
     async def _fetch_alone(self) -> bool:
         """Fetch one of the jobs that nothing else may run beside: those that crashed before."""
@@ -380,15 +381,21 @@ class Worker:
                 raise
             except psycopg.Error as error:
                 await self._send_apart(error)
-                return free
+                self._on_hint()
+                return 0
             finally:
                 self._sending = []
         if self.id != worker:
             # Given up for dead meanwhile: these claims are others' by now.
             return 0
-        if rows:
+        found = len(rows)
+        self._is_drained = found < free
+        if found:
             self._take(rows)
-        return len(rows)
+            self._polls = LINGER_POLLS
+            if self._listener.is_latched:
+                self._spawn(self._listener.after_sleep(worker))
+        return found
 
     async def _send_apart(self, error: psycopg.Error) -> None:
         """Send the outcomes without asking for jobs; where one spoils the call, each alone."""

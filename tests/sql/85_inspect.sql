@@ -86,7 +86,7 @@ from (values
   ($$delete from queue.live v where v.id = pg_temp.id('runs')$$, 'slots in use that no claim has'),
   ($$update queue.semaphore s set slots = 2 where s.key = 'kk'$$, 'a free slot and a job that waits for it'),
   ($$delete from queue.waiting w where w.id = pg_temp.id('waits for a slot')$$, 'counts of a key are wrong'),
-  ($$update queue.key_lane l set ready = 0 where l.key = 'kf'$$, 'counts of a key are wrong'),
+  ($$update queue.semaphore s set ready = array_fill(0, array[cardinality(s.ready)]) where s.key = 'kf'$$, 'counts of a key are wrong'),
   ($$delete from queue.live v where v.id = pg_temp.id('ready with key')$$, 'counts of a key are wrong'),
   ($$delete from queue.waiting w where w.id = pg_temp.id('scheduled'); insert into queue.finished (id, finished_at, attempts, state) values (pg_temp.id('scheduled'), now(), 1, 'succeeded')$$, 'waits for needs that do not hold it: needs'),
   ($$delete from queue.waiting w where w.id = pg_temp.id('scheduled'); insert into queue.finished (id, finished_at, attempts, state) values (pg_temp.id('scheduled'), now(), 1, 'failed')$$, 'waits for needs that do not hold it: needs'),

@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgdefer import App, Retry, Worker, current_job
+from pgdefer import App, Retry, Worker, _outcome, current_job
 from pgdefer._server import EmbeddedServer, temporary_server
 from support import install
 
@@ -31,14 +31,17 @@ Connection = psycopg.Connection[Any]
 
 async def test_a_graceful_stop_lets_jobs_end(app: App, jobs: Jobs) -> None:
     release = asyncio.Event()
+    begun = []
 
     @app.task
     async def slow() -> str:
+        begun.append(1)
         await release.wait()
         return "ended"
 
     @app.task
     def slow_thread() -> str:
+        begun.append(1)
         time.sleep(0.3)
         return "ended"
 
@@ -46,7 +49,7 @@ async def test_a_graceful_stop_lets_jobs_end(app: App, jobs: Jobs) -> None:
     task = asyncio.create_task(worker.run_async())
     await slow.defer_async()
     await slow_thread.defer_async()
-    await until(lambda: list(jobs.states().values()) == ["running"] * 2)
+    await until(lambda: len(begun) == 2)
     worker.stop()
     late = await slow.defer_async()
     await asyncio.sleep(0.1)
@@ -452,3 +455,31 @@ async def test_a_job_that_crashed_runs_alone(app: App, jobs: Jobs, conn: Connect
     assert {row["state"] for row in rows} == {"succeeded"}
     assert beside.get(suspect.id, set()) == set()
     assert any(beside.values())
+
+
+async def test_an_outcome_that_cannot_be_stored_spoils_no_other(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.task(name="good")
+    async def good() -> int:
+        return 1
+
+    @app.task(name="bad")
+    async def bad() -> int:
+        return 2
+
+    real = _outcome.succeeded
+
+    def spoilt(id: int, claim: int, result: Any = None, codec: Any = None) -> str:
+        text = real(id, claim, result, codec)
+        return text.replace("2}", '"\\u0000"}') if result == 2 else text
+
+    monkeypatch.setattr(_outcome, "succeeded", spoilt)
+    app.defer_many([(bad if n == 7 else good).prepare() for n in range(20)])
+    async with running(app):
+        rows = await jobs.end()
+    ends = {row["task"]: (row["state"], row["result"], row["error"]) for row in rows}
+    assert ends == {
+        "good": ("succeeded", 1, None),
+        "bad": ("failed", None, "PgDeferError: the outcome can't be stored"),
+    }

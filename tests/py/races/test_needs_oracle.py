@@ -339,7 +339,9 @@ class Walk:
         if number is None:
             return ""
         job = self.oracle.jobs[number]
-        kind = self.random.choice(["succeeded", "succeeded", "failed", "again", "released", "aborted"])
+        kind = self.random.choice(
+            ["succeeded", "succeeded", "failed", "again", "released", "aborted"]
+        )
         match kind:
             case "succeeded":
                 self.queue.end(number, "succeeded")
@@ -365,7 +367,13 @@ class Walk:
             return ""
         known = list(self.oracle.jobs)[-12:]
         needs = self.random.choice(
-            [None, [], [], self.random.sample(known, 1), self.random.sample(known, min(3, len(known)))]
+            [
+                None,
+                [],
+                [],
+                self.random.sample(known, 1),
+                self.random.sample(known, min(3, len(known))),
+            ]
         )
         # that one has doomed it ever since can't be told from that another does now
         doomed = {n for n, s in self.oracle.jobs[number].began.items() if s == "upstream_failed"}
@@ -442,6 +450,8 @@ def test_circles_are_refused_with_their_path(connection):
     third = queue.defer([second])
     queue.fetch()
     with pytest.raises(errors.DatabaseError) as refused:
-        queue.call("select queue.retry_later(%s, %s, needs => %s)", first, queue.claims[first], [third])
+        queue.call(
+            "select queue.retry_later(%s, %s, needs => %s)", first, queue.claims[first], [third]
+        )
     assert refused.value.sqlstate == "QJ005"
     assert refused.value.diag.message_detail == f"path: {first} -> {third} -> {second} -> {first}"

@@ -1,0 +1,446 @@
+-- Operating on many jobs: moving, copying, deleting, ending them by hand.
+--
+-- Each call is one transaction and takes its locks in the order of 80_operate.sql: rows of queue.live,
+-- queueing locks and rows of queue.finished, each sorted and waited for, then ADM. What it meets under ADM
+-- it locks by skip locked (_grasp): a job that got there meanwhile, and that another transaction is at, is
+-- refused like one whose state does not allow the call. The claim of a running job that is taken away is
+-- lost: its worker is told to abort, and its late outcome gets QJ002.
+
+-- Locks: as above. Raises: 22023, QJ008.
+create or replace function queue.move(ids bigint[], queue text, force boolean default false)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_job record;
+  v_done bigint[] := '{}'::bigint[];
+begin
+  perform queue._check_queue(move.queue);
+  perform queue._reach_all(move.ids);
+  for v_job in select distinct u.id from unnest(move.ids) u (id) order by u.id loop
+    select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
+    continue when v_job.standing in ('missing', 'busy') or v_job.standing = 'running' and move.force is not true;
+    if v_job.standing = 'running' then
+      perform queue._end_attempt('{"outcome": "released", "error": "taken back by a move with force"}', v_job.id, v_job.claim, true);
+      perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'moved');
+    end if;
+    perform queue._change(v_job.id, p_queue => move.queue);
+    perform queue._set_purge_at(v_job.id);
+    v_done := v_done || v_job.id;
+  end loop;
+  perform queue._announce();
+  return query select t.id, t.outcome, t.error from queue._told(move.ids, v_done) t;
+end $$;
+comment on function queue.move(bigint[], text, boolean) is
+  'Puts jobs into another queue, with their ids, args, attempts and history; finished ones run there if they are retried. A running job is refused (QJ003) without force; with force its claim is lost and it is ready again there. A row for each id: its state in outcome, or an error.';
+
+-- Locks: none but the latch, shared and by try: it only appends, as defer does. Raises: 22023, QJ001.
+create or replace function queue.copy(id bigint, queue text default null)
+returns bigint language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz;
+  v_needs bigint[];
+  v_id bigint;
+begin
+  if copy.queue is not null then
+    perform queue._check_queue(copy.queue);
+  end if;
+  perform pg_current_xact_id();  -- as in _check_needs
+  v_now := clock_timestamp();
+  v_needs := array(
+    select n.id from queue.jobs j
+    cross join lateral unnest(j.needs) n (id)
+    cross join lateral (select o.id from queue.job o where o.id = n.id offset 0) o
+    left join lateral (select f.purge_at, f.finished_at, f.state from queue.finished f where f.id = n.id offset 0) f on true
+    where j.id = copy.id
+      and not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days', false)
+    order by n.id);
+  insert into queue.job (task, args, queue, priority, lock, scheduled_at, deadline, needs, keys, limits, flags, options)
+  select j.task, coalesce(s.args, j.args), coalesce(copy.queue, s.queue, j.queue), coalesce(s.priority, j.priority),
+    x.lock, x.scheduled_at, j.deadline, nullif(v_needs, '{}'), j.keys, j.limits,
+    (j.flags | coalesce(s.extra_flags, 0)) & ~(8 | 16 | 32 | 64 | 256 | 8192) & case when x.lock is null then ~3 else -1 end
+      | case when v_needs <> '{}' or j.options ->> 'needs_mode' = 'any' then 8 else 0 end
+      | case when x.scheduled_at is not null then 16 else 0 end
+      | case when w.id is not null then 32 else 0 end
+      | case when x.is_expiring then 64 else 0 end,
+    case when x.is_expiring then j.options else nullif(j.options - 'expires_at', '{}') end
+  from queue.job j
+  left join queue.job_state s on s.id = j.id
+  left join queue.waiting w on w.id = j.id and w.reason = 'held'
+  cross join lateral (
+    select nullif(coalesce(s.lock, j.lock), '') as lock,
+      nullif(coalesce(case when s.claims = 0 then s.scheduled_at end, j.scheduled_at), '-infinity') as scheduled_at,
+      coalesce((j.options ->> 'expires_at')::timestamptz > v_now, false) as is_expiring) x
+  where j.id = copy.id
+  returning id into v_id;
+  if v_id is null then
+    perform queue._job_not_found(copy.id);
+  end if;
+  perform queue._announce();
+  return v_id;
+end $$;
+comment on function queue.copy(bigint, text) is
+  'Defers a job with the same task, args and options once more, into a queue (NULL: the same), and returns its id. The copy has a history of its own. It takes no queueing_lock, no expires_at that has passed, and of the needs those that are still there; it is held if the job is.';
+
+-- Locks: as above. Raises: 22023, QJ008.
+create or replace function queue.delete(ids bigint[], force boolean default false)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_done bigint[];
+begin
+  perform queue._reach_all(delete.ids);
+  v_done := queue._delete(delete.ids, coalesce(delete.force, false));
+  perform queue._announce();
+  return query
+    select t.id, case when t.id = any (v_done) then 'deleted' else t.outcome || coalesce(', needed by job ' || n.id, '') end,
+      case when not t.id = any (v_done) then t.error end
+    from queue._told(delete.ids, v_done) t
+    left join lateral (select d.job_id as id from queue.need d where d.need_id = t.id and t.outcome is distinct from 'running'
+                         and not exists (select from queue.finished f where f.id = d.job_id) order by d.job_id limit 1) n on true;
+end $$;
+comment on function queue.delete(bigint[], boolean) is
+  'Removes jobs and every trace of them. One that runs, or that an unfinished job needs which is not removed with it, is refused (QJ003) without force; with force the claim is lost, and those that need it count it as failed unless it had succeeded. A row for each id: deleted, or an error with its state.';
+
+-- Locks: as above. Raises: 22023, QJ008.
+create or replace function queue.fail_jobs(ids bigint[], message text default null)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_job record;
+  v_done bigint[] := '{}'::bigint[];
+  v_message text := left(fail_jobs.message, 10000);
+begin
+  perform queue._reach_all(fail_jobs.ids);
+  for v_job in select distinct u.id from unnest(fail_jobs.ids) u (id) order by u.id loop
+    select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
+    if v_job.standing = 'running' then
+      -- it fails, whether it was told to abort or not
+      update queue.live v set flags = v.flags & ~32 where v.id = v_job.id;
+      perform queue._end_attempt(
+        jsonb_build_object('outcome', 'failed', 'error', v_message, 'options', '{"retryable": false, "reason": "operator"}'::jsonb),
+        v_job.id, v_job.claim, true);
+      perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'failed');
+    elsif v_job.standing = 'open' then
+      perform queue._take_out(v_job.id);
+      perform queue._conclude(v_job.id, 'failed', 'operator', v_message);
+    else
+      continue;
+    end if;
+    v_done := v_done || v_job.id;
+  end loop;
+  perform queue._announce();
+  return query select t.id, t.outcome, t.error from queue._told(fail_jobs.ids, v_done) t;
+end $$;
+comment on function queue.fail_jobs(bigint[], text) is
+  'Ends unfinished jobs as failed, reason operator, with message as their error; they are not retried. A running one''s claim is lost. Finished ones are refused (QJ003). A row for each id: failed, or an error with its state.';
+
+-- Locks: as above. Raises: 22023, QJ008.
+create or replace function queue.done(ids bigint[])
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_job record;
+  v_now timestamptz := clock_timestamp();
+  v_done bigint[] := '{}'::bigint[];
+begin
+  perform queue._reach_all(done.ids);
+  for v_job in select distinct u.id from unnest(done.ids) u (id) order by u.id loop
+    select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
+    if v_job.standing = 'running' then
+      perform queue._succeed(array[v_job.id], array[v_job.claim], array[null::jsonb], true);
+      update queue.finished f set reason = 'operator' where f.id = v_job.id;
+      perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
+    elsif v_job.standing = 'open' then
+      perform queue._take_out(v_job.id);
+      perform queue._conclude(v_job.id, 'succeeded', 'operator', null);
+    elsif v_job.standing = 'finished' then
+      update queue.finished f set state = 'succeeded', reason = 'operator', finished_at = v_now, worker_id = null
+      where f.id = v_job.id and f.state <> 'succeeded';
+      continue when not found;
+      perform queue._set_purge_at(v_job.id);
+      perform queue._needs_changed(array[v_job.id]);
+    else
+      continue;
+    end if;
+    v_done := v_done || v_job.id;
+  end loop;
+  perform queue._announce();
+  return query select t.id, t.outcome, t.error from queue._told(done.ids, v_done) t;
+end $$;
+comment on function queue.done(bigint[]) is
+  'Marks jobs as succeeded, reason operator, without running them: unfinished ones, failed and cancelled ones too, so that what needs them goes on. A running one''s claim is lost. One that has succeeded is refused (QJ003). A row for each id: succeeded, or an error with its state.';
+
+-- Locks: as above. Raises: 22023, QJ008.
+create or replace function queue.set_priority(ids bigint[], priority integer)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_job record;
+  v_done bigint[] := '{}'::bigint[];
+begin
+  if set_priority.priority is null then
+    perform queue._invalid('priority is missing', 'Give a whole number; higher runs first.');
+  end if;
+  perform queue._reach_all(set_priority.ids);
+  for v_job in select distinct u.id from unnest(set_priority.ids) u (id) order by u.id loop
+    select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
+    continue when v_job.standing in ('missing', 'busy');
+    perform queue._change(v_job.id, p_priority => set_priority.priority);
+    v_done := v_done || v_job.id;
+  end loop;
+  perform queue._announce();
+  return query select t.id, t.outcome, t.error from queue._told(set_priority.ids, v_done) t;
+end $$;
+comment on function queue.set_priority(bigint[], integer) is
+  'Changes the priority of jobs; of running and finished ones for their next run. A row for each id: its state in outcome, or an error.';
+
+-- Locks: the job's row of queue.live, waited for; ADM, waited for.
+-- Raises: 22023, QJ001, QJ003 (running or finished), QJ008.
+create or replace function queue.reschedule(id bigint, at timestamptz default null)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  if not isfinite(reschedule.at) then
+    perform queue._invalid('at must be finite', 'Give a moment, or NULL for now. To put a job aside without one, use queue.hold.');
+  end if;
+  perform queue._reach(reschedule.id);
+  if (select g.standing from queue._grasp(reschedule.id) g) <> 'open' then
+    perform queue._invalid_state(reschedule.id, queue._state(reschedule.id), 'Only a job that is neither running nor finished has a time to come; queue.retry runs a finished one again.');
+  end if;
+  perform queue._change(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
+  perform queue._announce();
+  return queue._state(reschedule.id);
+end $$;
+comment on function queue.reschedule(bigint, timestamptz) is
+  'Gives a job that is neither running nor finished another time, NULL: now; one that waits for a retry too. Returns its new state.';
+
+-- Locks: as above. The whole log is read to find the queue's jobs.
+-- Raises: 22023 (no such queue), QJ006, QJ008.
+create or replace function queue.delete_queue(name text, force boolean default false)
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[];
+  v_done bigint[];
+  v_open bigint;
+  v_running bigint;
+  v_need record;
+begin
+  perform queue._check_isolation();
+  perform queue._check_queue(delete_queue.name);
+  perform from queue.live v
+  where v.lane = any (array(select l.lane from queue.lane l where l.queue = delete_queue.name)) order by v.id for update;
+  perform queue._admit_all();
+  v_ids := array(
+    select j.id from queue.job j left join queue.job_state s on s.id = j.id
+    where coalesce(s.queue, j.queue) = delete_queue.name order by j.id);
+  if v_ids = '{}' and not exists (select from queue.queue_config c where c.queue = delete_queue.name)
+    and not exists (select from queue.lane l where l.queue = delete_queue.name) then
+    perform queue._invalid('no such queue', 'queue.queues lists them.', 'queue: ' || delete_queue.name);
+  end if;
+  if delete_queue.force is not true then
+    select count(*), count(*) filter (where v.claim is not null) into v_open, v_running
+    from unnest(v_ids) u (id) left join queue.finished f on f.id = u.id left join queue.live v on v.id = u.id where f.id is null;
+    if v_open > 0 then
+      perform queue._queue_not_empty(delete_queue.name, format('unfinished jobs: %s, of these running: %s', v_open, v_running));
+    end if;
+    select d.job_id, d.need_id into v_need
+    from queue.need d
+    where d.need_id = any (v_ids) and not exists (select from queue.finished f where f.id = d.job_id) limit 1;
+    if found then
+      perform queue._queue_not_empty(delete_queue.name, format('job %s of another queue needs job %s', v_need.job_id, v_need.need_id));
+    end if;
+  end if;
+  v_done := queue._delete(v_ids, true);
+  if cardinality(v_done) < cardinality(v_ids) then
+    perform queue._queue_not_empty(delete_queue.name, format('jobs that another transaction is at just now: %s', cardinality(v_ids) - cardinality(v_done)));
+  end if;
+  delete from queue.lane l where l.queue = delete_queue.name;
+  delete from queue.queue_config c where c.queue = delete_queue.name;
+  delete from queue.pause p where p.queue = delete_queue.name;
+  delete from queue.rate_start r where r.queue = delete_queue.name;
+  delete from queue.semaphore s where s.key = 'q' || delete_queue.name;
+  perform queue._announce();
+  return cardinality(v_done);
+end $$;
+comment on function queue.delete_queue(text, boolean) is
+  'Removes a queue with its settings and all its finished jobs. With unfinished jobs in it, or one that another queue''s needs, it is refused (QJ006) without force, which removes them as queue.delete does. Returns how many jobs. A job deferred later makes the queue anew, without settings.';
+
+-- Raises: QJ006, always.
+create or replace function queue._queue_not_empty(p_queue text, p_detail text)
+returns void language plpgsql volatile parallel safe security invoker as $$
+begin
+  raise exception using errcode = 'QJ006', message = 'queue not empty', detail = format('queue: %s, %s', p_queue, p_detail),
+    hint = 'Let them end or move them, or pass force => true to remove them.';
+end $$;
+
+-- Readies a call that changes many jobs: takes the locks in their order.
+-- Locks: see the top. Raises: 22023, QJ008.
+create or replace function queue._reach_all(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  perform queue._check_isolation();
+  if p_ids is null or array_position(p_ids, null) is not null then
+    perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
+  end if;
+  perform from queue.live v where v.id = any (p_ids) order by v.id for update;
+  perform from queue.queueing_lock k
+  where k.key in (select j.queueing_lock from queue.job j where j.id = any (p_ids) and j.queueing_lock is not null) and k.job_id = any (p_ids)
+  order by k.key for update;
+  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
+  perform queue._admit_all();
+end $$;
+
+-- How a job stands: missing, running, finished, open (neither), or busy: another transaction is at it, its
+-- claim's end is not settled, or it has yet to be admitted. All but missing and busy are locked.
+-- Locks: the caller holds ADM; the job's rows by skip locked.
+create or replace function queue._grasp(p_id bigint, out standing text, out claim bigint, out worker_id bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_xid xid8;
+begin
+  select j.xid into v_xid from queue.job j where j.id = p_id;
+  if not found then
+    standing := 'missing';
+    return;
+  end if;
+  standing := 'busy';
+  if v_xid is not distinct from pg_current_xact_id_if_assigned()
+    or exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) or not queue._is_settled(p_id) then
+    return;
+  end if;
+  select v.claim, v.worker_id into claim, worker_id from queue.live v where v.id = p_id for update skip locked;
+  if found then
+    standing := case when claim is null then 'open' else 'running' end;
+    return;
+  elsif exists (select from queue.live v where v.id = p_id) then
+    return;
+  end if;
+  perform from queue.finished f where f.id = p_id for update skip locked;
+  if found then
+    standing := 'finished';
+  elsif not exists (select from queue.finished f where f.id = p_id) then
+    standing := 'open';
+  end if;
+end $$;
+
+-- Sets until when a finished job is kept, which its queue or its state has changed.
+create or replace function queue._set_purge_at(p_id bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  update queue.finished f set purge_at = f.finished_at + x.retain
+  from (select coalesce((j.options ->> 'retain')::interval, c.retain) as retain
+        from queue.job j left join queue.job_state s on s.id = j.id
+        left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue) where j.id = p_id) x
+  where f.id = p_id;
+end $$;
+
+-- What became of each id, in the order in which they were given, each once.
+create or replace function queue._told(p_ids bigint[], p_done bigint[])
+returns table (id bigint, outcome text, error text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select u.id, j.state, case when u.id = any (p_done) then null when j.id is null then 'QJ001' else 'QJ003' end
+    from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
+    left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
+    order by u.n;
+end $$;
+
+-- Deletes those jobs that may be, and returns their ids. Finished ones, and ready ones that hold nothing,
+-- as sets; the others are ended one by one first, and so let go what they held.
+-- Locks: the caller holds ADM; the jobs' rows by skip locked.
+create or replace function queue._delete(p_ids bigint[], p_force boolean)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_job record;
+  v_finished bigint[];
+  v_plain bigint[];
+  v_open bigint[] := '{}'::bigint[];
+  v_claims bigint[] := '{}'::bigint[];
+  v_workers bigint[] := '{}'::bigint[];
+  v_all bigint[];
+  v_needed bigint[];
+begin
+  perform queue._forget_deleted();
+  v_finished := array(
+    select f.id from queue.finished f
+    where f.id = any (p_ids) and not exists (select from queue.handover h where h.job_id = f.id and h.kind in ('ended', 'again'))
+    for update skip locked);
+  v_plain := array(
+    select v.id from queue.live v
+    where v.id = any (p_ids) and v.claim is null and v.flags & ~(128 | 512 | 2048) = 0
+      and not exists (select from queue.need d where d.need_id = v.id)
+    for update skip locked);
+  for v_job in
+    select u.id, g.standing, g.claim, g.worker_id
+    from (select distinct u.id from unnest(p_ids) u (id) where u.id <> all (v_finished) and u.id <> all (v_plain) order by u.id desc) u
+    cross join lateral queue._grasp(u.id) g
+  loop
+    if v_job.standing = 'open' or v_job.standing = 'running' and p_force then
+      v_open := v_open || v_job.id;
+      v_claims := v_claims || v_job.claim;
+      v_workers := v_workers || v_job.worker_id;
+    end if;
+  end loop;
+  v_all := v_finished || v_plain || v_open;
+  while not p_force loop
+    v_needed := array(
+      select distinct d.need_id from queue.need d
+      where d.need_id = any (v_all) and d.job_id <> all (v_all) and not exists (select from queue.finished f where f.id = d.job_id));
+    exit when v_needed = '{}';
+    v_all := array(select u.id from unnest(v_all) u (id) where u.id <> all (v_needed));
+  end loop;
+  insert into queue.deleted (id)
+  select f.id from queue.finished f where f.id = any (v_all) and f.state = 'succeeded';
+  for v_job in select u.id, u.claim, u.worker_id from unnest(v_open, v_claims, v_workers) u (id, claim, worker_id) where u.id = any (v_all) loop
+    if v_job.claim is not null then
+      perform queue._end_attempt('{"outcome": "aborted"}', v_job.id, v_job.claim, true);
+      perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'deleted');
+    elsif queue._take_out(v_job.id) is not null then
+      perform queue._conclude(v_job.id, 'cancelled', 'deleted', null);
+    end if;
+  end loop;
+  delete from queue.live v where v.id = any (v_plain);
+  perform queue._erase(v_all);
+  return v_all;
+end $$;
+
+-- queue.deleted tells jobs whose transaction began before a need of theirs was deleted that it had
+-- succeeded: a row goes once every such transaction has ended and its jobs have been admitted.
+-- Locks: the caller holds ADM.
+create or replace function queue._forget_deleted()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  delete from queue.deleted d
+  where d.until <= (select least(k.next_xid, k.in_flight[1]) from queue.cursor k order by k.tick desc limit 1)
+    and not exists (select from queue.backlog);
+  update queue.deleted d set until = pg_snapshot_xmax(pg_current_snapshot()) where d.until is null;
+end $$;
+
+-- What a job that is gone was, for one that comes to need it.
+create or replace function queue._deleted_state(p_id bigint)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return case when exists (select from queue.deleted d where d.id = p_id) then 'succeeded' else 'failed' end;
+end $$;

@@ -1,0 +1,140 @@
+"""Sleepers: workers in threads that follow the protocol of queue.before_sleep to the letter."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Wait until the condition holds, and return what it gave."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {seconds:g} s")
+        time.sleep(0.005)
+    return found
+
+
+@dataclasses.dataclass
+class Claimed:
+    id: int
+    task: str
+    at: float
+    after: str  # what came before: busy, notified, polled or timed out
+
+
+class Sleeper(threading.Thread):
+    """A worker that runs nothing: it claims, notes when, and says that it succeeded."""
+
+    def __init__(self, dsn: str, name: str, info: dict[str, Any] | None = None) -> None:
+        super().__init__(name=name, daemon=True)
+        self._dsn = dsn
+        self._info = info or {}
+        self._is_stopping = False
+        self.error: BaseException | None = None
+        self.claimed: list[Claimed] = []
+        self.polls: list[float] = []
+        self.sleeps = 0
+        self.is_asleep = False
+
+    def run(self) -> None:
+        try:
+            with (
+                psycopg.connect(self._dsn, autocommit=True) as main,
+                psycopg.connect(self._dsn, autocommit=True) as listener,
+            ):
+                self._work(main, listener)
+        except BaseException as error:
+            self.error = error
+
+    def _work(self, main: psycopg.Connection[Any], listener: psycopg.Connection[Any]) -> None:
+        row = main.execute(
+            "select * from queue.register_worker(%s, null, %s)",
+            (self.name, json.dumps(self._info)),
+        ).fetchone()
+        assert row is not None
+        worker = row[0]
+        listened: set[str] = set()
+        has_slept = False
+        after = "busy"
+        while not self._is_stopping:
+            if self._run_jobs(main, worker, after):
+                if has_slept:
+                    listener.execute("select * from queue.after_sleep(%s)", (worker,))
+                    has_slept = False
+                after = "busy"
+                continue
+            row = listener.execute(
+                "select * from queue.before_sleep(%s, null)", (worker,)
+            ).fetchone()
+            assert row is not None
+            may_sleep, wait_for, channels = row
+            has_slept = True
+            for channel in set(channels) - listened:
+                listener.execute(f'listen "{channel}"')
+                listened.add(channel)
+            if self._run_jobs(main, worker, after):
+                listener.execute("select * from queue.after_sleep(%s)", (worker,))
+                has_slept = False
+                continue
+            seconds = wait_for.total_seconds()
+            if may_sleep:
+                self.sleeps += 1
+                self.is_asleep = True
+                heard = list(listener.notifies(timeout=seconds, stop_after=1))
+                self.is_asleep = False
+                after = "notified" if heard else "timed out"
+            else:
+                self.polls.append(seconds)
+                time.sleep(seconds)
+                after = "polled"
+        listener.execute("select * from queue.after_sleep(%s)", (worker,))
+
+    def _run_jobs(self, main: psycopg.Connection[Any], worker: int, after: str) -> bool:
+        rows = main.execute(
+            "select id, claim, task from queue.fetch(%s, null, 5)", (worker,)
+        ).fetchall()
+        now = time.monotonic()
+        self.claimed += [Claimed(id, task, now, after) for id, _, task in rows]
+        if rows:
+            outcomes = [{"id": id, "claim": claim, "outcome": "succeeded"} for id, claim, _ in rows]
+            refused = main.execute(
+                "select * from queue.finish_many(%s) where error is not null",
+                (json.dumps(outcomes),),
+            ).fetchall()
+            assert not refused
+        return bool(rows)
+
+    def stop(self) -> None:
+        self._is_stopping = True
+
+
+@pytest.fixture
+def start_sleepers(dsn: str) -> Iterator[Callable[..., list[Sleeper]]]:
+    """Start sleepers; after the test they are stopped, and none may have failed."""
+    started: list[Sleeper] = []
+
+    def start(n: int, **info: Any) -> list[Sleeper]:
+        new = [Sleeper(dsn, f"sleeper {len(started) + i}", info) for i in range(n)]
+        for sleeper in new:
+            sleeper.start()
+        started.extend(new)
+        return new
+
+    yield start
+    for sleeper in started:
+        sleeper.stop()
+    with contextlib.suppress(psycopg.Error), psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("notify pgdefer")
+    for sleeper in started:
+        sleeper.join(10)
+    assert [(s.name, s.error) for s in started if s.error or s.is_alive()] == []

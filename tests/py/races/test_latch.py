@@ -1,0 +1,240 @@
+"""No wake-up is lost, and nobody pays for those that are not needed.
+
+A lost one shows as a job that waits for the poll that is the net under notifications, 5 s.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from .conftest import Sleeper, until
+
+Connection = psycopg.Connection[Any]
+Connect = Callable[..., Connection]
+StartSleepers = Callable[..., list[Sleeper]]
+
+LATCH = """
+    select pid from pg_locks
+    where locktype = 'advisory' and classid = 1885824102 and objid = 1 and mode = 'ExclusiveLock'
+      and granted and database = (select oid from pg_database where datname = current_database())
+"""
+# What a busy machine may add.
+SLACK = 0.9
+
+
+class Producer:
+    """Defers in transactions that linger before they commit, or are rolled back."""
+
+    def __init__(self, conn: Connection, seed: int) -> None:
+        self._conn = conn
+        self._random = random.Random(seed)
+        self.rolled_back = 0
+
+    def __call__(self) -> tuple[int, float] | None:
+        """Defer one job; return its id and when it was committed."""
+        time.sleep(self._random.choice([0, 0.001, 0.005, 0.02]) * self._random.random())
+        row = self._conn.execute("select * from queue.defer('t')").fetchone()
+        assert row is not None
+        time.sleep(self._random.choice([0, 0.001, 0.005, 0.05]) * self._random.random())
+        if self._random.random() < 0.2:
+            self._conn.rollback()
+            self.rolled_back += 1
+            return None
+        self._conn.commit()
+        return row[0], time.monotonic()
+
+
+def test_no_wake_up_is_lost(connect: Connect, start_sleepers: StartSleepers) -> None:
+    """Bursts of overlapping transactions, each with silence after it in which none may lie."""
+    sleepers = start_sleepers(4)
+    producers = [Producer(connect(autocommit=False), seed) for seed in range(3)]
+    committed: dict[int, float] = {}
+    end = time.monotonic() + 6
+    with ThreadPoolExecutor(len(producers)) as pool:
+        while time.monotonic() < end:
+            jobs = [job for job in pool.map(lambda produce: produce(), producers) if job]
+            committed |= dict(jobs)
+            for job in jobs:
+                assert latency(sleepers, job) < 1 + SLACK
+    claimed = [claim for s in sleepers for claim in s.claimed]
+    assert sorted(c.id for c in claimed) == sorted(committed)
+    assert sum(p.rolled_back for p in producers) > 10
+    # It was not polling alone that found them.
+    assert sum(c.after == "notified" for c in claimed) > 20
+    latencies = sorted(c.at - committed[c.id] for c in claimed)
+    p50, p99 = (latencies[int(len(latencies) * part)] * 1e3 for part in (0.5, 0.99))
+    print(f"{len(claimed)} jobs: p50 {p50:.1f} ms, p99 {p99:.1f} ms, max {latencies[-1] * 1e3:.0f}")
+
+
+SENTINEL = """
+import sys, psycopg
+main = psycopg.connect(sys.argv[1], autocommit=True)
+listener = psycopg.connect(sys.argv[1], autocommit=True)
+worker = main.execute("select * from queue.register_worker('sentinel')").fetchone()[0]
+listener.execute("select * from queue.before_sleep(%s)", (worker,))
+listener.execute("listen pgdefer")
+print(listener.info.backend_pid, flush=True)
+for _ in listener.notifies():
+    pass
+"""
+
+
+@pytest.fixture
+def sentinel(dsn: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own that holds the latch."""
+    program = tmp_path / "sentinel.py"
+    program.write_text(SENTINEL)
+    with subprocess.Popen(
+        [sys.executable, str(program), dsn], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) > 0
+        yield process
+        process.kill()
+
+
+def defer_one(conn: Connection) -> tuple[int, float]:
+    row = conn.execute("select * from queue.defer('t')").fetchone()
+    assert row is not None
+    return row[0], time.monotonic()
+
+
+def latency(sleepers: list[Sleeper], job: tuple[int, float], seconds: float = 10) -> float:
+    def claim() -> float | None:
+        return next((c.at for s in sleepers for c in list(s.claimed) if c.id == job[0]), None)
+
+    at: float = until(claim, seconds)
+    return at - job[1]
+
+
+def test_a_frozen_sentinel_stops_nobody_from_being_woken(
+    conn: Connection, sentinel: subprocess.Popen[str], start_sleepers: StartSleepers
+) -> None:
+    assert len(conn.execute(LATCH).fetchall()) == 1
+    os.kill(sentinel.pid, signal.SIGSTOP)
+    sleepers = start_sleepers(3)
+    for _ in range(20):
+        until(lambda: all(s.is_asleep for s in sleepers))
+        assert latency(sleepers, defer_one(conn)) < SLACK
+    assert {c.after for s in sleepers for c in s.claimed} <= {"notified", "busy"}
+    assert [p for s in sleepers for p in s.polls] == []
+    # Killed, it leaves the latch to no one until another looks again, and that within 5 s.
+    until(lambda: all(s.is_asleep for s in sleepers))
+    sentinel.kill()
+    until(lambda: not conn.execute(LATCH).fetchall())
+    assert latency(sleepers, defer_one(conn)) < 5 + SLACK
+    until(lambda: all(s.is_asleep for s in sleepers))
+    assert len(conn.execute(LATCH).fetchall()) == 1
+    assert latency(sleepers, defer_one(conn)) < SLACK
+
+
+def test_a_long_producer_makes_sleepers_poll_ever_less(
+    conn: Connection, connect: Connect, start_sleepers: StartSleepers
+) -> None:
+    long = connect(autocommit=False)
+    held = long.execute("select * from queue.defer('held up')").fetchone()
+    assert held is not None
+    sleepers = start_sleepers(3)
+    until(lambda: all(1.0 in s.polls for s in sleepers))
+    latencies = [latency(sleepers, defer_one(conn)) for _ in range(4)]
+    assert max(latencies) < 1 + SLACK
+    for sleeper in sleepers:
+        assert sleeper.polls[:7] == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0]
+        # Not more often than it takes: from the start anew only after some work.
+        assert sleeper.sleeps == 0
+    long.commit()
+    assert latency(sleepers, (held[0], time.monotonic())) < 1 + SLACK
+    until(lambda: all(s.is_asleep for s in sleepers))
+    assert latency(sleepers, defer_one(conn)) < SLACK
+    print("beside a long producer:", ", ".join(f"{s * 1e3:.0f} ms" for s in latencies))
+
+
+def test_rolled_back_defers_notify_nobody(
+    conn: Connection, connect: Connect, sentinel: subprocess.Popen[str]
+) -> None:
+    listener, producer = connect(), connect(autocommit=False)
+    listener.execute("listen pgdefer")
+    for _ in range(20):
+        producer.execute("select * from queue.defer('t')")
+        producer.execute('select * from queue.defer_many(\'[{"task": "t"}]\')')
+        producer.rollback()
+    producer.execute("savepoint s")
+    producer.execute("select * from queue.defer('t')")
+    producer.execute("rollback to s")
+    producer.commit()
+    # What commits afterwards is heard first.
+    conn.execute("notify pgdefer, 'after all of them'")
+    first = next(listener.notifies(timeout=5))
+    assert first.payload == "after all of them"
+    producer.execute("select * from queue.defer('t')")
+    producer.commit()
+    assert len(list(listener.notifies(timeout=5, stop_after=1))) == 1
+
+
+def test_nobody_pays_while_nobody_sleeps(conn: Connection, connect: Connect) -> None:
+    listener = connect()
+    listener.execute("listen pgdefer")
+    for _ in range(20):
+        defer_one(conn)
+    conn.execute("notify pgdefer, 'after all of them'")
+    assert next(listener.notifies(timeout=5)).payload == "after all of them"
+
+
+def test_notifications_switched_off(
+    dsn: str, conn: Connection, connect: Connect, start_sleepers: StartSleepers
+) -> None:
+    """Off for the whole database, as two-phase commit wants it: polling finds everything."""
+    conn.execute(
+        sql.SQL("alter database {} set pgdefer.notify = off").format(
+            sql.Identifier(conn.info.dbname)
+        )
+    )
+    listener, producer = connect(), connect()
+    listener.execute("listen pgdefer")
+    sleepers = start_sleepers(2)
+    until(lambda: sum(s.sleeps for s in sleepers) >= 2)
+    for _ in range(2):
+        assert latency(sleepers, defer_one(producer)) < 1 + SLACK
+    xid = producer.xid(1, "latch", "a")
+    producer.autocommit = False
+    producer.tpc_begin(xid)
+    job, _ = defer_one(producer)
+    producer.tpc_prepare()
+    assert latency(sleepers, defer_one(connect())) < 1 + SLACK
+    producer.tpc_commit()
+    assert latency(sleepers, (job, time.monotonic())) < 1 + SLACK
+    assert list(listener.notifies(timeout=0)) == []
+
+
+def test_sleepers_that_do_not_listen(conn: Connection, start_sleepers: StartSleepers) -> None:
+    sleepers = start_sleepers(2, listen=False)
+    until(lambda: all(s.is_asleep for s in sleepers))
+    assert conn.execute(LATCH).fetchall() == []
+    for _ in range(2):
+        assert latency(sleepers, defer_one(conn)) < 1 + SLACK
+
+
+def test_a_due_schedule_is_met_by_sleepers(conn: Connection, start_sleepers: StartSleepers) -> None:
+    sleepers = start_sleepers(3)
+    until(lambda: all(s.is_asleep for s in sleepers))
+    for delay in (0.3, 0.7, 1.3):
+        row = conn.execute(
+            "select * from queue.defer('t', options => jsonb_build_object('delay', %s::float))",
+            (delay,),
+        ).fetchone()
+        assert row is not None
+        late = latency(sleepers, (row[0], time.monotonic() + delay))
+        assert -0.05 < late < SLACK
