@@ -181,7 +181,9 @@ begin
   end loop;
 end $$;
 
--- Fills {field} from args. A field that args lack, or that is no scalar, is an error.
+-- Fills {field} from args. A field that args lack, or that is no scalar, is an error. A client's tagged
+-- value, {"__pgdefer__": type, "value": text}, counts as its text, so that a UUID names the same lock
+-- whether Python or a trigger wrote it.
 -- Raises: 22023.
 create or replace function queue._fill(what text, template text, args jsonb)
 returns text language plpgsql immutable parallel safe security invoker as $$
@@ -190,6 +192,7 @@ declare
   v_text text := '';
   v_rest text := template;
   v_at integer;
+  v_value jsonb;
 begin
   if template is null or strpos(template, '{') = 0 then
     return template;
@@ -198,11 +201,15 @@ begin
     v_field := substring(v_rest from '\{([^{}]*)\}');
     exit when v_field is null;
     v_at := strpos(v_rest, '{' || v_field || '}');
-    if jsonb_typeof(args -> v_field) is null or jsonb_typeof(args -> v_field) in ('object', 'array', 'null') then
+    v_value := args -> v_field;
+    if v_value ? '__pgdefer__' then
+      v_value := v_value -> 'value';
+    end if;
+    if coalesce(jsonb_typeof(v_value), 'null') in ('object', 'array', 'null') then
       perform queue._invalid(format('%s names a field that args do not fill', what), 'Every {field} must be a text, number or boolean in args.',
                              format('template: %s, field: %s', template, v_field));
     end if;
-    v_text := v_text || left(v_rest, v_at - 1) || (args ->> v_field);
+    v_text := v_text || left(v_rest, v_at - 1) || (v_value #>> '{}');
     v_rest := substr(v_rest, v_at + length(v_field) + 2);
   end loop;
   v_text := v_text || v_rest;

@@ -429,7 +429,7 @@ returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_needs bigint[];
-  v_path bigint[];
+  v_pending record;
 begin
   if p_needs is null then
     p_needs := '[]';
@@ -442,16 +442,31 @@ begin
     perform queue._invalid('needs must be a list of ids', 'Pass ids of jobs, or null.');
   end;
   v_needs := queue._check_needs(v_needs);
-  if queue._closes_circle(p_id, v_needs) then
-    v_path := queue._circle(p_id, v_needs);
-    raise exception using errcode = 'QJ005', message = 'the new need would close a circle',
-      detail = 'path: ' || array_to_string(v_path, ' -> '), hint = 'A job can''t need one that, at last, needs it.';
+  if v_needs <> '{}' then
+    select y.jobs, y.needs into v_pending from queue._pending_yields() y;
+    if queue._closes_circle(p_id, v_needs, v_pending.jobs, v_pending.needs) then
+      raise exception using errcode = 'QJ005', message = 'the new need would close a circle',
+        detail = 'path: ' || array_to_string(queue._circle(p_id, v_needs, v_pending.jobs, v_pending.needs), ' -> '),
+        hint = 'A job can''t need one that, at last, needs it.';
+    end if;
   end if;
   return jsonb_build_object('needs', to_jsonb(v_needs));
 end $$;
 
+-- Yields that are committed and not settled yet: jobs[i] is to need needs[i].
+create or replace function queue._pending_yields(out jobs bigint[], out needs bigint[])
+language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  select array_agg(h.job_id), array_agg(n.id::bigint) into jobs, needs
+  from queue.handover h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)
+  where h.kind = 'again'
+    and h.xid >= (select least(k.next_xid, k.in_flight[1]) from queue.cursor k order by k.tick desc limit 1);
+end $$;
+
 -- Whether one of p_needs at last needs p_id. Needs that have succeeded count: they may be retried.
-create or replace function queue._closes_circle(p_id bigint, p_needs bigint[])
+-- p_jobs, p_more: needs beside those that are written.
+create or replace function queue._closes_circle(p_id bigint, p_needs bigint[], p_jobs bigint[], p_more bigint[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 begin
@@ -466,6 +481,8 @@ begin
       from walk w
       cross join lateral (
         (select d.need_id as id from queue.need d where d.job_id = w.id offset 0)
+        union all
+        (select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = w.id)
         union all
         (select n from (select j.needs from queue.job j where j.id = w.id offset 0) j cross join lateral unnest(j.needs) n)) d
       where w.id <> p_id)
@@ -484,7 +501,7 @@ begin
 end $$;
 
 -- The shortest circle that p_needs would close: p_id, what it would need, and so on to p_id.
-create or replace function queue._circle(p_id bigint, p_needs bigint[])
+create or replace function queue._circle(p_id bigint, p_needs bigint[], p_jobs bigint[], p_more bigint[])
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 declare
@@ -496,12 +513,21 @@ begin
   with recursive walk (id, depth) as (
     select n, 1 from unnest(p_needs) n
     union
-    select d.id, w.depth + 1 from walk w cross join lateral queue._direct_needs(w.id) d where w.id <> p_id and w.depth < 100000)
+    select d.id, w.depth + 1
+    from walk w
+    cross join lateral (
+      select d.id from queue._direct_needs(w.id) d
+      union
+      select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = w.id) d
+    where w.id <> p_id and w.depth < 100000)
   select array_agg(w.id), array_agg(w.depth), min(w.depth) filter (where w.id = p_id) into v_ids, v_depths, v_depth from walk w;
   while v_depth > 1 loop
     v_depth := v_depth - 1;
     select w.id || v_path into v_path from unnest(v_ids, v_depths) w (id, depth)
-    where w.depth = v_depth and exists (select from queue._direct_needs(w.id) d where d.id = v_path[1]) limit 1;
+    where w.depth = v_depth
+      and (exists (select from queue._direct_needs(w.id) d where d.id = v_path[1])
+           or exists (select from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = w.id and y.need_id = v_path[1]))
+    limit 1;
   end loop;
   return p_id || v_path;
 end $$;
@@ -544,7 +570,7 @@ begin
     return true;
   end if;
   v_needs := array(select n::bigint from jsonb_array_elements_text(p_payload -> 'needs') n order by 1);
-  if queue._closes_circle(p_id, v_needs) then
+  if queue._closes_circle(p_id, v_needs, null, null) then
     perform queue._keep_turns(array[p_id]);
     perform queue._conclude(p_id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
     return false;

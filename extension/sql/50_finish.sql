@@ -185,7 +185,7 @@ begin
       v_state := null;
       v_error := null;
       begin
-        v_state := queue._end_attempt(v_outcome, (v_outcome ->> 'id')::bigint, (v_outcome ->> 'claim')::bigint, true);
+        v_state := queue._end_attempt(v_outcome, (v_outcome ->> 'id')::bigint, (v_outcome ->> 'claim')::bigint, false);
       exception when sqlstate 'QJ001' or sqlstate 'QJ002' or sqlstate 'QJ005' then
         v_error := sqlstate;
         has_refused := true;
@@ -195,6 +195,7 @@ begin
       states := states || v_state;
       errors := errors || v_error;
     end loop;
+    perform queue._settle_own(ids);
   end if;
 end $$;
 
@@ -304,6 +305,28 @@ begin
   end if;
   if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
     perform queue._wake();
+  end if;
+end $$;
+
+-- Settles what this transaction has handed over of the claims on p_ids, as one set, where ADM is free.
+create or replace function queue._settle_own(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  if not queue._lock_admission(false) then
+    return;
+  end if;
+  with gone as (
+    delete from queue.handover h
+    where h.xid = pg_current_xact_id() and h.job_id = any (p_ids) and h.kind in ('ended', 'again')
+    returning h.job_id, h.kind, h.flags, h.at, h.payload, h.seq)
+  select array_agg(g.job_id order by g.seq) as ids, array_agg(g.kind order by g.seq) as kinds, array_agg(g.flags order by g.seq) as flags,
+    array_agg(g.at order by g.seq) as ats, array_agg(g.payload order by g.seq) as payloads
+  into v from gone g;
+  if v.ids is not null then
+    perform queue._settle(v.ids, v.kinds, v.flags, v.ats, v.payloads);
   end if;
 end $$;
 

@@ -46,6 +46,17 @@ end $$;
 comment on function queue.heartbeat(bigint) is
   'Says that the worker lives; to be called each 10 s. Returns its jobs that it must abort: told to (cancelled), or taken from it (retried). Raises QJ007 when it was reaped or deregistered.';
 
+create or replace function queue.claims(worker bigint)
+returns table (id bigint, claim bigint)
+language plpgsql stable parallel safe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  return query select v.id, v.claim from queue.live v where v.worker_id = claims.worker and v.claim is not null order by v.id;
+end $$;
+comment on function queue.claims(bigint) is
+  'The claims that a worker holds: after a lost connection it gives back those that it never heard of.';
+
 -- A timeout bounds the lease: the attempt ends 10 s past it, however often it is extended.
 -- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
@@ -80,7 +91,7 @@ set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
   v_claim record;
-  v_n integer := 0;
+  v_ids bigint[] := '{}'::bigint[];
 begin
   perform queue._check_isolation();
   update queue.worker w set gone_at = clock_timestamp() where w.id = deregister_worker.worker and w.gone_at is null;
@@ -88,10 +99,11 @@ begin
   for v_claim in
     select v.id, v.claim from queue.live v where v.worker_id = deregister_worker.worker and v.claim is not null order by v.id
   loop
-    perform queue._end_attempt('{"outcome": "released"}', v_claim.id, v_claim.claim, true);
-    v_n := v_n + 1;
+    perform queue._end_attempt('{"outcome": "released"}', v_claim.id, v_claim.claim, false);
+    v_ids := v_ids || v_claim.id;
   end loop;
-  return v_n;
+  perform queue._settle_own(v_ids);
+  return cardinality(v_ids);
 end $$;
 comment on function queue.deregister_worker(bigint) is
   'Removes the worker; its running jobs go back to ready. Returns how many. No error if it is gone already.';
@@ -206,4 +218,33 @@ begin
     perform queue._lock_admission(true);
     perform queue._restart_cursor();
   end if;
+end $$;
+
+-- Invariants, for queue.check().
+create or replace function queue._check_claim_rows()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select 'claimed by a worker that is forgotten'::text, v.id, format('worker %s', v.worker_id)
+    from queue.live v
+    where v.claim is not null and not exists (select from queue.worker w where w.id = v.worker_id)
+      and not exists (select from queue.lease l where l.id = v.id and l.claim = v.claim and l.is_own);
+  return query
+    select 'running, and its attempt has ended'::text, v.id, format('claim %s', v.claim)
+    from queue.live v join queue.attempt a on a.job_id = v.id and a.claim = v.claim;
+  return query
+    select 'a lease without its claim'::text, l.id, format('claim %s', l.claim)
+    from queue.lease l where not exists (select from queue.live v where v.id = l.id and v.claim = l.claim and v.flags & 128 <> 0);
+  return query
+    select 'told to abort, and its end would not heed it'::text, v.id, format('claim %s', v.claim)
+    from queue.live v join queue.abort a on a.id = v.id and a.claim = v.claim where v.flags & 32 = 0;
+  return query
+    select 'crashed before, and ready beside others'::text, v.id, format('lane %s', v.lane)
+    from queue.live v join queue.lane l on l.lane = v.lane join queue.job_state s on s.id = v.id
+    where v.claim is null and s.crashes > 0 and l.kind <> 2;
+  return query
+    select 'finished, and expires'::text, e.id, e.at::text
+    from queue.expiry e join queue.finished f on f.id = e.id;
 end $$;

@@ -3,10 +3,10 @@
 -- Locks: as reap; then ADM, waited for. A transaction of its own.
 -- Raises: QJ008. What fails in one of its later duties is a warning, and undoes no other duty.
 create or replace function queue.tick()
-returns table (admitted integer, reaped integer, pruned integer, next_due timestamptz)
+returns table (admitted integer, reaped integer, pruned integer, next_due timestamptz, suspects integer)
 language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_hashjoin = off
-set enable_mergejoin = off set jit = off as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_admit record;
@@ -43,10 +43,12 @@ begin
     raise warning 'pgdefer: pruning failed: % (%)', sqlerrm, sqlstate;
   end;
   next_due := queue._next_due();
+  select count(*) into suspects
+  from (select from queue.lane l join queue.live v on v.lane = l.lane where l.kind = 2 and v.claim is null limit 100) x;
   return next;
 end $$;
 comment on function queue.tick() is
-  'Does everything that is due: admission, expiry, reaping, repair, recurring runs, pruning. Any worker calls it; pg_cron can.';
+  'Does everything that is due: admission, expiry, reaping, repair, recurring runs, pruning. Any worker calls it; pg_cron can. suspects: how many jobs (100 at most) have crashed and wait to be claimed alone, so that a worker that is never idle should run dry and fetch with {"alone": true}.';
 
 -- Cancels jobs whose expires_at has passed. One that runs may go on, but is not run again (_end_attempt).
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.

@@ -193,6 +193,7 @@ begin
   return query select c.problem, c.id, c.detail from queue._check_locks() c;
   return query select c.problem, c.id, c.detail from queue._check_semaphores() c;
   return query select c.problem, c.id, c.detail from queue._check_need_rows() c;
+  return query select c.problem, c.id, c.detail from queue._check_claim_rows() c;
   return query select c.problem, c.id, c.detail from queue._check_schedules() c;
   return query
     select 'a queueing lock whose job has started'::text, k.job_id, k.key

@@ -17,10 +17,10 @@ language plpgsql immutable parallel safe security invoker as $$
 begin
   case kind
     when 'producer' then
-      functions := '{defer,defer_many,defer_trigger,version}';
+      functions := '{register_task,defer,defer_many,defer_trigger,version}';
       views := '{}';
     when 'worker' then
-      functions := '{register_task,register_worker,fetch,heartbeat,extend,deregister_worker,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,peek,version,backoff,next_runs,schedule,unschedule}';
+      functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,peek,version,backoff,next_runs,schedule,unschedule}';
       views := '{schedules}';
     when 'operator' then
       functions := '{register_task,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';

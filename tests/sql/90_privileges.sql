@@ -43,7 +43,7 @@ insert into calls values
   ('select queue.defer_many(''[{"task": "t"}, {"task": "t", "lock": "l"}]'')', 'p'),
   ('create trigger x after insert on public.thing for each row execute function queue.defer_trigger(''t'')', 'p'),
   ('select * from queue.version()', 'pwor'),
-  ('select queue.register_task(''t'', ''{}'')', 'wo'),
+  ('select queue.register_task(''t'', ''{}'')', 'pwo'),
   ('select queue.register_worker(''x'')', 'w'),
   ('select queue.fetch(:worker)', 'w'),
   ('select queue.fetch(:worker, array[''*''], 5, ''{"order": "listed"}'')', 'w'),

@@ -1,0 +1,56 @@
+"""What the house asks of the Python code, where no linter does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import pgdefer
+from pgdefer import _errors, _sql
+
+SOURCES = sorted(Path(pgdefer.__file__).parent.glob("*.py"))
+STATEMENT = re.compile(
+    r"^\s*(select|insert|update|delete|with|call|listen|create|drop|alter|set|begin)\b",
+    re.IGNORECASE,
+)
+# _server makes servers, of which the queue knows nothing; _sql is where statements belong.
+OWN = {"_sql.py", "_server.py"}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.name not in OWN], ids=lambda p: p.name)
+def test_statements_are_in_one_module(path: Path) -> None:
+    tree = ast.parse(path.read_text("utf-8"))
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    ]
+    assert [t for t in texts if STATEMENT.match(t) and len(t.split()) > 2] == []
+
+
+def test_statements_only_call_the_queue() -> None:
+    statements = {
+        name: value.text
+        for name, value in vars(_sql).items()
+        if isinstance(value, _sql.Statement) and not name.startswith("DEMO_")
+    }
+    allowed = {"HAS_EXTENSION", "CREATE_EXTENSION", "UPDATE_EXTENSION"}
+    assert {n for n, text in statements.items() if " queue." not in text} == allowed
+
+
+def test_every_error_of_the_contract_has_its_class() -> None:
+    codes = ["QJ001", "QJ002", "QJ003", "QJ004", "QJ005", "QJ006", "QJ007", "QJ008", "QJ090"]
+    kinds = [_errors.SQLSTATES[code] for code in (*codes, "22023")]
+    assert len(set(kinds)) == len(kinds)
+    assert all(kind.sqlstate == code for kind, code in zip(kinds, codes, strict=False))
+    assert all(kind.__name__ in pgdefer.__all__ for kind in kinds)
