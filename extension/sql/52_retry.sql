@@ -167,7 +167,6 @@ create or replace function queue._check_fail_options(options jsonb)
 returns void language plpgsql stable parallel safe security invoker as $$
 declare
   v_options jsonb := jsonb_strip_nulls(options);
-  v_at timestamptz;
 begin
   perform queue._check_keys('options', options, array['retryable', 'retry_at', 'retry_in', 'priority', 'queue', 'lock', 'reason', 'outcome']);
   if v_options ? 'retryable' and jsonb_typeof(v_options -> 'retryable') <> 'boolean' then

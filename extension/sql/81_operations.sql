@@ -435,7 +435,7 @@ begin
   delete from queue.deleted d
   where d.until <= (select least(k.next_xid, k.in_flight[1]) from queue.cursor k order by k.tick desc limit 1)
     and not exists (select from queue.backlog);
-  update queue.deleted d set until = pg_snapshot_xmax(pg_current_snapshot()) where d.until is null;
+  update queue.deleted d set until = pg_current_xact_id() where d.until is null;
 end $$;
 
 -- What a job that is gone was, for one that comes to need it.

@@ -76,6 +76,9 @@ begin
     if v_job.is_expired and not p_force or v_job.is_ending then
       continue;
     elsif v_job.is_finished then
+      -- it may have come to its end meanwhile, and another call hold its row, and wait for ADM
+      perform from queue.finished f where f.id = v_job.id for update skip locked;
+      continue when not found;
       v_back := v_back || v_job.id;
       v_done := v_done || v_job.id;
     elsif v_job.claim is not null then

@@ -27,14 +27,14 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
     when m.id is not null and m.is_passed
       and not (s.claims > 0 and exists (select from queue.handover h where h.job_id = j.id and h.kind = 'again')) then 'blocked'
     when j.flags & 32 <> 0 and s.id is null then 'held'
-    when coalesce(s.scheduled_at, j.scheduled_at) > clock_timestamp() then 'scheduled'
+    when coalesce(s.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled'
     when j.needs is not null and s.id is null then 'waiting'
     else 'ready'
   end as state,
   case
     when f.id is not null then f.reason
     when v.claim is not null then a.reason
-    when w.reason = 'task_paused' or v.id is not null and l.paused_until > clock_timestamp() then 'paused'
+    when w.reason = 'task_paused' or v.id is not null and l.paused_until > statement_timestamp() then 'paused'
     when w.reason = 'slot' then case left(w.key, 1) when 'm' then 'lock' else 'limit' end
     when w.reason = 'parked' then 'backlog'
     when w.id is null and v.id is null and m.is_passed
@@ -66,7 +66,7 @@ from queue.attempt a;
 
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
-  w.gone_at is null and w.last_seen_at + w.dead_after >= clock_timestamp() as is_alive,
+  w.gone_at is null and w.last_seen_at + w.dead_after >= statement_timestamp() as is_alive,
   (select count(*) from queue.live v where v.worker_id = w.id)::integer as running
 from queue.worker w;
 

@@ -283,10 +283,10 @@ def test_in_a_storm(storm: Callable[..., list[Storm]], conn: Connection, needed:
 
     producers = storm(4, produce, autocommit=False)
     others = storm(3, run) + storm(1, operate)
-    time.sleep(4)
+    time.sleep(3)
     Storm.stop.set()
     for each in producers + others:
         each.join(20)
     assert [each.error for each in producers + others if each.error] == []
-    assert sum(each.count for each in producers) > 50
-    assert sum(each.count for each in others) > 50
+    assert sum(each.count for each in producers) > 10
+    assert sum(each.count for each in others) > 10

@@ -62,7 +62,7 @@ def test_no_wake_up_is_lost(connect: Connect, start_sleepers: StartSleepers) -> 
     sleepers = start_sleepers(4)
     producers = [Producer(connect(autocommit=False), seed) for seed in range(3)]
     committed: dict[int, float] = {}
-    end = time.monotonic() + 6
+    end = time.monotonic() + 4
     with ThreadPoolExecutor(len(producers)) as pool:
         while time.monotonic() < end:
             jobs = [job for job in pool.map(lambda produce: produce(), producers) if job]

@@ -20,6 +20,7 @@ from psycopg import errors
 from pgdefer._server import EmbeddedServer, temporary_server
 from support import create_database, install
 
+NUMBERS = itertools.count()
 FAILED = {"failed", "cancelled", "held", "upstream_failed"}
 FINAL = {"succeeded", "failed", "cancelled"}
 STATES = [
@@ -33,7 +34,10 @@ STATES = [
     "succeeded",
     "failed",
     "cancelled",
+    "deleted after success",
+    "deleted",
 ]
+THERE = [state for state in STATES if not state.startswith("deleted")]
 
 
 class Job:
@@ -48,6 +52,7 @@ class Job:
         self.left = None  # under any, after a yield: what was not satisfied when the run began
         self.began = {}  # the states of all jobs when the run began
         self.changed = set()  # those whose state has changed since
+        self.is_deleted = False
 
 
 class Oracle:
@@ -69,6 +74,16 @@ class Oracle:
             job = self.jobs[number]
             known[number] = job.fixed or self.derived(job, known)
         return known[number]
+
+    def visible(self):
+        return {n: state for n, state in self.states().items() if not self.jobs[n].is_deleted}
+
+    def delete(self, number):
+        """Delete by force: whatever had not succeeded counts as failed."""
+        job = self.jobs[number]
+        job.fixed = "succeeded" if job.fixed == "succeeded" else "failed"
+        job.needs = []
+        job.is_deleted = True
 
     def derived(self, job, known):
         states = {need: self.state(need, known) for need in job.needs}
@@ -148,8 +163,8 @@ def own_server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def connection(own_server, request) -> Iterator[psycopg.Connection]:
-    name = f"needs_{abs(hash(request.node.name))}"
+def connection(own_server) -> Iterator[psycopg.Connection]:
+    name = f"needs_{next(NUMBERS)}"
     create_database(own_server, name, "base")
     with psycopg.connect(own_server.dsn(name), autocommit=True) as opened:
         yield opened
@@ -204,7 +219,7 @@ class Queue:
 
     def agree(self, oracle, said):
         oracle.note_changes()
-        assert self.states() == oracle.states(), said
+        assert self.states() == oracle.visible(), said
         broken = self.call("select * from queue.check()")
         assert not broken, (said, broken)
 
@@ -212,6 +227,12 @@ class Queue:
 def bring_into(queue: Queue, oracle: Oracle, number: int, state: str, helpers: dict) -> None:
     """Bring a ready job of queue `needed` into a state."""
     job = oracle.jobs[number]
+    if state.startswith("deleted"):
+        if state != "deleted":
+            bring_into(queue, oracle, number, "succeeded", helpers)
+        queue.call("select * from queue.delete(%s, true)", [number])
+        oracle.delete(number)
+        return
     if state in {"ready", "held", "cancelled"}:
         if state != "ready":
             queue.call(f"select queue.{'hold' if state == 'held' else 'cancel'}(%s)", number)
@@ -257,14 +278,14 @@ def test_every_pair_of_states_at_defer_time(connection):
     queue, oracle = Queue(connection), Oracle()
     helpers = make_helpers(queue, oracle)
     needs = {}
-    for state in STATES:
+    for state in THERE:
         needs[state] = queue.defer(queue="needed")
         oracle.jobs[needs[state]] = Job()
         bring_into(queue, oracle, needs[state], state, helpers)
     queue.agree(oracle, "needs")
-    assert {state: oracle.states()[need] for state, need in needs.items()} == {s: s for s in STATES}
+    assert {state: oracle.states()[need] for state, need in needs.items()} == {s: s for s in THERE}
     for mode, failure in KINDS:
-        for one, other in itertools.combinations_with_replacement(STATES, 2):
+        for one, other in itertools.combinations_with_replacement(THERE, 2):
             pair = [needs[one], needs[other]]
             number = queue.defer(pair, mode, failure)
             oracle.jobs[number] = Job(pair, mode, failure)
@@ -309,12 +330,15 @@ class Walk:
         self.queue, self.oracle = Queue(connection), Oracle()
 
     def some(self, *states):
-        found = [n for n, state in self.oracle.states().items() if state in states]
+        found = [n for n, state in self.oracle.visible().items() if state in states]
         return self.random.choice(found) if found else None
+
+    def recent(self):
+        return list(self.oracle.visible())[-12:]
 
     def defer(self):
         number_of_needs = self.random.choice([0, 0, 1, 1, 2, 3, 6])
-        known = list(self.oracle.jobs)[-12:]
+        known = self.recent()
         needs = self.random.sample(known, min(number_of_needs, len(known)))
         mode = self.random.choice(["all", "any"])
         failure = self.random.choice(["block", "proceed"])
@@ -365,16 +389,9 @@ class Walk:
         number = self.some("running")
         if number is None:
             return ""
-        known = list(self.oracle.jobs)[-12:]
-        needs = self.random.choice(
-            [
-                None,
-                [],
-                [],
-                self.random.sample(known, 1),
-                self.random.sample(known, min(3, len(known))),
-            ]
-        )
+        known = self.recent()
+        some = [self.random.sample(known, min(count, len(known))) for count in (1, 3)]
+        needs = self.random.choice([None, [], [], *some])
         # that one has doomed it ever since can't be told from that another does now
         doomed = {n for n, s in self.oracle.jobs[number].began.items() if s == "upstream_failed"}
         needs = needs and [need for need in needs if need not in doomed]
@@ -414,6 +431,26 @@ class Walk:
             self.oracle.retry(number)
         return f"retry {number}"
 
+    def operate(self):
+        number = self.some("waiting", "upstream_failed", "ready", "held", *sorted(FINAL))
+        if number is None:
+            return ""
+        kind = self.random.choice(["fail_jobs", "done", "delete"])
+        before = self.oracle.jobs[number].fixed
+        more = ", true" if kind == "delete" else ""
+        rows = self.queue.call(f"select * from queue.{kind}(%s{more})", [number])
+        if kind == "delete":
+            self.oracle.delete(number)
+        elif kind == "done" and before != "succeeded":
+            self.oracle.jobs[number].fixed = "succeeded"
+        elif kind == "fail_jobs" and before not in FINAL:
+            self.oracle.jobs[number].fixed = "failed"
+        else:
+            assert rows[0][2] == "QJ003", rows
+            return ""
+        assert rows[0][2] is None, rows
+        return f"{kind} {number}"
+
     def run(self, steps):
         weights = {
             self.defer: 5,
@@ -424,6 +461,7 @@ class Walk:
             self.unhold: 1.5,
             self.cancel: 0.7,
             self.retry: 2,
+            self.operate: 1,
         }
         said = []
         for _ in range(steps):

@@ -1,0 +1,165 @@
+-- Searching and listing jobs, newest first, in pages: what a call costs is bounded, however many jobs there are.
+
+-- Reads jobs from the newest that is older than `before` until max_jobs have been found or max_bytes been
+-- looked through. Then the last row has no id, and next_id is the `before` to go on with. Each job counts
+-- as the bytes that were read of it, and at least 100, so that a call ends soon also where nothing matches.
+-- Raises: 22023.
+create or replace function queue.search(
+  pattern text default null, queue text default null, state text default null, max_bytes bigint default 50000000,
+  by text default 'text', task text default null, before bigint default null, max_jobs integer default 100)
+returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer, attempts integer,
+               created_at timestamptz, description text, bytes integer, excerpt text, next_id bigint)
+language plpgsql stable parallel safe security definer rows 100
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+declare
+  v_path jsonpath := queue._check_search(search.pattern, search.queue, search.state, search.max_bytes, search.by, search.task, search.max_jobs);
+  v_before bigint := coalesce(search.before, 9223372036854775807);
+  v_ids bigint[];
+  v_n integer := 10;
+  v_job record;
+  v_looked bigint := 0;
+  v_found integer := 0;
+begin
+  loop
+    v_ids := queue._candidates(search.state, v_before, v_n);
+    exit when v_ids = '{}';
+    for v_job in
+      select u.id, m.bytes, m.excerpt, m.is_hit
+      from unnest(v_ids) with ordinality u (id, n)
+      cross join lateral (select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options from queue.job j where j.id = u.id offset 0) j
+      left join lateral (select s.queue, s.lock, s.args from queue.job_state s where s.id = u.id offset 0) s on true
+      left join lateral queue._match(search.pattern, search.by, v_path, coalesce(s.args, j.args), j.options ->> 'description',
+                                     array[coalesce(s.lock, j.lock), j.queueing_lock] || j.keys) m
+        on (search.queue is null or queue._matches(coalesce(s.queue, j.queue), search.queue)) and (search.task is null or j.task = search.task)
+      order by u.n
+    loop
+      v_before := v_job.id;
+      v_looked := v_looked + greatest(100, v_job.bytes);
+      if v_job.is_hit then
+        select v.id, v.queue, v.task, v.state, v.reason, v.priority, v.attempts, v.created_at, v.description
+        into id, queue_name, task_name, job_state, reason, priority, attempts, created_at, description
+        from queue.jobs v where v.id = v_job.id;
+        if search.state is null or job_state = search.state then
+          bytes := v_job.bytes;
+          excerpt := v_job.excerpt;
+          return next;
+          v_found := v_found + 1;
+        end if;
+      end if;
+      exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
+    end loop;
+    exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
+    v_n := case when v_job.bytes > 10000 then 10 else least(v_n * 2, 500) end;
+  end loop;
+  if v_ids <> '{}' and queue._candidates(search.state, v_before, 1) <> '{}' then
+    return query
+      select null::bigint, null::text, null::text, null::text, null::text, null::integer, null::integer, null::timestamptz, null::text, null::integer,
+        format('stopped at %s jobs, %s bytes; go on with before => %s', v_found, v_looked, v_before), v_before;
+  end if;
+end $$;
+comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is
+  'Jobs, newest first, whose args hold pattern (or whose description does). by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a predicate that is true), key (the whole of a lock, queueing_lock or concurrency key). Without a pattern all, of a queue (a name, prefix* or *), task and state. When it stops at max_jobs or after max_bytes (NULL: no limit), the last row says so in excerpt, has no id, and next_id is the before to go on with.';
+
+-- Returns the pattern as a jsonpath where it is one.
+-- Raises: 22023.
+create or replace function queue._check_search(p_pattern text, p_queue text, p_state text, p_max_bytes bigint, p_by text, p_task text, p_max_jobs integer)
+returns jsonpath language plpgsql immutable parallel safe security invoker as $$
+begin
+  if p_by is null or p_by not in ('text', 'path', 'key') then
+    perform queue._invalid('by is not one of its values', 'Allowed: text, path, key.', 'by: ' || coalesce(left(p_by, 200), 'NULL'));
+  elsif p_pattern = '' then
+    perform queue._invalid('pattern is empty', 'Pass what to look for, or NULL to list every job.');
+  elsif not p_state = any ('{scheduled,waiting,upstream_failed,blocked,ready,running,held,succeeded,failed,cancelled}'::text[]) then
+    perform queue._invalid('state is not one of its values', 'Allowed: scheduled, waiting, upstream_failed, blocked, ready, running, held, succeeded, failed, cancelled.',
+                           'state: ' || left(p_state, 200));
+  elsif p_max_bytes < 1 then
+    perform queue._invalid('max_bytes must be at least 1', 'Pass how many bytes to look through, or NULL for no limit.');
+  elsif p_max_jobs < 1 or p_max_jobs is null then
+    perform queue._invalid('max_jobs must be at least 1', 'Say how many jobs to return at most.');
+  end if;
+  if p_queue is not null then
+    perform queue._check_name('queue', p_queue);
+  end if;
+  if p_task is not null then
+    perform queue._check_name('task', p_task);
+  end if;
+  if p_by = 'path' then
+    return p_pattern::jsonpath;
+  end if;
+  return null;
+exception when syntax_error or data_exception then
+  if sqlstate <> '22023' then
+    perform queue._invalid('pattern is not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3).', sqlerrm);
+  end if;
+  raise;
+end $$;
+
+-- Whether a job's args, description or keys match. A path is a predicate if it gives an empty object a
+-- truth value; then it must be true.
+create or replace function queue._match(
+  p_pattern text, p_by text, p_path jsonpath, p_args jsonb, p_description text, p_keys text[],
+  out bytes integer, out excerpt text, out is_hit boolean)
+language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_text text;
+  v_at integer;
+  v_item jsonb;
+begin
+  if p_pattern is null then
+    is_hit := true;
+  elsif p_by = 'key' then
+    is_hit := coalesce(p_pattern = any (p_keys), false);
+  elsif p_by = 'path' then
+    bytes := octet_length(p_args::text);
+    v_item := jsonb_path_query_first(p_args, p_path, '{}', true);
+    is_hit := v_item is not null
+      and (v_item = 'true' or coalesce(jsonb_typeof(jsonb_path_query_first('{}', p_path, '{}', true)), '') not in ('boolean', 'null'));
+    excerpt := case when is_hit then left(v_item::text, 200) end;
+  else
+    v_text := p_args::text;
+    bytes := octet_length(v_text);
+    v_at := strpos(v_text, p_pattern);
+    if v_at = 0 then
+      v_at := strpos(v_text, substr(to_json(p_pattern)::text, 2, length(to_json(p_pattern)::text) - 2));
+    end if;
+    is_hit := v_at > 0 or coalesce(strpos(p_description, p_pattern), 0) > 0;
+    excerpt := case when v_at > 0 then substr(v_text, greatest(v_at - 60, 1), 200) end;
+  end if;
+end $$;
+
+-- The newest jobs below an id that may be in a state (NULL: any), newest first: by the table that holds
+-- those of that state, and what has not been admitted yet.
+create or replace function queue._candidates(p_state text, p_before bigint, p_n integer)
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  case
+    when p_state is null then
+      return array(select j.id from queue.job j where j.id < p_before order by j.id desc limit p_n);
+    when p_state = 'failed' then
+      return array(select f.id from queue.finished f where f.state = 'failed' and f.id < p_before order by f.id desc limit p_n);
+    when p_state in ('succeeded', 'cancelled') then
+      return array(select f.id from queue.finished f where f.state = p_state and f.id < p_before order by f.id desc limit p_n);
+    when p_state = 'running' then
+      return array(select v.id from queue.live v where v.claim is not null and v.id < p_before order by v.id desc limit p_n);
+    else
+      return array(
+        select c.id
+        from (
+          (select v.id from queue.live v where p_state = 'ready' and v.claim is null and v.id < p_before order by v.id desc limit p_n)
+          union
+          (select w.id from queue.waiting w
+           where w.reason = any (case p_state when 'ready' then '{task_paused}' when 'blocked' then '{slot,parked}' when 'scheduled' then '{schedule}'
+                                              when 'waiting' then '{needs}' else array[p_state] end)
+             and w.id < p_before order by w.id desc limit p_n)
+          union
+          (select m.id from queue.lock_member m where p_state = 'blocked' and m.id < p_before order by m.id desc limit p_n)
+          union
+          (select j.id from queue.job j
+           where j.xid >= (select least(k.next_xid, k.in_flight[1], (select min(b.from_xid) from queue.backlog b)) from queue.cursor k order by k.tick desc limit 1)
+             and j.id < p_before order by j.id desc limit p_n)) c
+        order by c.id desc limit p_n);
+  end case;
+end $$;

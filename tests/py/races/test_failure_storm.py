@@ -1,0 +1,292 @@
+"""Every way for a claim to end, at once: nothing is lost, run twice at a time, or left behind.
+
+Workers claim jobs with locks, keys, needs, queueing locks, timeouts and expiries, and end them in all
+ways, in time or as zombies; operators cancel, abort, hold, retry and prune; reapers reap what was
+given up for dead. A ledger outside the database sees who runs what.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+Connection = psycopg.Connection[Any]
+Connect = Callable[..., Connection]
+
+# What may be said to whoever is late, or asks for what can't be done.
+POLITE = {"QJ001", "QJ002", "QJ003", "QJ004", "QJ005", "QJ007"}
+
+
+class Ledger:
+    """Which claims were made, and which were ended by those who held them: each once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: set[tuple[int, int]] = set()
+        self._ended: set[tuple[int, int]] = set()
+        self.errors: list[str] = []
+        self.said: Counter[str] = Counter()
+
+    def made(self, id: int, claim: int) -> None:
+        with self._lock:
+            if (id, claim) in self._made:
+                self.errors.append(f"job {id}: claim {claim} was made twice")
+            self._made.add((id, claim))
+
+    def ended(self, id: int, claim: int) -> None:
+        with self._lock:
+            if (id, claim) in self._ended:
+                self.errors.append(f"job {id}: claim {claim} ended twice")
+            self._ended.add((id, claim))
+
+
+class Actor(threading.Thread):
+    """One connection that does something over and over, until the time is over."""
+
+    def __init__(self, conn: Connection, ledger: Ledger, seed: int, end: float) -> None:
+        super().__init__(daemon=True)
+        self.conn = conn
+        self.ledger = ledger
+        self.dice = random.Random(seed)
+        self.end = end
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.begin()
+            while time.monotonic() < self.end:
+                try:
+                    self.act()
+                except psycopg.Error as error:
+                    if error.sqlstate not in POLITE:
+                        raise
+                    self.ledger.said[error.sqlstate or ""] += 1
+                    if error.sqlstate == "QJ007":
+                        self.begin()
+        except BaseException as error:
+            self.error = error
+
+    def begin(self) -> None:
+        """Prepare, and start anew after being told that the worker is gone."""
+
+    def act(self) -> None:
+        raise NotImplementedError
+
+    def ask(self, query: str, *parameters: object) -> list[tuple[Any, ...]]:
+        return self.conn.execute(query, parameters).fetchall()
+
+    def some_id(self) -> int:
+        rows = self.ask("select max(id) from queue.job")
+        return self.dice.randint(1, max(rows[0][0] or 1, 1))
+
+
+class Producer(Actor):
+    def act(self) -> None:
+        dice = self.dice
+        options: dict[str, Any] = {"retry": {"max_attempts": dice.choice([1, 3, None]), "max_crashes": None}}
+        if dice.random() < 0.2:
+            options["timeout"] = "1 hour"
+        if dice.random() < 0.1:
+            options["lock_mode"] = "mutex"
+        if dice.random() < 0.1:
+            options["on_conflict"] = dice.choice(["ignore", "replace"])
+        if dice.random() < 0.1:
+            options["unique_until"] = "finish"
+        needs = [self.some_id()] if dice.random() < 0.1 else None
+        rows = self.ask(
+            """
+            select * from queue.defer('t', lock => %s, concurrency_key => %s, concurrency_limit => 2,
+              queueing_lock => %s, needs => %s::bigint[], priority => %s, options => %s::jsonb || case
+              when %s then jsonb_build_object('expires_at', clock_timestamp() + '0.3 s') else '{}' end)
+            """,
+            dice.choice([None, None, "a", "b"]),
+            dice.choice([None, None, "k", "l"]),
+            dice.choice([None, None, None, "q"]),
+            needs,
+            dice.randint(0, 1),
+            json.dumps(options),
+            dice.random() < 0.1,
+        )
+        assert rows
+        time.sleep(0.002)
+
+
+class Worker(Actor):
+    worker = 0
+
+    def begin(self) -> None:
+        self.worker = self.ask("select * from queue.register_worker('w')")[0][0]
+        self.held: list[tuple[int, int]] = []
+
+    def act(self) -> None:
+        dice = self.dice
+        if len(self.held) < 8:
+            alone = not self.held and dice.random() < 0.5
+            jobs = self.ask(
+                "select id, claim from queue.fetch(%s, null, %s, %s)",
+                self.worker,
+                dice.randint(1, 4),
+                '{"alone": true}' if alone else None,
+            )
+            for job in jobs:
+                self.ledger.made(*job)
+            self.held += jobs
+        if not self.held:
+            time.sleep(0.005)
+            return
+        dice.shuffle(self.held)
+        mine = [self.held.pop() for _ in range(dice.randint(1, min(len(self.held), 4)))]
+        chance = dice.random()
+        if chance < 0.1:
+            self.ask("select * from queue.extend(%s, %s, '0.2 s')", *mine[0])
+            self.held += mine
+        elif chance < 0.15:
+            self.ask("select * from queue.deregister_worker(%s)", self.worker)
+            self.begin()
+        elif chance < 0.2:
+            self.ask("select * from queue.heartbeat(%s)", self.worker)
+            self.held += mine
+        elif chance < 0.4:
+            self.end_in_own_transaction(mine)
+        elif chance < 0.45:
+            self.begin()  # forgets what it holds: a worker that hangs
+        else:
+            self.finish_many(mine)
+
+    def outcome(self) -> dict[str, Any]:
+        kind = self.dice.choice(["succeeded"] * 6 + ["failed"] * 3 + ["retry_later", "released", "aborted"])
+        more: dict[str, Any] = {}
+        if kind == "failed" and self.dice.random() < 0.3:
+            more["options"] = self.dice.choice(
+                [{"lock": "a"}, {"lock": ""}, {"queue": "other"}, {"priority": 1}, {"retry_in": 0.05}]
+            )
+        if kind == "retry_later" and self.dice.random() < 0.3:
+            more["needs"] = [self.some_id()]
+        return {"outcome": kind} | more
+
+    def finish_many(self, mine: list[tuple[int, int]]) -> None:
+        outcomes = [{"id": id, "claim": claim} | self.outcome() for id, claim in mine]
+        for id, claim, _, error in self.ask("select * from queue.finish_many(%s)", json.dumps(outcomes)):
+            if error is None:
+                self.ledger.ended(id, claim)
+            else:
+                self.ledger.said[error] += 1
+
+    def end_in_own_transaction(self, mine: list[tuple[int, int]]) -> None:
+        for id, claim in mine:
+            with self.conn.transaction(force_rollback=self.dice.random() < 0.2):
+                time.sleep(self.dice.random() * 0.005)
+                call = self.dice.choice(
+                    ["succeed(%s, %s)", "fail(%s, %s, 'e')", "release(%s, %s)", "retry_later(%s, %s)"]
+                )
+                self.ask(f"select * from queue.{call}", id, claim)
+
+
+class Operator(Actor):
+    def act(self) -> None:
+        id = self.some_id()
+        call = self.dice.choice(
+            [
+                "cancel(%s, abort => true)",
+                "cancel(%s)",
+                "hold(%s)",
+                "unhold(%s)",
+                "retry(array[%s::bigint])",
+                "retry(array[%s::bigint], force => true)",
+                "why(%s)",
+                "retry_failed(max_jobs => %s %% 3 + 1)",
+                "prune(%s %% 5 + 1, 'cancelled')",
+            ]
+        )
+        self.ask(f"select * from queue.{call}", id)
+        time.sleep(0.003)
+
+
+class Reaper(Actor):
+    def act(self) -> None:
+        if self.dice.random() < 0.3:
+            self.ask(
+                """
+                with dead as (
+                  update queue.worker w set last_seen_at = w.last_seen_at - interval '1 hour'
+                  where w.id = (select w.id from queue.worker w where w.gone_at is null order by random() limit 1 for update skip locked)
+                  returning w.id)
+                select count(*) from dead
+                """
+            )
+        self.ask(self.dice.choice(["select * from queue.reap()", "select * from queue.tick()"]))
+        time.sleep(0.02)
+
+
+def storm(connect: Connect, seconds: float, seed: int) -> None:
+    ledger = Ledger()
+    end = time.monotonic() + seconds
+    cast = [Producer] * 2 + [Worker] * 4 + [Operator] * 2 + [Reaper] * 2
+    actors = [kind(connect(), ledger, seed * 100 + n, end) for n, kind in enumerate(cast)]
+    for actor in actors:
+        actor.start()
+    for actor in actors:
+        actor.join(seconds + 60)
+    failed = [f"{type(a).__name__}: {a.error}" for a in actors if a.error or a.is_alive()]
+    assert not failed, "\n\n".join(failed)
+    assert ledger.errors == []
+    conn = connect()
+    broken = conn.execute("select * from queue.check()").fetchall()
+    if broken:
+        for r in conn.execute('''select w.id, w.reason, w.need_id, d.need_id, d.is_open, d.mode, d.deleted_state, f.state, f.reason, f.finished_at, f.attempts, f.worker_id, dj.flags, dj.lock, ds.extra_flags, ds.failures, ds.claims, ds.crashes, ws.claims, ws.began_xid, ws.is_yielded, ws.ignores_needs, wj.created_at,
+           (select string_agg(a.outcome || ' ' || a.finished_at, ', ' order by a.claim) from queue.attempt a where a.job_id = w.id), (select string_agg(a.outcome || ' ' || a.finished_at, ', ' order by a.claim) from queue.attempt a where a.job_id = d.need_id)
+           from queue.waiting w join queue.job wj on wj.id = w.id left join queue.job_state ws on ws.id = w.id join queue.need d on d.job_id = w.id left join queue.finished f on f.id = d.need_id left join queue.job dj on dj.id = d.need_id left join queue.job_state ds on ds.id = d.need_id
+           where w.id = any (%s)''', ([b[1] for b in broken],)).fetchall():
+            print(r)
+        print(conn.execute("select * from queue.handover").fetchall())
+    assert not broken
+    drain(conn)
+    assert ledger.said["QJ002"] > 0
+
+
+def drain(conn: Connection) -> None:
+    """Run what is left to its end: nothing may be stuck."""
+    conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 hour'")
+    conn.execute("update queue.lease set expires_at = clock_timestamp()")
+    row = conn.execute("select * from queue.register_worker('drain')").fetchone()
+    assert row is not None
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        conn.execute("select * from queue.tick()")
+        for (id,) in conn.execute("select id from queue.jobs where state = 'held'").fetchall():
+            conn.execute("select queue.unhold(%s)", (id,))
+        jobs = conn.execute(
+            "select id, claim from queue.fetch(%s, null, 100)", row
+        ).fetchall() or conn.execute(
+            "select id, claim from queue.fetch(%s, null, 1, '{\"alone\": true}')", row
+        ).fetchall()
+        outcomes = [{"id": id, "claim": claim, "outcome": "succeeded"} for id, claim in jobs]
+        conn.execute("select * from queue.finish_many(%s)", (json.dumps(outcomes),))
+        left = conn.execute(
+            "select id, state, reason, queue.why(id) from queue.jobs "
+            "where state not in ('succeeded', 'failed', 'cancelled', 'upstream_failed') order by id"
+        ).fetchall()
+        if not left:
+            break
+    assert not left
+    assert conn.execute("select count(*) from queue.live").fetchone() == (0,)
+    assert conn.execute("select count(*) from queue.lease").fetchone() == (0,)
+    assert conn.execute("select coalesce(sum(used), 0) from queue.semaphore").fetchone() == (0,)
+
+
+def test_storm(connect: Connect) -> None:
+    storm(connect, 5, seed=int(__import__("os").environ.get("SEED", 1)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_long_storm(connect: Connect, seed: int) -> None:
+    storm(connect, 60, seed)

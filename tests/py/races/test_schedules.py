@@ -1,0 +1,470 @@
+"""At most one job for each run of a schedule, whoever looks, and whatever the clock and server do.
+
+Every test asks the same of the whole database at its end (`sound`): one job for each run that has
+one, of which none is in the past of a run dealt with before, and none that nobody dealt with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import itertools
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer._server import EmbeddedServer, temporary_server
+from support import create_database, install
+
+from .conftest import Sleeper, until
+
+Connection = psycopg.Connection[Any]
+Connect = Callable[..., Connection]
+StartSleepers = Callable[..., list[Sleeper]]
+
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+
+RUNS = """
+    select name, run_at, job_id from queue.schedule_runs where not manual and job_id is not null
+"""
+JOBS = """
+    select id, args ->> 'name', (args ->> 'scheduled_for')::timestamptz from queue.jobs
+    where task = 't'
+"""
+
+
+class Ticker(threading.Thread):
+    """Calls tick as fast as it can, through every loss of the server."""
+
+    def __init__(self, dsn: str, pause: float = 0.0) -> None:
+        super().__init__(daemon=True)
+        self._dsn = dsn
+        self._pause = pause
+        self._is_stopping = threading.Event()
+        self.ticks = 0
+        self.losses = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._is_stopping.is_set():
+                try:
+                    with psycopg.connect(self._dsn, autocommit=True) as conn:
+                        while not self._is_stopping.wait(self._pause):
+                            conn.execute("select * from queue.tick()")
+                            self.ticks += 1
+                except psycopg.OperationalError:
+                    self.losses += 1
+                    time.sleep(0.05)
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        self._is_stopping.set()
+        self.join(30)
+        assert not self.is_alive()
+        assert self.error is None
+
+
+@contextlib.contextmanager
+def ticking(dsn: str, n: int, pause: float = 0.0) -> Iterator[list[Ticker]]:
+    tickers = [Ticker(dsn, pause) for _ in range(n)]
+    for ticker in tickers:
+        ticker.start()
+    try:
+        yield tickers
+    finally:
+        for ticker in tickers:
+            ticker.stop()
+
+
+def schedule(conn: Connection, name: str, cron: str, **options: Any) -> None:
+    timezone = options.pop("timezone", "UTC")
+    conn.execute(
+        "select queue.schedule(%s, %s, 't', jsonb_build_object('name', %s::text), %s, %s)",
+        (name, cron, name, timezone, psycopg.types.json.Jsonb(options)),
+    )
+
+
+def sound(conn: Connection) -> dict[str, list[dt.datetime]]:
+    """Check that each run has one job at most, and return the runs with jobs by name."""
+    with conn.transaction():
+        conn.execute("set transaction isolation level repeatable read")
+        noted = {id: (name, run_at) for name, run_at, id in conn.execute(RUNS)}
+        jobs = {id: (name, run_at) for id, name, run_at in conn.execute(JOBS)}
+        assert conn.execute("select * from queue.check()").fetchall() == []
+    assert len(set(jobs.values())) == len(jobs), "two jobs for one run"
+    # The history forgets all but the last hundred.
+    assert noted.items() <= jobs.items()
+    found: dict[str, list[dt.datetime]] = {}
+    for name, run_at in sorted(jobs.values()):
+        found.setdefault(name, []).append(run_at)
+    return found
+
+
+def is_gapless(runs: list[dt.datetime], step: float) -> bool:
+    return all((b - a).total_seconds() == step for a, b in itertools.pairwise(runs))
+
+
+def now(conn: Connection) -> dt.datetime:
+    row = conn.execute("select clock_timestamp()").fetchone()
+    assert row is not None
+    return row[0]
+
+
+# Many at once
+
+
+def test_eight_tickers(dsn: str, conn: Connection) -> None:
+    names = [f"s{i}" for i in range(30)]
+    for name in names:
+        schedule(conn, name, random.choice(["every 1 second", "* * * * * *"]), catch_up="all")
+    begun = now(conn)
+    with ticking(dsn, 8) as tickers:
+        time.sleep(4)
+    ended = now(conn)
+    found = sound(conn)
+    assert set(found) == set(names)
+    for runs in found.values():
+        assert is_gapless(runs, 1)
+        assert runs[0] - begun < dt.timedelta(seconds=2)
+        assert ended - runs[-1] < dt.timedelta(seconds=2)
+    assert min(ticker.ticks for ticker in tickers) > 5
+
+
+def test_fetches_and_ticks(dsn: str, conn: Connection, start_sleepers: StartSleepers) -> None:
+    for i in range(20):
+        schedule(conn, f"s{i}", "every 1 second", catch_up="all")
+    sleepers = start_sleepers(4)
+    with ticking(dsn, 2, pause=0.05):
+        time.sleep(4)
+    for i in range(20):
+        conn.execute("select queue.enable_schedule(%s, false)", (f"s{i}",))
+    jobs = until(
+        lambda: conn.execute(
+            "select count(*) from queue.jobs having bool_and(state = 'succeeded')"
+        ).fetchone()
+    )
+    assert jobs[0] == sum(len(sleeper.claimed) for sleeper in sleepers) >= 60
+    assert all(is_gapless(runs, 1) for runs in sound(conn).values())
+
+
+def test_changes_against_tickers(dsn: str, connect: Connect, conn: Connection) -> None:
+    """Workers that start register the same schedules while others run, change and remove them."""
+    errors: list[BaseException] = []
+
+    def register(conn: Connection, seed: int) -> None:
+        generator = random.Random(seed)
+        try:
+            end = time.monotonic() + 3
+            while time.monotonic() < end:
+                name = f"s{generator.randrange(5)}"
+                match generator.randrange(10):
+                    case 0:
+                        conn.execute("select queue.unschedule(%s)", (name,))
+                    case 1:
+                        conn.execute(
+                            "select queue.enable_schedule(name, not enabled)"
+                            " from queue.schedules where name = %s",
+                            (name,),
+                        )
+                    case 2 | 3:
+                        schedule(conn, name, "* * * * * *", catch_up="all", timezone="Asia/Tokyo")
+                    case _:
+                        schedule(conn, name, "every 1 second", catch_up="all")
+        except psycopg.errors.InvalidParameterValue as error:
+            if error.diag.message_primary != "no such schedule":
+                errors.append(error)
+        except BaseException as error:
+            errors.append(error)
+
+    with ticking(dsn, 3):
+        threads = [threading.Thread(target=register, args=(connect(), i)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert sum(len(runs) for runs in sound(conn).values()) >= 5
+
+
+def test_paused_queue(dsn: str, conn: Connection) -> None:
+    for catch_up in ("none", "latest", "all"):
+        schedule(conn, catch_up, "every 1 second", catch_up=catch_up)
+    with ticking(dsn, 8, pause=0.01):
+        time.sleep(1.5)
+        conn.execute("select queue.pause('default')")
+        paused = now(conn)
+        time.sleep(3)
+        during = sound(conn)
+        conn.execute("select queue.resume('default')")
+        resumed = now(conn)
+        time.sleep(1.5)
+    found = sound(conn)
+    assert all(runs[-1] <= paused for runs in during.values()), "nothing piles up"
+    assert is_gapless(found["all"], 1)
+    for name in ("none", "latest"):
+        gap = [run for run in found[name] if paused < run <= resumed]
+        assert len(gap) == 1, "of the runs missed the last one is made up for"
+        assert found[name][-1] > resumed
+
+
+# What holds an application up holds no schedule up
+
+
+def test_queueing_lock_of_an_open_transaction(
+    dsn: str, connect: Connect, conn: Connection
+) -> None:
+    schedule(conn, "waits", "every 1 second", queueing_lock="k", catch_up="latest")
+    schedule(conn, "goes on", "every 1 second", catch_up="all")
+    application = connect(autocommit=False)
+    application.execute("select queue.defer('a', queueing_lock => 'k')")
+    with ticking(dsn, 2, pause=0.01):
+        reason = until(
+            lambda: conn.execute(
+                "select 1 from queue.schedules where reason = 'queueing_lock'"
+            ).fetchone()
+        )
+        assert reason
+        time.sleep(2)
+        meanwhile = sound_names(conn)
+        application.rollback()
+        until(lambda: "waits" in sound_names(conn))
+    assert meanwhile == {"goes on"}
+    runs = sound(conn)["goes on"]
+    assert len(runs) >= 2
+    assert is_gapless(runs, 1)
+
+
+def sound_names(conn: Connection) -> set[str]:
+    rows = conn.execute("select name from queue.schedule_runs where job_id is not null")
+    return {row[0] for row in rows}
+
+
+def test_cost_under_a_held_snapshot(connect: Connect, conn: Connection) -> None:
+    """Runs leave dead rows that cannot be removed; the look for what is due does not meet them."""
+    for i in range(200):
+        schedule(conn, f"s{i:03}", "every 1 second", catch_up="all")
+    with connect(autocommit=False) as reader:
+        reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        reader.execute("select count(*) from queue.jobs")
+        conn.execute(
+            "update queue.schedule set next_run_at = next_run_at - interval '50 s',"
+            " due_at = clock_timestamp()"
+        )
+        for _ in range(3):
+            conn.execute("select * from queue.tick()")
+        assert len(sound(conn)["s000"]) >= 49
+        # Rows that were due many times, one run after the other
+        for _ in range(50):
+            conn.execute("update queue.schedule set due_at = clock_timestamp()")
+            conn.execute("select * from queue.tick()")
+        conn.execute("set enable_seqscan = off")  # as in fetch and tick
+        mark = conn.execute("select due_at from queue.cursor").fetchone()
+        row = conn.execute(
+            "explain (analyze, buffers, format json) select s.due_at from queue.schedule s "
+            "where s.due_at >= %s order by s.due_at limit 1",
+            mark,
+        ).fetchone()
+        assert row is not None
+        plan = row[0][0]["Plan"]
+        pages = plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+        assert pages < 60, f"{pages} pages read, of rows dead 50 times over"
+        reader.rollback()
+
+
+# pg_cron, and workers that sleep
+
+
+def test_what_pg_cron_calls(connect: Connect, conn: Connection) -> None:
+    """One statement, by itself, as a role that is nothing but an operator."""
+    conn.execute("create role pgdefer_cron login")
+    try:
+        conn.execute("select queue.grant_access('pgdefer_cron', 'operator')")
+        schedule(conn, "s", "every 1 second")
+        cron = connect(user="pgdefer_cron")
+        until(lambda: cron.execute("select queue.tick()") and "s" in sound_names(conn))
+        cron.close()
+        sound(conn)
+    finally:
+        conn.execute("select queue.revoke_access('pgdefer_cron')")
+        conn.execute("drop role pgdefer_cron")
+
+
+def test_an_idle_worker_starts_on_the_second(
+    conn: Connection, start_sleepers: StartSleepers
+) -> None:
+    [sleeper] = start_sleepers(1)
+    until(lambda: sleeper.is_asleep)
+    schedule(conn, "s", "every 1 second")
+    until(lambda: len(sleeper.claimed) >= 6, 20)
+    conn.execute("select queue.unschedule('s')")
+    rows = conn.execute(
+        "select extract(epoch from started_at - (args ->> 'scheduled_for')::timestamptz)::float"
+        " from queue.jobs where started_at is not null"
+    ).fetchall()
+    delays = [row[0] for row in rows]
+    assert min(delays) > 0, "never before its time"
+    assert statistics.median(delays) < 0.1
+    # It slept until the second came, and not from poll to poll.
+    assert sleeper.sleeps < 3 * len(delays) + 5
+    sound(conn)
+
+
+# The server and its clock
+
+
+@pytest.fixture
+def own_server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    with temporary_server() as server:
+        create_database(server, "own")
+        install(server, "own")
+        yield server
+
+
+def test_server_restarts(own_server: EmbeddedServer) -> None:
+    dsn = own_server.dsn("own")
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        for i in range(10):
+            schedule(conn, f"s{i}", "every 1 second", catch_up="all")
+        begun = now(conn)
+    with ticking(dsn, 8) as tickers:
+        for mode in ("fast", "immediate"):
+            time.sleep(1.2)
+            own_server._stop(mode)  # stop would have it removed
+            time.sleep(1.2)
+            own_server.ensure_running()
+        time.sleep(1.2)
+    assert all(ticker.losses for ticker in tickers)
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        found = sound(conn)
+        ended = now(conn)
+    assert len(found) == 10
+    for runs in found.values():
+        assert is_gapless(runs, 1), "nothing is lost where all is to be made up for"
+        assert runs[0] - begun < dt.timedelta(seconds=2)
+        assert ended - runs[-1] < dt.timedelta(seconds=3)
+
+
+class Clock:
+    """A server whose clock can be set, by seconds beside the right time."""
+
+    def __init__(self, server: EmbeddedServer, file: Path) -> None:
+        self._file = file
+        self.dsn = server.dsn("own")
+
+    def set(self, seconds: int) -> None:
+        unfinished = self._file.with_suffix(".new")
+        unfinished.write_text(f"{seconds:+d}\n")
+        unfinished.replace(self._file)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> Iterator[Clock]:
+    if FAKETIME is None:
+        pytest.skip("libfaketime is not installed (`make tools`)")
+    with contextlib.ExitStack() as stack:
+        import tempfile
+
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pgdefer-clock-")))
+        folder.chmod(0o755)
+        file = folder / "clock"
+        file.write_text("+0\n")
+        with monkeypatch.context() as patch:
+            patch.setenv("LD_PRELOAD", str(FAKETIME))
+            patch.setenv("FAKETIME_TIMESTAMP_FILE", str(file))
+            patch.setenv("FAKETIME_NO_CACHE", "1")
+            patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+            patch.setenv("FAKETIME_DISABLE_SHM", "1")
+            server = stack.enter_context(temporary_server())
+        create_database(server, "own")
+        install(server, "own")
+        yield Clock(server, file)
+
+
+HOUR = 3600
+
+
+def test_outage_of_three_hours(clock: Clock) -> None:
+    """The server's clock goes on while nobody looks; then eight tickers look at once."""
+    with psycopg.connect(clock.dsn, autocommit=True) as conn:
+        # A run each 20 minutes, the last of which was 10 minutes ago when they look.
+        minute = now(conn).minute
+        cron = ",".join(str((minute + 10 + 20 * i) % 60) for i in range(3)) + " * * * *"
+        for catch_up in ("none", "latest", "all"):
+            schedule(conn, catch_up, cron, catch_up=catch_up)
+            schedule(conn, f"{catch_up}, 1 h", cron, catch_up=catch_up, max_delay="1 hour")
+        schedule(conn, "overlap", cron, catch_up="all", overlap="skip")
+        clock.set(3 * HOUR)
+        with ticking(clock.dsn, 8):
+            until(lambda: len(sound(conn).get("all", [])) == 9)
+            time.sleep(0.5)
+        found = sound(conn)
+        assert {name: len(runs) for name, runs in found.items()} == {
+            "latest": 1,
+            "all": 9,
+            "none, 1 h": 1,
+            "latest, 1 h": 1,
+            "all, 1 h": 3,
+            "overlap": 1,
+        }
+        assert found["latest"] == found["all"][-1:]
+        assert found["all, 1 h"] == found["all"][-3:]
+        skipped = conn.execute(
+            "select name, skipped, count(*) from queue.schedule_runs where skipped is not null"
+            " group by 1, 2 order by 1, 2"
+        ).fetchall()
+        assert skipped == [
+            ("all, 1 h", "max_delay", 6),
+            ("latest", "missed", 8),
+            ("latest, 1 h", "missed", 8),
+            ("none", "missed", 9),
+            ("none, 1 h", "missed", 8),
+            ("overlap", "overlap", 8),
+        ]
+
+
+def test_clock_steps(clock: Clock) -> None:
+    with (
+        psycopg.connect(clock.dsn, autocommit=True) as conn,
+        ticking(clock.dsn, 8, pause=0.01) as tickers,
+    ):
+        schedule(conn, "all", "every 10 seconds", catch_up="all")
+        schedule(conn, "latest", "every 1 second", catch_up="latest")
+
+        def runs(name: str) -> list[dt.datetime]:
+            return sound(conn).get(name, [])
+
+        def is_reached(name: str, at: dt.datetime) -> bool:
+            found = runs(name)
+            return bool(found) and found[-1] >= at
+
+        until(lambda: runs("latest"))
+        for turn in range(2):
+            before = now(conn)
+            clock.set((turn + 1) * HOUR)
+            hour_on = until(lambda: (t := now(conn)) - before > dt.timedelta(minutes=30) and t)
+            until(lambda: is_reached("latest", hour_on) and is_reached("all", hour_on), 20)
+            # Back: what has run does not run again.
+            last = {name: runs(name)[-1] for name in ("all", "latest")}
+            for step in (0, -HOUR, 0):
+                clock.set(step)
+                ticks = sum(ticker.ticks for ticker in tickers)
+                until(lambda n=ticks: sum(ticker.ticks for ticker in tickers) > n + 40)
+                # A change that the wrong clock sees must not make a run come twice either.
+                schedule(conn, "latest", "every 1 second", catch_up="latest", priority=step)
+                time.sleep(1.1)
+                assert {name: runs(name)[-1] for name in ("all", "latest")} == last
+                # Other schedules begin at once, whatever the clock was before.
+                schedule(conn, f"from {turn}, {step}", "every 1 second", overlap="skip")
+                until(lambda name=f"from {turn}, {step}": runs(name))
+        clock.set(2 * HOUR)
+        until(lambda: is_reached("latest", last["latest"] + dt.timedelta(seconds=2)), 20)
+        assert is_gapless(runs("all"), 10), "nothing is lost where all is to be made up for"
