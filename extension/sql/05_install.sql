@@ -29,8 +29,7 @@ begin
   perform pg_advisory_xact_lock(1885824102, 3);
   v_version := queue._tables_version();
   if v_version is null then
-    raise exception using errcode = 'QJ090', message = 'the tables of the queue are missing',
-      hint = 'Run SELECT queue.install().';
+    perform queue._not_installed();
   elsif v_version <> '@VERSION@' then
     raise exception using errcode = 'QJ090', message = 'no migration leads from the tables to this code',
       detail = format('tables: %s, code: %s', v_version, '@VERSION@'),

@@ -12,6 +12,9 @@ declare
   v_keys text[];
   v_limits integer[];
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_name('task', register_task.name);
   perform queue._check_keys('defaults', v_defaults, array['queue', 'priority', 'lock', 'queueing_lock', 'deadline',
     'concurrency_key', 'concurrency_limit'] || queue._option_keys());

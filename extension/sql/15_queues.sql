@@ -27,6 +27,9 @@ declare
   v_rate_per interval;
   v_retain interval;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   perform queue._check_queue(configure_queue.name);
   perform queue._check_keys('options', configure_queue.options, array['max_running', 'paused', 'retain', 'rate']);
@@ -114,6 +117,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_is_new boolean;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   perform queue._check_queue(create_queue.name);
   insert into queue.queue_config (queue) values (create_queue.name) on conflict on constraint queue_config_pkey do nothing;
@@ -131,6 +137,9 @@ create or replace function queue.pause(queue text default null, until timestampt
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   return queue._set_pause(pause.queue, pause.task, true, pause.until);
 end $$;
 comment on function queue.pause(text, timestamptz, text) is
@@ -141,6 +150,9 @@ create or replace function queue.resume(queue text default null, task text defau
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   return queue._set_pause(resume.queue, resume.task, false, null);
 end $$;
 comment on function queue.resume(text, text) is

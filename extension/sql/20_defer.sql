@@ -21,6 +21,9 @@ declare
   v_id bigint;
   v_args jsonb := coalesce(defer.args, '{}');
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if defer.task is null or defer.task = '' or octet_length(defer.task) > 1000 then
     perform queue._check_name('task', defer.task);
   elsif jsonb_typeof(v_args) <> 'object' then
@@ -169,6 +172,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_job jsonb;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if jsonb_typeof(defer_many.jobs) is distinct from 'array' then
     perform queue._invalid('jobs must be a JSON array', 'Pass [{"task": text, "args": object, ...}, ...].');
   end if;
@@ -271,6 +277,9 @@ declare
   v_keys jsonb := '{}'::jsonb;
   v_row jsonb;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if tg_level <> 'ROW' then
     perform queue._invalid('defer_trigger is for row triggers', 'Create the trigger FOR EACH ROW.', 'trigger: ' || tg_name);
   elsif tg_nargs not between 1 and 2 then

@@ -12,6 +12,9 @@ language plpgsql stable parallel safe security definer rows 1
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   return query select j.state, j.result, j.error from queue.jobs j where j.id = result.id;
   if not found then
     perform queue._job_not_found(result.id);
@@ -29,6 +32,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_is_marked boolean := false;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if exists (select from queue.job j where j.id = await_result.id) and not exists (select from queue.finished f where f.id = await_result.id) then
     if not exists (select from queue.awaited a where a.id = await_result.id) then
       insert into queue.awaited (id) values (await_result.id) on conflict on constraint awaited_pkey do nothing;

@@ -9,6 +9,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_needs jsonb := defer_group."then" -> 'needs';
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if jsonb_typeof(defer_group."then") is distinct from 'object' then
     perform queue._invalid('then must be a JSON object', 'Pass the job that follows as {"task": text, "args": object, ...}.');
   elsif coalesce(jsonb_typeof(v_needs), 'null') not in ('array', 'null') then
@@ -32,6 +35,9 @@ declare
   v_job jsonb;
   v_id bigint;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if jsonb_typeof(defer_chain.jobs) is distinct from 'array' then
     perform queue._invalid('jobs must be a JSON array', 'Pass [{"task": text, "args": object, ...}, ...].');
   end if;
@@ -61,6 +67,9 @@ declare
   v_level bigint[];
   v_depth integer;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if not exists (select from queue.job j where j.id = graph.id) then
     perform queue._job_not_found(graph.id);
   end if;

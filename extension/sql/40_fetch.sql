@@ -16,6 +16,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_ids bigint[];
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
   end if;

@@ -13,6 +13,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
   end if;
@@ -29,6 +32,9 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   if fail.options is not null then
     perform queue._check_fail_options(fail.options);
@@ -47,6 +53,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_outcome jsonb := jsonb_build_object('outcome', 'retry_later', 'at', retry_later.at, 'message', retry_later.message, 'needs', retry_later.needs);
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   perform queue._check_outcome(v_outcome);
   return queue._end_attempt(v_outcome, retry_later.id, retry_later.claim, false);
@@ -60,6 +69,9 @@ returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   perform queue._end_attempt('{"outcome": "released"}', release.id, release.claim, false);
 end $$;
@@ -77,6 +89,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_ended record;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
   end if;
@@ -102,6 +117,9 @@ declare
   v_ids bigint[];
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
   end if;

@@ -9,6 +9,9 @@ declare
   v_id bigint;
   v_dead_after interval := coalesce(queue._interval('dead_after', info -> 'dead_after'), interval '30 s');
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_name('name', register_worker.name);
   if register_worker.info is null or jsonb_typeof(register_worker.info) <> 'object' then
     perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
@@ -34,6 +37,9 @@ language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   update queue.worker w set last_seen_at = clock_timestamp() where w.id = heartbeat.worker and w.gone_at is null;
   if not found then
     perform queue._worker_gone(heartbeat.worker);
@@ -52,6 +58,9 @@ language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   return query select v.id, v.claim from queue.live v where v.worker_id = claims.worker and v.claim is not null order by v.id;
 end $$;
 comment on function queue.claims(bigint) is
@@ -68,6 +77,9 @@ declare
   v_claimed_at timestamptz;
   v_expires_at timestamptz;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if extend.lease is null or extend.lease <= interval '0' or extend.lease > interval '10000 years' then
     perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
   end if;
@@ -93,6 +105,9 @@ declare
   v_claim record;
   v_ids bigint[] := '{}'::bigint[];
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   update queue.worker w set gone_at = clock_timestamp() where w.id = deregister_worker.worker and w.gone_at is null;
   perform from queue.live v where v.worker_id = deregister_worker.worker order by v.id for update;
@@ -126,6 +141,9 @@ declare
   v_claim record;
   v_ended integer;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   reaped := 0;
   update queue.worker w set gone_at = v_now

@@ -79,6 +79,9 @@ declare
   v_poll integer;
   v_due timestamptz;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   select w.id, w.info into v_worker from queue.worker w where w.id = before_sleep.worker and w.gone_at is null;
   if not found then
     perform queue._worker_gone(before_sleep.worker);
@@ -125,6 +128,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if v_state = 'sentinel' then
     perform pg_advisory_unlock(1885824102, 1);
     if pg_try_advisory_lock(1885824102, 2) then

@@ -13,6 +13,9 @@ declare
   v_start timestamptz := clock_timestamp();
   v_safe_at timestamptz;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   select r.reaped into reaped from queue.reap() r;
   perform queue._check_restore();

@@ -25,6 +25,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_safe_at timestamptz;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   if prune.max_jobs is null or prune.max_jobs < 1 then
     perform queue._invalid('max_jobs must be at least 1', 'Say how many jobs to remove at most.');

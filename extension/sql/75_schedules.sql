@@ -21,6 +21,9 @@ declare
   v_is_enabled boolean;
   v_next_run_at timestamptz;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   perform queue._check_name('name', schedule.name);
   perform queue._check_name('task', schedule.task);
@@ -78,6 +81,9 @@ create or replace function queue.unschedule(name text)
 returns boolean language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   perform queue._check_name('name', unschedule.name);
   perform queue._lock_admission(true);
@@ -97,6 +103,9 @@ declare
   v_now timestamptz;
   v_next_run_at timestamptz;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   perform queue._check_name('name', enable_schedule.name);
   if enable_schedule.enabled is null then
@@ -134,6 +143,9 @@ declare
   v_run_at timestamptz := clock_timestamp();
   v_id bigint;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   perform queue._check_name('name', run_now.name);
   select s.* into v_schedule from queue.schedule s where s.name = run_now.name;
@@ -474,7 +486,7 @@ begin
                         || queue._schedule_keys()), '{}'));
 end $$;
 
--- What to do at p_now about the runs from p_first, which is due, on: those to skip and why (the first 10; the
+-- What to do at p_now about the runs from p_first on: those to skip and why (the first 10; the
 -- last of these stands for all up to skipped_to), those to make (100 at most), and the next one then.
 create or replace function queue._plan_runs(
   p_parsed bigint[], p_timezone text, p_first timestamptz, p_now timestamptz, p_catch_up text, p_max_delay interval,
@@ -488,6 +500,11 @@ declare
 begin
   skips := '{}';
   runs := '{}';
+  if p_first > p_now then
+    -- the clock was set back
+    next_run_at := p_first;
+    return;
+  end if;
   next_run_at := queue._cron_next(p_parsed, p_timezone, p_first);
   if coalesce(next_run_at, 'infinity') > p_now and coalesce(v_limit, '-infinity') <= p_first then
     runs := array[p_first];
@@ -606,7 +623,7 @@ begin
   return query
     select 'a schedule that nobody looks at'::text, null::bigint, format('%s: due %s', s.name, s.due_at)
     from queue.schedule s cross join (select k.due_at from queue.cursor k order by k.tick desc limit 1) k
-    where s.is_enabled and (s.due_at is null or s.due_at < least(k.due_at, clock_timestamp()) or s.due_at < s.next_run_at);
+    where s.is_enabled and (s.due_at is null or s.due_at < least(k.due_at, clock_timestamp()));
   return query
     select 'a schedule whose next run has been'::text, null::bigint, format('%s: %s', s.name, s.next_run_at)
     from queue.schedule s where s.next_run_at <= s.last_run_at;

@@ -127,6 +127,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_live record;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._reach(cancel.id);
   select v.claim, v.worker_id into v_live from queue.live v where v.id = cancel.id;
   if v_live.claim is not null then
@@ -196,6 +199,9 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._reach(hold.id);
   if coalesce(queue._take_out(hold.id), 'log') = 'log' then
     perform queue._invalid_state(hold.id, queue._state(hold.id), 'Only a job that has not started can be held; cancel a running one with abort.');
@@ -213,6 +219,9 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._reach(unhold.id);
   delete from queue.waiting w where w.id = unhold.id and w.reason = 'held';
   if not found then

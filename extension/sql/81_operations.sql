@@ -16,6 +16,9 @@ declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_queue(move.queue);
   perform queue._reach_all(move.ids);
   for v_job in select distinct u.id from unnest(move.ids) u (id) order by u.id loop
@@ -45,6 +48,9 @@ declare
   v_needs bigint[];
   v_id bigint;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if copy.queue is not null then
     perform queue._check_queue(copy.queue);
   end if;
@@ -94,6 +100,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_done bigint[];
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._reach_all(delete.ids);
   v_done := queue._delete(delete.ids, coalesce(delete.force, false));
   perform queue._announce();
@@ -118,6 +127,9 @@ declare
   v_done bigint[] := '{}'::bigint[];
   v_message text := left(fail_jobs.message, 10000);
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._reach_all(fail_jobs.ids);
   for v_job in select distinct u.id from unnest(fail_jobs.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
@@ -153,6 +165,9 @@ declare
   v_now timestamptz := clock_timestamp();
   v_done bigint[] := '{}'::bigint[];
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._reach_all(done.ids);
   for v_job in select distinct u.id from unnest(done.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
@@ -190,6 +205,9 @@ declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if set_priority.priority is null then
     perform queue._invalid('priority is missing', 'Give a whole number; higher runs first.');
   end if;
@@ -213,6 +231,9 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if not isfinite(reschedule.at) then
     perform queue._invalid('at must be finite', 'Give a moment, or NULL for now. To put a job aside without one, use queue.hold.');
   end if;
@@ -240,6 +261,9 @@ declare
   v_running bigint;
   v_need record;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   perform queue._check_queue(delete_queue.name);
   perform from queue.live v

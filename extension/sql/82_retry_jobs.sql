@@ -8,6 +8,9 @@ language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   if retry.ids is null or array_position(retry.ids, null) is not null then
     perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
@@ -24,6 +27,9 @@ language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   perform queue._check_isolation();
   if retry_failed.task is not null then
     perform queue._check_name('task', retry_failed.task);

@@ -19,31 +19,37 @@ declare
   v_ids bigint[];
   v_n integer := 10;
   v_job record;
+  v_bytes integer;
   v_looked bigint := 0;
   v_found integer := 0;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
     exit when v_ids = '{}';
     for v_job in
-      select u.id, m.bytes, m.excerpt, m.is_hit
+      select u.id, x.is_asked,
+        case when x.is_asked and search.pattern is not null
+          then queue._match(search.pattern, search.by, v_path, x.args, j.options ->> 'description', array[x.lock, j.queueing_lock] || j.keys) end as match
       from unnest(v_ids) with ordinality u (id, n)
       cross join lateral (select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options from queue.job j where j.id = u.id offset 0) j
       left join lateral (select s.queue, s.lock, s.args from queue.job_state s where s.id = u.id offset 0) s on true
-      left join lateral queue._match(search.pattern, search.by, v_path, coalesce(s.args, j.args), j.options ->> 'description',
-                                     array[coalesce(s.lock, j.lock), j.queueing_lock] || j.keys) m
-        on (search.queue is null or queue._matches(coalesce(s.queue, j.queue), search.queue)) and (search.task is null or j.task = search.task)
+      cross join lateral (
+        select coalesce(s.args, j.args) as args, coalesce(s.lock, j.lock) as lock,
+          (search.queue is null or queue._matches(coalesce(s.queue, j.queue), search.queue)) and (search.task is null or j.task = search.task) as is_asked) x
       order by u.n
     loop
       v_before := v_job.id;
-      v_looked := v_looked + greatest(100, v_job.bytes);
-      if v_job.is_hit then
-        select v.id, v.queue, v.task, v.state, v.reason, v.priority, v.attempts, v.created_at, v.description
-        into id, queue_name, task_name, job_state, reason, priority, attempts, created_at, description
+      v_bytes := abs(v_job.match);
+      v_looked := v_looked + greatest(100, v_bytes);
+      if v_job.is_asked and (search.pattern is null or v_job.match > 0) then
+        select v.id, v.queue, v.task, v.state, v.reason, v.priority, v.attempts, v.created_at, v.description, v_bytes,
+          queue._excerpt(search.pattern, search.by, v_path, v.args)
+        into id, queue_name, task_name, job_state, reason, priority, attempts, created_at, description, bytes, excerpt
         from queue.jobs v where v.id = v_job.id;
         if search.state is null or job_state = search.state then
-          bytes := v_job.bytes;
-          excerpt := v_job.excerpt;
           return next;
           v_found := v_found + 1;
         end if;
@@ -51,7 +57,7 @@ begin
       exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
     end loop;
     exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
-    v_n := case when v_job.bytes > 10000 then 10 else least(v_n * 2, 500) end;
+    v_n := case when v_bytes > 10000 then 10 else least(v_n * 2, 500) end;
   end loop;
   if v_ids <> '{}' and queue._candidates(search.state, v_before, 1) <> '{}' then
     return query
@@ -96,37 +102,51 @@ exception when syntax_error or data_exception then
   raise;
 end $$;
 
--- Whether a job's args, description or keys match. A path is a predicate if it gives an empty object a
--- truth value; then it must be true.
-create or replace function queue._match(
-  p_pattern text, p_by text, p_path jsonpath, p_args jsonb, p_description text, p_keys text[],
-  out bytes integer, out excerpt text, out is_hit boolean)
-language plpgsql immutable parallel safe security invoker as $$
+-- How many bytes of a job were read, below zero if they do not match. A path is a predicate if it gives an
+-- empty object a truth value; then it must be true.
+create or replace function queue._match(p_pattern text, p_by text, p_path jsonpath, p_args jsonb, p_description text, p_keys text[])
+returns integer language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_text text;
+  v_item jsonb;
+begin
+  if p_by = 'key' then
+    return case when p_pattern = any (p_keys) then 1 else -1 end;
+  end if;
+  v_text := p_args::text;
+  if p_by = 'path' then
+    v_item := jsonb_path_query_first(p_args, p_path, '{}', true);
+    if v_item = 'true' or v_item is not null and coalesce(jsonb_typeof(jsonb_path_query_first('{}', p_path, '{}', true)), '') not in ('boolean', 'null') then
+      return octet_length(v_text);
+    end if;
+  elsif strpos(v_text, p_pattern) > 0 or strpos(p_description, p_pattern) > 0 or strpos(v_text, queue._escaped(p_pattern)) > 0 then
+    return octet_length(v_text);
+  end if;
+  return -octet_length(v_text);
+end $$;
+
+-- What is shown of a job that matches.
+create or replace function queue._excerpt(p_pattern text, p_by text, p_path jsonpath, p_args jsonb)
+returns text language plpgsql immutable parallel safe security invoker as $$
 declare
   v_text text;
   v_at integer;
-  v_item jsonb;
 begin
-  if p_pattern is null then
-    is_hit := true;
-  elsif p_by = 'key' then
-    is_hit := coalesce(p_pattern = any (p_keys), false);
+  if p_pattern is null or p_by = 'key' then
+    return null;
   elsif p_by = 'path' then
-    bytes := octet_length(p_args::text);
-    v_item := jsonb_path_query_first(p_args, p_path, '{}', true);
-    is_hit := v_item is not null
-      and (v_item = 'true' or coalesce(jsonb_typeof(jsonb_path_query_first('{}', p_path, '{}', true)), '') not in ('boolean', 'null'));
-    excerpt := case when is_hit then left(v_item::text, 200) end;
-  else
-    v_text := p_args::text;
-    bytes := octet_length(v_text);
-    v_at := strpos(v_text, p_pattern);
-    if v_at = 0 then
-      v_at := strpos(v_text, substr(to_json(p_pattern)::text, 2, length(to_json(p_pattern)::text) - 2));
-    end if;
-    is_hit := v_at > 0 or coalesce(strpos(p_description, p_pattern), 0) > 0;
-    excerpt := case when v_at > 0 then substr(v_text, greatest(v_at - 60, 1), 200) end;
+    return left(jsonb_path_query_first(p_args, p_path, '{}', true)::text, 200);
   end if;
+  v_text := p_args::text;
+  v_at := coalesce(nullif(strpos(v_text, p_pattern), 0), strpos(v_text, queue._escaped(p_pattern)));
+  return case when v_at > 0 then substr(v_text, greatest(v_at - 60, 1), 200) end;
+end $$;
+
+-- A text as it stands in JSON, without its quotes.
+create or replace function queue._escaped(p_text text)
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return substr(to_json(p_text)::text, 2, length(to_json(p_text)::text) - 2);
 end $$;
 
 -- The newest jobs below an id that may be in a state (NULL: any), newest first: by the table that holds
@@ -157,9 +177,11 @@ begin
           union
           (select m.id from queue.lock_member m where p_state = 'blocked' and m.id < p_before order by m.id desc limit p_n)
           union
-          (select j.id from queue.job j
-           where j.xid >= (select least(k.next_xid, k.in_flight[1], (select min(b.from_xid) from queue.backlog b)) from queue.cursor k order by k.tick desc limit 1)
-             and j.id < p_before order by j.id desc limit p_n)) c
+          (select j.id
+           from (select j.id from queue.job j
+                 where j.xid >= (select least(k.next_xid, k.in_flight[1], (select min(b.from_xid) from queue.backlog b))
+                                 from queue.cursor k order by k.tick desc limit 1) offset 0) j
+           where j.id < p_before order by j.id desc limit p_n)) c
         order by c.id desc limit p_n);
   end case;
 end $$;

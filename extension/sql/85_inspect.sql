@@ -10,6 +10,9 @@ declare
   v_text text;
   v_key text;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at, j.finished_at, j.error,
     w.reason as gate, w.key, w.at, l.paused_until, l.kind, v.id is not null as is_live,
     m.id is not null as is_member
@@ -105,6 +108,9 @@ language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if peek.n is null or peek.n < 1 then
     perform queue._invalid('n must be at least 1', 'Say how many jobs to show.');
   end if;
@@ -128,7 +134,7 @@ begin
           order by v.deadline, v.id limit peek.n) v
         order by v.deadline, v.id limit peek.n) c
       order by g.priority desc, c.first_id, c.deadline, c.id limit peek.n) c
-    join queue.jobs j on j.id = c.id
+    cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
@@ -141,6 +147,9 @@ language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp set enable_nestloop = off set jit = off as $$
 #variable_conflict use_column
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   return query
     select 'in two places'::text, x.id, string_agg(x.place, ', ' order by x.place)
     from (select v.id, 'live'::text as place from queue.live v union all

@@ -17,16 +17,16 @@ language plpgsql immutable parallel safe security invoker as $$
 begin
   case kind
     when 'producer' then
-      functions := '{register_task,defer,defer_many,defer_trigger,version}';
+      functions := '{register_task,defer,defer_many,defer_trigger,defer_group,defer_chain,result,await_result,version}';
       views := '{}';
     when 'worker' then
-      functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,peek,version,backoff,next_runs,schedule,unschedule}';
+      functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
       views := '{schedules}';
     when 'operator' then
-      functions := '{register_task,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
+      functions := '{register_task,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
       views := '{jobs,attempts,queues,workers,tasks,schedules,schedule_runs}';
     when 'reader' then
-      functions := '{why,check,peek,version,backoff,next_runs}';
+      functions := '{result,graph,why,check,peek,version,backoff,next_runs}';
       views := '{jobs,attempts,queues,workers,tasks,schedules,schedule_runs}';
     else
       perform queue._invalid('kind is not one of its values', 'Allowed: producer, worker, operator, reader.', 'kind: ' || coalesce(kind, 'NULL'));
@@ -41,6 +41,9 @@ declare
   v_grants record;
   v_object record;
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if not exists (select from pg_roles r where r.rolname = grant_access.role) then
     perform queue._invalid('no such role', 'CREATE ROLE it first.', 'role: ' || coalesce(grant_access.role, 'NULL'));
   end if;
@@ -63,6 +66,9 @@ create or replace function queue.revoke_access(role text)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
   if not exists (select from pg_roles r where r.rolname = revoke_access.role) then
     perform queue._invalid('no such role', 'Name an existing role.', 'role: ' || coalesce(revoke_access.role, 'NULL'));
   end if;

@@ -1,6 +1,6 @@
 -- Recurring runs: what they defer, outages, overlap, pauses, changes, refusals, history.
 
-select plan(129);
+select plan(131);
 
 select queue.register_worker('w') as worker \gset
 
@@ -93,6 +93,10 @@ select pg_temp.outage('plain', '21 min') \g /dev/null
 select queue.tick() \g /dev/null
 select is(pg_temp.jobs('plain'), 'running 0', 'even if the schedule forgot: its history knows');
 select queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', 'succeeded'))) from queue.jobs j where state = 'running' \g /dev/null
+
+update queue.schedule s set next_run_at = last_run + interval '1 hour', due_at = clock_timestamp() from clock;
+select is((select admitted from queue.tick()), 0, 'nothing runs before its time, whoever looks');
+select is((select due_at from queue.schedule), last_run + interval '1 hour', 'but is looked at again then') from clock;
 
 -- scheduled_for
 select is(queue._rfc3339('2026-07-01 07:00:05+00', 'Europe/Paris'), '2026-07-01T09:00:05+02:00', 'scheduled_for has the zone''s offset');
