@@ -27,10 +27,10 @@ LIMIT_START = 100.0
 
 SCHEDULE = """
     select count(queue.schedule(
-      'schedule ' || i, to_char(at.local, case i % 3 when 0 then 'SS MI * * * *'
-        when 1 then 'SS MI FMHH24 * * *' else 'SS MI,' || i % 60 || ' * * * *' end),
-      'task ' || i % 100, jsonb_build_object('customer', i), at.zone,
-      case when i % 10 = 0 then jsonb_build_object('lock', 'customer ' || i) end))
+      'schedule ' || i, to_char(at.local, case i %% 3 when 0 then 'SS MI * * * *'
+        when 1 then 'SS MI FMHH24 * * *' else 'SS MI,' || i %% 60 || ' * * * *' end),
+      'task ' || i %% 100, jsonb_build_object('customer', i), at.zone,
+      case when i %% 10 = 0 then jsonb_build_object('lock', 'customer ' || i) end))
     from generate_series(1, %(n)s) i
     cross join lateral (
       select z.name as zone, (%(at)s::timestamptz at time zone z.name) as local
@@ -147,9 +147,10 @@ def rush(on: Bench, n: int) -> tuple[float, float, float]:
                     sys.exit("not all jobs came")
             time.sleep(0.5)
         deferred, done, jobs = conn.execute(
-            "select extract(epoch from (select max(decided_at) from queue.schedule_runs) - %s)::float,"
-            " extract(epoch from max(finished_at) - %s)::float, count(*)"
-            " from queue.jobs where (args ->> 'scheduled_for')::timestamptz = %s",
+            "select extract(epoch from max(r.decided_at) - %s)::float,"
+            " extract(epoch from max(j.finished_at) - %s)::float, count(*)"
+            " from queue.jobs j join queue.schedule_runs r on r.job_id = j.id"
+            " where (j.args ->> 'scheduled_for')::timestamptz = %s",
             (at, at, at),
         ).fetchone() or (0, 0, 0)
         broken = conn.execute("select * from queue.check()").fetchall()

@@ -64,6 +64,8 @@ begin
     update queue.live v set flags = v.flags | 512
     where v.id = any (array(select v.id from queue.lane l join queue.live v on v.lane = l.lane
                             where l.queue = configure_queue.name and v.flags & 512 = 0 for update of v skip locked));
+    update queue.waiting w set flags = w.flags | 512
+    where w.reason = 'slot' and w.lane = any (array(select l.lane from queue.lane l where l.queue = configure_queue.name));
   end if;
   perform queue._limit_queue(configure_queue.name);
   if configure_queue.options ? 'paused' then

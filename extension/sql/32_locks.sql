@@ -74,7 +74,7 @@ begin
     update queue.lock_member m set is_passed = true
     from (select j.id, coalesce(s.lock, j.lock) as lock from unnest(v_mark) u (id)
           cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-          left join queue.job_state s on s.id = j.id offset 0) x
+          left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true offset 0) x
     where m.lock = x.lock and m.id = x.id;
   end if;
   return v_pass;
@@ -88,7 +88,7 @@ begin
   update queue.lock_member m set has_turn = true, is_late = false
   from (select j.id, coalesce(s.lock, j.lock) as lock from unnest(p_ids) u (id)
         cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-        left join queue.job_state s on s.id = j.id offset 0) x
+        left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true offset 0) x
   where m.lock = x.lock and m.id = x.id and not m.is_mutex and (not m.has_turn or m.is_late);
 end $$;
 

@@ -126,6 +126,7 @@ begin
     perform queue._refill(v_grown);
   end if;
   if v_discard <> '{}' then
+    perform queue._keep_turns(v_discard);
     perform queue._cancel_admitted(v_discard, 'limit');
   end if;
 end $$;
@@ -225,17 +226,18 @@ begin
 end $$;
 
 -- Lets waiting jobs of keys with free slots in, first by id in each lane. Those with several keys may have
--- to wait for another one, so that it looks again.
+-- to wait for another one, so that it looks at more, up to some hundreds; the next admission goes on.
 -- Locks: the caller holds ADM.
 create or replace function queue._refill(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
+  v_extra integer := 0;
 begin
   loop
     with room as materialized (
-      select s.key, l.lane, l.low, least(s.slots - s.used - l.ready, l.waiting) as room
+      select s.key, l.lane, l.low, greatest(least(s.slots - s.used - l.ready, l.waiting), v_extra) as room
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (
         select s.key, s.slots, s.used, s.lanes, s.ready, s.waiting, s.lows
@@ -250,20 +252,31 @@ begin
           select w.ctid from queue.waiting w
           where w.reason = 'slot' and w.key = r.key and w.lane = r.lane and w.id >= r.low order by w.id limit r.room) w))
       returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.has_several)
-    select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg((not l.has_several)::integer) as ready,
-      array_agg(-1) as waiting, array_agg(l.id + 1) as lows,
-      array_agg(l.id) filter (where not l.has_several) as ids, array_agg(l.lane) filter (where not l.has_several) as let_lanes,
-      array_agg(l.deadline) filter (where not l.has_several) as deadlines, array_agg(l.flags) filter (where not l.has_several) as flags,
-      array_agg(l.attempt) filter (where not l.has_several) as attempts,
-      array_agg(l.id) filter (where l.has_several) as several
-    into v from let l;
+    select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg(l.id) as ids, array_agg(l.id + 1) as lows,
+      array_agg(coalesce(n.deadline, l.deadline)) as deadlines, array_agg(n.flags) as flags, array_agg(l.attempt) as attempts,
+      bool_or(l.has_several) as has_several
+    into v
+    from let l
+    cross join lateral (
+      -- what may have changed since
+      select (select s.deadline from queue.job_state s where s.id = l.id) as deadline,
+        (l.flags | case when exists (select from queue.job_state s where s.id = l.id) then 2048 else 0 end
+          | case when (select d.job_id from queue.need d where d.need_id = l.id limit 1) is not null
+                   or (select a.id from queue.awaited a where a.id = l.id) is not null then 4096 else 0 end)::smallint as flags) n;
     exit when v.keys is null;
-    perform queue._add_slots(v.keys, v.lanes, null, v.ready, v.waiting, v.lows);
-    if v.ids is not null then
-      perform queue._to_live(v.ids, v.let_lanes, v.deadlines, v.flags, v.attempts);
+    if v_extra > 0 or v.has_several then
+      perform queue._add_slots(v.keys, v.lanes, null, null, array_fill(-1, array[cardinality(v.ids)]), v.lows);
+      perform queue._to_slots(v.ids, true);
+      v_extra := greatest(2 * v_extra, 10);
+      if v_extra > 300 then
+        insert into queue.handover (job_id, kind, flags, payload) select v.ids[1], 'refill', 0, to_jsonb(p_keys);
+        exit;
+      end if;
+    else
+      perform queue._add_slots(v.keys, v.lanes, null, array_fill(1, array[cardinality(v.ids)]), array_fill(-1, array[cardinality(v.ids)]), v.lows);
+      perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
+      exit;
     end if;
-    exit when v.several is null;
-    perform queue._to_slots(v.several, true);
   end loop;
 end $$;
 
@@ -296,7 +309,7 @@ end $$;
 -- priority are read as one. Only jobs of p_tasks, and with a deadline before p_before, if given.
 -- Locks: the caller holds ADM; rows of queue.live and queue.queueing_lock by skip locked.
 create or replace function queue._claim_limited(
-  p_worker bigint, p_claim bigint, p_lanes integer[], p_n integer, p_tasks text[] default null, p_before timestamptz default null)
+  p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[] default null, p_before timestamptz default null)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -330,7 +343,7 @@ begin
         order by v.deadline, v.id limit v_take) c
       limit v_take);
     exit when v_ids = '{}';
-    select c.won, c.rest, c.full_queues into v from queue._claim_ids(p_worker, p_claim, v_ids, p_n - cardinality(v_won)) c;
+    select c.won, c.rest, c.full_queues into v from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won)) c;
     v_won := v_won || v.won;
     v_left := v_left || v.rest;
     v_full := v_full || v.full_queues;
@@ -346,7 +359,7 @@ end $$;
 -- but nobody may want: at the first 200 of each key and lane.
 -- Locks: as _claim_limited.
 create or replace function queue._claim_chosen(
-  p_worker bigint, p_claim bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[])
+  p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -354,7 +367,7 @@ declare
   v_ids bigint[];
 begin
   if p_only is null then
-    v_won := queue._claim_limited(p_worker, p_claim, p_lanes, p_n, p_tasks, p_before);
+    v_won := queue._claim_limited(p_worker, p_lanes, p_n, p_tasks, p_before);
     if cardinality(v_won) >= p_n then
       return v_won;
     end if;
@@ -396,7 +409,7 @@ begin
   if v_ids = '{}' then
     return v_won;
   end if;
-  return v_won || (select c.won from queue._claim_ids(p_worker, p_claim, v_ids, p_n - cardinality(v_won)) c);
+  return v_won || (select c.won from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won)) c);
 end $$;
 
 -- Moves jobs that wait for slots to queue.live, though others are ready before them: the caller claims them.
@@ -408,14 +421,13 @@ declare
   v record;
 begin
   with gone as (
-    delete from queue.waiting w where w.id = any (p_ids) returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt)
-  select array_agg(g.id) as ids, array_agg(g.key) as keys, array_agg(g.lane) as lanes, array_agg(g.deadline) as deadlines,
-    array_agg(g.flags) as flags, array_agg(g.attempt) as attempts
-  into v from gone g;
+    delete from queue.waiting w where w.id = any (p_ids) returning w.id, w.key, w.lane)
+  select array_agg(g.id) as ids, array_agg(g.key) as keys, array_agg(g.lane) as lanes into v from gone g;
   if v.ids is null then
     return;
   end if;
   perform queue._add_slots(v.keys, v.lanes, null, null, array_fill(-1, array[cardinality(v.ids)]), null);
+  select x.* into v from queue._place(v.ids) x;
   perform queue._add_slots(array_agg(k.key), array_agg(v.lanes[k.n]), null, array_agg(1), null, null) from queue._keys_of(v.ids, v.flags) k;
   perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
 end $$;
@@ -424,11 +436,12 @@ end $$;
 -- rest: those that stay where they are; full_queues: queues whose own limits let no more start.
 -- Locks: as _claim_limited.
 create or replace function queue._claim_ids(
-  p_worker bigint, p_claim bigint, p_ids bigint[], p_n integer, out won bigint[], out rest bigint[], out full_queues text[])
+  p_worker bigint, p_ids bigint[], p_n integer, out won bigint[], out rest bigint[], out full_queues text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_claim bigint := nextval('queue.claim_seq');  -- under ADM, so that the claims before have lesser ones
   v record;                                   -- the jobs whose rows could be locked
   k record;                                   -- ns, nos: which job has which key; keys, free: those
   v_due bigint[] := '{}'::bigint[];           -- have expired
@@ -557,7 +570,7 @@ begin
       end if;
     end loop;
     update queue.live v
-    set claim = p_claim, worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1,
+    set claim = v_claim, worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1,
       flags = v.flags | case when v.id = any (v_counted) then 16384 else 0 end
     where v.id = any (won);
     if v.all_flags & 256 <> 0 then
@@ -568,7 +581,7 @@ begin
       where v.flags[n] & 8 <> 0 and v.ids[n] = any (won) having count(*) > 0;
     end if;
     if v.all_flags & 128 <> 0 then
-      perform queue._lease_timeouts(won, p_claim, v_now);
+      perform queue._lease_timeouts(won, v_claim, v_now);
     end if;
   else
     full_queues := v_queues;
@@ -720,7 +733,8 @@ begin
     from (
       select case when s.ready is distinct from coalesce(v.n, 0) or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
                   when w.n > 0 and s.low > w.id then 'waits for a slot below the low mark'
-                  when s.waiting > 0 and s.ready < s.slots - s.used then 'a free slot and a job that waits for it' end as problem,
+                  when s.waiting > 0 and s.ready < s.slots - s.used and not exists (select from queue.handover h where h.kind = 'refill')
+                    then 'a free slot and a job that waits for it' end as problem,
         coalesce(s.key, w.key, v.key) as key, coalesce(s.lane, w.lane, v.lane) as lane, s.slots, s.used, s.ready, v.n as is_ready,
         s.waiting, w.n as is_waiting, s.low, w.id as least_id
       from (

@@ -211,6 +211,8 @@ declare
   v_left bigint[];
   v_pass bigint[];
   v_turned bigint[];
+  v_standings text[];
+  v_holders bigint[];
 begin
   while v_ids <> '{}' loop
     -- v_ask: to be counted through; v_next: held by a need that is now satisfied
@@ -245,7 +247,11 @@ begin
     into v_ask, v_next, v_next_at, v_back
     from found f;
     if v_next is not null then
-      with below as materialized (
+      select array_agg(b.id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+        array_agg(b.need_id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+        array_agg(b.id) filter (where b.need_id is null or b.is_failed)
+      into v_ids, v_holders, v_left
+      from (
         select u.id, b.need_id, b.is_failed
         from unnest(v_next, v_next_at) u (id, at)
         left join lateral (
@@ -257,30 +263,28 @@ begin
             select coalesce(f.state, d.deleted_state) is not null or coalesce(w.reason in ('held', 'upstream_failed'), false) as is_failed) c
           where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id
             and coalesce(f.state, d.deleted_state) is distinct from 'succeeded' and not (c.is_failed and d.mode & 2 <> 0)
-          order by d.job_id desc, d.need_id desc limit 1) b on true),
-      moved as (
-        update queue.waiting w set need_id = b.need_id from below b where w.id = b.id and b.need_id is not null and not b.is_failed)
-      select array_agg(b.id) filter (where b.need_id is null or b.is_failed) into v_left from below b;
+          order by d.job_id desc, d.need_id desc limit 1) b on true) b;
+      update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
       v_ask := v_ask || v_left;
     end if;
     v_pass := null;
     v_turned := null;
     if v_ask is not null then
-      with stand as materialized (
-        select s.id, s.standing, s.holder, w.reason, w.need_id
-        from queue._needs_states(v_ask) s
-        cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w),
-      gone as (
-        delete from queue.waiting w where w.id = any (array(select s.id from stand s where s.standing = 'satisfied'))),
-      stays as (
-        update queue.waiting w set reason = case s.standing when 'failed' then 'upstream_failed' else 'needs' end, need_id = s.holder
-        from stand s
-        where w.id = s.id and s.standing <> 'satisfied'
-          and ((s.reason = 'needs') = (s.standing = 'failed') or s.need_id is distinct from s.holder))
       select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
-        array_agg(s.id) filter (where (s.reason = 'needs') = (s.standing = 'failed'))
-      into v_pass, v_turned
-      from stand s;
+        array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
+        array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
+        array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
+        array_agg(s.id) filter (where x.is_turned)
+      into v_pass, v_ids, v_standings, v_holders, v_turned
+      from queue._needs_states(v_ask) s
+      cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
+      cross join lateral (
+        select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied' and w.need_id is distinct from s.holder as is_held_by_another) x;
+      update queue.waiting w
+      set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed' else 'needs' end,
+        need_id = v_holders[width_bucket(w.id, v_ids)]
+      where w.id = any (v_ids);
+      delete from queue.waiting w where w.id = any (v_pass);
       if v_pass is not null then
         perform queue._route(v_pass, false, true);
       end if;
@@ -389,6 +393,8 @@ begin
   if v_lanes is not null then
     perform queue._lower(v_lanes, v_low_deadlines, v_low_ids);
   end if;
+  update queue.waiting w set deadline = v_deadlines[array_position(v_ids, w.id)], flags = w.flags | 2048
+  where w.id = any (v_ids) and w.reason = 'slot';
 end $$;
 
 -- Jobs are claimed: under any, which of their needs are satisfied now.

@@ -85,11 +85,12 @@ begin
       v_depth := v_depth + sign(v_depth)::integer;
     end loop;
   end loop;
+  v_level := array(select u.id from unnest(v_ids) u (id) order by u.id);
   return query
     select u.id, n.id, u.depth, j.task, coalesce(j.state, 'deleted')
     from unnest(v_ids, v_depths) u (id, depth)
     left join lateral (select j.task, j.state from queue.jobs j where j.id = u.id offset 0) j on true
-    left join lateral (select n.id from queue._neighbours(u.id, false) n (id) where n.id = any (v_ids)) n on true
+    left join lateral (select n.id from queue._neighbours(u.id, false) n (id) where v_level[width_bucket(n.id, v_level)] = n.id) n on true
     order by u.depth, u.id, n.id;
 end $$;
 comment on function queue.graph(bigint) is

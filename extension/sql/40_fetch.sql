@@ -40,7 +40,6 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 #variable_conflict use_column
 declare
   v_queues text[] := p_queues;
-  v_claim bigint := nextval('queue.claim_seq');
   v_is_registered boolean;
   v_lanes integer[];
   v_plain integer[];
@@ -65,7 +64,7 @@ begin
     if not v_is_registered then
       perform queue._worker_gone(p_worker);
     elsif p_options is not null and p_options <> '{}' then
-      v_ids := queue._claim_special(p_worker, v_claim, p_queues, p_max_jobs, p_options, p_may_wait);
+      v_ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
       exit;
     elsif cardinality(v_lanes) > 1 or v_kind = 1 then
       select p.lanes, p.plain_lanes, p.kind into v_lanes, v_plain, v_kind from queue._probe_lanes(v_lanes) p;
@@ -82,8 +81,8 @@ begin
     end if;
     if v_lanes is not null then
       v_ids := v_ids || case when v_kind = 1 and v_has_adm
-        then queue._claim_limited(p_worker, v_claim, v_lanes, p_max_jobs - cardinality(v_ids))
-        else queue._claim_plain(p_worker, v_claim, case when v_kind = 1 then v_plain else v_lanes end, p_max_jobs - cardinality(v_ids)) end;
+        then queue._claim_limited(p_worker, v_lanes, p_max_jobs - cardinality(v_ids))
+        else queue._claim_plain(p_worker, case when v_kind = 1 then v_plain else v_lanes end, p_max_jobs - cardinality(v_ids)) end;
     end if;
     if cardinality(v_ids) >= p_max_jobs then
       -- enough to do: look for newcomers at most every 10 ms per session, one may be of higher priority
@@ -117,7 +116,7 @@ end $$;
 -- fetch with options: ids, alone, order, tasks, deadline_within.
 -- Locks and errors: as fetch. Claims under ADM, so that every order and filter can be had of one function.
 create or replace function queue._claim_special(
-  p_worker bigint, p_claim bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean)
+  p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -153,6 +152,8 @@ begin
   end if;
   if not queue._lock_admission(p_may_wait) then
     return null;
+  elsif not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then
+    perform queue._worker_gone(p_worker);  -- it went while this waited
   end if;
   loop
     select a.has_more into v_more from queue._admit(greatest(1000, p_max_jobs)) a;
@@ -169,9 +170,9 @@ begin
         order by v.deadline, v.id limit 1) f on true
       where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone)) l;
     if v_tasks is not null or v_before is not null or v_only is not null then
-      v_ids := v_ids || queue._claim_chosen(p_worker, p_claim, v_lanes, v_max - cardinality(v_ids), v_tasks, v_before, v_only);
+      v_ids := v_ids || queue._claim_chosen(p_worker, v_lanes, v_max - cardinality(v_ids), v_tasks, v_before, v_only);
     else
-      v_ids := v_ids || queue._claim_limited(p_worker, p_claim, v_lanes, v_max - cardinality(v_ids));
+      v_ids := v_ids || queue._claim_limited(p_worker, v_lanes, v_max - cardinality(v_ids));
     end if;
     exit when cardinality(v_ids) >= v_max or not v_more or clock_timestamp() > v_now + interval '100 ms';
   end loop;
@@ -193,12 +194,14 @@ begin
   into lanes, kind, plain_lanes
   from unnest(p_lanes) u (lane)
   cross join lateral (
-    select l.lane, l.priority, l.kind, l.low_deadline, l.low_id from queue.lane l
-    where l.lane = u.lane and (l.kind = 0 or not queue._is_queue_full(l.queue)) offset 0) l
+    select l.lane, l.priority, l.kind, l.queue, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane offset 0) l
   cross join lateral (
     select v.id from queue.live v
     where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-    order by v.deadline, v.id limit 1) f;
+    order by v.deadline, v.id limit 1) f
+  where l.kind = 0
+    or not exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null))
+    or queue._queue_room(l.queue, 1, clock_timestamp()) > 0;
   if plain_lanes is not null then
     plain_lanes := array(
       select u.lane from unnest(plain_lanes) with ordinality u (lane, n)
@@ -211,17 +214,19 @@ end $$;
 
 -- Claims up to p_n jobs of plain lanes, in the order of p_lanes.
 -- Locks: rows of queue.live by skip locked.
-create or replace function queue._claim_plain(p_worker bigint, p_claim bigint, p_lanes integer[], p_n integer)
+-- Why a job's claims rise: a row that this statement sees was made ready by one that had its number before.
+create or replace function queue._claim_plain(p_worker bigint, p_lanes integer[], p_n integer)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_ids bigint[];
+  v_claim bigint;
   v_flags smallint;
 begin
   with claimed as (
     update queue.live v
-    set claim = p_claim, worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1
+    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1
     where v.ctid = any (array(
       select c.ctid
       from (select l.lane, l.low_deadline, l.low_id
@@ -233,11 +238,11 @@ begin
         where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
         order by v.deadline, v.id limit p_n for update of v skip locked) c
       limit p_n))
-    returning v.id, v.lane, v.deadline, v.flags)
-  select array_agg(c.id order by array_position(p_lanes, c.lane), c.deadline, c.id), bit_or(c.flags) into v_ids, v_flags
+    returning v.id, v.claim, v.lane, v.deadline, v.flags)
+  select array_agg(c.id order by array_position(p_lanes, c.lane), c.deadline, c.id), max(c.claim), bit_or(c.flags) into v_ids, v_claim, v_flags
   from claimed c;
   if v_flags & 128 <> 0 then
-    perform queue._lease_timeouts(v_ids, p_claim, v_now);
+    perform queue._lease_timeouts(v_ids, v_claim, v_now);
   end if;
   return v_ids;
 end $$;

@@ -101,7 +101,7 @@ begin
     from unnest(v_ended.ids, v_ended.claims, v_ended.states, v_ended.errors) f (id, claim, state, error);
 end $$;
 comment on function queue.finish_many(jsonb) is
-  'Ends many claims: an array of {"id", "claim", "outcome": succeeded | failed | retry_later | released | aborted, ...} with the named arguments of the single calls. A row for each; a lost claim is reported there (error QJ002) and the rest goes on.';
+  'Ends many claims: an array of {"id", "claim", "outcome": succeeded | failed | retry_later | released | aborted | crashed, ...} with the named arguments of the single calls. crashed: the process of its own in which the worker ran the job died. A row for each; a lost claim is reported there (error QJ002) and the rest goes on.';
 
 -- Locks: as finish_many, then as fetch; ADM is waited for only when there are no outcomes.
 -- Raises: as finish_many and fetch.
@@ -224,8 +224,8 @@ declare
   v_bad text;
 begin
   perform queue._check_keys('an outcome', p_outcome, array['id', 'claim', 'outcome', 'result', 'error', 'details', 'options', 'at', 'needs', 'message']);
-  if not p_outcome ->> 'outcome' = any ('{succeeded,failed,retry_later,released,aborted}'::text[]) then
-    perform queue._invalid('unknown outcome', 'Outcomes: succeeded, failed, retry_later, released, aborted.', 'outcome: ' || left(p_outcome ->> 'outcome', 200));
+  if not p_outcome ->> 'outcome' = any ('{succeeded,failed,retry_later,released,aborted,crashed}'::text[]) then
+    perform queue._invalid('unknown outcome', 'Outcomes: succeeded, failed, retry_later, released, aborted, crashed.', 'outcome: ' || left(p_outcome ->> 'outcome', 200));
   end if;
   select e.key into v_bad from jsonb_each(p_outcome) e
   where e.key in ('error', 'message') and jsonb_typeof(e.value) not in ('string', 'null') limit 1;
@@ -284,7 +284,10 @@ begin
   if v_all & 128 <> 0 then
     delete from queue.lease l where l.id = any (p_ids);
   end if;
-  delete from queue.abort a where a.id = any (p_ids);
+  if v_all & 32 <> 0 then
+    -- one that heartbeat holds it deletes
+    delete from queue.abort a where a.ctid = any (array(select a.ctid from queue.abort a where a.id = any (p_ids) for update skip locked));
+  end if;
   if v_all & (256 | 8192) <> 0 then
     perform queue._drop_queueing_locks(p_ids, 256 | 8192);
   end if;
@@ -404,6 +407,8 @@ begin
   loop
     if v_item.kind = 'replace' then
       perform queue._apply_replacement(v_item.id, v_item.payload);
+    elsif v_item.kind = 'refill' then
+      perform queue._refill(array(select k from jsonb_array_elements_text(v_item.payload) k));
     elsif v_item.payload ? 'change' then
       perform queue._change_on_retry(v_item.id, v_item.payload -> 'change');
       v.again := array_remove(v.again, v_item.id);

@@ -1,7 +1,8 @@
 -- What becomes of an attempt that did not succeed: retry policies, yields, releases, aborts, crashes.
 
 -- Ends the claim with an outcome other than succeeded and returns the job's new state. Beside the
--- outcomes of _check_outcome there are two of our own: crashed, and retried (by queue.retry with force).
+-- outcomes of _check_outcome there is one of our own: retried (by queue.retry with force). crashed comes
+-- from reap, or, then with a claim, from a worker that lives: what died there ran this job only.
 -- What a retry changes (queue, priority, lock) is handed over, not written here: whoever settles gives
 -- back first what the claim held under the old names.
 -- Locks: the claim's row of queue.live, and by it the job's row of queue.job_state; ADM by try with p_settle.
@@ -63,7 +64,7 @@ begin
       v_final := 'cancelled';
       v_reason := 'aborted';
     when 'crashed' then
-      v_is_alone := v_live.flags & (16 | 1024) <> 0 or exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own);
+      v_is_alone := p_outcome ? 'claim' or v_live.flags & (16 | 1024) <> 0 or exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own);
       v_final := case when v_job.policy ->> 'on_crash' = 'fail'
                         or v_is_alone and v_state.crashes + 1 >= case when v_job.policy -> 'max_crashes' = 'null' then null
                                                                       else coalesce((v_job.policy ->> 'max_crashes')::integer, 3) end

@@ -99,7 +99,8 @@ comment on function queue.extend(bigint, bigint, interval) is
 -- Locks: the worker's row; the claims' rows of queue.live, all before ADM, which is then taken by try.
 create or replace function queue.deregister_worker(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_claim record;
@@ -131,7 +132,8 @@ comment on function queue.deregister_worker(bigint) is
 create or replace function queue.reap()
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
@@ -179,16 +181,18 @@ begin
         v_left := v_left || v_claim.worker_id;
       end if;
     end loop;
-    update queue.worker w set is_clear = true where w.id = any (v_gone) and not w.is_clear and w.id <> all (v_left);
-    delete from queue.abort a where a.worker_id = any (v_last) and a.worker_id <> all (v_left);
+    update queue.worker w set is_clear = true
+    where w.id = any (array(select w.id from queue.worker w where w.id = any (v_gone) and not w.is_clear and w.id <> all (v_left) for update skip locked));
+    delete from queue.abort a
+    where a.ctid = any (array(select a.ctid from queue.abort a where a.worker_id = any (v_last) and a.worker_id <> all (v_left) for update skip locked));
     delete from queue.worker w where w.id = any (v_last) and w.id <> all (v_left);
   end if;
   for v_claim in
     select l.id, l.claim, j.options ->> 'timeout' as timeout, l.is_own,
       coalesce(v.claimed_at + (j.options ->> 'timeout')::interval + interval '10 s' <= v_now, false) as is_timed_out, l.expires_at
     from queue.lease l
-    join queue.job j on j.id = l.id
-    left join queue.live v on v.id = l.id and v.claim = l.claim
+    cross join lateral (select j.options from queue.job j where j.id = l.id offset 0) j
+    left join lateral (select v.claimed_at from queue.live v where v.id = l.id and v.claim = l.claim offset 0) v on true
     where l.expires_at <= v_now order by l.expires_at
   loop
     exit when clock_timestamp() > v_now + interval '1 s';

@@ -47,7 +47,9 @@ begin
   end;
   next_due := queue._next_due();
   select count(*) into suspects
-  from (select from queue.lane l join queue.live v on v.lane = l.lane where l.kind = 2 and v.claim is null limit 100) x;
+  from (select from queue.lane l
+        cross join lateral (select from queue.live v where v.lane = l.lane and v.claim is null limit 100) v
+        where l.kind = 2 limit 100) x;
   return next;
 end $$;
 comment on function queue.tick() is

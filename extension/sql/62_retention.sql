@@ -20,7 +20,8 @@ end $$;
 -- Raises: 22023, QJ008.
 create or replace function queue.prune(max_jobs integer default 10000, state text default null, older_than interval default null)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_safe_at timestamptz;
@@ -46,7 +47,8 @@ end $$;
 comment on function queue.prune(integer, text, interval) is
   'Removes finished jobs whose retention has passed, at most max_jobs, and returns how many. With a state: those of that state that finished older_than ago or before, whatever their retention. Those that unfinished jobs need are kept.';
 
--- p_safe_at: what _safe_at returned, before everything visible was admitted.
+-- p_safe_at: what _safe_at returned, before everything visible was admitted. A job whose end has been
+-- handed over since then is not settled yet, and kept.
 -- Locks: the caller holds ADM; rows of queue.finished by skip locked.
 create or replace function queue._prune(p_max_jobs integer, p_safe_at timestamptz, p_state text default null, p_older_than interval default null)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -61,6 +63,7 @@ begin
     v_ids := array(
       select f.id from queue.finished f
       where f.state = p_state and f.finished_at <= v_now - p_older_than and not queue._is_needed(f.id)
+        and f.id <> all (array(select h.job_id from queue.handover h))
       limit p_max_jobs for update skip locked);
   else
     with due as materialized (
@@ -71,7 +74,7 @@ begin
       where f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_until - interval '7 days'
       limit p_max_jobs + 1000 for update skip locked),
     asked as materialized (
-      select a.id, a.purge_at, queue._is_needed(a.id) as is_needed
+      select a.id, a.purge_at, queue._is_needed(a.id) or a.id = any (array(select h.job_id from queue.handover h)) as is_needed
       from (select d.id, d.purge_at from due d union all select o.id, null from old o) a)
     select array(select a.id from asked a where not a.is_needed order by a.purge_at limit p_max_jobs),
       array(select a.id from asked a where a.is_needed)

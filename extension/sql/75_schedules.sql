@@ -552,12 +552,12 @@ begin
     v_next := queue._cron_next(p_parsed, p_timezone, v_last + (v_to - v_last) / 2);
     if v_next <= p_to then
       v_last := v_next;
-    elsif v_to - v_last > interval '1 s' then
-      v_to := v_last + (v_to - v_last) / 2;
     else
-      return v_last;
+      exit when v_to - v_last <= interval '1 s';
+      v_to := v_last + (v_to - v_last) / 2;
     end if;
   end loop;
+  return v_last;
 end $$;
 
 -- An instant as RFC 3339 has it, in a zone's local time with its offset.

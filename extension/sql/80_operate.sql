@@ -122,7 +122,8 @@ end $$;
 -- Raises: QJ001, QJ003 (finished, or running without abort), QJ008.
 create or replace function queue.cancel(id bigint, abort boolean default false)
 returns text language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_live record;
@@ -196,7 +197,8 @@ end $$;
 -- Raises: QJ001, QJ003 (running or finished), QJ008.
 create or replace function queue.hold(id bigint)
 returns text language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
   if to_regclass('queue.installation') is null then
@@ -216,7 +218,8 @@ comment on function queue.hold(bigint) is
 -- Locks and errors: as hold; QJ003 when the job is not held.
 create or replace function queue.unhold(id bigint)
 returns text language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
   if to_regclass('queue.installation') is null then

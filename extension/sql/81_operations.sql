@@ -10,7 +10,8 @@
 create or replace function queue.move(ids bigint[], queue text, force boolean default false)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_job record;
@@ -95,7 +96,8 @@ comment on function queue.copy(bigint, text) is
 create or replace function queue.delete(ids bigint[], force boolean default false)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_done bigint[];
@@ -120,7 +122,8 @@ comment on function queue.delete(bigint[], boolean) is
 create or replace function queue.fail_jobs(ids bigint[], message text default null)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_job record;
@@ -158,7 +161,8 @@ comment on function queue.fail_jobs(bigint[], text) is
 create or replace function queue.done(ids bigint[])
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_job record;
@@ -199,7 +203,8 @@ comment on function queue.done(bigint[]) is
 create or replace function queue.set_priority(ids bigint[], priority integer)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_job record;
@@ -228,7 +233,8 @@ comment on function queue.set_priority(bigint[], integer) is
 -- Raises: 22023, QJ001, QJ003 (running or finished), QJ008.
 create or replace function queue.reschedule(id bigint, at timestamptz default null)
 returns text language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
   if to_regclass('queue.installation') is null then
@@ -248,11 +254,51 @@ end $$;
 comment on function queue.reschedule(bigint, timestamptz) is
   'Gives a job that is neither running nor finished another time, NULL: now; one that waits for a retry too. Returns its new state.';
 
+-- Locks: as fetch. A transaction of its own. The claim hangs on its lease alone: the worker that it was made
+-- with is gone at once.
+-- Raises: 22023, QJ008.
+create or replace function queue.next(queues text[] default null, ack boolean default false, lease interval default '20 minutes')
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
+               scheduled_at timestamptz, deadline timestamptz, headers jsonb, expires_at timestamptz)
+language plpgsql volatile parallel unsafe security definer rows 1
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_worker bigint;
+begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
+  perform queue._check_isolation();
+  if next.ack is not true and (next.lease is null or next.lease <= interval '0' or next.lease > interval '10000 years') then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
+  end if;
+  v_worker := queue.register_worker('operator', next.queues, '{"listen": false}');
+  select f.id, f.claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.headers
+  into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
+  from queue.fetch(v_worker, next.queues, 1, '{"alone": true}') f;
+  if id is null or next.ack then
+    delete from queue.worker w where w.id = v_worker;
+    if id is null then
+      return;
+    end if;
+    perform queue._succeed(array[id], array[claim], array[null::jsonb], true);
+    update queue.finished f set reason = 'operator' where f.id = next.id;
+  else
+    expires_at := queue.extend(id, claim, next.lease);
+    update queue.worker w set gone_at = clock_timestamp(), is_clear = true where w.id = v_worker;
+  end if;
+  return next;
+end $$;
+comment on function queue.next(text[], boolean, interval) is
+  'Claims the next job of queues (names, prefix*, *; NULL: all) by hand, for queue.succeed, fail or release with its id and claim. It has a lease of its own, at whose end (expires_at) it counts as crashed; queue.extend renews it. With ack it is done with at once: it has succeeded, reason operator. No row: there is none.';
+
 -- Locks: as above. The whole log is read to find the queue's jobs.
 -- Raises: 22023 (no such queue), QJ006, QJ008.
 create or replace function queue.delete_queue(name text, force boolean default false)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_ids bigint[];

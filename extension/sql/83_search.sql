@@ -68,6 +68,31 @@ end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is
   'Jobs, newest first, whose args hold pattern (or whose description does). by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a predicate that is true), key (the whole of a lock, queueing_lock or concurrency key). Without a pattern all, of a queue (a name, prefix* or *), task and state. When it stops at max_jobs or after max_bytes (NULL: no limit), the last row says so in excerpt, has no id, and next_id is the before to go on with.';
 
+-- Raises: 22023, QJ001.
+create or replace function queue.get(id bigint, path text)
+returns setof jsonb language plpgsql stable parallel safe security definer rows 1
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_args jsonb;
+begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
+  if get.path is null or get.path = '' then
+    perform queue._invalid('path is missing', 'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
+  end if;
+  select coalesce(s.args, j.args) into v_args from queue.job j left join queue.job_state s on s.id = j.id where j.id = get.id;
+  if not found then
+    perform queue._job_not_found(get.id);
+  end if;
+  return query
+    select jsonb_path_query(v_args, queue._jsonpath(case when get.path ~ '^\s*(\$|(lax|strict)\s)' then get.path
+                                                         when starts_with(get.path, '[') then '$' || get.path else '$.' || get.path end), '{}', true);
+end $$;
+comment on function queue.get(bigint, text) is
+  'What a path finds in a job''s args, a row for each: items[0].price, or any jsonpath, as $.items[*].price. JSON null is a row with null in it, what is missing no row.';
+
 -- Returns the pattern as a jsonpath where it is one.
 -- Raises: 22023.
 create or replace function queue._check_search(p_pattern text, p_queue text, p_state text, p_max_bytes bigint, p_by text, p_task text, p_max_jobs integer)
@@ -91,15 +116,17 @@ begin
   if p_task is not null then
     perform queue._check_name('task', p_task);
   end if;
-  if p_by = 'path' then
-    return p_pattern::jsonpath;
-  end if;
-  return null;
+  return case when p_by = 'path' then queue._jsonpath(p_pattern) end;
+end $$;
+
+-- Raises: 22023 unless it is a jsonpath.
+create or replace function queue._jsonpath(p_path text)
+returns jsonpath language plpgsql immutable parallel safe security invoker as $$
+begin
+  return p_path::jsonpath;
 exception when syntax_error or data_exception then
-  if sqlstate <> '22023' then
-    perform queue._invalid('pattern is not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3).', sqlerrm);
-  end if;
-  raise;
+  perform queue._invalid('not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
+  return null;
 end $$;
 
 -- How many bytes of a job were read, below zero if they do not match. A path is a predicate if it gives an

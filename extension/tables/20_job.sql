@@ -145,7 +145,7 @@ create table queue.handover (
   at timestamptz,
   payload jsonb,
   constraint handover_pkey primary key (xid, seq),
-  constraint handover_kind_check check (kind in ('ended', 'again', 'replace', 'recheck'))
+  constraint handover_kind_check check (kind in ('ended', 'again', 'replace', 'recheck', 'refill'))
 );
 
 -- A claim's own lease, or the end of its timeout: what reap looks at beside dead workers.

@@ -20,6 +20,7 @@ create table queue.awaited (
   id bigint not null,
   constraint awaited_pkey primary key (id)
 );
+create sequence queue.awaited_seq;
 
 -- Up to when retention counts (62_retention.sql): safe_at, or looked_at once every transaction up to
 -- looked_xid has ended.

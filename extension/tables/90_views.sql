@@ -67,20 +67,26 @@ from queue.attempt a;
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
   w.gone_at is null and w.last_seen_at + w.dead_after >= statement_timestamp() as is_alive,
-  (select count(*) from queue.live v where v.worker_id = w.id)::integer as running
-from queue.worker w;
+  coalesce(v.running, 0)::integer as running
+from queue.worker w
+left join (select v.worker_id, count(*) as running from queue.live v where v.claim is not null group by v.worker_id) v on v.worker_id = w.id;
 
 create view queue.tasks as
 select t.name, t.defaults from queue.task t;
 
 create view queue.queues as
 select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c.retain, coalesce(x.ready, 0) as ready,
-  coalesce(x.running, 0) as running, x.paused_until
+  coalesce(x.running, 0) as running, nullif(greatest(p.paused_until, statement_timestamp()), statement_timestamp()) as paused_until
 from (select c.queue, c.created_at from queue.queue_config c
       union all
       select l.queue, null from queue.lane l where not exists (select from queue.queue_config c where c.queue = l.queue) group by l.queue) q
 left join queue.queue_config c on c.queue = q.queue
-left join (select l.queue, max(l.paused_until) as paused_until, count(v.id) filter (where v.claim is null) as ready,
+left join lateral (
+  select case when p.is_paused then coalesce(p.until, 'infinity') end as paused_until
+  from queue.pause p
+  where p.task is null and (p.queue is null or p.queue = q.queue or right(p.queue, 1) = '*' and starts_with(q.queue, left(p.queue, -1)))
+  order by p.no desc limit 1) p on true
+left join (select l.queue, count(v.id) filter (where v.claim is null) as ready,
              count(v.id) filter (where v.claim is not null) as running
            from queue.lane l left join queue.live v on v.lane = l.lane group by l.queue) x on x.queue = q.queue;
 

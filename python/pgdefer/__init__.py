@@ -22,7 +22,7 @@ from ._errors import (
     WorkerGone,
     WrongIsolation,
 )
-from ._options import DeferOptions, Retry, TaskOptions
+from ._options import DeferOptions, RecurringOptions, Retry, TaskOptions
 from ._task import AsyncTask, Job, Prepared, SyncTask, Task
 from ._worker import Worker
 
@@ -47,6 +47,7 @@ __all__ = [
     "PgDeferError",
     "Prepared",
     "QueueNotEmpty",
+    "RecurringOptions",
     "Retry",
     "RetryLater",
     "SyncTask",

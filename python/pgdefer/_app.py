@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import logging
+import sys
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -24,8 +25,25 @@ from ._codec import Codec
 from ._connect import AsyncConnection, AsyncPool, Connection, Source, SyncPool
 from ._errors import UnknownTask
 from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
-from ._options import DeferOptions, Settings, TaskOptions, defer_parameters
-from ._task import AsyncTask, Job, Prepared, SyncTask, Task, TaskDecorator, name_of, with_parent
+from ._options import (
+    DeferOptions,
+    RecurringOptions,
+    Settings,
+    TaskOptions,
+    defer_parameters,
+)
+from ._recurring import RecurringDecorator, Schedule, array, vanished
+from ._task import (
+    AsyncTask,
+    Job,
+    Prepared,
+    SyncTask,
+    Task,
+    TaskDecorator,
+    module_name,
+    name_of,
+    with_parent,
+)
 from ._worker import Worker
 
 if TYPE_CHECKING:
@@ -49,6 +67,9 @@ class App:
 
     `imports` names modules that define tasks, imported before a worker starts.
 
+    `name` tells this program's recurring runs from those of others in the same database; by
+    default it is that of the module that makes the App.
+
     Connections are opened when first needed and kept; `close` and `close_async` close them. An App
     may be used from all threads and event loops.
     """
@@ -60,9 +81,12 @@ class App:
         embedded: bool | EmbeddedServer = False,
         pgbouncer: bool = False,
         imports: Iterable[str] = (),
+        name: str | None = None,
     ) -> None:
+        self.name = name or module_name(sys._getframe(1).f_globals["__name__"])
         self.codec = Codec()
         self.tasks: dict[str, Task[..., Any]] = {}
+        self.schedules: dict[str, Schedule] = {}
         self.source = Source(dsn, embedded=embedded, pgbouncer=pgbouncer)
         self.imports = tuple(imports)
         self._pool = SyncPool(self.source)
@@ -96,6 +120,26 @@ class App:
         """
         decorator = TaskDecorator(self, name, options)
         return decorator if function is None else decorator(function)
+
+    def recurring(
+        self,
+        cron: str,
+        *,
+        timezone: str = "UTC",
+        name: str | None = None,
+        args: Mapping[str, Any] | None = None,
+        **options: Unpack[RecurringOptions],
+    ) -> RecurringDecorator:
+        """Have the task deferred at each run of a cron expression in a time zone.
+
+        Stands above `@app.task`, or in its place; several may stand on one task. Workers register
+        the schedules when they start, named by the task (then `task#2` and so on, from below)
+        unless `name` is given. A handler that has a parameter `scheduled_for` is given the time
+        that the run is for; `current_job().scheduled_for` is it too.
+        """
+        return RecurringDecorator(
+            self, cron=cron, timezone=timezone, name=name, args=args, options=options
+        )
 
     def add(self, task: T) -> T:
         """Take in a task. Raises ValueError where another has its name."""
@@ -270,6 +314,7 @@ class App:
         concurrency: int = 20,
         shutdown_timeout: float | None = None,
         drain: bool = False,
+        prune_schedules: bool = False,
     ) -> None:
         """Run a worker until SIGTERM or SIGINT: see `Worker`."""
         Worker(
@@ -278,6 +323,7 @@ class App:
             concurrency=concurrency,
             shutdown_timeout=shutdown_timeout,
             drain=drain,
+            prune_schedules=prune_schedules,
         ).run()
 
     async def run_worker_async(
@@ -287,6 +333,7 @@ class App:
         concurrency: int = 20,
         shutdown_timeout: float | None = None,
         drain: bool = False,
+        prune_schedules: bool = False,
     ) -> None:
         """Run a worker in this event loop, until cancelled."""
         await Worker(
@@ -295,6 +342,7 @@ class App:
             concurrency=concurrency,
             shutdown_timeout=shutdown_timeout,
             drain=drain,
+            prune_schedules=prune_schedules,
         ).run_async()
 
     # Connections, on which the tasks are registered
@@ -369,6 +417,36 @@ class App:
         except psycopg.errors.InsufficientPrivilege:
             self._not_registered()
         self._registered.update((task.name, task.settings) for task in tasks)
+
+    async def schedule_async(
+        self, connection: AsyncConnection, *, prune: bool = False
+    ) -> list[str]:
+        """Register the recurring runs; return the names of those that the code no longer has.
+
+        With `prune` these are removed.
+        """
+        try:
+            if self.schedules:
+                text = array(self.schedules.values(), self.name)
+                await execute_async(connection, _sql.SCHEDULE, {"schedules": text})
+            rows = await execute_async(connection, _sql.SCHEDULES_OF, {"source": self.name})
+            lost = vanished((row[0] for row in rows), self.schedules)
+            for name in lost if prune else ():
+                await execute_async(connection, _sql.UNSCHEDULE, {"name": name})
+        except psycopg.errors.InsufficientPrivilege:
+            if self.schedules or prune:
+                log.warning("this role may not register recurring runs")
+            return []
+        for name in lost:
+            if prune:
+                log.info("the schedule %r was removed, as the code no longer has it", name)
+            else:
+                log.warning(
+                    "the schedule %r goes on though the code no longer has it: "
+                    "--prune-schedules or queue.unschedule removes it",
+                    name,
+                )
+        return lost
 
     def _not_registered(self) -> None:
         self._may_register = False

@@ -86,6 +86,15 @@ class JobContext:
     def __repr__(self) -> str:
         return f"<job {self.id} {self.task} attempt {self.attempt} claim {self.claim}>"
 
+    @property
+    def scheduled_for(self) -> dt.datetime | None:
+        """The time that a recurring run is for, in its schedule's zone; None for other jobs."""
+        text = unwrap(self._stored).get("scheduled_for")
+        try:
+            return dt.datetime.fromisoformat(text)
+        except (TypeError, ValueError):
+            return None
+
     def should_abort(self) -> bool:
         """Whether the job was cancelled, timed out, or lost, or its worker stops at once.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypedDict
 
 from ._errors import EncodeError
 
-__all__ = ["DeferOptions", "Retry", "TaskOptions", "interval_text"]
+__all__ = ["DeferOptions", "RecurringOptions", "Retry", "TaskOptions", "interval_text"]
 
 
 class HasId(Protocol):
@@ -101,6 +101,22 @@ class DeferOptions(_Common, total=False):
     expires_at: dt.datetime
     needs: Iterable[int | HasId]
     parent: int | HasId | None
+
+
+class RecurringOptions(_Common, total=False):
+    """What a schedule may say of its jobs, and of its runs.
+
+    `catch_up` is what becomes of runs that were missed while nobody looked or the queue was paused;
+    `max_delay` skips runs that are later; `overlap="skip"` those that find the last job unfinished.
+    `deadline` counts from the time that the run is for.
+    """
+
+    deadline: dt.timedelta
+    expires_at: dt.datetime
+    catch_up: Literal["none", "latest", "all"]
+    max_delay: dt.timedelta
+    overlap: Literal["allow", "skip"]
+    enabled: bool
 
 
 # Those that are arguments of queue.defer; the rest are keys of its `options`.

@@ -54,6 +54,20 @@ DEFER_PLAIN = Statement("""
 
 DEFER_MANY = Statement("select * from queue.defer_many(cast(cast(:jobs as text) as jsonb))")
 
+# Recurring runs
+
+SCHEDULE = Statement("""
+    select queue.schedule(s.name, s.cron, s.task, s.args, s.timezone, s.options)
+    from jsonb_to_recordset(cast(cast(:schedules as text) as jsonb))
+      as s (name text, cron text, task text, args jsonb, timezone text, options jsonb)
+""")
+
+SCHEDULES_OF = Statement("""
+    select name from queue.schedules where source = cast(:source as text)
+""")
+
+UNSCHEDULE = Statement("select * from queue.unschedule(cast(:name as text))")
+
 # Working
 
 REGISTER_WORKER = Statement("""

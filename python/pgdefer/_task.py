@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, overload
@@ -17,6 +19,9 @@ from ._options import DeferOptions, Settings, defer_object, defer_parameters
 
 if TYPE_CHECKING:
     from ._app import App
+
+# What the args of a recurring run have beside its schedule's: the time that it is for, as text.
+SCHEDULED_FOR = "scheduled_for"
 
 __all__ = ["AsyncTask", "Configured", "Job", "Prepared", "SyncTask", "Task"]
 
@@ -59,6 +64,7 @@ class _Parameters:
     positional: tuple[str, ...]
     rest: str | None
     keywords: str | None
+    wants_moment: bool
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> _Parameters:
@@ -89,6 +95,7 @@ class _Parameters:
             positional=tuple(positional),
             rest=rest[0] if rest else None,
             keywords=keywords[0] if keywords else None,
+            wants_moment=_is_moment(function, signature),
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -108,6 +115,8 @@ class _Parameters:
 
         Raises DecodeError where they do not fit the signature.
         """
+        if SCHEDULED_FOR in args:
+            args = self._take_moment(args)
         if not (args.keys() <= self.allowed) and self.keywords is None:
             unknown = ", ".join(sorted(args.keys() - self.allowed))
             raise DecodeError(f"the task takes no argument {unknown}")
@@ -129,18 +138,47 @@ class _Parameters:
                 given.append(self.signature.parameters[name].default)
         return [*given, *more], kwargs
 
+    def _take_moment(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Leave a run's time out where the task doesn't ask for it; make it what it asks for."""
+        moment = args[SCHEDULED_FOR]
+        if SCHEDULED_FOR not in self.allowed:
+            return {name: value for name, value in args.items() if name != SCHEDULED_FOR}
+        if self.wants_moment and isinstance(moment, str):
+            try:
+                return args | {SCHEDULED_FOR: dt.datetime.fromisoformat(moment)}
+            except ValueError:
+                raise DecodeError(f"{SCHEDULED_FOR} is no time: {moment!r}") from None
+        return args
+
+
+def _is_moment(function: Callable[..., Any], signature: inspect.Signature) -> bool:
+    """Whether the function declares `scheduled_for` as a datetime."""
+    if SCHEDULED_FOR not in signature.parameters:
+        return False
+    try:
+        hint = typing.get_type_hints(function).get(SCHEDULED_FOR)
+    except (NameError, TypeError):
+        # Names that only a type checker knows.
+        hint = signature.parameters[SCHEDULED_FOR].annotation
+        return isinstance(hint, str) and "datetime" in hint
+    return dt.datetime in (hint, *typing.get_args(hint))
+
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return a task's default name: its module and name, the same from every process."""
-    module = function.__module__
+    return f"{module_name(function.__module__)}.{function.__qualname__}"
+
+
+def module_name(module: str) -> str:
+    """Return a module's name; for the program itself the one that others would import it by."""
     if module == "__main__":
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         if spec is not None:
-            module = spec.name
-        elif file := getattr(main, "__file__", None):
-            module = Path(file).stem
-    return f"{module}.{function.__qualname__}"
+            return str(spec.name)
+        if file := getattr(main, "__file__", None):
+            return Path(file).stem
+    return module
 
 
 def with_parent(settings: Settings, app: App) -> Settings:

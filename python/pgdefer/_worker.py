@@ -74,7 +74,8 @@ class Worker:
     """Runs an app's jobs, `concurrency` at a time, of the queues named (patterns too; None: all).
 
     `shutdown_timeout` is how long `stop` lets running jobs go on, None without limit.
-    With `drain` the worker ends once it finds nothing to do.
+    With `drain` the worker ends once it finds nothing to do. With `prune_schedules` it removes the
+    recurring runs that this app has registered before and no longer has.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Worker:
         shutdown_timeout: float | None = None,
         heartbeat_every: float = 10.0,
         drain: bool = False,
+        prune_schedules: bool = False,
     ) -> None:
         if concurrency < 1:
             raise ValueError("concurrency must be at least 1")
@@ -97,6 +99,7 @@ class Worker:
         self.shutdown_timeout = shutdown_timeout
         self.heartbeat_every = heartbeat_every
         self.drain = drain
+        self.prune_schedules = prune_schedules
         #: The worker's id in the database while it is registered.
         self.id: int | None = None
         #: How many jobs have ended here, and how many were given back because the worker stopped.
@@ -112,6 +115,7 @@ class Worker:
         self._lone: JobContext | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._is_starting = False
+        self._has_scheduled = False
         self._is_stopping = False
         # Whether the last fetch found less than it asked for, and how often to look again soon.
         self._is_drained = False
@@ -247,6 +251,10 @@ class Worker:
 
     async def _register(self) -> None:
         await self.app.register_async(await self._link.open())
+        if not self._has_scheduled:
+            # Not again with a new connection: what was removed by hand stays so.
+            await self.app.schedule_async(await self._link.open(), prune=self.prune_schedules)
+            self._has_scheduled = True
         info = {
             "host": socket.gethostname(),
             "pid": os.getpid(),

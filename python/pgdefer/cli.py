@@ -104,6 +104,10 @@ def worker(  # noqa: PLR0917 (options, which are given by name)
     drain: Annotated[
         bool, typer.Option("--drain", help="End when there is nothing to do.")
     ] = False,
+    prune_schedules: Annotated[
+        bool,
+        typer.Option("--prune-schedules", help="Remove recurring runs that the app no longer has."),
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Run jobs. SIGTERM and SIGINT: let the running ones end; twice, or SIGQUIT: at once.
@@ -125,6 +129,7 @@ def worker(  # noqa: PLR0917 (options, which are given by name)
         name=name,
         shutdown_timeout=shutdown_timeout,
         drain=drain,
+        prune_schedules=prune_schedules,
     )
     with _reported():
         running.run()

@@ -1,6 +1,6 @@
 -- Rules of the house, read from the catalog.
 
-select plan(25);
+select plan(26);
 
 create temp view functions as
   select p.oid, p.proname as name, p.oid::regprocedure::text as signature, starts_with(p.proname, '_') as is_internal, p.prosecdef, p.proconfig, p.provolatile, p.proparallel,
@@ -47,6 +47,11 @@ select is_empty($$
   select m[1], string_agg(distinct m[2], ' | ') from functions f cross join regexp_matches(f.prosrc, 'errcode = ''(QJ[0-9]{3})'',\s*message = ''((?:[^'']|'''')*)''', 'g') m
   where m[1] <> 'QJ090' group by 1 having count(distinct m[2]) > 1
 $$, 'and each code its message');
+
+select is_empty($$
+  select p.proname from pg_proc p where p.pronamespace = 'queue'::regnamespace and p.proname !~ '^_'
+    and p.proname not in ('install', 'migrate', 'version', 'uninstall', 'backoff', 'next_runs') and p.prosrc !~ 'queue\._not_installed\(\)'
+$$, 'every function that needs the tables says QJ090 without them');
 
 -- Tables, views, constraints, indexes
 select is_empty($$select r.name from relations r where r.relkind = 'v' and r.comment = '' and r.name in (select unnest(g.views) from unnest('{operator,reader}'::text[]) k, queue._grants(k) g)$$,

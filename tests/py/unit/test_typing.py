@@ -23,6 +23,16 @@ async def send(account_id: int, subject: str = "") -> float:
 def count(path: str) -> int:
     return 1
 
+@app.recurring("@daily", timezone="Europe/Paris", catch_up="all", max_delay=timedelta(1))
+@app.recurring("@hourly", args={"path": "x"}, overlap="skip")
+@app.task
+def sweep(path: str = "") -> int:
+    return 1
+
+@app.recurring("@daily")
+async def ping() -> float:
+    return 1.0
+
 async def use(connection: psycopg.Connection, other: psycopg.AsyncConnection) -> None:
 """
 
@@ -37,6 +47,8 @@ GOOD = """
     h: float = await send(1)
     i: int = count("x")
     app.defer("unknown", {"a": 1}, priority=5)
+    j: Job[int] = sweep.defer("x")
+    k: Job[float] = await ping.defer_async()
 """
 
 BAD = [
@@ -54,6 +66,9 @@ BAD = [
     ("app.task(queue=1)(print)", "No overload variant"),
     ("app.task(lokc='x')(print)", "Unexpected keyword argument"),
     ("z: int = await send(1)", "Incompatible types in assignment"),
+    ("sweep.defer(1)", "incompatible type"),
+    ("app.recurring('@daily', catch_up='some')", "incompatible type"),
+    ("app.recurring('@daily', scheduled_at='x')", "Unexpected keyword argument"),
 ]
 
 

@@ -1,0 +1,71 @@
+create index attempt_at_idx on queue.attempt using brin (finished_at) with (pages_per_range = 32, autosummarize = on);
+
+-- Jobs that are not finished, without a look at those that are. due_at: since when it could have run, but for
+-- its gates. Private.
+create view queue.unfinished as
+select j.id, j.task, coalesce(s.queue, j.queue) as queue, u.state,
+  coalesce(nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity'), j.created_at) as due_at
+from (
+  select v.id, case when v.claim is null then 'ready' else 'running' end as state from queue.live v
+  union all
+  select w.id, case w.reason when 'schedule' then 'scheduled' when 'needs' then 'waiting' when 'slot' then 'blocked' when 'parked' then 'blocked'
+    when 'task_paused' then 'ready' else w.reason end
+  from queue.waiting w
+  union all
+  select m.id, 'blocked'
+  from queue.lock_member m
+  where not exists (select from queue.live v where v.id = m.id) and not exists (select from queue.waiting w where w.id = m.id)
+    and not exists (select from queue.finished f where f.id = m.id)
+    and not exists (select from queue.handover h where h.job_id = m.id and h.kind = 'again')
+  union all
+  select h.job_id, 'ready' from queue.handover h where h.kind = 'again'
+  union all
+  -- not admitted yet
+  select j.id, case when j.flags & 32 <> 0 then 'held' when j.scheduled_at > statement_timestamp() then 'scheduled' when j.needs is not null then 'waiting' else 'ready' end
+  from (select k.next_xid, k.in_flight from queue.cursor k order by k.tick desc limit 1) k
+  cross join lateral (
+    select j.id, j.flags, j.scheduled_at, j.needs from queue.job j where j.xid >= k.next_xid
+    union all
+    select j.id, j.flags, j.scheduled_at, j.needs from unnest(k.in_flight) x join queue.job j on j.xid = x
+    union all
+    select j.id, j.flags, j.scheduled_at, j.needs
+    from queue.backlog b join queue.job j on (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid
+    where not exists (select from queue.live v where v.id = j.id) and not exists (select from queue.waiting w where w.id = j.id)
+      and not exists (select from queue.finished f where f.id = j.id)
+      and not exists (select from queue.lock_member m where m.id = j.id)) j) u
+join queue.job j on j.id = u.id
+left join queue.job_state s on s.id = u.id;
+
+create view queue.metrics as
+with u as materialized (
+  select u.queue, count(*) filter (where u.state = 'scheduled') as scheduled, count(*) filter (where u.state = 'waiting') as waiting,
+    count(*) filter (where u.state = 'upstream_failed') as upstream_failed, count(*) filter (where u.state = 'blocked') as blocked,
+    count(*) filter (where u.state = 'ready') as ready, count(*) filter (where u.state = 'running') as running,
+    count(*) filter (where u.state = 'held') as held, min(u.due_at) filter (where u.state = 'ready') as oldest_ready_at
+  from queue.unfinished u group by u.queue)
+select q.name as queue,
+  coalesce((select p.is_paused and coalesce(p.until > statement_timestamp(), true) from queue.pause p
+            where p.task is null and (p.queue is null or p.queue = q.name or right(p.queue, 1) = '*' and starts_with(q.name, left(p.queue, -1)))
+            order by p.no desc limit 1), false)::integer as paused,
+  coalesce(u.scheduled, 0) as scheduled, coalesce(u.waiting, 0) as waiting,
+  coalesce(u.upstream_failed, 0) as upstream_failed, coalesce(u.blocked, 0) as blocked, coalesce(u.ready, 0) as ready,
+  coalesce(u.running, 0) as running, coalesce(u.held, 0) as held, coalesce(f.failed, 0) as failed,
+  coalesce(extract(epoch from statement_timestamp() - u.oldest_ready_at), 0)::double precision as oldest_ready_seconds,
+  coalesce(d.succeeded, 0) as succeeded_5m, coalesce(d.failed, 0) as failed_5m, coalesce(d.cancelled, 0) as cancelled_5m,
+  (select count(*) from queue.worker w
+   where w.gone_at is null and w.last_seen_at + w.dead_after >= statement_timestamp() and (w.queues is null or exists (
+     select from unnest(w.queues) p where p = q.name or right(p, 1) = '*' and starts_with(q.name, left(p, -1))))) as workers
+from (select c.queue as name from queue.queue_config c union select l.queue from queue.lane l union select u.queue from u) q
+left join u on u.queue = q.name
+left join (
+  select coalesce(s.queue, j.queue) as queue, count(*) as failed
+  from queue.finished f join queue.job j on j.id = f.id left join queue.job_state s on s.id = f.id
+  where f.state = 'failed' group by 1) f on f.queue = q.name
+left join (
+  select coalesce(s.queue, j.queue) as queue, count(*) filter (where f.state = 'succeeded') as succeeded,
+    count(*) filter (where f.state = 'failed') as failed, count(*) filter (where f.state = 'cancelled') as cancelled
+  from queue.finished f join queue.job j on j.id = f.id left join queue.job_state s on s.id = f.id
+  where f.finished_at > statement_timestamp() - interval '5 minutes' group by 1) d on d.queue = q.name;
+
+comment on view queue.metrics is
+  'A row for each queue with its figures, for postgres_exporter: queue is a label, the others are gauges. By state the jobs there are; those that ended in the last 5 minutes; live workers that serve it.';

@@ -1,0 +1,164 @@
+-- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a cap on what it reads.
+
+select plan(122);
+
+set pgdefer.notify = off;
+
+create function pg_temp.refusal(call text) returns text language plpgsql as $$
+declare
+  v_hint text;
+begin
+  execute call;
+  return 'accepted';
+exception when others then
+  get stacked diagnostics v_hint = pg_exception_hint;
+  return sqlstate || case when v_hint = '' then ' without a hint' else '' end;
+end $$;
+
+-- The tasks that a search finds; more: it says that there is more.
+create function pg_temp.found(call text) returns text language plpgsql as $$
+declare
+  v_text text;
+begin
+  execute format('select string_agg(coalesce(s.task_name, ''more''), '' '') from queue.search(%s) s', call) into v_text;
+  return v_text;
+end $$;
+
+select is_empty('select * from queue.search()', 'nothing in an empty queue');
+select is_empty('select * from queue.search(''x'', max_bytes => 1)', 'nor anything left to look at');
+
+select is(pg_temp.refusal('select queue.search(' || arguments || ')'), '22023', 'search(' || arguments || ')') from (values
+  (''''''), ('queue => '''''), ('task => '''''), ('state => ''nope'''), ('state => '''''), ('max_bytes => 0'), ('max_bytes => -1'), ('max_jobs => 0'), ('max_jobs => null'), ('by => ''nope'''), ('by => null'),
+  ('''$.'', by => ''path'''), ('''$[nope'', by => ''path'''), ('''$.a like_regex "("'', by => ''path'''), ('queue => repeat(''x'', 1001)')) v (arguments);
+
+select queue.register_worker('w') as worker \gset
+select queue.defer('a', '{"n": 1, "name": "one", "list": [{"price": 5}], "deep": {"x": null}}', queue => 'q1', lock => 'lock a', options => '{"description": "the first"}') as a,
+  queue.defer('b', '{"n": 20, "name": "say \"hi\"\nthere", "flag": true}', queue => 'q2', queueing_lock => 'unique b') as b,
+  queue.defer('c', '{"n": 300, "name": "Ünïcode 日本", "flag": false, "list": [{"price": 1}, {"price": 9}]}', queue => 'q2x', concurrency_key => 'key c', concurrency_limit => 1,
+    options => '{"concurrency": [{"key": "second key c", "limit": 2}]}') as c,
+  queue.defer('d', queue => 'q1') as d \gset
+
+-- All, newest first
+select is(pg_temp.found(''), 'd c b a', 'without a pattern all, newest first');
+select results_eq('select id, queue_name, task_name, job_state, reason, priority, attempts, description, bytes, excerpt, next_id from queue.search(task => ''a'')',
+                  format($$values (%s::bigint, 'q1', 'a', 'ready', null::text, 0, 0, 'the first', null::integer, null::text, null::bigint)$$, :a), 'with what there is to see');
+select is(pg_temp.found('max_jobs => 2'), 'd c more', 'a page');
+select results_eq('select id, excerpt, next_id from queue.search(max_jobs => 2) where id is null', format('values (null::bigint, ''stopped at 2 jobs, 200 bytes; go on with before => %s'', %s::bigint)', :c, :c), 'says where to go on');
+select is(pg_temp.found(format('before => %s, max_jobs => 2', :c)), 'b a', 'the next page');
+select is(pg_temp.found('max_jobs => 4'), 'd c b a', 'a page that is full and the last');
+select is(pg_temp.found('before => 1'), null, 'before the first');
+
+-- By substring
+select is(pg_temp.found('''one'''), 'a', 'a substring of the args');
+select is(pg_temp.found('''ONE'''), null, 'as it is written');
+select is(pg_temp.found('''n'''), 'c b a', 'of keys too');
+select is(pg_temp.found('''say "hi"'''), 'b', 'with quotes');
+select is(pg_temp.found(E'''hi"\nthere'''), 'b', 'with a line break');
+select is(pg_temp.found('''Ünïcode 日'''), 'c', 'with any letters');
+select is(pg_temp.found('''the first'''), 'a', 'of the description');
+select is(pg_temp.found('''%'''), null, 'no pattern of LIKE');
+select is(pg_temp.found('''nowhere'''), null, 'nothing');
+select ok((select s.bytes = octet_length(j.args::text) and s.excerpt = right(j.args::text, length(s.excerpt)) and strpos(s.excerpt, 'one') = 61 from queue.search('one') s join queue.jobs j on j.id = s.id),
+          'shown with what surrounds it, and its size');
+select is((select excerpt from queue.search('the first')), null, 'but not what the description shows');
+select queue.defer('long', jsonb_build_object('text', repeat('x', 1000) || 'needle' || repeat('y', 1000))) as long \gset
+select ok((select strpos(excerpt, 'needle') = 61 and length(excerpt) = 200 and bytes > 2000 from queue.search('needle')), 'of long args a part');
+
+-- By path
+select is(pg_temp.found('''$.n'', by => ''path'''), 'c b a', 'a path that finds something');
+select is(pg_temp.found('''$.n ? (@ > 10)'', by => ''path'''), 'c b', 'with a filter');
+select is(pg_temp.found('''$.n > 10'', by => ''path'''), 'c b', 'a predicate that is true');
+select is(pg_temp.found('''$.flag == true'', by => ''path'''), 'b', 'of booleans');
+select is(pg_temp.found('''$.flag'', by => ''path'''), 'c b', 'a path to one of them is no predicate');
+select is(pg_temp.found('''$.deep.x'', by => ''path'''), 'a', 'nor one to null');
+select is(pg_temp.found('''$.name > 3'', by => ''path'''), null, 'a predicate that is neither true nor false');
+select is(pg_temp.found('''exists($.list)'', by => ''path'''), 'c a', 'exists');
+select is(pg_temp.found('''!exists($.n)'', by => ''path'''), 'long d', 'not');
+select is(pg_temp.found('''$.list[*].price ? (@ >= 5)'', by => ''path'''), 'c a', 'in lists');
+select is((select string_agg(excerpt, ' ') from queue.search('$.list[*].price ? (@ >= 5)', by => 'path')), '9 5', 'shows what it found');
+select is(pg_temp.found('''strict $.list[5]'', by => ''path'''), null, 'a path that fails finds nothing');
+select is(pg_temp.found('''$.name like_regex "^O" flag "i"'', by => ''path'''), 'a', 'a regular expression');
+select is(pg_temp.found('''$'', by => ''path'''), 'long d c b a', 'the args themselves');
+
+-- By key
+select is(pg_temp.found('''lock a'', by => ''key'''), 'a', 'a lock');
+select is(pg_temp.found('''unique b'', by => ''key'''), 'b', 'a queueing lock');
+select is(pg_temp.found('''key c'', by => ''key'''), 'c', 'a concurrency key');
+select is(pg_temp.found('''second key c'', by => ''key'''), 'c', 'any of them');
+select is(pg_temp.found('''key'', by => ''key'''), null, 'the whole of it');
+
+-- Queue, task, and together
+select is(pg_temp.found('queue => ''q1'''), 'd a', 'a queue');
+select is(pg_temp.found('queue => ''q2*'''), 'c b', 'queues with a prefix');
+select is(pg_temp.found('queue => ''*'''), 'long d c b a', 'all queues');
+select is(pg_temp.found('task => ''c'''), 'c', 'a task');
+select is(pg_temp.found('''n'', ''q2'''), 'b', 'a pattern and a queue');
+select is(pg_temp.found('''name'', ''q2*'', ''ready'', 1000'), 'c b', 'and a state, by position');
+select queue.tick() \g /dev/null
+select queue.move(array[:a], 'moved'), queue.set_priority(array[:a], 4) \g /dev/null
+select is(pg_temp.found('queue => ''moved'''), 'a', 'the queue that it is in now');
+select queue.delete(array[:long]) \g /dev/null
+
+-- State: every one, newest first, admitted or not
+select is(pg_temp.found('state => ''ready'''), 'd c b a', 'ready ones');
+select array_agg(f.id) as ids from queue.fetch(:worker, '{q2,q2x}', 10) f \gset
+select is(pg_temp.found('state => ''running'''), 'c b', 'running ones');
+select queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', case j.task when 'b' then 'failed' else 'succeeded' end)))
+from queue.jobs j where j.state = 'running' \g /dev/null
+select is(pg_temp.found('state => ''failed'''), 'b', 'failed ones');
+select is(pg_temp.found('state => ''succeeded'''), 'c', 'succeeded ones');
+select queue.cancel(:d) \g /dev/null
+select is(pg_temp.found('state => ''cancelled'''), 'd', 'cancelled ones');
+select queue.defer('held', options => '{"held": true}'), queue.defer('scheduled', scheduled_at => '2999-01-01Z'), queue.defer('waiting', needs => array[:a]),
+  queue.defer('upstream_failed', needs => array[:b]), queue.defer('locked 1', lock => 'l'), queue.defer('locked 2', lock => 'l'), queue.defer('paused task') \g /dev/null
+select is(pg_temp.found('state => ''' || state || ''''), tasks, state || ' ones, before they are admitted') from (values
+  ('held', 'held'), ('scheduled', 'scheduled'), ('waiting', 'upstream_failed waiting'), ('ready', 'paused task locked 2 locked 1 a'), ('blocked', null), ('upstream_failed', null)) v (state, tasks);
+select queue.pause(task => 'paused task') \g /dev/null
+select is(pg_temp.found('state => ''' || state || ''''), tasks, state || ' ones') from (values
+  ('held', 'held'), ('scheduled', 'scheduled'), ('waiting', 'waiting'), ('ready', 'paused task locked 1 a'), ('blocked', 'locked 2'), ('upstream_failed', 'upstream_failed'), ('running', null)) v (state, tasks);
+select is(pg_temp.found('state => ''ready'', max_jobs => 1'), 'paused task more', 'a page of them');
+select is(pg_temp.found('state => ''ready'', max_jobs => 3'), 'paused task locked 1 a', 'the last page');
+select is((select string_agg(distinct s.job_state, ' ') from unnest('{scheduled,waiting,upstream_failed,blocked,ready,running,held,succeeded,failed,cancelled}'::text[]) u (state)
+           cross join lateral queue.search(state => u.state) s where s.job_state <> u.state), null, 'no other states');
+select is((select count(*)::integer from unnest('{scheduled,waiting,upstream_failed,blocked,ready,running,held,succeeded,failed,cancelled}'::text[]) u (state)
+           cross join lateral queue.search(state => u.state) s), (select count(*)::integer from queue.jobs), 'each job has one');
+
+-- The cap: on what was read, and said
+select queue.defer('large', jsonb_build_object('text', repeat('0123456789', 100000), 'n', n)) from generate_series(1, 5) n \g /dev/null
+select is(pg_temp.found('''0123'', max_bytes => 2500000'), 'large large large more', 'it stops after so many bytes');
+select is(pg_temp.found('''nowhere'', max_bytes => 2500000'), 'more', 'and says so where nothing was found');
+select is((select s.next_id from queue.search('nowhere', max_bytes => 2500000) s), (select min(x.id) from (select j.id from queue.jobs j where j.task = 'large' order by j.id desc limit 3) x), 'with where to go on');
+select is((with recursive page (n, next_id, found) as (
+             select 1, null::bigint, 0
+             union all
+             select p.n + 1, x.next_id, x.found from page p
+             cross join lateral (select max(s.next_id) as next_id, count(s.id)::integer as found from queue.search('0123', before => p.next_id, max_bytes => 2500000) s) x
+             where p.n = 1 or p.next_id is not null)
+           select string_agg(found::text, ' ' order by n) from page), '0 3 2', 'page by page all of them');
+select is(pg_temp.found('''0123'', max_bytes => null'), 'large large large large large', 'without a cap');
+select is(pg_temp.found('max_bytes => 250'), 'large large large more', 'a list counts 100 bytes for each job');
+select is(pg_temp.found('''key'', by => ''key'', max_bytes => 500'), 'more', 'as do keys');
+select is(pg_temp.found('task => ''large'', max_bytes => 10000'), 'large large large large large', 'and what is not asked for');
+select is((select string_agg(length(excerpt)::text, ' ') from queue.search('0123', max_jobs => 2) where id is not null), '200 200', 'large args are shown cut');
+select is((select max(bytes) from queue.search('0123')), (select max(octet_length(args::text)) from queue.jobs), 'with their size');
+
+-- Odd patterns
+select queue.defer('odd', jsonb_build_object('v', v)) from (values ('\'), ('''; drop table x; --'), ('$.a'), (E'\t'), ('<b>')) x (v) \g /dev/null
+select is(pg_temp.found(quote_literal(v)), 'odd', 'finds ' || quote_literal(v)) from (values ('''; drop'), ('$.a'), (E'\t'), ('<b>')) x (v);
+select is((select count(*)::integer from queue.search('\')), 3, 'and a backslash, wherever JSON has one');
+
+-- get: a value, JSON null, several, nothing, told apart
+select queue.defer('get', '{"items": [{"price": 1, "a b": "x"}, {"price": 2}], "nothing": null, "text": "t", "flag": false}') as id \gset
+select is((select coalesce(string_agg(g::text, ' '), 'missing') from queue.get(:id, path) g), value, path) from (values
+  ('text', '"t"'), ('items[0].price', '1'), ('items[1]', '{"price": 2}'), ('items[*].price', '1 2'), ('$.items[*] ? (@.price > 1).price', '2'), ('items[0]."a b"', '"x"'), ('flag', 'false'),
+  ('nothing', 'null'), ('no_such', 'missing'), ('items[7].price', 'missing'), ('text.deeper', 'missing'), ('items.size()', '2'), ('strict $.items[0].price', '1'), ('strict $.no', 'missing')) v (path, value);
+select is((select count(*)::integer from queue.get(:id, 'nothing')), 1, 'null is a row');
+select is_empty(format('select * from queue.get(%s, ''no_such'')', :id), 'what is missing none');
+select is(pg_temp.refusal(format('select queue.get(%s, %L)', :id, path)), '22023', 'no path: ' || coalesce(path, 'NULL')) from (values (null), (''), ('items['), ('a b'), ('$.')) v (path);
+select is(pg_temp.refusal('select queue.get(424242, ''a'')'), 'QJ001', 'no such job');
+
+-- A search changes nothing, and may stand in a read-only transaction
+begin transaction isolation level repeatable read read only;
+select is(pg_temp.found('''one'''), 'a', 'in a read-only transaction');
+commit;
+select * from finish();
