@@ -1,28 +1,29 @@
 #!/usr/bin/env python3
 """What a job with needs costs, and whether that grows with the number of jobs.
 
-    bench/bench_needs.py [--dsn DSN] [--jobs N ...] [--workers N] [--batch N] [--group N]
+    bench/bench_needs.py [--dsn DSN] [--jobs N ...] [--workers N] [--batch N] [--group N ...]
 
-Graphs of 10 layers, each job needing 3 random jobs of the layers before it, are deferred and then run by
-4 workers that claim 50 at a time and do nothing. SQL only: a worker is a thread that calls
-queue.finish_and_fetch. Then a group: N jobs and one that needs them all. Every graph runs in a database
-of its own with fsync on; that no job started before all its needs had ended is checked afterwards.
+Graphs of 10 layers, each job needing 3 random jobs of the layers before it, are deferred and then
+run by 4 workers that claim 50 at a time and do nothing. SQL only: a worker is a thread that calls
+queue.finish_and_fetch. Then groups: N jobs and one that needs them all. Each runs in a database of
+its own with fsync on; that no job started before its needs had ended is checked afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psycopg
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests")]
@@ -100,30 +101,28 @@ def drain(dsn: str, workers: int, batch: int, total: int) -> float:
 
 
 @contextmanager
-def databases(dsn: str | None) -> Iterator:
+def databases(dsn: str | None) -> Iterator[Callable[[], str]]:
     """Yield a function that makes a fresh database with pgdefer and returns its DSN."""
-    made = 0
-
-    def copy_of(execute, base: str, dsn_of) -> str:
-        nonlocal made
-        made += 1
-        name = f"bench_{made}"
-        execute(f"drop database if exists {name}")
-        execute(f"create database {name} template {base}")
-        return dsn_of(name)
-
-    if dsn is None:
-        settings = {"shared_buffers": "512MB", "max_wal_size": "4GB"}
-        with temporary_server(settings=settings, durable=True) as server:
+    numbers = itertools.count(1)
+    with ExitStack() as stack:
+        if dsn is None:
+            settings = {"shared_buffers": "512MB", "max_wal_size": "4GB"}
+            server = stack.enter_context(temporary_server(settings=settings, durable=True))
             create_database(server, "base")
             install(server, "base")
-            with psycopg.connect(server.dsn("postgres"), autocommit=True) as admin:
-                yield lambda: copy_of(admin.execute, "base", server.dsn)
-    else:
-        with psycopg.connect(dsn, autocommit=True) as admin:
-            base = admin.info.dbname
-        with psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True) as admin:
-            yield lambda: copy_of(admin.execute, base, lambda name: make_conninfo(dsn, dbname=name))
+            dsn = server.dsn("base")
+        base = conninfo_to_dict(dsn)["dbname"]
+        admin = stack.enter_context(
+            psycopg.connect(make_conninfo(dsn, dbname="postgres"), autocommit=True)
+        )
+
+        def fresh() -> str:
+            name = f"bench_{next(numbers)}"
+            admin.execute(f"drop database if exists {name}")
+            admin.execute(f"create database {name} template {base}")
+            return make_conninfo(dsn, dbname=name)
+
+        yield fresh
 
 
 def report(name: str, jobs: int, deferring: float, running: float, first: float | None) -> float:

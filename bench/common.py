@@ -204,7 +204,7 @@ class Report:
     missed: list[str] = dataclasses.field(default_factory=list)
 
     def heading(self, left: str, right: str) -> None:
-        print(f"{'':<34}{left:>26}{right:>26}{'ratio':>7}  {'pairs':<13}{'limit':>6}")
+        print(f"{'':<38}{left:>26}{right:>26}{'ratio':>7}  {'pairs':<13}{'limit':>6}")
 
     def compare(
         self, name: str, ours: Sequence[float], others: Sequence[float], limit: float | None
@@ -212,8 +212,8 @@ class Report:
         """Print both figures, the ratio of their medians, the pairs' ratios, the limit."""
         ratio = statistics.median(ours) / statistics.median(others)
         pairs = [mine / other for mine, other in zip(ours, others, strict=True)]
-        line = f"{name:<34}{spread(ours):>26}{spread(others):>26}{ratio:>7.2f}"
-        line += f"  {f'{min(pairs):.2f}-{max(pairs):.2f}':<13}"
+        line = f"{name:<38}{spread(ours):>26}{spread(others):>26}{short(ratio):>7}"
+        line += f"  {f'{short(min(pairs))}-{short(max(pairs))}':<13}"
         if limit is not None:
             line += f"{limit:>6.2f}"
             if ratio < limit:

@@ -51,7 +51,7 @@ begin
     case when k.ended <> '{}' then array(select x from unnest(k.ended) x where exists (select from queue.job j where j.xid = x)) end as stragglers,
     exists (select from queue.handover h where h.xid >= k.next_xid)
       or k.ended <> '{}' and exists (select from queue.handover h where h.xid = any (k.ended)) as has_handover,
-    (select greatest(s.last_value, a.last_value) from queue.needed_seq s, queue.awaited_seq a) as high_need_id, exists (select from queue.pause p where p.task is not null) as has_task_pause,
+    (select s.last_value from queue.needed_seq s) as high_need_id, exists (select from queue.pause p where p.task is not null) as has_task_pause,
     (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1) as next_due,
     (select s.due_at from queue.schedule s where s.due_at >= k.due_at order by s.due_at limit 1) as next_run
   into c
@@ -74,7 +74,7 @@ begin
   v_move := c.has_jobs or c.has_handover or c.stragglers <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if c.has_handover then
     perform queue._settle_handovers(c.next_xid, c.ended, c.upto, c.own);
-    select greatest(s.last_value, c.high_need_id) into c.high_need_id from queue.needed_seq s;  -- a yield may need what is admitted below
+    select s.last_value into c.high_need_id from queue.needed_seq s;  -- a yield may need what is admitted below
     admitted := 1;
   end if;
   foreach v_xid in array coalesce(c.stragglers, '{}') || case when c.has_jobs then array[c.next_xid] end loop
@@ -154,9 +154,8 @@ begin
     select j.id, j.xid, j.flags, coalesce(j.deadline, 'infinity') as deadline, l.lane,
       (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) or l.is_idle as is_low,
       j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and l.lane is not null and not p_has_task_pause
-        -- one that was needed or awaited before it was admitted is marked in _place
-        and (j.id > p_high_need_id or (select d.job_id from queue.need d where d.need_id = j.id limit 1) is null
-                                      and (select a.id from queue.awaited a where a.id = j.id) is null) as is_plain, l.extra_flags
+        -- one that was needed before it was admitted is marked in _place
+        and (j.id > p_high_need_id or (select d.job_id from queue.need d where d.need_id = j.id limit 1) is null) as is_plain, l.extra_flags
     from (select j.id, j.xid, j.flags, j.deadline, j.queue, j.priority from queue.job j
           where (j.xid, j.id) > (p_from_xid, p_from_id) and j.xid <= p_to_xid
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
@@ -289,6 +288,8 @@ begin
     and not exists (select from queue.handover h where h.job_id = j.id);
   update queue.job j set xid = '3' where j.xid >= pg_snapshot_xmax(v_snapshot) and j.xid <> pg_current_xact_id();
   update queue.handover h set xid = pg_current_xact_id();
+  update queue.horizon h set looked_at = '-infinity', looked_xid = '0';
+  perform queue._note_needed((select max(d.need_id) from queue.need d));
   insert into queue.cursor (tick, next_xid, in_flight, high_id, high_lock_id, has_backlog, due_at)
   select k.tick + 1, pg_snapshot_xmax(v_snapshot),
     array(select x from pg_snapshot_xip(v_snapshot) x union select pg_current_xact_id() where pg_current_xact_id() < pg_snapshot_xmax(v_snapshot) order by 1),

@@ -144,8 +144,7 @@ begin
           (j.flags | coalesce(s.extra_flags, 0)) & (case when s.lock = '' then 0 else 3 end | 4 | 8 | 64 | 128 | 256 | 512 | 8192)
             | case when s.crashes > 0 then 1024 else 0 end
             | case when s.id is not null then 2048 else 0 end
-            | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null
-                     or (select a.id from queue.awaited a where a.id = j.id) is not null then 4096 else 0 end as flags,
+            | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end as flags,
           j.options,
           case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0 and exists (select from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex)
                then 2 else 0 end as mixed

@@ -261,8 +261,7 @@ begin
       -- what may have changed since
       select (select s.deadline from queue.job_state s where s.id = l.id) as deadline,
         (l.flags | case when exists (select from queue.job_state s where s.id = l.id) then 2048 else 0 end
-          | case when (select d.job_id from queue.need d where d.need_id = l.id limit 1) is not null
-                   or (select a.id from queue.awaited a where a.id = l.id) is not null then 4096 else 0 end)::smallint as flags) n;
+          | case when (select d.job_id from queue.need d where d.need_id = l.id limit 1) is not null then 4096 else 0 end)::smallint as flags) n;
     exit when v.keys is null;
     if v_extra > 0 or v.has_several then
       perform queue._add_slots(v.keys, v.lanes, null, null, array_fill(-1, array[cardinality(v.ids)]), v.lows);

@@ -1,10 +1,9 @@
 -- Results: what became of a job, and waiting for it.
 --
--- Who waits makes a row in queue.awaited and marks the job in queue.live as needed (4096), so that a finish
--- of jobs that nobody waits for asks and does nothing more than otherwise. A job that is not there yet gets
--- the mark when it comes from a gate (_place) or from the log (_admit_range, if its id is at most the last
--- value of queue.awaited_seq). Two things may go wrong without harm, as polling is the net: whoever puts the
--- job into queue.live may not see the row yet, and two who wait may set the sequence at once.
+-- Who waits appends a row to queue.awaited and raises queue.awaited_seq to the job's id. Whoever ends a job
+-- looks for such rows only if its id is at most the sequence's last value: an end that nobody waits for costs
+-- the reading of that. Neither waits for the other. What may be missed, as polling is the net: an end that is
+-- under way while the row is appended, and where two raise the sequence at once.
 
 -- Raises: QJ001.
 create or replace function queue.result(id bigint)
@@ -25,7 +24,7 @@ end $$;
 comment on function queue.result(bigint) is
   'The job''s state, and once it has finished its result or error. error: the last one, also while it waits for a retry.';
 
--- Locks: the job's row of queue.live by skip locked; its row of queue.awaited. Raises: QJ001.
+-- Locks: none. Raises: QJ001.
 create or replace function queue.await_result(id bigint)
 returns table (state text, result jsonb, error text, channel text, wait_for interval)
 language plpgsql volatile parallel unsafe security definer rows 1
@@ -33,40 +32,23 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
-  v_job record;
-  v_is_marked boolean;
+  v_now timestamptz := clock_timestamp();
+  v_since timestamptz;
 begin
-  select j.created_at, f.id is not null as is_finished, a.id is not null as is_awaited, v.flags & 4096 <> 0 as is_marked,
-    v.id is not null as is_live, w.id is not null or m.id is not null as is_in_gate
-  into v_job
-  from queue.job j
-  left join queue.finished f on f.id = j.id
-  left join queue.awaited a on a.id = j.id
-  left join queue.live v on v.id = j.id
-  left join queue.waiting w on w.id = j.id
-  left join queue.job_state s on s.id = j.id
-  left join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id
-  where j.id = await_result.id;
-  v_is_marked := v_job.is_marked;
-  if not v_job.is_finished and not v_job.is_awaited then
-    insert into queue.awaited (id) values (await_result.id) on conflict on constraint awaited_pkey do nothing;
-    if not v_job.is_live and await_result.id > (select s.last_value from queue.awaited_seq s) then
-      perform setval('queue.awaited_seq', await_result.id);
-    end if;
-  end if;
-  if v_job.is_live and not v_job.is_marked then
-    update queue.live v set flags = v.flags | 4096
-    where v.id = (select l.id from queue.live l where l.id = await_result.id for update skip locked);
-    v_is_marked := found;
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
   end if;
   select r.state, r.result, r.error into state, result, error from queue.result(await_result.id) r;
-  if state in ('succeeded', 'failed', 'cancelled') then
-    delete from queue.awaited a where a.id = await_result.id;
-  else
-    wait_for := case
-      when v_is_marked or v_job.is_in_gate and v_job.is_awaited then interval '5 s'
-      when v_job.is_live or v_job.is_in_gate then interval '20 ms'
-      else least(greatest(clock_timestamp() - v_job.created_at, interval '20 ms'), interval '1 s') end;
+  if not state in ('succeeded', 'failed', 'cancelled') then
+    select min(a.since) into v_since from queue.awaited a where a.id = await_result.id;
+    if v_since is null then
+      insert into queue.awaited (id, since) values (await_result.id, v_now);
+    end if;
+    if await_result.id > (select s.last_value from queue.awaited_seq s) then
+      perform setval('queue.awaited_seq', await_result.id);
+    end if;
+    -- often at first, as an end may just be under way
+    wait_for := least(greatest(v_now - coalesce(v_since, v_now), interval '20 ms'), interval '5 s');
     if current_setting('pgdefer.notify', true) is not distinct from 'off' then
       wait_for := least(wait_for, interval '1 s');
     else
@@ -79,15 +61,23 @@ comment on function queue.await_result(bigint) is
   'As result, and says how to wait when the job has not finished: LISTEN on channel (NULL: no notification will come), call again, and unless it has finished now wait for a notification for at most wait_for and call again. Both are NULL once it has finished.';
 
 -- Tells those who wait for jobs that have ended.
+-- Locks: rows of queue.awaited by skip locked.
 create or replace function queue._tell_waiters(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_ids bigint[];
 begin
+  if p_ids[1] > (select s.last_value from queue.awaited_seq s) and cardinality(p_ids) = 1 then
+    return;
+  end if;
   with gone as (
-    delete from queue.awaited a where a.id = any (p_ids) returning a.id)
-  select array_agg(g.id) into v_ids from gone g;
+    delete from queue.awaited a
+    where a.ctid = any (array(
+      select a.ctid from unnest(p_ids) u (id)
+      cross join lateral (select a.ctid from queue.awaited a where a.id = u.id for update skip locked) a))
+    returning a.id)
+  select array_agg(distinct g.id) into v_ids from gone g;
   if v_ids is not null and current_setting('pgdefer.notify', true) is distinct from 'off' then
     perform pg_notify('pgdefer_result_' || u.id, '') from unnest(v_ids) u (id);
   end if;

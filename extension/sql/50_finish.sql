@@ -43,7 +43,7 @@ begin
                             fail.id, fail.claim, false);
 end $$;
 comment on function queue.fail(bigint, bigint, text, jsonb, jsonb) is
-  'The attempt failed: returns the new state, scheduled or ready (it will be retried), failed, or cancelled (it was told to abort). options: retryable (false: failed at once), retry_at, retry_in, and priority, queue, lock to change on retry.';
+  'The attempt failed: returns the new state, scheduled or ready (it will be retried), failed, or cancelled (it was told to abort, or has expired). Of error 10,000 characters are kept, details up to 100 kB, of larger ones their size and how they begin. options: retryable (false: failed at once; true: retried, whatever the policy), retry_at or retry_in (when; without a policy they also make it retried), and priority, queue, lock to change on retry (lock: empty text for none), reason (of a job that has failed), outcome (timed_out, of an attempt that its worker ended for that).';
 
 -- Raises: 22023, QJ001, QJ002, QJ005, QJ008.
 create or replace function queue.retry_later(id bigint, claim bigint, at timestamptz default null, needs bigint[] default '{}', message text default null)
@@ -255,6 +255,7 @@ declare
   v_done bigint[];
   v_special bigint[];
   v_flags smallint[];
+  v_may_be_awaited boolean;
 begin
   with gone as (
     delete from queue.live v
@@ -263,9 +264,13 @@ begin
   kept as (
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
     select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', p_results[width_bucket(g.id, p_ids)] from gone g)
-  select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0)
-  into v_done, v_special, v_flags
+  select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0),
+    min(g.id) <= (select s.last_value from queue.awaited_seq s)
+  into v_done, v_special, v_flags, v_may_be_awaited
   from gone g;
+  if v_may_be_awaited then
+    perform queue._tell_waiters(v_done);
+  end if;
   if v_special is not null then
     perform queue._close(v_special, v_flags, v_now);
     perform queue._hand_over(v_special, v_flags, 'ended', null, p_settle);
@@ -293,9 +298,6 @@ begin
   end if;
   if v_all & 64 <> 0 then
     delete from queue.expiry e where e.id = any (p_ids);
-  end if;
-  if v_all & 4096 <> 0 then
-    perform queue._tell_waiters(p_ids);
   end if;
   if v_all & 512 <> 0 then
     update queue.finished f set purge_at = p_now + queue._retention(f.id) where f.id = any (p_ids);

@@ -126,8 +126,9 @@ comment on function queue.deregister_worker(bigint) is
 
 -- Locks: rows of queue.worker and queue.live by skip locked, each row on its own; ADM by try.
 -- Two reapers at once: a claim ends once, whoever deletes its row.
--- A fetch that was under way when its worker went may still bring claims: so a worker's row stays until
--- every transaction has ended that could have seen it alive, and its claims have been looked for again.
+-- A fetch that was under way when its worker went may still bring claims: so a worker's claims are looked
+-- for at once, and again when every transaction has ended that could have seen it alive (waits_for: those
+-- that were under way after its end had been committed). Then nothing can come any more (is_over).
 -- Stops after a second: the next call goes on.
 create or replace function queue.reap()
 returns table (reaped integer, next_expiry timestamptz)
@@ -150,21 +151,19 @@ begin
   reaped := 0;
   update queue.worker w set gone_at = v_now
   where w.id = any (array(select w.id from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after < v_now for update skip locked));
-  -- whoever may have seen them alive
   update queue.worker w
   set waits_for = array(
     select l.virtualtransaction from pg_locks l join pg_stat_activity a on a.pid = l.pid
     where l.locktype = 'virtualxid' and l.pid <> pg_backend_pid() and a.backend_type <> 'autovacuum worker'
       and a.datid = (select d.oid from pg_database d where d.datname = current_database()))
   where w.id = any (array(select w.id from queue.worker w
-                          where w.gone_at < v_now and w.is_clear and w.waits_for is null and w.xmin <> pg_current_xact_id()::xid for update skip locked));
+                          where w.gone_at < v_now and w.waits_for is null and w.xmin <> pg_current_xact_id()::xid for update skip locked));
   v_last := array(
     select w.id from queue.worker w
-    where w.gone_at < v_now - interval '1 minute' and w.xmin <> pg_current_xact_id()::xid
+    where w.waits_for is not null and not w.is_over
       and not exists (select from pg_locks l where l.locktype = 'virtualxid' and l.virtualtransaction = any (w.waits_for))
-      and w.waits_for is not null
     for update skip locked);
-  v_gone := v_last || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear);
+  v_gone := v_last || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear and w.id <> all (v_last));
   if v_gone <> '{}' then
     for v_claim in
       select v.id, v.claim, v.worker_id, w.name, w.last_seen_at, w.dead_after from queue.live v join queue.worker w on w.id = v.worker_id
@@ -183,9 +182,13 @@ begin
     end loop;
     update queue.worker w set is_clear = true
     where w.id = any (array(select w.id from queue.worker w where w.id = any (v_gone) and not w.is_clear and w.id <> all (v_left) for update skip locked));
+    update queue.worker w set is_over = true where w.id = any (v_last) and w.id <> all (v_left);
+  end if;
+  v_last := array(select w.id from queue.worker w where w.is_over and w.gone_at < v_now - interval '1 minute' for update skip locked);
+  if v_last <> '{}' then
     delete from queue.abort a
-    where a.ctid = any (array(select a.ctid from queue.abort a where a.worker_id = any (v_last) and a.worker_id <> all (v_left) for update skip locked));
-    delete from queue.worker w where w.id = any (v_last) and w.id <> all (v_left);
+    where a.ctid = any (array(select a.ctid from queue.abort a where a.worker_id = any (v_last) for update skip locked));
+    delete from queue.worker w where w.id = any (v_last);
   end if;
   for v_claim in
     select l.id, l.claim, j.options ->> 'timeout' as timeout, l.is_own,

@@ -147,7 +147,7 @@ begin
   update queue.need d set deleted_state = case f.state when 'succeeded' then 'succeeded' else 'failed' end
   from queue.finished f where f.id = any (p_ids) and d.need_id = f.id and d.job_id <> all (p_ids);
   delete from queue.need d where d.job_id = any (p_ids);
-  delete from queue.awaited a where a.id = any (p_ids);
+  delete from queue.awaited a where a.ctid = any (array(select a.ctid from queue.awaited a where a.id = any (p_ids) for update skip locked));
   delete from queue.finished f where f.id = any (p_ids);
   delete from queue.attempt a where a.job_id = any (p_ids);
   delete from queue.job_state s where s.id = any (p_ids);

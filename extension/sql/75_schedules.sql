@@ -311,6 +311,8 @@ declare
   v_plan record;
   v_plan_of record;
   v_run_at timestamptz;
+  v_next_run_at timestamptz;
+  v_overlaps integer;
   v_is_new boolean;
   v_is_busy boolean;
   v_until timestamptz;
@@ -386,6 +388,8 @@ begin
                                      then format('and every run up to %s', queue._rfc3339(v_plan.skipped_to, v.timezone)) end;
       v.last_run_at := v_plan.skipped_to;
     end loop;
+    v_next_run_at := v_plan.next_run_at;
+    v_overlaps := 0;
     v_is_new := false;
     v_is_busy := false;
     foreach v_run_at in array v_plan.runs loop
@@ -398,6 +402,15 @@ begin
       then
         v_skipped := 'overlap';
         v_detail := format('job %s is unfinished', v.last_job_id);
+        v_overlaps := v_overlaps + 1;
+        if v_overlaps = 10 then
+          -- nor will it have ended for the runs that follow
+          v.last_run_at := queue._last_run(v.parsed, v.timezone, v_run_at, p_now);
+          v_next_run_at := queue._cron_next(v.parsed, v.timezone, v.last_run_at);
+          if v.last_run_at > v_run_at then
+            v_detail := v_detail || format(', for every run up to %s', queue._rfc3339(v.last_run_at, v.timezone));
+          end if;
+        end if;
       elsif v.is_plain and v.task_is_plain is not false then
         if (v_run_at, v.timezone) = (v_text_of.run_at, v_text_of.timezone) then
           null;
@@ -434,6 +447,7 @@ begin
       v_job_ids := v_job_ids || v_id;
       v_skips := v_skips || v_skipped;
       v_details := v_details || v_detail;
+      exit when v_overlaps = 10;
       v.last_run_at := v_run_at;
       if v_id is not null then
         runs := runs + 1;
@@ -447,10 +461,10 @@ begin
       v_nexts := v_nexts || v_run_at;
       v_reasons := v_reasons || 'queueing_lock'::text;
     else
-      v_dues := v_dues || greatest(v_plan.next_run_at, case when v_plan.next_run_at is not null then p_now end);
-      v_nexts := v_nexts || v_plan.next_run_at;
+      v_dues := v_dues || greatest(v_next_run_at, case when v_next_run_at is not null then p_now end);
+      v_nexts := v_nexts || v_next_run_at;
       v_reasons := v_reasons || null::text;
-      has_more := has_more or v_plan.next_run_at <= p_now;
+      has_more := has_more or coalesce(v_next_run_at <= p_now, false);
     end if;
     v_lasts := v_lasts || v.last_run_at;
     v_last_jobs := v_last_jobs || v.last_job_id;

@@ -61,13 +61,13 @@ begin
   insert into queue.finished (id, finished_at, attempts, state, reason, error)
   select p_id, v_now, coalesce(s.attempts, 0), p_state, p_reason, p_error
   from (select) x left join queue.job_state s on s.id = p_id;
-  select j.flags | coalesce(s.extra_flags, 0) | case when c.retain is not null then 512 else 0 end | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null
-                          or (select a.id from queue.awaited a where a.id = j.id) is not null then 4096 else 0 end into v_flags
+  select j.flags | coalesce(s.extra_flags, 0) | case when c.retain is not null then 512 else 0 end | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end into v_flags
   from queue.job j
   left join queue.job_state s on s.id = j.id
   left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue)
   where j.id = p_id;
   perform queue._close(array[p_id], array[v_flags], v_now);
+  perform queue._tell_waiters(array[p_id]);
   if v_flags & 3 <> 0 then
     perform queue._leave_locks(array[p_id], false);
   end if;

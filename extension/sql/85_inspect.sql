@@ -133,12 +133,20 @@ begin
           where v.lane = l.lane and (v.deadline, v.id) >= (l.deadline, l.id) and v.claim is null
           order by v.deadline, v.id limit peek.n) v
         order by v.deadline, v.id limit peek.n) c
-      order by g.priority desc, c.first_id, c.deadline, c.id limit peek.n) c
+      union all
+      (select a.id, a.priority, coalesce(a.deadline, 'infinity'), min(a.id) over (partition by a.queue, a.priority)
+       from queue.unadmitted a
+       where a.flags & 32 = 0 and a.needs is null and coalesce(a.scheduled_at <= clock_timestamp(), true)
+         and (a.lock is null or not exists (select from queue.lock_member m where m.lock = a.lock))
+         and (peek.queues is null or exists (select from unnest(peek.queues) q where queue._matches(a.queue, q)))
+         and coalesce(queue._paused_until(a.queue) <= clock_timestamp(), true)
+       order by a.priority desc, coalesce(a.deadline, 'infinity'), a.id limit peek.n)
+      order by priority desc, first_id, deadline, id limit peek.n) c
     cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
-  'The admitted jobs that fetch would take next, in order. Changes nothing.';
+  'The jobs that fetch would take next, in order. Changes nothing.';
 
 -- Every invariant that does not hold. Reads one snapshot; a sound database gives no row.
 create or replace function queue.check()

@@ -79,7 +79,9 @@ select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c
   coalesce(x.running, 0) as running, nullif(greatest(p.paused_until, statement_timestamp()), statement_timestamp()) as paused_until
 from (select c.queue, c.created_at from queue.queue_config c
       union all
-      select l.queue, null from queue.lane l where not exists (select from queue.queue_config c where c.queue = l.queue) group by l.queue) q
+      select u.queue, null
+      from (select l.queue from queue.lane l union select a.queue from queue.unadmitted a) u
+      where not exists (select from queue.queue_config c where c.queue = u.queue)) q
 left join queue.queue_config c on c.queue = q.queue
 left join lateral (
   select case when p.is_paused then coalesce(p.until, 'infinity') end as paused_until
@@ -94,4 +96,4 @@ comment on view queue.jobs is 'Every job that is kept, in its state as far as it
 comment on view queue.attempts is 'Every attempt that did not succeed.';
 comment on view queue.workers is 'Registered workers, and those that have gone within the last minute.';
 comment on view queue.tasks is 'Registered tasks and their defaults.';
-comment on view queue.queues is 'Queues that are configured or hold jobs that are ready or running.';
+comment on view queue.queues is 'Queues that are configured, or that have had jobs which were ready.';

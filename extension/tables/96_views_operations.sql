@@ -20,19 +20,8 @@ from (
   union all
   select h.job_id, 'ready' from queue.handover h where h.kind = 'again'
   union all
-  -- not admitted yet
-  select j.id, case when j.flags & 32 <> 0 then 'held' when j.scheduled_at > statement_timestamp() then 'scheduled' when j.needs is not null then 'waiting' else 'ready' end
-  from (select k.next_xid, k.in_flight from queue.cursor k order by k.tick desc limit 1) k
-  cross join lateral (
-    select j.id, j.flags, j.scheduled_at, j.needs from queue.job j where j.xid >= k.next_xid
-    union all
-    select j.id, j.flags, j.scheduled_at, j.needs from unnest(k.in_flight) x join queue.job j on j.xid = x
-    union all
-    select j.id, j.flags, j.scheduled_at, j.needs
-    from queue.backlog b join queue.job j on (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid
-    where not exists (select from queue.live v where v.id = j.id) and not exists (select from queue.waiting w where w.id = j.id)
-      and not exists (select from queue.finished f where f.id = j.id)
-      and not exists (select from queue.lock_member m where m.id = j.id)) j) u
+  select a.id, case when a.flags & 32 <> 0 then 'held' when a.scheduled_at > statement_timestamp() then 'scheduled' when a.needs is not null then 'waiting' else 'ready' end
+  from queue.unadmitted a) u
 join queue.job j on j.id = u.id
 left join queue.job_state s on s.id = u.id;
 

@@ -14,17 +14,22 @@ from ._errors import (
     IncompatibleClient,
     InvalidParameter,
     InvalidState,
+    JobCancelled,
+    JobFailed,
     JobNotFound,
     NotInstalled,
     PgDeferError,
     QueueNotEmpty,
+    TransactionLost,
     UnknownTask,
     WorkerGone,
     WrongIsolation,
 )
+from ._groups import Group
+from ._handling import Decision, HandlingOptions
 from ._options import DeferOptions, RecurringOptions, Retry, TaskOptions
 from ._task import AsyncTask, Job, Prepared, SyncTask, Task
-from ._worker import Worker
+from ._worker import Worker, WorkerOptions
 
 __all__ = [
     "AlreadyQueued",
@@ -32,16 +37,21 @@ __all__ = [
     "AsyncTask",
     "ClaimLost",
     "Codec",
+    "Decision",
     "DecodeError",
     "DeferOptions",
     "DependencyCycle",
     "EncodeError",
+    "Group",
+    "HandlingOptions",
     "IncompatibleClient",
     "InvalidParameter",
     "InvalidState",
     "Job",
     "JobAborted",
+    "JobCancelled",
     "JobContext",
+    "JobFailed",
     "JobNotFound",
     "NotInstalled",
     "PgDeferError",
@@ -53,9 +63,11 @@ __all__ = [
     "SyncTask",
     "Task",
     "TaskOptions",
+    "TransactionLost",
     "UnknownTask",
     "Worker",
     "WorkerGone",
+    "WorkerOptions",
     "WrongIsolation",
     "current_job",
     "model_codec",

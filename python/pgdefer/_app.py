@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import datetime as dt
 import importlib
 import json
 import logging
@@ -16,7 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 import psycopg
 
@@ -25,18 +27,25 @@ from ._codec import Codec
 from ._connect import AsyncConnection, AsyncPool, Connection, Source, SyncPool
 from ._errors import UnknownTask
 from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
+from ._groups import Group
 from ._options import (
     DeferOptions,
+    HasId,
     RecurringOptions,
     Settings,
-    TaskOptions,
     defer_parameters,
+    interval_text,
+    job_id,
 )
 from ._recurring import RecurringDecorator, Schedule, array, vanished
+from ._results import Waiter, wait
 from ._task import (
+    AllTaskOptions,
     AsyncTask,
+    ConnectionDecorator,
     Job,
     Prepared,
+    SessionDecorator,
     SyncTask,
     Task,
     TaskDecorator,
@@ -44,9 +53,13 @@ from ._task import (
     name_of,
     with_parent,
 )
-from ._worker import Worker
+from ._worker import Worker, WorkerOptions
 
 if TYPE_CHECKING:
+    import sqlalchemy.ext.asyncio as sa_async
+    import sqlalchemy.orm as sa_orm
+
+    from ._context import JobContext
     from ._server import EmbeddedServer
 
 __all__ = ["App"]
@@ -91,6 +104,7 @@ class App:
         self.imports = tuple(imports)
         self._pool = SyncPool(self.source)
         self._async_pool = AsyncPool(self.source)
+        self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
         self._registered: dict[str, Settings] = {}
         self._may_register = True
 
@@ -103,7 +117,25 @@ class App:
     @overload
     def task(self, function: Callable[P, R], /) -> SyncTask[P, R]: ...
     @overload
-    def task(self, *, name: str | None = None, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
+    def task(
+        self,
+        *,
+        transactional: Literal[True],
+        name: str | None = None,
+        **options: Unpack[AllTaskOptions],
+    ) -> ConnectionDecorator: ...
+    @overload
+    def task(
+        self,
+        *,
+        transactional: sa_orm.sessionmaker[Any] | sa_async.async_sessionmaker[Any],
+        name: str | None = None,
+        **options: Unpack[AllTaskOptions],
+    ) -> SessionDecorator: ...
+    @overload
+    def task(
+        self, *, name: str | None = None, **options: Unpack[AllTaskOptions]
+    ) -> TaskDecorator: ...
     def task(  # type: ignore[misc]
         self,
         function: Callable[..., Any] | None = None,
@@ -116,7 +148,12 @@ class App:
 
         The options are registered in the database as the task's defaults, so that jobs deferred
         by SQL have them too. `lock`, `queueing_lock` and `concurrency_key` may hold `{field}`,
-        filled from the arguments.
+        filled from the arguments. Only the worker knows of `HandlingOptions`.
+
+        With `transactional=True` the handler's first parameter, which is no argument of the job's,
+        is a psycopg connection in a transaction that also ends the job: both commit or neither. A
+        `sessionmaker` or `async_sessionmaker` instead of True gives a session of SQLAlchemy's. To
+        return or raise RetryLater commits, too; any other exception rolls back.
         """
         decorator = TaskDecorator(self, name, options)
         return decorator if function is None else decorator(function)
@@ -199,6 +236,9 @@ class App:
     async def close_async(self) -> None:
         """Close the connections of the running event loop, and those of synchronous calls."""
         self._async_pool.close()
+        waiter = self._waiters.pop(asyncio.get_running_loop(), None)
+        if waiter is not None:
+            waiter.close()
         self.close()
 
     async def __aenter__(self) -> Self:
@@ -279,6 +319,66 @@ class App:
             rows = await execute_async(used, _sql.DEFER_MANY, parameters)
         return [Job(row[0], self) for row in rows]
 
+    def group(
+        self,
+        calls: Iterable[Prepared[Any]],
+        *,
+        connection: AnyConnection | AnyAsyncConnection | None = None,
+    ) -> Group:
+        """Return jobs to be deferred with one that follows: `app.group([...]).then(call)`."""
+        return Group(self, calls, connection)
+
+    def chain(
+        self,
+        calls: Iterable[Prepared[Any]],
+        *,
+        connection: AnyConnection | None = None,
+    ) -> list[Job[Any]]:
+        """Defer jobs of which each needs the one before it."""
+        prepared = list(calls)
+        with self._connection(self._known(call.task for call in prepared), connection) as used:
+            rows = execute(used, _sql.DEFER_CHAIN, {"jobs": _array(prepared)})
+        return [Job(row[0], self) for row in rows]
+
+    async def chain_async(
+        self,
+        calls: Iterable[Prepared[Any]],
+        *,
+        connection: AnyAsyncConnection | None = None,
+    ) -> list[Job[Any]]:
+        """As `chain`, for asyncio."""
+        prepared = list(calls)
+        tasks = self._known(call.task for call in prepared)
+        async with self._connection_async(tasks, connection) as used:
+            rows = await execute_async(used, _sql.DEFER_CHAIN, {"jobs": _array(prepared)})
+        return [Job(row[0], self) for row in rows]
+
+    def submit_group(
+        self,
+        calls: Sequence[Prepared[Any]],
+        then: Prepared[Any],
+        connection: AnyConnection | AnyAsyncConnection | None,
+    ) -> tuple[Job[Any], list[Job[Any]]]:
+        """Send a group: what `Group.then` ends in."""
+        tasks = self._known(call.task for call in [*calls, then])
+        with self._connection(tasks, connection) as used:
+            parameters = {"jobs": _array(calls), "then": then.to_json()}
+            ((id, ids),) = execute(used, _sql.DEFER_GROUP, parameters)
+        return Job(id, self), [Job(one, self) for one in ids]
+
+    async def submit_group_async(
+        self,
+        calls: Sequence[Prepared[Any]],
+        then: Prepared[Any],
+        connection: AnyConnection | AnyAsyncConnection | None,
+    ) -> tuple[Job[Any], list[Job[Any]]]:
+        """As `submit_group`, for asyncio."""
+        tasks = self._known(call.task for call in [*calls, then])
+        async with self._connection_async(tasks, connection) as used:
+            parameters = {"jobs": _array(calls), "then": then.to_json()}
+            ((id, ids),) = await execute_async(used, _sql.DEFER_GROUP, parameters)
+        return Job(id, self), [Job(one, self) for one in ids]
+
     def submit(
         self,
         task: str,
@@ -305,45 +405,53 @@ class App:
             rows = await execute_async(used, statement, parameters or {"task": task, "args": args})
         return Job(rows[0][0], self)
 
+    # Results
+
+    def result(self, job: int | HasId, timeout: float | None = None) -> Any:
+        """Wait until a job has succeeded, for `timeout` seconds at most, and return its result.
+
+        Raises JobFailed, JobCancelled, TimeoutError, and JobNotFound also where the transaction
+        that defers it has not committed. `Job.result` is the same.
+        """
+        return wait(job_id(job), timeout, self._pool, self.source, self.codec)
+
+    async def result_async(self, job: int | HasId, timeout: float | None = None) -> Any:  # noqa: ASYNC109
+        """As `result`, for asyncio."""
+        loop = asyncio.get_running_loop()
+        waiter = self._waiters.get(loop)
+        if waiter is None:
+            for other in [other for other in self._waiters if other.is_closed()]:
+                del self._waiters[other]
+            waiter = self._waiters[loop] = Waiter(self.source)
+        return await waiter.wait(job_id(job), timeout, self.codec)
+
     # Working
 
     def run_worker(
-        self,
-        queues: Sequence[str] | None = None,
-        *,
-        concurrency: int = 20,
-        shutdown_timeout: float | None = None,
-        drain: bool = False,
-        prune_schedules: bool = False,
+        self, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]
     ) -> None:
         """Run a worker until SIGTERM or SIGINT: see `Worker`."""
-        Worker(
-            self,
-            queues,
-            concurrency=concurrency,
-            shutdown_timeout=shutdown_timeout,
-            drain=drain,
-            prune_schedules=prune_schedules,
-        ).run()
+        Worker(self, queues, **options).run()
 
     async def run_worker_async(
-        self,
-        queues: Sequence[str] | None = None,
-        *,
-        concurrency: int = 20,
-        shutdown_timeout: float | None = None,
-        drain: bool = False,
-        prune_schedules: bool = False,
+        self, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]
     ) -> None:
         """Run a worker in this event loop, until cancelled."""
-        await Worker(
-            self,
-            queues,
-            concurrency=concurrency,
-            shutdown_timeout=shutdown_timeout,
-            drain=drain,
-            prune_schedules=prune_schedules,
-        ).run_async()
+        await Worker(self, queues, **options).run_async()
+
+    def extend(self, job: JobContext, lease: dt.timedelta) -> dt.datetime:
+        """Give a running job a lease of its own: `current_job().extend(lease)`."""
+        with self._pool.connection() as connection:
+            rows = execute(connection, _sql.EXTEND, _lease(job, lease))
+        end: dt.datetime = rows[0][0]
+        return end
+
+    async def extend_async(self, job: JobContext, lease: dt.timedelta) -> dt.datetime:
+        """As `extend`, for asyncio."""
+        async with self._async_pool.connection() as connection:
+            rows = await execute_async(connection, _sql.EXTEND, _lease(job, lease))
+        end: dt.datetime = rows[0][0]
+        return end
 
     # Connections, on which the tasks are registered
 
@@ -457,6 +565,10 @@ def _defaults(tasks: Iterable[Task[..., Any]]) -> str:
     # Sorted, so that two processes that register the same tasks meet in the same order.
     defaults = {task.name: task.settings.defaults() for task in tasks}
     return json.dumps([{"name": name, "defaults": defaults[name]} for name in sorted(defaults)])
+
+
+def _lease(job: JobContext, lease: dt.timedelta) -> dict[str, Any]:
+    return {"id": job.id, "claim": job.claim, "lease": interval_text(lease)}
 
 
 def _array(calls: Iterable[Prepared[Any]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import datetime as dt
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._codec import unwrap
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ._app import App
     from ._options import HasId
+    from ._slots import Slots
 
 __all__ = ["JobAborted", "JobContext", "RetryLater", "current_job"]
 
@@ -27,8 +28,11 @@ class JobContext:
 
     __slots__ = (
         "_abort",
+        "_is_in_process",
         "_is_released",
+        "_row",
         "_runner",
+        "_slots",
         "_stored",
         "_timer",
         "app",
@@ -46,42 +50,46 @@ class JobContext:
         "timeout",
     )
 
-    def __init__(  # noqa: PLR0917 (the columns of queue.fetch, in order)
-        self,
-        app: App,
-        id: int,
-        claim: int,
-        task: str,
-        args: str,
-        queue: str,
-        priority: int,
-        lock: str | None,
-        attempt: int,
-        scheduled_at: dt.datetime | None,
-        deadline: dt.datetime | None,
-        timeout: dt.timedelta | None,
-        headers: str | None,
-        parent: int | None,
-        _error: None = None,
-    ) -> None:
+    id: int
+    claim: int
+    task: str
+    queue: str
+    priority: int
+    lock: str | None
+    attempt: int
+    scheduled_at: dt.datetime | None
+    deadline: dt.datetime | None
+    timeout: dt.timedelta | None
+    headers: Mapping[str, Any]
+    parent: int | None
+
+    def __init__(self, app: App, row: Sequence[Any]) -> None:
+        headers: str | None
         self.app = app
-        self.id = id
-        self.claim = claim
-        self.task = task
-        self._stored = args
-        self.queue = queue
-        self.priority = priority
-        self.lock = lock
-        self.attempt = attempt
-        self.scheduled_at = scheduled_at
-        self.deadline = deadline
-        self.timeout = timeout
-        self.headers: Mapping[str, Any] = {} if headers is None else unwrap(headers)
-        self.parent = parent
+        self._row = row
+        # The columns of queue.fetch, in order.
+        (
+            self.id,
+            self.claim,
+            self.task,
+            self._stored,
+            self.queue,
+            self.priority,
+            self.lock,
+            self.attempt,
+            self.scheduled_at,
+            self.deadline,
+            self.timeout,
+            headers,
+            self.parent,
+        ) = row
+        self.headers = {} if headers is None else unwrap(headers)
         self._abort: str | None = None
         self._is_released = False
         self._runner: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._slots: Slots | None = None
+        self._is_in_process = False
 
     def __repr__(self) -> str:
         return f"<job {self.id} {self.task} attempt {self.attempt} claim {self.claim}>"
@@ -107,6 +115,17 @@ class JobContext:
         """Raise JobAborted where `should_abort` is true."""
         if self._abort is not None:
             raise JobAborted(self._abort)
+
+    def extend(self, lease: dt.timedelta) -> dt.datetime:
+        """Give this run a lease of its own, which then alone decides when it is dead.
+
+        Returns its end; a timeout still bounds the run. Raises ClaimLost where it is too late.
+        """
+        return self.app.extend(self, lease)
+
+    async def extend_async(self, lease: dt.timedelta) -> dt.datetime:
+        """As `extend`, for asyncio."""
+        return await self.app.extend_async(self, lease)
 
 
 _current: contextvars.ContextVar[JobContext] = contextvars.ContextVar("pgdefer_job")

@@ -21,13 +21,18 @@ __all__ = [
     "IncompatibleClient",
     "InvalidParameter",
     "InvalidState",
+    "JobCancelled",
+    "JobFailed",
     "JobNotFound",
     "NotInstalled",
     "PgDeferError",
     "QueueNotEmpty",
+    "TransactionLost",
     "UnknownTask",
     "WorkerGone",
     "WrongIsolation",
+    "describe",
+    "is_lost",
     "sqlstate_of",
     "translate",
     "translated",
@@ -123,12 +128,34 @@ class NotInstalled(PgDeferError):
     """The database has no schema queue, or it lacks what this client calls."""
 
 
+class JobFailed(PgDeferError):
+    """The job whose result was asked for has failed; `id` is its id, `error` its last error."""
+
+    def __init__(self, id: int, error: str | None, state: str = "failed") -> None:
+        super().__init__(f"job {id} {state}" if state == "failed" else f"job {id} was {state}")
+        if error:
+            self.message += f": {error}"
+        self.id = id
+        self.error = error
+
+
+class JobCancelled(JobFailed):
+    """The job whose result was asked for was cancelled."""
+
+    def __init__(self, id: int, error: str | None) -> None:
+        super().__init__(id, error, "cancelled")
+
+
 class EncodeError(PgDeferError, TypeError):
     """An argument or result can't be stored as JSON."""
 
 
 class DecodeError(PgDeferError, ValueError):
     """Stored arguments can't be turned into what the task takes; a retry would not help."""
+
+
+class TransactionLost(PgDeferError):
+    """The connection was lost in a handler's transaction: whether it had committed isn't known."""
 
 
 class UnknownTask(PgDeferError, LookupError):
@@ -161,6 +188,19 @@ def sqlstate_of(error: BaseException) -> str | None:
         if isinstance(code, str):
             return code
     return None
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one line for the log: never what the server quotes of the data."""
+    if isinstance(error, psycopg.Error) and error.diag.message_primary:
+        return f"{error.diag.message_primary} ({error.sqlstate})"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether it says that the connection is lost: the server went, or the line to it."""
+    kinds = (psycopg.OperationalError, psycopg.InterfaceError, OSError)
+    return isinstance(error, kinds) and sqlstate_of(error) in (None, "57P01", "57P02", "57P03")
 
 
 def translate(error: BaseException) -> PgDeferError | None:

@@ -16,10 +16,10 @@ from psycopg.types.string import TextBinaryLoader
 
 from . import _sql
 from ._connect import AsyncConnection, Source, close_now
-from ._errors import sqlstate_of
+from ._errors import describe, is_lost, sqlstate_of
 from ._sql import Statement
 
-__all__ = ["CALL_LIMIT", "Backoff", "Heart", "Link", "Listener", "LostError"]
+__all__ = ["CALL_LIMIT", "Backoff", "Ears", "Heart", "Link", "Listener", "LostError"]
 
 log = logging.getLogger("pgdefer.worker")
 
@@ -72,7 +72,7 @@ class Link:
                 async with asyncio.timeout(self._limit):
                     connection = await self._source.connect_async()
             except (psycopg.OperationalError, OSError, TimeoutError) as error:
-                raise LostError(_reason(error)) from error
+                raise LostError(describe(error)) from error
             connection.adapters.register_loader("jsonb", _StoredJson)
             self._connection = connection
             self._cursor = connection.cursor(binary=True)
@@ -91,10 +91,10 @@ class Link:
             async with asyncio.timeout(self._limit):
                 await cursor.execute(statement.psycopg, parameters or None)
                 return [] if cursor.description is None else await cursor.fetchall()
-        except (psycopg.OperationalError, psycopg.InterfaceError, OSError) as error:
-            if connection.closed or sqlstate_of(error) in (None, "57P01", "57P02", "57P03"):
+        except (psycopg.Error, OSError) as error:
+            if connection.closed or is_lost(error):
                 self.close()
-                raise LostError(_reason(error)) from error
+                raise LostError(describe(error)) from error
             raise
         except TimeoutError as error:
             self.close()
@@ -111,65 +111,17 @@ class Link:
             close_now(connection)
 
 
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+class Ears(Link):
+    """A connection that hears notifications, in statements and between them."""
 
-
-class Listener(Link):
-    """The connection that hears notifications, and on which a worker goes to sleep and wakes."""
-
-    def __init__(
-        self, source: Source, on_work: Callable[[], None], on_message: Callable[[], None]
-    ) -> None:
+    def __init__(self, source: Source) -> None:
         super().__init__(source)
-        self._on_work = on_work
-        self._on_message = on_message
         self._lock = asyncio.Lock()
         self._channels: set[str] = set()
         self._descriptor: int | None = None
-        self._backoff = Backoff()
-        self._not_before = 0.0
-        self.is_latched = False
 
-    async def before_sleep(self, worker: int, queues: Sequence[str] | None) -> float:
-        """Say that this worker goes to sleep; return for how long it may, at most, in seconds.
-
-        Without a connection it is a second: then the worker polls.
-        """
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._not_before:
-            return 1.0
-        if self._lock.locked():
-            # It does what was due, and hears nothing until that is done.
-            return 0.05
-        try:
-            rows = await self._exchange(_sql.BEFORE_SLEEP, worker=worker, queues=queues)
-            _, wait_for, channels = rows[0]
-            for channel in channels:
-                if channel not in self._channels:
-                    await self._exchange(_sql.listen(channel))
-                    self._channels.add(channel)
-        except LostError as error:
-            log.warning("the listening connection was lost: %s", error)
-            self._not_before = loop.time() + self._backoff.delay()
-            return 1.0
-        self._backoff.reset()
-        self.is_latched = bool(channels)
-        seconds: float = wait_for.total_seconds() if isinstance(wait_for, dt.timedelta) else 1.0
-        return seconds
-
-    async def after_sleep(self, worker: int) -> None:
-        """Say that this worker is busy again."""
-        if self.is_latched:
-            self.is_latched = False
-            with contextlib.suppress(LostError):
-                await self._exchange(_sql.AFTER_SLEEP, worker=worker)
-
-    async def tick(self) -> None:
-        """Do what is due."""
-        await self._exchange(_sql.TICK)
-
-    async def _exchange(self, statement: Statement, **parameters: object) -> Rows:
+    async def exchange(self, statement: Statement, **parameters: object) -> Rows:
+        """Run a statement, one at a time. Raises as `call`."""
         async with self._lock:
             await self.open()
             self._watch(on=False)
@@ -178,9 +130,20 @@ class Listener(Link):
             finally:
                 self._watch(on=True)
 
+    async def listen(self, channel: str) -> None:
+        """Hear this channel from now on. Raises LostError."""
+        if channel not in self._channels:
+            await self.exchange(_sql.listen(channel))
+            self._channels.add(channel)
+
+    def _heard(self, channel: str) -> None:
+        """Take in a notification."""
+
+    def _lost(self) -> None:
+        """Take in that the connection was lost while nothing was asked."""
+
     def _opened(self, connection: AsyncConnection) -> None:
         self._channels.clear()
-        self.is_latched = False
         # For those that come with the answer to a statement.
         connection.add_notify_handler(lambda notify: self._heard(notify.channel))
 
@@ -202,9 +165,70 @@ class Listener(Link):
             while notify := pgconn.notifies():
                 self._heard(notify.relname.decode())
         except psycopg.Error as error:
-            log.warning("the listening connection was lost: %s", _reason(error))
+            log.warning("the listening connection was lost: %s", describe(error))
             self.close()
-            self._on_work()
+            self._lost()
+
+    def close(self) -> None:
+        """Close at once; the next call connects again, but hears nothing until told to."""
+        if self._descriptor is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            self._descriptor = None
+        super().close()
+
+
+class Listener(Ears):
+    """The connection on which a worker goes to sleep and wakes."""
+
+    def __init__(
+        self, source: Source, on_work: Callable[[], None], on_message: Callable[[], None]
+    ) -> None:
+        super().__init__(source)
+        self._on_work = on_work
+        self._on_message = on_message
+        self._backoff = Backoff()
+        self._not_before = 0.0
+        self.is_latched = False
+
+    async def before_sleep(self, worker: int, queues: Sequence[str] | None) -> float:
+        """Say that this worker goes to sleep; return for how long it may, at most, in seconds.
+
+        Without a connection it is a second: then the worker polls.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._not_before:
+            return 1.0
+        if self._lock.locked():
+            # It does what was due, and hears nothing until that is done.
+            return 0.05
+        try:
+            rows = await self.exchange(_sql.BEFORE_SLEEP, worker=worker, queues=queues)
+            _, wait_for, channels = rows[0]
+            for channel in channels:
+                await self.listen(channel)
+        except LostError as error:
+            log.warning("the listening connection was lost: %s", error)
+            self._not_before = loop.time() + self._backoff.delay()
+            return 1.0
+        self._backoff.reset()
+        self.is_latched = bool(channels)
+        seconds: float = wait_for.total_seconds() if isinstance(wait_for, dt.timedelta) else 1.0
+        return seconds
+
+    async def after_sleep(self, worker: int) -> None:
+        """Say that this worker is busy again."""
+        if self.is_latched:
+            self.is_latched = False
+            with contextlib.suppress(LostError):
+                await self.exchange(_sql.AFTER_SLEEP, worker=worker)
+
+    async def tick(self) -> None:
+        """Do what is due."""
+        await self.exchange(_sql.TICK)
+
+    def _opened(self, connection: AsyncConnection) -> None:
+        super()._opened(connection)
+        self.is_latched = False
 
     def _heard(self, channel: str) -> None:
         if channel == "pgdefer":
@@ -212,11 +236,11 @@ class Listener(Link):
         else:
             self._on_message()
 
+    def _lost(self) -> None:
+        self._on_work()
+
     def close(self) -> None:
         """Close at once; the next call connects and listens again."""
-        if self._descriptor is not None:
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-            self._descriptor = None
         self.is_latched = False
         super().close()
 
@@ -225,20 +249,24 @@ class Heart:
     """Heartbeats, in a thread, an event loop and a connection of their own.
 
     The callbacks are called in the worker's loop: `on_abort` with (id, claim, reason) of the jobs
-    to abort, `on_gone` when the worker was given up for dead.
+    to abort, `on_gone` when the worker was given up for dead, `on_suspects` with the number of jobs
+    that wait to be claimed alone.
     """
 
     def __init__(
         self,
         source: Source,
         interval: float,
+        *,
         on_abort: Callable[[list[tuple[int, int, str]]], None],
         on_gone: Callable[[int], None],
+        on_suspects: Callable[[int], None],
     ) -> None:
         self._source = source
         self._interval = interval
         self._on_abort = on_abort
         self._on_gone = on_gone
+        self._on_suspects = on_suspects
         self._outer = asyncio.get_running_loop()
         self._inner: asyncio.AbstractEventLoop | None = None
         self._event: asyncio.Event | None = None
@@ -294,7 +322,7 @@ class Heart:
                             await self._tick(link)
                 except LostError as error:
                     delay = backoff.delay()
-                    log.warning("no heartbeat: %s", error)
+                    log.warning("no heartbeat: %s", describe(error))
                 except psycopg.Error as error:
                     if sqlstate_of(error) == "QJ007":
                         if self._worker == worker:
@@ -302,7 +330,7 @@ class Heart:
                         self._tell(self._on_gone, worker)
                     else:
                         delay = backoff.delay()
-                        log.warning("no heartbeat: %s", error)
+                        log.warning("no heartbeat: %s", describe(error))
                 if not self._is_stopped:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._event.wait(), delay)
@@ -311,9 +339,10 @@ class Heart:
 
     async def _tick(self, link: Link) -> None:
         try:
-            await link.call(_sql.TICK)
+            rows = await link.call(_sql.TICK)
+            self._tell(self._on_suspects, rows[0][0] or 0)
         except (LostError, psycopg.Error) as error:
-            log.warning("tick: %s", error)
+            log.warning("tick: %s", describe(error))
 
     def _tell(self, callback: Callable[[Any], None], value: object) -> None:
         with contextlib.suppress(RuntimeError):

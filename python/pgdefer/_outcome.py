@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Mapping
+from typing import Any
 
 from ._codec import TAG, Codec
 from ._context import RetryLater
 from ._errors import PgDeferError
 from ._options import job_id
 
-__all__ = ["aborted", "failed", "released", "retry_later", "succeeded"]
+__all__ = ["aborted", "crashed", "failed", "released", "retry_later", "succeeded"]
 
 MAX_MESSAGE = 2_000
 MAX_TRACEBACK = 16_000
@@ -21,13 +22,18 @@ def succeeded(id: int, claim: int, result: object = None, codec: Codec | None = 
     """Return the outcome of a handler that returned `result`."""
     if result is None or codec is None:
         return f'{{"id":{id},"claim":{claim},"outcome":"succeeded"}}'
+    text = result_text(result, codec)
+    return f'{{"id":{id},"claim":{claim},"outcome":"succeeded","result":{text}}}'
+
+
+def result_text(result: object, codec: Codec) -> str:
+    """Return the JSON of a result, or of a note that it can't be stored."""
     try:
-        text = codec.dumps(result)
+        return codec.dumps(result)
     except Exception:
         # What the job did stands; only whoever asks for its result must learn that there is none.
         kind = type(result)
-        text = json.dumps({TAG: "unencodable", "value": f"{kind.__module__}.{kind.__qualname__}"})
-    return f'{{"id":{id},"claim":{claim},"outcome":"succeeded","result":{text}}}'
+        return json.dumps({TAG: "unencodable", "value": f"{kind.__module__}.{kind.__qualname__}"})
 
 
 def released(id: int, claim: int) -> str:
@@ -42,6 +48,11 @@ def failed(
     return _failure("failed", id, claim, error, options)
 
 
+def crashed(id: int, claim: int, error: BaseException) -> str:
+    """Return the outcome of a handler whose process, or whose transaction, came to a sudden end."""
+    return _failure("crashed", id, claim, error, None)
+
+
 def aborted(id: int, claim: int, error: BaseException) -> str:
     """Return the outcome of a handler that ended because it was told to."""
     return _failure("aborted", id, claim, error, None)
@@ -49,18 +60,20 @@ def aborted(id: int, claim: int, error: BaseException) -> str:
 
 def retry_later(id: int, claim: int, asked: RetryLater) -> str:
     """Return the outcome of a handler that yielded."""
-    needs = asked.needs
-    outcome: dict[str, object] = {
+    given = yield_parameters(id, claim, asked)
+    outcome = {name: value for name, value in given.items() if value is not None}
+    return json.dumps({**outcome, "needs": given["needs"], "outcome": "retry_later"})
+
+
+def yield_parameters(id: int, claim: int, asked: RetryLater) -> dict[str, Any]:
+    """Return the parameters of queue.retry_later."""
+    return {
         "id": id,
         "claim": claim,
-        "outcome": "retry_later",
-        "needs": None if needs is None else [job_id(need) for need in needs],
+        "at": None if asked.at is None else asked.at.isoformat(),
+        "needs": None if asked.needs is None else [job_id(need) for need in asked.needs],
+        "message": storable(asked.message, MAX_MESSAGE) if asked.message else None,
     }
-    if asked.at is not None:
-        outcome["at"] = asked.at.isoformat()
-    if asked.message:
-        outcome["message"] = storable(asked.message, MAX_MESSAGE)
-    return json.dumps(outcome)
 
 
 def _failure(

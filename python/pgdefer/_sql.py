@@ -22,6 +22,11 @@ class Statement:
         """The statement with %(name)s for its parameters."""
         return re.sub(r"(?<!:):(\w+)", r"%(\1)s", self.text).encode()
 
+    @functools.cached_property
+    def json(self) -> Statement:
+        """The statement with each row as the database's own JSON, in the column `row`."""
+        return Statement(f"select cast(row_to_json(r) as text) as row from ({self.text}) as r")
+
 
 # Deferring
 
@@ -53,6 +58,13 @@ DEFER_PLAIN = Statement("""
 """)
 
 DEFER_MANY = Statement("select * from queue.defer_many(cast(cast(:jobs as text) as jsonb))")
+
+DEFER_GROUP = Statement("""
+    select then_id, ids from queue.defer_group(
+      cast(cast(:jobs as text) as jsonb), cast(cast(:then as text) as jsonb))
+""")
+
+DEFER_CHAIN = Statement("select * from queue.defer_chain(cast(cast(:jobs as text) as jsonb))")
 
 # Recurring runs
 
@@ -107,11 +119,185 @@ BEFORE_SLEEP = Statement("""
 
 AFTER_SLEEP = Statement("select queue.after_sleep(cast(:worker as bigint))")
 
-TICK = Statement("select from queue.tick()")
+TICK = Statement("select suspects from queue.tick()")
 
-CLAIMS = Statement("""
-    select id, claim from queue.jobs
-    where worker_id = cast(:worker as bigint) and state = 'running'
+CLAIMS = Statement("select id, claim from queue.claims(cast(:worker as bigint))")
+
+# In handlers
+
+EXTEND = Statement("""
+    select * from queue.extend(
+      cast(:id as bigint), cast(:claim as bigint), cast(cast(:lease as text) as interval))
+""")
+
+SUCCEED = Statement("""
+    select queue.succeed(
+      cast(:id as bigint), cast(:claim as bigint), cast(cast(:result as text) as jsonb))
+""")
+
+RETRY_LATER = Statement("""
+    select * from queue.retry_later(
+      cast(:id as bigint), cast(:claim as bigint), cast(cast(:at as text) as timestamptz),
+      cast(:needs as bigint[]), cast(:message as text))
+""")
+
+# Waiting for results
+
+RESULT = Statement("""
+    select state, result, error, channel, wait_for
+    from queue.await_result(cast(:id as bigint))
+""")
+
+# Operating
+
+_JOB_CHANGE = "select id, outcome, error from"
+
+JOB = Statement("select * from queue.jobs where id = cast(:id as bigint)")
+
+ATTEMPTS = Statement("""
+    select attempt, claim, worker_id, started_at, finished_at, outcome, error, details
+    from queue.attempts where job_id = cast(:id as bigint) order by claim
+""")
+
+SEARCH = Statement("""
+    select * from queue.search(
+      pattern => cast(:pattern as text), queue => cast(:queue as text),
+      state => cast(:state as text), max_bytes => cast(:max_bytes as bigint),
+      by => cast(:by as text), task => cast(:task as text), before => cast(:before as bigint),
+      max_jobs => cast(:max_jobs as integer))
+""")
+
+GET = Statement("""
+    select cast(value as text) as value
+    from queue.get(cast(:id as bigint), cast(:path as text)) as value
+""")
+
+WHY = Statement("select * from queue.why(cast(:id as bigint))")
+
+_ENDED = """
+    select id, task, queue, state, error, finished_at, finished_at - started_at as ran_for
+    from queue.jobs
+    where (cast(:task as text) is null or task = cast(:task as text))
+      and (cast(:queue as text) is null or queue = cast(:queue as text)
+           or right(cast(:queue as text), 1) = '*'
+             and starts_with(queue, left(cast(:queue as text), -1)))
+"""
+
+ENDED_LATELY = Statement(f"""
+    {_ENDED} and finished_at > now() - interval '10 minutes'
+    order by finished_at desc limit cast(:n as integer)
+""")
+
+ENDED_SINCE = Statement(f"""
+    {_ENDED}
+      and finished_at > coalesce(cast(:since as timestamptz), now()) - interval '5 seconds'
+    order by finished_at limit 100000
+""")
+
+PEEK = Statement("select * from queue.peek(cast(:queues as text[]), cast(:n as integer))")
+
+NEXT = Statement("""
+    select * from queue.next(
+      cast(:queues as text[]), cast(:ack as boolean), cast(:lease as interval))
+""")
+
+MOVE = Statement(f"""
+    {_JOB_CHANGE}
+    queue.move(cast(:ids as bigint[]), cast(:queue as text), cast(:force as boolean))
+""")
+
+COPY = Statement("select id from queue.copy(cast(:id as bigint), cast(:queue as text)) as id")
+
+RETRY = Statement(f"""
+    {_JOB_CHANGE} queue.retry(cast(:ids as bigint[]), cast(:force as boolean))
+""")
+
+RETRY_FAILED = Statement(f"""
+    {_JOB_CHANGE} queue.retry_failed(
+      cast(:task as text), cast(:queue as text), cast(:max_jobs as integer))
+""")
+
+DELETE = Statement(f"""
+    {_JOB_CHANGE} queue.delete(cast(:ids as bigint[]), cast(:force as boolean))
+""")
+
+FAIL_JOBS = Statement(f"""
+    {_JOB_CHANGE} queue.fail_jobs(cast(:ids as bigint[]), cast(:message as text))
+""")
+
+DONE = Statement(f"{_JOB_CHANGE} queue.done(cast(:ids as bigint[]))")
+
+SET_PRIORITY = Statement(f"""
+    {_JOB_CHANGE} queue.set_priority(cast(:ids as bigint[]), cast(:priority as integer))
+""")
+
+HOLD = Statement("select state from queue.hold(cast(:id as bigint)) as state")
+
+UNHOLD = Statement("select state from queue.unhold(cast(:id as bigint)) as state")
+
+CANCEL = Statement("""
+    select state from queue.cancel(cast(:id as bigint), cast(:abort as boolean)) as state
+""")
+
+RESCHEDULE = Statement("""
+    select state
+    from queue.reschedule(cast(:id as bigint), cast(cast(:at as text) as timestamptz)) as state
+""")
+
+DEFER_ONE = Statement(f"select id from ({DEFER.text}) as d (id)")
+
+_QUEUE = """
+    select name, ready, running, max_running, rate_limit || ' per ' || rate_per as rate, retain,
+      paused_until, created_at
+    from queue.queues
+"""
+
+QUEUES = Statement(f"{_QUEUE} order by name")
+
+QUEUE = Statement(f"{_QUEUE} where name = cast(:name as text)")
+
+CREATE_QUEUE = Statement("""
+    select is_new
+    from queue.create_queue(cast(:name as text), cast(:paused as boolean)) as is_new
+""")
+
+DELETE_QUEUE = Statement("""
+    select jobs from queue.delete_queue(cast(:name as text), cast(:force as boolean)) as jobs
+""")
+
+PAUSE = Statement("""
+    select jobs from queue.pause(
+      cast(:queue as text), cast(cast(:until as text) as timestamptz), cast(:task as text)) as jobs
+""")
+
+RESUME = Statement("""
+    select jobs from queue.resume(cast(:queue as text), cast(:task as text)) as jobs
+""")
+
+CONFIGURE_QUEUE = Statement("""
+    select queue.configure_queue(cast(:name as text), cast(:options as jsonb))
+""")
+
+WORKERS = Statement("""
+    select id, name, queues, info, is_alive, running, registered_at, last_seen_at, dead_after,
+      clock_timestamp() - last_seen_at as silent_for, clock_timestamp() - registered_at as up_for
+    from queue.workers order by id
+""")
+
+STATS = Statement("select * from queue.stats()")
+
+HEALTH = Statement("select * from queue.health()")
+
+CHECK = Statement("select * from queue.check()")
+
+REAP = Statement("select * from queue.reap()")
+
+TICK_ONCE = Statement("select * from queue.tick()")
+
+PRUNE = Statement("""
+    select jobs from queue.prune(
+      cast(:max_jobs as integer), cast(:state as text), cast(cast(:older_than as text) as interval))
+      as jobs
 """)
 
 # Installing
@@ -135,6 +321,11 @@ MIGRATE = Statement("select * from queue.migrate()")
 def listen(channel: str) -> Statement:
     """Return LISTEN, the one command that is no call of a function."""
     return Statement('listen "{}"'.format(channel.replace('"', '""')))
+
+
+def unlisten(channel: str) -> Statement:
+    """Return what undoes LISTEN."""
+    return Statement('unlisten "{}"'.format(channel.replace('"', '""')))
 
 
 # The demo's own tables, and what it shows

@@ -7,17 +7,34 @@ import datetime as dt
 import inspect
 import sys
 import typing
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Unpack,
+    overload,
+)
+
+import psycopg
 
 from ._codec import TAG
 from ._context import running_job
-from ._errors import DecodeError
+from ._errors import DecodeError, UnknownTask
 from ._execute import AnyAsyncConnection, AnyConnection
-from ._options import DeferOptions, Settings, defer_object, defer_parameters
+from ._handling import Handling, HandlingOptions
+from ._options import DeferOptions, Settings, TaskOptions, defer_object, defer_parameters
 
 if TYPE_CHECKING:
+    import sqlalchemy.ext.asyncio as sa_async
+    import sqlalchemy.orm as sa_orm
+
     from ._app import App
 
 # What the args of a recurring run have beside its schedule's: the time that it is for, as text.
@@ -39,6 +56,16 @@ class Job(Generic[R_co]):
 
     def __int__(self) -> int:
         return self.id
+
+    def result(self, timeout: float | None = None) -> R_co:
+        """Wait until it has succeeded, and return its result: as `App.result`."""
+        found: R_co = self.app.result(self, timeout)
+        return found
+
+    async def result_async(self, timeout: float | None = None) -> R_co:  # noqa: ASYNC109
+        """As `result`, for asyncio."""
+        found: R_co = await self.app.result_async(self, timeout)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +94,12 @@ class _Parameters:
     wants_moment: bool
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> _Parameters:
+    def of(cls, function: Callable[..., Any], *, has_connection: bool = False) -> _Parameters:
+        """Read them; `has_connection`: the first one is no argument of the job's."""
         signature = inspect.signature(function)
+        if has_connection:
+            _, *others = signature.parameters.values()
+            signature = signature.replace(parameters=others)
         parameters = signature.parameters.values()
         by_kind = {
             kind: [p for p in parameters if p.kind is kind]
@@ -171,7 +202,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def module_name(module: str) -> str:
     """Return a module's name; for the program itself the one that others would import it by."""
-    if module == "__main__":
+    if module in ("__main__", "__mp_main__"):
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         if spec is not None:
@@ -262,16 +293,25 @@ class Task(Generic[P, R]):
         self.app = app
         self.function = function
         self.name = name
-        self.settings = Settings.of(options)
-        self.parameters = _Parameters.of(function)
+        self.handling, rest = Handling.split(options)
+        self.handling.check(is_async=self.is_async, qualname=function.__qualname__)
+        self.settings = Settings.of(rest)
+        self.parameters = _Parameters.of(function, has_connection=bool(self.handling.transactional))
         self._plain: Configured[P, R] = Configured(self, {}, None)
         self.__doc__ = function.__doc__
         self.__name__ = getattr(function, "__name__", name)
         self.__module__ = function.__module__
         self.__wrapped__ = function
+        _tasks[self.module, name] = self
 
     def __repr__(self) -> str:
         return f"<task {self.name}>"
+
+    @property
+    def module(self) -> str:
+        """The module that a child process must import to have the task."""
+        module = self.function.__module__
+        return "__mp_main__" if module == "__main__" else module
 
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Return the JSON of a call's arguments. Raises TypeError, EncodeError."""
@@ -323,6 +363,17 @@ class Task(Generic[P, R]):
         return await self._plain.defer_many_async(calls)
 
 
+_tasks: weakref.WeakValueDictionary[tuple[str, str], Task[..., Any]] = weakref.WeakValueDictionary()
+
+
+def find_task(module: str, name: str) -> Task[..., Any]:
+    """Return a task that a module which has been imported defines. Raises UnknownTask."""
+    try:
+        return _tasks[module, name]
+    except KeyError:
+        raise UnknownTask(f"importing {module} defines no task {name!r}") from None
+
+
 class SyncTask(Task[P, R]):
     """A task whose function is no coroutine: workers run it in a thread."""
 
@@ -343,6 +394,40 @@ class AsyncTask(Task[P, R]):
         """Call the function, here and now."""
         coroutine: Coroutine[Any, Any, R] = self.function(*args, **kwargs)
         return coroutine
+
+
+class AllTaskOptions(TaskOptions, HandlingOptions, total=False):
+    """What App.task takes: what is registered, and what only the worker knows."""
+
+
+class ConnectionDecorator(Protocol):
+    """What `App.task(transactional=True)` returns."""
+
+    @overload
+    def __call__(
+        self,
+        function: Callable[Concatenate[psycopg.AsyncConnection[Any], P], Coroutine[Any, Any, R]],
+        /,
+    ) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[psycopg.Connection[Any], P], R], /
+    ) -> SyncTask[P, R]: ...
+
+
+class SessionDecorator(Protocol):
+    """What `App.task(transactional=sessionmaker)` returns."""
+
+    @overload
+    def __call__(
+        self,
+        function: Callable[Concatenate[sa_async.AsyncSession, P], Coroutine[Any, Any, R]],
+        /,
+    ) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[sa_orm.Session, P], R], /
+    ) -> SyncTask[P, R]: ...
 
 
 class TaskDecorator:

@@ -15,6 +15,7 @@ import asyncio
 import collections
 import contextlib
 import contextvars
+import datetime as dt
 import functools
 import json
 import logging
@@ -24,28 +25,27 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import psycopg
 
 from . import _outcome, _sql
-from ._context import JobAborted, JobContext, RetryLater, _current
-from ._errors import (
-    DecodeError,
-    PgDeferError,
-    UnknownTask,
-    WorkerGone,
-    sqlstate_of,
-    translate,
-)
+from ._attempt import STOPPED, TIMED_OUT, Call, failed, outcome_of, run, run_async
+from ._connect import AsyncPool, SyncPool
+from ._context import JobContext
+from ._errors import PgDeferError, UnknownTask, WorkerGone, describe, sqlstate_of, translate
 from ._link import Backoff, Heart, Link, Listener, LostError
+from ._options import interval_text
+from ._processes import Processes
+from ._slots import Slots, arrange
+from ._suspects import Suspects
 from ._task import Task
 from ._threads import Threads
 
 if TYPE_CHECKING:
     from ._app import App
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "WorkerOptions"]
 
 log = logging.getLogger("pgdefer.worker")
 
@@ -59,9 +59,6 @@ GRACE = 1.0
 # When claims of an answer that was lost are looked for: the lost call may be under way still.
 SUSPICION = (0.0, 15.0, 120.0)
 
-STOPPED = "the worker stops"
-TIMED_OUT = "timed out"
-
 # Errors that no waiting mends: wrong rights, wrong version, nothing installed, wrong call.
 FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01", "28000", "28P01"})
 
@@ -70,36 +67,53 @@ FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01"
 SPOILT = frozenset({"22", "23", "54"})
 
 
-class Worker:
-    """Runs an app's jobs, `concurrency` at a time, of the queues named (patterns too; None: all).
+class WorkerOptions(TypedDict, total=False):
+    """What `Worker` takes beside the queues.
 
-    `shutdown_timeout` is how long `stop` lets running jobs go on, None without limit.
-    With `drain` the worker ends once it finds nothing to do. With `prune_schedules` it removes the
-    recurring runs that this app has registered before and no longer has.
+    `concurrency`: how many jobs run at once (20). Or `slots`: `N`, or `N:HORIZON` for N that only
+    take jobs whose deadline is nearer than 5s, 30m, 2h, 1d, 1w; `slots=["2:30m", 3]`.
+
+    `shutdown_timeout`: for how many seconds `stop` lets running jobs go on; None, the default:
+    until they end. `drain`: end once there is nothing to do.
+
+    `heartbeat_every` and `dead_after` (10 and 30 seconds): how often the worker says that it lives,
+    and after which silence its jobs are given to others. `jobs_per_process`: after how many jobs a
+    child process is replaced (100). `prune_schedules`: remove the recurring runs that this app has
+    registered before and no longer has.
     """
 
+    concurrency: int
+    slots: Sequence[int | str]
+    name: str | None
+    shutdown_timeout: float | None
+    drain: bool
+    heartbeat_every: float
+    dead_after: float
+    jobs_per_process: int
+    prune_schedules: bool
+
+
+class Worker:
+    """Runs an app's jobs, of the queues named (patterns too; None: all)."""
+
     def __init__(
-        self,
-        app: App,
-        queues: Sequence[str] | None = None,
-        *,
-        concurrency: int = 20,
-        name: str | None = None,
-        shutdown_timeout: float | None = None,
-        heartbeat_every: float = 10.0,
-        drain: bool = False,
-        prune_schedules: bool = False,
+        self, app: App, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]
     ) -> None:
-        if concurrency < 1:
+        if "slots" in options and "concurrency" in options:
+            raise ValueError("give slots or concurrency, not both")
+        if options.get("concurrency", 1) < 1:
             raise ValueError("concurrency must be at least 1")
         self.app = app
         self.queues = None if queues is None else list(queues)
-        self.concurrency = concurrency
-        self.name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self.shutdown_timeout = shutdown_timeout
-        self.heartbeat_every = heartbeat_every
-        self.drain = drain
-        self.prune_schedules = prune_schedules
+        self.slots = arrange(options.get("slots") or [options.get("concurrency", 20)])
+        self.concurrency = sum(slots.size for slots in self.slots)
+        self.name = options.get("name") or f"{socket.gethostname()}:{os.getpid()}"
+        self.shutdown_timeout = options.get("shutdown_timeout")
+        self.heartbeat_every = options.get("heartbeat_every", 10.0)
+        self.dead_after = options.get("dead_after", 30.0)
+        self.drain = options.get("drain", False)
+        self.prune_schedules = options.get("prune_schedules", False)
+        self.jobs_per_process = options.get("jobs_per_process", 100)
         #: The worker's id in the database while it is registered.
         self.id: int | None = None
         #: How many jobs have ended here, and how many were given back because the worker stopped.
@@ -113,6 +127,7 @@ class Worker:
         self._outcomes: list[tuple[JobContext, str]] = []
         self._sending: list[tuple[JobContext, str]] = []
         self._lone: JobContext | None = None
+        self._suspects = Suspects(self.heartbeat_every)
         self._background: set[asyncio.Task[Any]] = set()
         self._is_starting = False
         self._has_scheduled = False
@@ -144,8 +159,15 @@ class Worker:
         self._threads = Threads(self._loop, self.concurrency)
         self._link = Link(self.app.source)
         self._listener = Listener(self.app.source, self._on_hint, self._on_message)
+        self._pool = SyncPool(self.app.source, self.concurrency)
+        self._async_pool = AsyncPool(self.app.source, self.concurrency)
+        self._processes = Processes(self.app.source, self.jobs_per_process)
         self._heart = Heart(
-            self.app.source, self.heartbeat_every, self._on_abort, self._on_worker_gone
+            self.app.source,
+            self.heartbeat_every,
+            on_abort=self._on_abort,
+            on_gone=self._on_worker_gone,
+            on_suspects=self._on_suspects,
         )
         try:
             with self._signals() if handle_signals else contextlib.nullcontext():
@@ -198,6 +220,9 @@ class Worker:
         self._listener.close()
         self._link.close()
         self._threads.close()
+        await asyncio.to_thread(self._processes.close)
+        self._pool.close()
+        self._async_pool.close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -261,7 +286,9 @@ class Worker:
             "client": f"pgdefer {_version()}",
             "python": platform.python_version(),
             "concurrency": self.concurrency,
+            "slots": [str(slots) for slots in self.slots],
             "heartbeat_every": self.heartbeat_every,
+            "dead_after": interval_text(dt.timedelta(seconds=self.dead_after)),
             "listen": self._listens,
         }
         rows = await self._ask(
@@ -287,12 +314,17 @@ class Worker:
                 await self._idle(free)
             elif self._is_stopping and not self._running:
                 return
+            elif self._holds_back():
+                if self._running or self._claimed:
+                    await self._wait(1.0)
+                elif not await self._fetch_alone():
+                    self._suspects.done()
             else:
                 # All slots are taken, or there are to be no more: until an outcome comes.
                 await self._wait(None)
                 self._is_drained = False
 
-    async def _idle(self, free: int) -> None:
+    async def _idle(self, free: list[Slots]) -> None:
         """Wait until it is worth while to look again: first for moments, then asleep."""
         if self._polls:
             self._polls -= 1
@@ -305,12 +337,17 @@ class Worker:
         else:
             await self._sleep(free)
 
-    def _free(self) -> int:
-        if self._is_stopping or self._lone is not None:
-            return 0
-        return self.concurrency - len(self._running) - len(self._claimed)
+    def _free(self) -> list[Slots]:
+        """Return the slots to fetch jobs for."""
+        if self._is_stopping or self._lone is not None or self._holds_back():
+            return []
+        return [slots for slots in self.slots if slots.free]
 
-    async def _sleep(self, free: int) -> None:
+    def _holds_back(self) -> bool:
+        """Whether this worker runs dry, so that jobs that crashed can run alone."""
+        return not self._is_stopping and self._suspects.holds_back(self._loop.time())
+
+    async def _sleep(self, free: list[Slots]) -> None:
         """Sleep until there may be something to do."""
         self._was_hinted = False
         self._is_drained = False
@@ -335,11 +372,16 @@ class Worker:
         """Fetch one of the jobs that nothing else may run beside: those that crashed before."""
         worker = self._registered()
         rows = await self._ask(
-            _sql.FETCH, worker=worker, queues=self.queues, max_jobs=1, options='{"alone": true}'
+            _sql.FETCH,
+            worker=worker,
+            queues=self.queues,
+            max_jobs=1,
+            options=self.slots[-1].options(alone=True),
         )
         if not rows or self.id != worker:
             return False
-        job = self._lone = JobContext(self.app, *rows[0])
+        self._suspects.ran()
+        job = self._lone = JobContext(self.app, rows[0])
         if self._is_stopping:
             self._give_back(job)
         else:
@@ -351,63 +393,73 @@ class Worker:
             return await listener.before_sleep(self._registered(), self.queues)
         except psycopg.Error as error:
             self._raise_translated(error)
-            log.warning("the worker polls: %s", error)
+            log.warning("the worker polls: %s", describe(error))
             return 1.0
 
     async def _tick(self) -> None:
         try:
             await self._listener.tick()
         except (LostError, psycopg.Error) as error:
-            log.warning("tick: %s", error)
+            log.warning("tick: %s", describe(error))
         self._on_hint()
 
-    async def _round_trip(self, free: int) -> int:
-        """Send the outcomes there are, ask for `free` jobs; return how many came."""
-        worker = self._registered()
-        if not self._outcomes:
-            rows = await self._ask(
-                _sql.FETCH, worker=worker, queues=self.queues, max_jobs=free, options=None
-            )
-        else:
-            self._sending, self._outcomes = self._outcomes, []
-            try:
-                if free:
-                    rows = await self._ask(
-                        _sql.FINISH_AND_FETCH,
-                        worker=worker,
-                        outcomes=_array(self._sending),
-                        queues=self.queues,
-                        max_jobs=free,
-                        options=None,
-                    )
-                else:
-                    await self._finish(self._sending)
-                    rows = []
-            except (LostError, asyncio.CancelledError):
-                # Sent again: what was written down already will be refused, and dropped.
-                self._outcomes[:0] = self._sending
-                raise
-            except psycopg.Error as error:
-                await self._send_apart(error)
-                self._on_hint()
-                return 0
-            finally:
-                self._sending = []
-        if self.id != worker:
-            # Given up for dead meanwhile: these claims are others' by now.
+    async def _round_trip(self, free: list[Slots]) -> int:
+        """Send the outcomes there are, ask for jobs for free slots; return how many came."""
+        if not free:
+            await self._exchange(None)
             return 0
-        found = len(rows)
-        self._is_drained = found < free
+        found = 0
+        is_drained = True
+        for slots in free:
+            asked = slots.free
+            came = await self._exchange(slots)
+            found += came
+            is_drained = is_drained and came < asked
+        self._is_drained = is_drained
         if found:
-            self._take(rows)
             self._polls = LINGER_POLLS
             if self._listener.is_latched:
-                self._spawn(self._listener.after_sleep(worker))
+                self._spawn(self._listener.after_sleep(self._registered()))
         return found
+
+    async def _exchange(self, slots: Slots | None) -> int:
+        """Send the outcomes, and ask for as many jobs as there are slots; in one round trip."""
+        worker = self._registered()
+        rows: list[tuple[Any, ...]] = []
+        asked = (
+            {}
+            if slots is None
+            else {
+                "worker": worker,
+                "queues": self.queues,
+                "max_jobs": slots.free,
+                "options": slots.options(),
+            }
+        )
+        self._sending, self._outcomes = self._outcomes, []
+        try:
+            if not self._sending:
+                rows = await self._ask(_sql.FETCH, **asked)
+            elif asked:
+                outcomes = _array(self._sending)
+                rows = await self._ask(_sql.FINISH_AND_FETCH, outcomes=outcomes, **asked)
+            else:
+                await self._finish(self._sending)
+        except (LostError, asyncio.CancelledError):
+            # Sent again: what was written down already will be refused, and dropped.
+            self._outcomes[:0] = self._sending
+            raise
+        except psycopg.Error as error:
+            await self._send_apart(error)
+            self._on_hint()
+        finally:
+            self._sending = []
+        # Given up for dead meanwhile, these claims are others' by now.
+        return self._take(rows, slots) if slots is not None and self.id == worker else 0
 
     async def _send_apart(self, error: psycopg.Error) -> None:
         """Send the outcomes without asking for jobs; where one spoils the call, each alone."""
-        log.warning("outcomes were refused: %s", error)
+        log.warning("outcomes were refused: %s", describe(error))
         sending = self._sending
         try:
             try:
@@ -428,7 +480,7 @@ class Worker:
             try:
                 await self._finish([(job, text)])
             except psycopg.Error as error:
-                log.error("the outcome of %r was refused: %s", job, error)
+                log.error("the outcome of %r was refused: %s", job, describe(error))
                 if (sqlstate_of(error) or "")[:2] not in SPOILT:
                     self._outcomes.append((job, outcome))
                     return
@@ -445,14 +497,20 @@ class Worker:
             if error is not None:
                 _log_refused(id, claim, error)
 
-    def _take(self, rows: Iterable[tuple[Any, ...]]) -> None:
+    def _take(self, rows: Sequence[tuple[Any, ...]], slots: Slots) -> int:
+        """Take in what was fetched; return how many jobs."""
         app = self.app
         claimed = self._claimed
+        before = len(claimed)
         for row in rows:
             if len(row) == 14 and row[13] is not None:
                 _log_refused(row[0], row[1], row[13])
             else:
-                claimed.append(JobContext(app, *row))
+                job = JobContext(app, row[:13])
+                job._slots = slots
+                claimed.append(job)
+        taken = len(claimed) - before
+        slots.used += taken
         if self._is_stopping:
             # They were asked for before.
             while claimed:
@@ -460,6 +518,7 @@ class Worker:
         elif claimed and not self._is_starting:
             self._is_starting = True
             self._start_some()
+        return taken
 
     async def _ask(self, statement: _sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
         """Call on the main connection; what can be retried is, what can't is raised as ours."""
@@ -470,7 +529,7 @@ class Worker:
                 if "outcomes" in parameters:
                     raise
                 self._raise_translated(error)
-                log.warning("trying again: %s", error)
+                log.warning("trying again: %s", describe(error))
                 await self._pause(0.2)
 
     def _raise_translated(self, error: psycopg.Error) -> None:
@@ -485,7 +544,7 @@ class Worker:
         try:
             rows = await self._link.call(_sql.CLAIMS, worker=self._registered())
         except psycopg.Error as error:
-            log.warning("claims whose answer was lost can't be looked for: %s", error)
+            log.warning("claims whose answer was lost can't be looked for: %s", describe(error))
             return
         known = {(job.id, job.claim) for job in [*self._running, *self._claimed]}
         known |= {(job.id, job.claim) for job, _ in self._outcomes}
@@ -539,13 +598,17 @@ class Worker:
             if reason is not None:
                 self._abort(job, reason)
 
+    def _on_suspects(self, count: int) -> None:
+        self._suspects.seen(count, self._loop.time())
+
     def _on_worker_gone(self, worker: int | None) -> None:
         """Abort everything: our claims are others' by now. The pump registers again."""
         if worker is None or worker != self.id:
             return
         log.error("worker %d was given up for dead: its jobs are aborted", worker)
         self.id = None
-        self._claimed.clear()
+        while self._claimed:
+            self._leave(self._claimed.popleft())
         for job in list(self._running):
             self._abort(job, "the claim was lost")
         self._wake()
@@ -576,135 +639,63 @@ class Worker:
         self._running.add(job)
         if task is None:
             error = UnknownTask(f"the task {job.task!r} isn't known to this worker")
-            self._ended(job, self._failed(job, error, retryable=False))
+            self._ended(job, failed(job, None, error))
             return
         if job.timeout is not None:
             seconds = job.timeout.total_seconds()
             job._timer = self._loop.call_later(seconds, self._abort, job, TIMED_OUT)
-        if task.is_async or self.app.codec.how(job._stored) == "async":
+        if task.is_async:
+            job._runner = self._loop.create_task(self._run(job, task))
+        elif task.handling.run_in == "process":
+            job._is_in_process = True
+            self._submit(job, functools.partial(self._processes.run, job, task))
+        elif self.app.codec.how(job._stored) == "async":
             job._runner = self._loop.create_task(self._run(job, task))
         else:
-            self._submit(job, task, None)
+            self._submit(job, functools.partial(run, job, task, self._pool, None))
 
     async def _run(self, job: JobContext, task: Task[..., Any]) -> None:
         """Run a coroutine; for others only fetch what the arguments stand for."""
-        codec = self.app.codec
-        _current.set(job)
-        try:
-            how = codec.how(job._stored)
-            if how == "plain":
-                args = codec.decode_stored(job._stored)
-            elif how == "thread":
-                args = await asyncio.to_thread(codec.decode_stored, job._stored)
-            else:
-                args = await codec.decode_stored_async(job._stored)
-            given, named = task.parameters.unbind(args)
-            if not task.is_async:
-                self._submit(job, task, (given, named))
-                return
-            result = await task.function(*given, **named)
-        except BaseException as error:
-            outcome = self._outcome_of(job, error)
+        ended: str | Call | None = await run_async(job, task, self._async_pool)
+        if isinstance(ended, tuple):
+            job._runner = None
+            self._submit(job, functools.partial(run, job, task, self._pool, ended))
         else:
-            outcome = self._success(job, result)
-        self._ended(job, outcome)
+            self._ended(job, ended)
 
-    def _submit(
-        self,
-        job: JobContext,
-        task: Task[..., Any],
-        call: tuple[list[Any], dict[str, Any]] | None,
-    ) -> None:
-        """Run a function in a thread."""
-        job._runner = None
+    def _submit(self, job: JobContext, function: Callable[[], str | None]) -> None:
+        """Run a job in a thread."""
         context = contextvars.copy_context()
 
         def work() -> Callable[[], None]:
-            outcome = context.run(self._run_in_thread, job, task, call)
-            return functools.partial(self._ended, job, outcome)
+            return functools.partial(self._ended, job, context.run(function))
 
         self._threads.submit(work)
 
-    def _run_in_thread(
-        self,
-        job: JobContext,
-        task: Task[..., Any],
-        call: tuple[list[Any], dict[str, Any]] | None,
-    ) -> str:
-        _current.set(job)
-        try:
-            given, named = call or task.parameters.unbind(self.app.codec.decode_stored(job._stored))
-            result = task.function(*given, **named)
-        except BaseException as error:
-            return self._outcome_of(job, error)
-        return self._success(job, result)
-
-    def _success(self, job: JobContext, result: object) -> str:
-        if result is None:
-            return _outcome.succeeded(job.id, job.claim)
-        if isinstance(result, RetryLater):
-            return self._yielded(job, result)
-        return _outcome.succeeded(job.id, job.claim, result, self.app.codec)
-
-    def _yielded(self, job: JobContext, asked: RetryLater) -> str:
-        try:
-            return _outcome.retry_later(job.id, job.claim, asked)
-        except Exception as error:
-            return self._failed(job, error)
-
-    def _outcome_of(self, job: JobContext, error: BaseException) -> str:
-        """Return the outcome of a handler that raised."""
-        reason = job._abort
-        if isinstance(error, RetryLater):
-            return self._yielded(job, error)
-        if isinstance(error, asyncio.CancelledError | JobAborted) and reason is not None:
-            if reason == STOPPED:
-                self.given_back += 1
-                return _outcome.released(job.id, job.claim)
-            if reason == TIMED_OUT:
-                assert job.timeout is not None
-                late = TimeoutError(f"not done within {job.timeout}").with_traceback(
-                    error.__traceback__
-                )
-                return self._failed(job, late, outcome="timed_out")
-            log.info("%r was aborted: %s", job, reason)
-            cause = JobAborted(reason).with_traceback(error.__traceback__)
-            return _outcome.aborted(job.id, job.claim, cause)
-        if isinstance(error, JobAborted):
-            log.info("%r gave up: %s", job, error)
-            return _outcome.aborted(job.id, job.claim, error)
-        return self._failed(job, error, retryable=not isinstance(error, DecodeError))
-
-    def _failed(
-        self,
-        job: JobContext,
-        error: BaseException,
-        *,
-        retryable: bool = True,
-        outcome: str | None = None,
-    ) -> str:
-        log.warning("%r failed", job, exc_info=error if error.__traceback__ else None)
-        options: dict[str, object] = {}
-        if not retryable:
-            options["retryable"] = False
-        if outcome is not None:
-            options["outcome"] = outcome
-        return _outcome.failed(job.id, job.claim, error, options)
-
-    def _ended(self, job: JobContext, outcome: str) -> None:
+    def _ended(self, job: JobContext, outcome: str | None) -> None:
+        """Take in a job's outcome; None: it has been written already."""
         job._runner = None
         if job._timer is not None:
             job._timer.cancel()
             job._timer = None
-        if job is self._lone:
-            self._lone = None
         if job._is_released:
             return
-        self._running.discard(job)
-        self._outcomes.append((job, outcome))
+        self._leave(job)
+        if outcome is not None:
+            self._outcomes.append((job, outcome))
+        if job._abort == STOPPED and outcome == _outcome.released(job.id, job.claim):
+            self.given_back += 1
         self.finished += 1
-        if self._waiter is not None:
-            _resolve(self._waiter, True)
+        self._wake()
+
+    def _leave(self, job: JobContext) -> None:
+        """Free the job's slot."""
+        self._running.discard(job)
+        if job is self._lone:
+            self._lone = None
+        if job._slots is not None:
+            job._slots.used -= 1
+            job._slots = None
 
     def _abort(self, job: JobContext, reason: str) -> None:
         """Tell a job to end: a coroutine is cancelled, others find out by should_abort."""
@@ -714,16 +705,26 @@ class Worker:
                 # One that has not begun ends without a word.
                 job._runner.add_done_callback(functools.partial(self._never_began, job))
                 job._runner.cancel(reason)
+            elif job._is_in_process:
+                self._processes.tell(job, reason)
+                self._loop.call_later(GRACE, self._kill, job)
+
+    def _kill(self, job: JobContext) -> None:
+        """End the process of a job that was told to end."""
+        if job in self._running:
+            self._processes.kill(job)
+            self._loop.call_later(GRACE, self._kill, job)
 
     def _never_began(self, job: JobContext, runner: asyncio.Task[None]) -> None:
         if job in self._running and job._runner is runner:
-            self._ended(job, self._outcome_of(job, asyncio.CancelledError()))
+            task = self.app.tasks.get(job.task)
+            self._ended(job, outcome_of(job, task, asyncio.CancelledError()))
 
     def _give_back(self, job: JobContext) -> None:
         if not job._is_released:
             job._is_released = True
             self.given_back += 1
-            self._running.discard(job)
+            self._leave(job)
             self._outcomes.append((job, _outcome.released(job.id, job.claim)))
             self._wake()
 

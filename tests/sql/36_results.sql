@@ -1,6 +1,6 @@
 -- Results: what became of a job, and how to wait for it. That the notification comes: tests/py/races/test_results.py.
 
-select plan(41);
+select plan(32);
 
 select queue.register_worker('w') as worker \gset
 
@@ -14,12 +14,15 @@ end $$;
 create function pg_temp.result(id bigint) returns text language sql as $$
   select concat_ws(' | ', r.state, r.result, r.error) from queue.result(result.id) r
 $$;
+-- The job's row of await_result; the time in steps: soon, later, 5 s.
 create function pg_temp.await(id bigint) returns text language sql as $$
-  select concat_ws(' | ', r.state, r.result, r.error, r.channel, r.wait_for) from queue.await_result(await.id) r
+  select concat_ws(' | ', r.state, r.result, r.error, r.channel,
+    case when r.wait_for = '20 ms' then 'soon' when r.wait_for between '20 ms' and '4.9 s' then 'later' when r.wait_for = '5 s' then '5 s' end)
+  from queue.await_result(await.id) r
 $$;
--- Whether its end will be told.
-create function pg_temp.is_marked(id bigint) returns boolean language sql as $$
-  select v.flags & 4096 <> 0 from queue.live v where v.id = is_marked.id
+-- Makes waiting for a job have begun a minute ago.
+create procedure pg_temp.age(id bigint) language sql as $$
+  update queue.awaited a set since = a.since - interval '1 minute' where a.id = age.id
 $$;
 
 -- result
@@ -52,86 +55,62 @@ select is(pg_temp.await(:id), 'succeeded | null', 'a job that has ended: nothing
 select is_empty('select from queue.awaited', 'and nothing is noted');
 select is(pg_temp.refusal('select queue.await_result(123456)'), 'QJ001', 'a job that is not there');
 select queue.defer('t') as id \gset
-select is(pg_temp.await(:id), format('ready | pgdefer_result_%s | 00:00:00.02', :id), 'not admitted yet: ask again soon');
-select queue.tick() \g /dev/null
-select is(pg_temp.is_marked(:id), true, 'admission marks it');
-select is(pg_temp.await(:id), format('ready | pgdefer_result_%s | 00:00:05', :id), 'so that its end is told');
-select is(pg_temp.await(:id), format('ready | pgdefer_result_%s | 00:00:05', :id), 'another may wait, too');
+select is(pg_temp.await(:id), format('ready | pgdefer_result_%s | soon', :id), 'one that has not: ask again soon, an end may be under way');
+select is((select s.last_value from queue.awaited_seq s), :id::bigint, 'from now on ends look whether somebody waits');
+call pg_temp.age(:id);
+select is(pg_temp.await(:id), format('ready | pgdefer_result_%s | 5 s', :id), 'then seldom');
+select is((select count(*) from queue.awaited), 1::bigint, 'it is noted once');
 select claim from queue.fetch(:worker) \gset
-select is(pg_temp.is_marked(:id), true, 'the mark stays while it runs');
 select queue.fail(:id, :claim, 'no luck', options => '{"retry_in": 0}') \g /dev/null
 select queue.tick() \g /dev/null
-select is(pg_temp.is_marked(:id), true, 'and when it is retried');
+select is(pg_temp.await(:id), format('ready | no luck | pgdefer_result_%s | 5 s', :id), 'a failure that is retried is not the end');
 select claim from queue.fetch(:worker) \gset
+begin;
 select queue.succeed(:id, :claim, '1') \g /dev/null
-select is(pg_temp.await(:id), 'succeeded | 1', 'it ends');
-select is_empty('select from queue.awaited', 'and whoever waited is forgotten');
-
--- in a gate
-select queue.defer('t', scheduled_at => clock_timestamp() + interval '1 hour') as id \gset
-select queue.tick() \g /dev/null
-select is(pg_temp.await(:id), format('scheduled | pgdefer_result_%s | 00:00:00.02', :id), 'a job in a gate');
-select is(pg_temp.await(:id), format('scheduled | pgdefer_result_%s | 00:00:05', :id), 'from the second call on it can''t be missed');
-select queue.reschedule(:id) \g /dev/null
-select is(pg_temp.is_marked(:id), true, 'is marked when it becomes ready');
-select queue.cancel(:id) \g /dev/null
-select is(pg_temp.await(:id), 'cancelled', 'a cancel ends it');
-select is_empty('select from queue.awaited', 'and tells');
-select queue.defer('t', lock => 'l') as first, queue.defer('t', lock => 'l') as id \gset
-select queue.tick() \g /dev/null
-select is(pg_temp.await(:id), format('blocked | pgdefer_result_%s | 00:00:00.02', :id), 'one that waits for its lock');
-select is(pg_temp.await(:id), format('blocked | pgdefer_result_%s | 00:00:05', :id), 'the same');
-select claim from queue.fetch(:worker) \gset
-select queue.succeed(:first, :claim) \g /dev/null
-select queue.tick() \g /dev/null
-select is(pg_temp.is_marked(:id), true, 'its turn marks it');
-select is((select r.outcome from queue.delete(array[:id::bigint]) r), 'deleted', 'it is deleted');
-select is(pg_temp.refusal(format('select queue.await_result(%s)', :id)), 'QJ001', 'which whoever waits learns by an error');
-select is_empty('select from queue.awaited', 'and forgotten');
-
--- needed and awaited at once, finished in a batch, and in the handler's own transaction
-select queue.defer('t') as id \gset
-select queue.tick() \g /dev/null
-select queue.await_result(:id) \g /dev/null
-select queue.defer('d', needs => array[:id::bigint]) as dependent \gset
-select claim from queue.fetch(:worker) \gset
-select queue.finish_many(jsonb_build_array(jsonb_build_object('id', :id, 'claim', :claim, 'outcome', 'succeeded'))) \g /dev/null
-select queue.tick() \g /dev/null
-select is(pg_temp.result(:dependent), 'ready', 'its dependent goes');
-select is_empty('select from queue.awaited', 'and its waiter is told');
-select claim from queue.fetch(:worker) \gset
-select queue.await_result(:dependent) \g /dev/null
-begin;
-select queue.succeed(:dependent, :claim) \g /dev/null
 rollback;
-select is((select count(*) from queue.awaited), 1::bigint, 'an end that is rolled back tells nobody');
-begin;
-select queue.succeed(:dependent, :claim) \g /dev/null
-commit;
-select is_empty('select from queue.awaited', 'one that commits does');
+select is((select count(*) from queue.awaited), 1::bigint, 'nor is one that is rolled back');
+select queue.succeed(:id, :claim, '1') \g /dev/null
+select is(pg_temp.await(:id), 'succeeded | 1', 'success is');
+select is_empty('select from queue.awaited', 'and whoever waited is told');
+create function pg_temp.awaited() returns bigint language sql as $$ select queue.defer('t', scheduled_at => clock_timestamp() + interval '1 hour') $$;
+select pg_temp.awaited() as id \gset
+select pg_temp.await(:id) \g /dev/null
+select queue.cancel(:id) \g /dev/null
+select is_empty('select from queue.awaited', 'of a cancel');
+select pg_temp.awaited() as id \gset
+select pg_temp.await(:id) \g /dev/null
+select is((select r.outcome from queue.fail_jobs(array[:id::bigint]) r), 'failed', 'a job is failed by hand');
+select is_empty('select from queue.awaited', 'of that');
+select pg_temp.awaited() as id \gset
+select pg_temp.await(:id) \g /dev/null
+select is((select r.outcome from queue.delete(array[:id::bigint]) r), 'deleted', 'one is deleted');
+select is_empty('select from queue.awaited', 'of that');
+select is(pg_temp.refusal(format('select queue.await_result(%s)', :id)), 'QJ001', 'which whoever waits learns by an error');
+select queue.defer('t') as a, queue.defer('t') as b, queue.defer('t') as c \gset
+select pg_temp.await(:b) \g /dev/null
+select queue.fetch(:worker, max_jobs => 3) \g /dev/null
+select count(*) from queue.finish_many((select jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', 'succeeded')) from queue.jobs j where j.claim is not null)) \g /dev/null
+select is_empty('select from queue.awaited', 'of a batch');
 
 -- Without notifications
 set pgdefer.notify = off;
 select queue.defer('t') as id \gset
-select queue.tick() \g /dev/null
-select is(pg_temp.await(:id), 'ready | 00:00:01', 'where they are switched off there is no channel, and polling is all');
+select is(pg_temp.await(:id), 'ready | soon', 'where they are switched off there is no channel');
+call pg_temp.age(:id);
+select is((select r.wait_for from queue.await_result(:id) r), interval '1 s', 'and polling is all');
 reset pgdefer.notify;
-select is(pg_temp.await(:id), format('ready | pgdefer_result_%s | 00:00:05', :id), 'and elsewhere there is');
+
+-- A row that an end has missed goes with the job
+update queue.job set options = '{"retain": "0 s"}', flags = 512 where id = :id;
+select setval('queue.awaited_seq', 1) \g /dev/null
+select claim from queue.fetch(:worker) \gset
+select queue.succeed(:id, :claim) \g /dev/null
+select is((select count(*) from queue.awaited a where a.id = :id), 1::bigint, 'an end that did not look');
+select queue.prune() \g /dev/null
+select is_empty('select from queue.awaited', 'leaves a row until the job is pruned');
 
 -- Who may
-select is((select array_agg(k order by k) from unnest('{producer,worker,operator,reader}'::text[]) k, queue._grants(k) g where 'result' = any (g.functions)),
-          '{operator,producer,reader,worker}', 'everybody may see results');
-select is((select array_agg(k order by k) from unnest('{producer,worker,operator,reader}'::text[]) k, queue._grants(k) g where 'await_result' = any (g.functions)),
-          '{producer,worker}', 'those who defer may wait for them');
-
--- A waiter that nobody could tell is forgotten with the job
-select queue.defer('t', options => '{"retain": "0 s"}') as id \gset
-select queue.await_result(:id) \g /dev/null
-select claim from queue.fetch(:worker, options => jsonb_build_object('ids', jsonb_build_array(:id))) \gset
-update queue.live set flags = flags & ~4096 where id = :id;
-select queue.succeed(:id, :claim) \g /dev/null
-select is((select count(*) from queue.awaited a where a.id = :id), 1::bigint, 'it ended before it was marked');
-select queue.prune() \g /dev/null
-select is_empty(format('select from queue.awaited a where a.id = %s', :id), 'and is pruned');
+select is((select string_agg(k || ' ' || f, ', ' order by k, f) from unnest('{producer,worker,operator,reader}'::text[]) k, queue._grants(k) g, unnest(g.functions) f where f in ('result', 'await_result')),
+          'operator result, producer await_result, producer result, reader result, worker await_result, worker result', 'whoever defers may wait');
 
 select * from finish();

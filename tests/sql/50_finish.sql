@@ -193,7 +193,7 @@ select is(pg_temp.spoilt(bad), '22023', 'malformed: ' || left(bad, 100)) from (v
   ('1'), ('null'), ('[]'), ('"text"'), ('{}'), ('{"id": 1, "claim": 1}'), ('{"id": 1, "outcome": "succeeded"}'), ('{"claim": 1, "outcome": "succeeded"}'),
   ('{"id": "one", "claim": 1, "outcome": "succeeded"}'), ('{"id": 1.5, "claim": 1, "outcome": "succeeded"}'), ('{"id": 1e30, "claim": 1, "outcome": "succeeded"}'),
   ('{"id": [1], "claim": 1, "outcome": "succeeded"}'), ('{"id": null, "claim": 1, "outcome": "succeeded"}'), ('{"id": 1, "claim": 1, "outcome": null}'),
-  ('{"id": 1, "claim": 1, "outcome": "done"}'), ('{"id": 1, "claim": 1, "outcome": "crashed"}'), ('{"id": 1, "claim": 1, "outcome": "retried"}'), ('{"id": 1, "claim": 1, "outcome": 1}'),
+  ('{"id": 1, "claim": 1, "outcome": "done"}'), ('{"id": 1, "claim": 1, "outcome": "exploded"}'), ('{"id": 1, "claim": 1, "outcome": "retried"}'), ('{"id": 1, "claim": 1, "outcome": 1}'),
   ('{"id": 1, "claim": 1, "outcome": "succeeded", "extra": 1}'), ('{"id": 1, "claim": 1, "outcome": "failed", "extra": 1}'),
   ('{"id": 1, "claim": 1, "outcome": "failed", "error": {"a": 1}}'), ('{"id": 1, "claim": 1, "outcome": "failed", "error": 1}'),
   ('{"id": 1, "claim": 1, "outcome": "retry_later", "message": []}'), ('{"id": 1, "claim": 1, "outcome": "retry_later", "at": "soon"}'),

@@ -1,6 +1,6 @@
 -- Recurring runs: what they defer, outages, overlap, pauses, changes, refusals, history.
 
-select plan(131);
+select plan(141);
 
 select queue.register_worker('w') as worker \gset
 
@@ -165,6 +165,15 @@ delete from queue.schedule_run r where r.name = 'overlap' and not is_manual;
 select pg_temp.outage('overlap', '2 hours') \g /dev/null
 select queue.tick() \g /dev/null
 select is((select count(*) from queue.schedule_runs r where r.name = 'overlap' and r.skipped = 'overlap'), 2::bigint, 'a job of run_now counts too');
+select pg_temp.work() \g /dev/null
+select queue.schedule('overlap', 'every 1 second', 'overlaps', options => '{"overlap": "skip", "catch_up": "all"}') \g /dev/null
+delete from queue.schedule_run r where r.name = 'overlap';
+select pg_temp.outage('overlap', '1 year') \g /dev/null
+select queue._run_due_schedules('-infinity', 1000) \g /dev/null
+select is((select count(*) from queue.jobs where task = 'overlaps'), 1::bigint, 'a long outage of a schedule without overlap is one job');
+select matches((select string_agg(coalesce(skipped, 'job') || coalesce(' ' || detail, ''), ', ' order by run_at) from queue.schedule_runs where name = 'overlap'),
+               '^job, overlap job \d+ is unfinished, .*overlap job \d+ is unfinished, for every run up to 20..-..-..T..:..:..\+00:00$', 'and ten runs in the history');
+select cmp_ok((select next_run_at from queue.schedules where name = 'overlap'), '>', clock_timestamp() - interval '5 s', 'not one for each second');
 select queue.unschedule('overlap') \g /dev/null
 select pg_temp.work() \g /dev/null
 
@@ -335,6 +344,32 @@ begin isolation level repeatable read;
 select is(pg_temp.refusal($$select queue.schedule('n', '@daily', 't')$$), 'QJ008 wrong isolation level', 'not in REPEATABLE READ');
 rollback;
 select lives_ok($$select queue.schedule(E'o''neill "*" \u00e9 {}', '@daily', E'\u4efb\u52a1 ''')$$, 'any name will do');
+
+-- Who may
+create role pgdefer_tap_schedules;
+create function pg_temp.may(kind text) returns text language plpgsql as $$
+begin
+  perform queue.grant_access('pgdefer_tap_schedules', kind);
+  return (select concat_ws(' ',
+    string_agg(p.proname, ' ' order by p.proname) filter (where has_function_privilege('pgdefer_tap_schedules', p.oid, 'execute')),
+    (select string_agg(c.relname, ' ' order by c.relname) from pg_class c
+     where c.relnamespace = 'queue'::regnamespace and c.relname ~ '^schedule' and c.relkind in ('r', 'v') and has_table_privilege('pgdefer_tap_schedules', c.oid, 'select')))
+    from pg_proc p where p.pronamespace = 'queue'::regnamespace
+      and p.proname in ('schedule', 'unschedule', 'run_now', 'enable_schedule', 'next_runs', '_run_schedules', '_run_due_schedules', '_defer_run'));
+end $$;
+select is(pg_temp.may('producer'), '', 'producers have nothing to do with schedules');
+select is(pg_temp.may('reader'), 'next_runs schedule_runs schedules', 'readers see them');
+select queue.revoke_access('pgdefer_tap_schedules') \g /dev/null
+select is(pg_temp.may('worker'), 'next_runs schedule unschedule schedules', 'workers register them');
+select queue.revoke_access('pgdefer_tap_schedules') \g /dev/null
+select is(pg_temp.may('operator'), 'enable_schedule next_runs run_now schedule unschedule schedule_runs schedules', 'operators may do all');
+set role pgdefer_tap_schedules;
+select lives_ok($$select queue.schedule('by role', '@daily', 't')$$, 'schedule as a role without rights on tables');
+select lives_ok($$select queue.run_now('by role')$$, 'run_now');
+select lives_ok($$select queue.tick()$$, 'tick');
+reset role;
+select queue.revoke_access('pgdefer_tap_schedules') \g /dev/null
+drop role pgdefer_tap_schedules;
 
 -- Under a held xmin each run leaves a dead row before the mark: so the look begins at the mark.
 set enable_seqscan = off;

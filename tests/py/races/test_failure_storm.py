@@ -1,8 +1,8 @@
 """Every way for a claim to end, at once: nothing is lost, run twice at a time, or left behind.
 
-Workers claim jobs with locks, keys, needs, queueing locks, timeouts and expiries, and end them in all
-ways, in time or as zombies; operators cancel, abort, hold, retry and prune; reapers reap what was
-given up for dead. A ledger outside the database sees who runs what.
+Workers claim jobs with locks, keys, needs, queueing locks, timeouts and expiries, and end them in
+all ways, in time or as zombies; operators cancel, abort, hold, retry and prune; reapers reap what
+was given up for dead. A ledger outside the database knows each claim, and who has ended it.
 """
 
 from __future__ import annotations
@@ -106,9 +106,10 @@ class Producer(Actor):
         needs = [self.some_id()] if dice.random() < 0.1 else None
         rows = self.ask(
             """
-            select * from queue.defer('t', lock => %s, concurrency_key => %s, concurrency_limit => 2,
-              queueing_lock => %s, needs => %s::bigint[], priority => %s, options => %s::jsonb || case
-              when %s then jsonb_build_object('expires_at', clock_timestamp() + '0.3 s') else '{}' end)
+            select * from queue.defer(
+              't', lock => %s, concurrency_key => %s, concurrency_limit => 2, queueing_lock => %s,
+              needs => %s::bigint[], priority => %s, options => %s::jsonb || case when %s
+                then jsonb_build_object('expires_at', clock_timestamp() + '0.3 s') else '{}' end)
             """,
             dice.choice([None, None, "a", "b"]),
             dice.choice([None, None, "k", "l"]),
@@ -233,11 +234,10 @@ class Reaper(Actor):
         if self.dice.random() < 0.3:
             self.ask(
                 """
-                with dead as (
-                  update queue.worker w set last_seen_at = w.last_seen_at - interval '1 hour'
-                  where w.id = (select w.id from queue.worker w where w.gone_at is null order by random() limit 1 for update skip locked)
-                  returning w.id)
-                select count(*) from dead
+                update queue.worker set last_seen_at = last_seen_at - interval '1 hour'
+                where id = (select w.id from queue.worker w where w.gone_at is null
+                            order by random() limit 1 for update skip locked)
+                returning id
                 """
             )
         self.ask(self.dice.choice(["select * from queue.reap()", "select * from queue.tick()"]))
@@ -301,7 +301,7 @@ def drain(conn: Connection) -> None:
 
 
 def test_storm(connect: Connect) -> None:
-    storm(connect, 5, seed=int(__import__("os").environ.get("SEED", 1)))
+    storm(connect, 5, seed=1)
 
 
 @pytest.mark.soak

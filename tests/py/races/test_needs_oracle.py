@@ -1,8 +1,8 @@
 """Needs against an oracle: a plain reading of the contract's section 7, which knows no SQL.
 
-The oracle keeps what was done to each job and derives every state from it, from scratch, each time. The
-queue must agree after every step, fetch exactly the jobs that the oracle calls ready, in order, and
-`queue.check()` must stay empty.
+The oracle keeps what was done to each job and derives every state from it, from scratch, each time.
+The queue must agree after every step, fetch exactly the jobs that the oracle calls ready, in order,
+and `queue.check()` must stay empty.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Job:
 class Oracle:
     """Section 7, read plainly.
 
-    Where it is silent: a need that a yield names for the first time, and whose state has changed since
-    the run began, counts as not satisfied then.
+    Where it is silent: a need that a yield names for the first time, and whose state has changed
+    since the run began, counts as not satisfied then.
     """
 
     def __init__(self):
@@ -479,6 +479,25 @@ def test_random_graphs(connection, seed):
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_random_graphs_for_long(connection, seed):
     Walk(connection, seed).run(400)
+
+
+def test_a_need_named_anew_that_had_ended_before_the_run(connection):
+    """Under any it was satisfied when the run began: the other is waited for."""
+    queue = Queue(connection)
+    job, ended = queue.defer(mode="any"), queue.defer()
+    queue.fetch(1, ids=[ended])
+    queue.end(ended, "succeeded")
+    queue.fetch(1, ids=[job])
+    pending, meanwhile = queue.defer(), queue.defer()
+    queue.end(job, "retry_later", needs=[ended, pending])
+    assert queue.states()[job] == "waiting"
+    queue.fetch(1, ids=[pending])
+    queue.end(pending, "succeeded")
+    queue.fetch(1, ids=[job])
+    queue.fetch(1, ids=[meanwhile])
+    queue.end(meanwhile, "succeeded")
+    queue.end(job, "retry_later", needs=[meanwhile, queue.defer()])
+    assert queue.states()[job] == "ready", "one that ended during the run is news"
 
 
 def test_circles_are_refused_with_their_path(connection):

@@ -131,20 +131,41 @@ def test_a_cancel_tells(conn, waiter):
 def test_nobody_else_is_told(conn, connect):
     """The end of a job that nobody waits for sends nothing, and takes no look at queue.awaited."""
     listener = connect()
-    awaited, other = (one(conn, "select queue.defer('t')") for _ in range(2))
-    tokens = dict(claim(conn, 2))
-    for number in (awaited, other):
+    first, other, awaited, last = (one(conn, "select queue.defer('t')") for _ in range(4))
+    tokens = dict(claim(conn, 4))
+    for number in (first, other, awaited, last):
         listener.execute(f"listen pgdefer_result_{number}")
-    conn.execute("select * from queue.await_result(%s)", [awaited])
     scans = "select pg_stat_get_xact_numscans('queue.awaited_pkey'::regclass)"
-    with conn.transaction():
-        before = one(conn, scans)
-        conn.execute("select queue.succeed(%s, %s)", [other, tokens[other]])
-        assert one(conn, scans) == before
-    conn.execute("select queue.succeed(%s, %s)", [awaited, tokens[awaited]])
+
+    def looks(number):
+        with conn.transaction():
+            before = one(conn, scans)
+            conn.execute("select queue.succeed(%s, %s)", [number, tokens[number]])
+            return one(conn, scans) - before
+
+    assert looks(first) == 0
+    conn.execute("select * from queue.await_result(%s)", [awaited])
+    assert looks(last) == 0
+    assert looks(other) > 0
+    assert looks(awaited) > 0
     told = list(listener.notifies(timeout=AT_ONCE, stop_after=1))
     assert [note.channel for note in told] == [f"pgdefer_result_{awaited}"]
     assert not list(listener.notifies(timeout=0.1))
+
+
+def test_a_client_that_waits_in_a_transaction_holds_nobody_up(conn, connect):
+    """It appends a row, and neither it nor whoever ends the job waits for the other."""
+    number = one(conn, "select queue.defer('t')")
+    [(_, token)] = claim(conn)
+    first, second = connect(), connect()
+    with first.transaction(), second.transaction():
+        for client in (first, second):
+            client.execute("set local lock_timeout = '1 s'")
+            client.execute("select * from queue.await_result(%s)", [number])
+        conn.execute("set lock_timeout = '1 s'")
+        conn.execute("select queue.succeed(%s, %s)", [number, token])
+        for client in (first, second):
+            assert one(client, "select state from queue.await_result(%s)", number) == "succeeded"
 
 
 def test_many_wait_for_many(dsn, conn, connect):
@@ -195,4 +216,3 @@ def test_many_wait_for_many(dsn, conn, connect):
         thread.join()
     assert len(polls) == 3
     assert len(slow) <= jobs // 50, (slow, polls)
-    assert one(conn, "select count(*) from queue.awaited") == 0

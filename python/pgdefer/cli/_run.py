@@ -1,51 +1,23 @@
-"""The command line: each command is a call of the library, or of one SQL function."""
+"""`pgdefer worker`, `install`, `version` and `demo`."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import psycopg
 import typer
-from rich.console import Console
 
-from . import App, IncompatibleClient, NotInstalled, PgDeferError, Worker, __version__
-from ._connect import Source
-from ._errors import translate
-from ._install import install, installed_version
+from pgdefer import App, Worker, __version__, _sql
+from pgdefer._connect import Source
+from pgdefer._install import install, installed_version
 
-__all__ = ["Exit", "main"]
-
-cli = typer.Typer(
-    name="pgdefer",
-    help="A job queue whose every rule lives in PostgreSQL.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-out = Console()
-err = Console(stderr=True)
-
-
-class Exit(enum.IntEnum):
-    """How a command ends."""
-
-    DONE = 0
-    ERROR = 1
-    USAGE = 2
-    UNREACHABLE = 3
-    NOT_INSTALLED = 4
-    INCOMPATIBLE = 5
-    NO_APP = 6
-    FORBIDDEN = 7
-    GAVE_BACK = 8
+from . import _show
+from ._base import DSN, AsJson, Exit, fail, out, reported, session
 
 
 class FormChoice(enum.StrEnum):
@@ -56,29 +28,23 @@ class FormChoice(enum.StrEnum):
     plain = "plain"
 
 
-DSN = Annotated[
-    str | None,
-    typer.Option(
-        "--dsn",
-        envvar="PGDEFER_DSN",
-        help="The database. Else libpq's PG* variables; else the embedded server.",
-        show_default=False,
-    ),
-]
+workers = typer.Typer(invoke_without_command=True)
 
 
-@cli.command()
-def worker(  # noqa: PLR0917 (options, which are given by name)
+@workers.callback()
+def worker(
+    context: typer.Context,
     app: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--app",
             "-A",
             envvar="PGDEFER_APP",
             metavar="MODULE[:NAME]",
             help="Where the App is, as package.module:name.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     dsn: DSN = None,
     queues: Annotated[
         list[str] | None,
@@ -110,10 +76,16 @@ def worker(  # noqa: PLR0917 (options, which are given by name)
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
-    """Run jobs. SIGTERM and SIGINT: let the running ones end; twice, or SIGQUIT: at once.
+    """Run jobs; `worker ls` lists the workers.
+
+    SIGTERM and SIGINT let the running ones end; twice, or SIGQUIT: they end at once.
 
     Ends with 8 where running jobs were given back because they did not end in time.
     """
+    if context.invoked_subcommand is not None:
+        return
+    if app is None:
+        fail(Exit.USAGE, "Missing option '--app' / '-A'.")
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -131,7 +103,7 @@ def worker(  # noqa: PLR0917 (options, which are given by name)
         drain=drain,
         prune_schedules=prune_schedules,
     )
-    with _reported():
+    with reported():
         running.run()
     if running.given_back:
         _leave(Exit.GAVE_BACK)
@@ -139,7 +111,23 @@ def worker(  # noqa: PLR0917 (options, which are given by name)
         _leave(Exit.DONE)
 
 
-@cli.command("install")
+@workers.command("ls")
+def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
+    """List the workers that are registered, and those that have gone within the last minute."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(_sql.WORKERS)
+    columns = {
+        "id": "id",
+        "name": "name",
+        "queues": "queues",
+        "is_alive": "alive",
+        "running": "running",
+        "silent_for": "last seen ago",
+        "up_for": "up for",
+    }
+    _show.table(rows, columns, right=("silent_for", "up_for"), empty="There are no workers.")
+
+
 def install_command(
     dsn: DSN = None,
     form: Annotated[
@@ -148,7 +136,7 @@ def install_command(
     ] = FormChoice.auto,
 ) -> None:
     """Install the queue into a database, or upgrade it; a second call changes nothing."""
-    with _reported():
+    with reported():
         source = Source(dsn)
         done = install(source.conninfo(), form.value)
     if done.before == done.version:
@@ -159,29 +147,27 @@ def install_command(
         out.print(f"pgdefer was upgraded from {done.before} to {done.version} ({done.form}).")
 
 
-@cli.command()
 def version(dsn: DSN = None) -> None:
     """Show the client's version, and the database's where one is named."""
     out.print(f"client {__version__}")
     source = Source(dsn)
     if source.is_chosen:
-        with _reported(), source.connect() as connection:
+        with reported(), source.connect() as connection:
             tables = installed_version(connection)
         out.print(f"database {tables or 'none: run `pgdefer install`'}")
         if tables is None:
             raise typer.Exit(Exit.NOT_INSTALLED)
 
 
-@cli.command()
 def demo(
     dsn: DSN = None,
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1)] = 20,
     limit: Annotated[int | None, typer.Option(help="Take this many files at most.")] = None,
 ) -> None:
     """Run jobs over the files of Python's standard library, and show what ran."""
-    from ._demo import run  # noqa: PLC0415 (no other command needs it)
+    from pgdefer._demo import run  # noqa: PLC0415 (no other command needs it)
 
-    with _reported():
+    with reported():
         run(Source(dsn), concurrency=concurrency, limit=limit, console=out)
 
 
@@ -192,53 +178,18 @@ def _load(where: str) -> App:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        _fail(Exit.NO_APP, f"{where}: {error}")
+        fail(Exit.NO_APP, f"{where}: {error}")
     found: Any = module
     for part in attribute.split(".") if attribute else ():
         found = getattr(found, part, None)
     if not attribute:
         apps = [value for value in vars(module).values() if isinstance(value, App)]
         if len({id(value) for value in apps}) != 1:
-            _fail(Exit.NO_APP, f"{where} holds {len(apps)} Apps: name one, as {where}:name")
+            fail(Exit.NO_APP, f"{where} holds {len(apps)} Apps: name one, as {where}:name")
         return apps[0]
     if not isinstance(found, App):
-        _fail(Exit.NO_APP, f"{where} is no App")
+        fail(Exit.NO_APP, f"{where} is no App")
     return found
-
-
-@contextlib.contextmanager
-def _reported() -> Iterator[None]:
-    """Turn errors into one line and an exit code."""
-    from ._server import ServerError  # noqa: PLC0415 (not on every system)
-
-    try:
-        yield
-    except psycopg.Error as error:
-        better = translate(error)
-        if better is not None:
-            _fail_for(better)
-        if isinstance(error, psycopg.errors.InsufficientPrivilege):
-            _fail(Exit.FORBIDDEN, _line(error))
-        is_lost = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
-        _fail(Exit.UNREACHABLE if is_lost else Exit.ERROR, _line(error))
-    except PgDeferError as error:
-        _fail_for(error)
-    except ServerError as error:
-        _fail(Exit.UNREACHABLE, str(error))
-
-
-def _fail_for(error: PgDeferError) -> NoReturn:
-    codes = {NotInstalled: Exit.NOT_INSTALLED, IncompatibleClient: Exit.INCOMPATIBLE}
-    _fail(codes.get(type(error), Exit.ERROR), str(error))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _fail(code: Exit, message: str) -> NoReturn:
-    err.print(f"pgdefer: {message}", style="red", markup=False, highlight=False)
-    raise typer.Exit(code)
 
 
 def _leave(code: Exit) -> NoReturn:
@@ -247,8 +198,3 @@ def _leave(code: Exit) -> NoReturn:
     sys.stderr.flush()
     logging.shutdown()
     os._exit(code)
-
-
-def main() -> None:
-    """Run the command line."""
-    cli()

@@ -1,0 +1,234 @@
+"""Running a handler, and what its end means: the same in the event loop, a thread and a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import psycopg
+
+from . import _memory, _outcome, _sql
+from ._connect import AsyncPool, SyncPool
+from ._context import JobAborted, JobContext, RetryLater, _current
+from ._errors import TransactionLost
+from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
+
+if TYPE_CHECKING:
+    from ._task import Task
+
+__all__ = ["STOPPED", "TIMED_OUT", "failed", "outcome_of", "run", "run_async"]
+
+log = logging.getLogger("pgdefer.worker")
+
+STOPPED = "the worker stops"
+TIMED_OUT = "timed out"
+
+Call = tuple[list[Any], dict[str, Any]]
+
+
+def run(job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None) -> str | None:
+    """Run a function; return the outcome, or None where it has been written already.
+
+    `call` is how, where the arguments have been decoded already.
+    """
+    _current.set(job)
+    try:
+        given, named = call or task.parameters.unbind(_decoded(job, task))
+        with _memory.limited(task.handling.max_memory):
+            if task.handling.transactional:
+                return _in_transaction(job, task, pool, given, named)
+            result = task.function(*given, **named)
+    except BaseException as error:
+        return outcome_of(job, task, error)
+    return _success(job, task, result)
+
+
+async def run_async(job: JobContext, task: Task[..., Any], pool: AsyncPool) -> str | Call | None:
+    """As `run`, for coroutines; of a function that is none return how to call it."""
+    codec = task.app.codec
+    _current.set(job)
+    try:
+        how = codec.how(job._stored)
+        if how == "plain":
+            args = codec.decode_stored(job._stored)
+        elif how == "thread":
+            args = await asyncio.to_thread(codec.decode_stored, job._stored)
+        else:
+            args = await codec.decode_stored_async(job._stored)
+        given, named = task.parameters.unbind(args)
+        if not task.is_async:
+            return given, named
+        if task.handling.transactional:
+            return await _in_transaction_async(job, task, pool, given, named)
+        result = await task.function(*given, **named)
+    except BaseException as error:
+        return outcome_of(job, task, error)
+    return _success(job, task, result)
+
+
+def _decoded(job: JobContext, task: Task[..., Any]) -> dict[str, Any]:
+    codec = task.app.codec
+    args: dict[str, Any]
+    if codec.how(job._stored) == "async":  # in a process, which has no event loop
+        args = asyncio.run(codec.decode_stored_async(job._stored))
+    else:
+        args = codec.decode_stored(job._stored)
+    return args
+
+
+# Outcomes
+
+
+def _success(job: JobContext, task: Task[..., Any], result: object) -> str:
+    if result is None:
+        return _outcome.succeeded(job.id, job.claim)
+    if isinstance(result, RetryLater):
+        return _yielded(job, task, result)
+    return _outcome.succeeded(job.id, job.claim, result, task.app.codec)
+
+
+def _yielded(job: JobContext, task: Task[..., Any], asked: RetryLater) -> str:
+    try:
+        return _outcome.retry_later(job.id, job.claim, asked)
+    except Exception as error:
+        return failed(job, task, error)
+
+
+def outcome_of(job: JobContext, task: Task[..., Any] | None, error: BaseException) -> str:
+    """Return the outcome of a handler that raised."""
+    if isinstance(error, RetryLater) and task is not None:
+        return _yielded(job, task, error)
+    if isinstance(error, TransactionLost):
+        log.warning("%r: %s", job, error)
+        return _outcome.crashed(job.id, job.claim, error)
+    if isinstance(error, asyncio.CancelledError | JobAborted):
+        if job._abort == STOPPED:
+            return _outcome.released(job.id, job.claim)
+        if job._abort == TIMED_OUT:
+            late = TimeoutError(f"not done within {job.timeout}")
+            return failed(job, task, late.with_traceback(error.__traceback__), "timed_out")
+        if job._abort is not None:
+            log.info("%r was aborted: %s", job, job._abort)
+            cause = JobAborted(job._abort).with_traceback(error.__traceback__)
+            return _outcome.aborted(job.id, job.claim, cause)
+        if isinstance(error, JobAborted):
+            log.info("%r gave up: %s", job, error)
+            return _outcome.aborted(job.id, job.claim, error)
+    return failed(job, task, error)
+
+
+def failed(
+    job: JobContext,
+    task: Task[..., Any] | None,
+    error: BaseException,
+    outcome: str | None = None,
+) -> str:
+    """Return the outcome of a failure: an error, and what the task says of such errors."""
+    log.warning("%r failed", job, exc_info=error if error.__traceback__ else None)
+    options: dict[str, Any] = {"retryable": False}
+    if task is not None:
+        try:
+            options = task.handling.decision(error, job)
+        except Exception:
+            log.exception("%r: what to do about its failure could not be decided", job)
+            options = {}
+    if outcome is not None:
+        options["outcome"] = outcome
+    return _outcome.failed(job.id, job.claim, error, options)
+
+
+# Transactions, in which the outcome is written too
+
+
+def _in_transaction(
+    job: JobContext, task: Task[..., Any], pool: SyncPool, given: list[Any], named: dict[str, Any]
+) -> str | None:
+    with _transaction(task.handling.transactional, pool) as connection:
+        try:
+            result = task.function(connection, *given, **named)
+        except RetryLater as asked:
+            result = asked
+        if isinstance(connection, _Flushes):
+            connection.flush()
+        execute(connection, *_ending(job, task, result))
+    return None
+
+
+async def _in_transaction_async(
+    job: JobContext, task: Task[..., Any], pool: AsyncPool, given: list[Any], named: dict[str, Any]
+) -> str | None:
+    async with _transaction_async(task.handling.transactional, pool) as connection:
+        try:
+            result = await task.function(connection, *given, **named)
+        except RetryLater as asked:
+            result = asked
+        if isinstance(connection, _Flushes):
+            await connection.flush()
+        await execute_async(connection, *_ending(job, task, result))
+    return None
+
+
+def _ending(
+    job: JobContext, task: Task[..., Any], result: object
+) -> tuple[_sql.Statement, dict[str, Any]]:
+    """Return the last statement of the handler's transaction, and its parameters."""
+    if isinstance(result, RetryLater):
+        return _sql.RETRY_LATER, _outcome.yield_parameters(job.id, job.claim, result)
+    text = None if result is None else _outcome.result_text(result, task.app.codec)
+    return _sql.SUCCEED, {"id": job.id, "claim": job.claim, "result": text}
+
+
+@runtime_checkable
+class _Flushes(Protocol):
+    """A session, which must have sent all it knows before the last statement."""
+
+    def flush(self) -> Any:
+        """Send what is pending."""
+
+
+@contextlib.contextmanager
+def _transaction(maker: Callable[[], Any] | bool, pool: SyncPool) -> Iterator[AnyConnection]:
+    if callable(maker):
+        with _lost_told_apart(), maker() as session, session.begin():
+            yield session
+    else:
+        with pool.connection() as connection, _lost_told_apart(connection):
+            connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+            with connection.transaction():
+                yield connection
+
+
+@contextlib.asynccontextmanager
+async def _transaction_async(
+    maker: Callable[[], Any] | bool, pool: AsyncPool
+) -> AsyncIterator[AnyAsyncConnection]:
+    if callable(maker):
+        with _lost_told_apart():
+            async with maker() as session, session.begin():
+                yield session
+    else:
+        async with pool.connection() as connection:
+            with _lost_told_apart(connection):
+                await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+                async with connection.transaction():
+                    yield connection
+
+
+@contextlib.contextmanager
+def _lost_told_apart(
+    connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None = None,
+) -> Iterator[None]:
+    """Raise TransactionLost where the transaction ended with its connection."""
+    try:
+        yield
+    except Exception as error:
+        if connection is None:
+            is_lost = getattr(error, "connection_invalidated", False)
+        else:
+            is_lost = isinstance(error, psycopg.Error) and connection.closed
+        if is_lost:
+            raise TransactionLost("the connection was lost in the handler's transaction") from error
+        raise

@@ -1,0 +1,190 @@
+"""Waiting for the result of a job: woken by a notification, with polling as the net."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import psycopg
+
+from . import _sql
+from ._connect import Connection, SyncPool, close_now, cursor
+from ._errors import JobCancelled, JobFailed, is_lost, translated
+from ._execute import execute
+from ._link import Backoff, Ears, LostError, Rows
+from ._sql import Statement
+
+if TYPE_CHECKING:
+    from ._codec import Codec
+    from ._connect import Source
+
+__all__ = ["Waiter", "wait"]
+
+# How often to ask where no notification can come.
+POLL_FIRST, POLL_LAST = 0.02, 1.0
+
+
+def _has_succeeded(id: int, row: Sequence[Any]) -> bool:
+    """Return whether the job has succeeded. Raises JobFailed, JobCancelled."""
+    state, _, error, *_ = row
+    if state == "failed":
+        raise JobFailed(id, error)
+    if state == "cancelled":
+        raise JobCancelled(id, error)
+    return bool(state == "succeeded")
+
+
+def _late(id: int, timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"job {id} has not finished within {timeout:g} s")
+
+
+def wait(id: int, timeout: float | None, pool: SyncPool, source: Source, codec: Codec) -> Any:
+    """Return the job's result once it has succeeded; `App.result` says the rest."""
+    end = None if timeout is None else time.monotonic() + timeout
+    lost = Backoff()
+    while True:
+        try:
+            with pool.connection() as connection, _Listening(connection) as listening:
+                pause = Backoff(POLL_FIRST, POLL_LAST)
+                while True:
+                    row = execute(connection, _sql.RESULT, {"id": id})[0]
+                    if _has_succeeded(id, row):
+                        return codec.decode(row[1])
+                    channel, wait_for = row[3], row[4].total_seconds()
+                    if channel is None or source.pgbouncer:
+                        wait_for = pause.delay()
+                    elif listening.to is None:
+                        listening.start(channel)
+                        continue
+                    if end is not None:
+                        wait_for = min(wait_for, end - time.monotonic())
+                        if wait_for <= 0:
+                            raise _late(id, timeout)
+                    listening.sleep(wait_for)
+        except psycopg.Error as error:
+            delay = lost.delay()
+            if not is_lost(error) or (end is not None and time.monotonic() + delay > end):
+                raise
+            time.sleep(delay)
+
+
+class _Listening:
+    """A connection that may listen to a channel, and does not when it is given back."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.to: str | None = None
+
+    def start(self, channel: str) -> None:
+        cursor(self._connection).execute(_sql.listen(channel).psycopg)
+        self.to = channel
+
+    def sleep(self, seconds: float) -> None:
+        if self.to is None:
+            time.sleep(seconds)
+        else:
+            collections.deque(self._connection.notifies(timeout=seconds, stop_after=1), maxlen=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.to is not None and not self._connection.closed:
+            cursor(self._connection).execute(_sql.unlisten(self.to).psycopg)
+
+
+class Waiter(Ears):
+    """One connection of an event loop's for all who wait for results in it."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._waiting: collections.defaultdict[str, set[asyncio.Event]] = collections.defaultdict(
+            set
+        )
+        self._asking: set[asyncio.Task[Rows]] = set()
+
+    async def wait(
+        self,
+        id: int,
+        timeout: float | None,  # noqa: ASYNC109 (says which job is late)
+        codec: Codec,
+    ) -> Any:
+        """Return the job's result once it has succeeded."""
+        limit = asyncio.timeout(timeout)
+        try:
+            async with limit:
+                stored = await self._wait(id)
+        except TimeoutError:
+            if limit.expired():
+                raise _late(id, timeout) from None
+            raise
+        return None if stored is None else await codec.decode_stored_async(stored)
+
+    async def _wait(self, id: int) -> str | None:
+        event = asyncio.Event()
+        pause, lost = Backoff(POLL_FIRST, POLL_LAST), Backoff()
+        channel: str | None = None
+        try:
+            while True:
+                event.clear()
+                try:
+                    if channel is not None:
+                        await self.listen(channel)
+                    with translated():
+                        (row,) = await self._ask(_sql.RESULT, id=id)
+                except LostError:
+                    await asyncio.sleep(lost.delay())
+                    continue
+                if _has_succeeded(id, row):
+                    stored: str | None = row[1]
+                    return stored
+                if row[3] is None or self._source.pgbouncer:
+                    await asyncio.sleep(pause.delay())
+                elif channel is None:
+                    channel = row[3]
+                    self._waiting[channel].add(event)
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(event.wait(), row[4].total_seconds())
+        finally:
+            if channel is not None:
+                self._waiting[channel].discard(event)
+                if not self._waiting[channel]:
+                    del self._waiting[channel]
+                    with contextlib.suppress(LostError):
+                        await self.unlisten(channel)
+
+    async def _ask(self, statement: Statement, **parameters: object) -> Rows:
+        """Run a statement, to its end even where whoever waits for it is cancelled."""
+        asking = asyncio.create_task(self.exchange(statement, **parameters))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        return await asyncio.shield(asking)
+
+    async def listen(self, channel: str) -> None:
+        if channel not in self._channels:
+            await self._ask(_sql.listen(channel))
+            self._channels.add(channel)
+
+    async def unlisten(self, channel: str) -> None:
+        """Hear this channel no more. Raises LostError."""
+        if channel in self._channels:
+            self._channels.discard(channel)
+            await self._ask(_sql.unlisten(channel))
+
+    def _heard(self, channel: str) -> None:
+        for event in self._waiting.get(channel, ()):
+            event.set()
+
+    def _lost(self) -> None:
+        for events in self._waiting.values():
+            for event in events:
+                event.set()
+
+    def __del__(self) -> None:
+        if self._connection is not None:
+            close_now(self._connection)

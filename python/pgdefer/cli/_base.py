@@ -1,0 +1,201 @@
+"""What all commands share: how they end, where they connect, how they call and ask."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NoReturn
+
+import psycopg
+import typer
+from psycopg.rows import dict_row
+from rich.console import Console
+
+from pgdefer._connect import Source
+from pgdefer._errors import (
+    AlreadyQueued,
+    ClaimLost,
+    IncompatibleClient,
+    InvalidParameter,
+    InvalidState,
+    JobNotFound,
+    NotInstalled,
+    PgDeferError,
+    QueueNotEmpty,
+    translate,
+)
+from pgdefer._sql import Statement
+
+cli = typer.Typer(
+    name="pgdefer",
+    help="A job queue whose every rule lives in PostgreSQL.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console()
+err = Console(stderr=True)
+
+
+class Exit(enum.IntEnum):
+    """How a command ends."""
+
+    DONE = 0
+    ERROR = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    NOT_INSTALLED = 4
+    INCOMPATIBLE = 5
+    NO_APP = 6
+    FORBIDDEN = 7
+    GAVE_BACK = 8
+    NOT_FOUND = 9
+    WRONG_STATE = 10
+    NOT_EMPTY = 11
+    ALREADY_QUEUED = 12
+    PARTLY = 13
+    NOTHING = 14
+    UNHEALTHY = 15
+
+
+_ENDS: dict[type[PgDeferError], Exit] = {
+    NotInstalled: Exit.NOT_INSTALLED,
+    IncompatibleClient: Exit.INCOMPATIBLE,
+    JobNotFound: Exit.NOT_FOUND,
+    InvalidState: Exit.WRONG_STATE,
+    ClaimLost: Exit.WRONG_STATE,
+    QueueNotEmpty: Exit.NOT_EMPTY,
+    AlreadyQueued: Exit.ALREADY_QUEUED,
+    InvalidParameter: Exit.USAGE,
+}
+# What the SQLSTATEs mean that functions on many jobs report in their rows.
+REFUSALS = {
+    "QJ001": (Exit.NOT_FOUND, "there is no such job"),
+    "QJ003": (Exit.WRONG_STATE, "its state does not allow this"),
+}
+
+DSN = Annotated[
+    str | None,
+    typer.Option(
+        "--dsn",
+        envvar="PGDEFER_DSN",
+        help="The database. Else libpq's PG* variables; else the embedded server.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would happen: do it, and take it back.")
+]
+
+
+@dataclasses.dataclass
+class Rows:
+    """What a statement returned: as values, or as the database's own JSON."""
+
+    values: list[dict[str, Any]]
+    texts: list[str] | None = None
+
+    def pick(self, wanted: Sequence[int]) -> Rows:
+        """Return the rows at some places, in their order."""
+        texts = None if self.texts is None else [self.texts[at] for at in wanted]
+        return Rows([self.values[at] for at in wanted], texts)
+
+
+class Session:
+    """One connection, for the statements of one command."""
+
+    def __init__(self, connection: psycopg.Connection[Any], *, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self._connection = connection
+
+    def call(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> Rows:
+        """Run a statement."""
+        given = dict(parameters or {})
+        with self._connection.cursor(row_factory=dict_row) as cursor:
+            if not self.as_json:
+                return Rows(cursor.execute(statement.psycopg, given).fetchall())
+            texts = [row["row"] for row in cursor.execute(statement.json.psycopg, given)]
+        return Rows([json.loads(text) for text in texts], texts)
+
+    def one(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> Any:
+        """Run a statement that returns one value."""
+        (row,) = self.call(statement, parameters).values
+        (value,) = row.values()
+        return value
+
+
+@contextlib.contextmanager
+def session(dsn: str | None, *, as_json: bool = False, dry_run: bool = False) -> Iterator[Session]:
+    """Provide a connection; errors become one line and an exit code.
+
+    A dry run is one transaction, which is rolled back.
+    """
+    with reported(), contextlib.ExitStack() as stack:
+        connection = stack.enter_context(Source(dsn).connect())
+        if dry_run:
+            stack.enter_context(connection.transaction(force_rollback=True))
+        yield Session(connection, as_json=as_json)
+    if dry_run:
+        err.print("Dry run: nothing was changed.", highlight=False)
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Turn errors into one line and an exit code."""
+    from pgdefer._server import ServerError  # noqa: PLC0415 (not on every system)
+
+    try:
+        yield
+    except psycopg.Error as error:
+        better = translate(error)
+        if better is not None:
+            _fail_for(better)
+        if isinstance(error, psycopg.errors.InsufficientPrivilege):
+            fail(Exit.FORBIDDEN, one_line(error))
+        is_lost = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
+        fail(Exit.UNREACHABLE if is_lost else Exit.ERROR, one_line(error))
+    except PgDeferError as error:
+        _fail_for(error)
+    except ServerError as error:
+        fail(Exit.UNREACHABLE, str(error))
+
+
+def _fail_for(error: PgDeferError) -> NoReturn:
+    fail(_ENDS.get(type(error), Exit.ERROR), str(error))
+
+
+def one_line(error: Exception) -> str:
+    """Return an error's text without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def fail(code: Exit, message: str) -> NoReturn:
+    """End with a message."""
+    err.print(f"pgdefer: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def confirm(question: str, *, yes: bool, dry_run: bool = False) -> None:
+    """Ask, unless told not to. Without an answer nothing is done."""
+    if yes or dry_run:
+        return
+    if not sys.stdin.isatty():
+        fail(Exit.USAGE, f"{question} There is nobody to ask: pass --yes.")
+    typer.confirm(question, abort=True, err=True)
+
+
+def end_of(rows: Sequence[Mapping[str, Any]]) -> Exit:
+    """Return how a call on many jobs ended: all done, none for one reason, or partly."""
+    errors = {row["error"] for row in rows}
+    if errors <= {None}:
+        return Exit.DONE
+    if len(errors) > 1:
+        return Exit.PARTLY
+    (error,) = errors
+    return REFUSALS.get(error, (Exit.ERROR, ""))[0]

@@ -1,0 +1,135 @@
+"""`pgdefer db`: the figures, the health and the upkeep of a database."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from pgdefer import _sql
+
+from . import _show
+from ._base import DSN, AsJson, DryRun, Exit, Yes, confirm, out, session
+
+db = typer.Typer(help="The database's figures, health and upkeep.", no_args_is_help=True)
+
+STATES = {
+    "queue": "queue",
+    "task": "task",
+    "scheduled": "scheduled",
+    "waiting": "waiting",
+    "upstream_failed": "upstream failed",
+    "blocked": "blocked",
+    "ready": "ready",
+    "running": "running",
+    "held": "held",
+    "failed": "failed",
+    "oldest_ready_for": "oldest ready",
+}
+PARTS = (
+    "succeeded",
+    "failed",
+    "failures",
+    "per_second",
+    "wait_p50",
+    "wait_p99",
+    "run_p50",
+    "run_p99",
+)
+HEADINGS = ("done", "failed", "failures", "/s", "wait p50", "p99", "run p50", "p99")
+
+
+@db.command("stats")
+def stats(
+    hour: Annotated[bool, typer.Option("--hour", help="Of the last hour, not 5 minutes.")] = False,
+    dsn: DSN = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what there is of each queue and task, and how it goes."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(_sql.STATS)
+    for row in rows.values:
+        # what is 0 everywhere needs no column
+        row.update({key: row[key] or None for key in STATES if key in row})
+    _show.table(rows, STATES, right=("oldest_ready_for",), empty="There are no jobs.")
+    if rows.texts is None and rows.values:
+        end = "1h" if hour else "5m"
+        names = {f"{part}_{end}": name for part, name in zip(PARTS, HEADINGS, strict=True)}
+        out.print(f"The last {'hour' if hour else '5 minutes'}:", highlight=False)
+        durations = [key for key in names if key.startswith(("wait", "run"))]
+        _show.table(rows, {"queue": "queue", "task": "task", **names}, right=durations)
+
+
+@db.command("health")
+def health(dsn: DSN = None, as_json: AsJson = False) -> None:
+    """Check what makes queues stop or slow down. Ends with 15 where something fails."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(_sql.HEALTH)
+    columns = {"name": "check", "status": "status", "detail": "found", "fix": "what to do"}
+    _show.table(rows, columns)
+    if any(row["status"] == "fail" for row in rows.values):
+        raise typer.Exit(Exit.UNHEALTHY)
+
+
+@db.command("check")
+def check(dsn: DSN = None, as_json: AsJson = False) -> None:
+    """List the tables' invariants that do not hold; ends with 15 if there are any."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(_sql.CHECK)
+    columns = {"problem": "problem", "id": "job", "detail": "detail"}
+    _show.table(rows, columns, empty="Every invariant holds.")
+    if rows.values:
+        raise typer.Exit(Exit.UNHEALTHY)
+
+
+@db.command("reap")
+def reap(dsn: DSN = None, as_json: AsJson = False) -> None:
+    """End what is dead: claims of workers without a heartbeat, leases and timeouts."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(_sql.REAP)
+    if rows.texts is not None:
+        _show.write(rows.texts[0])
+        return
+    row = rows.values[0]
+    out.print(Text(f"{row['reaped']} claims ended"))
+    if row["next_expiry"] is not None:
+        out.print(Text(f"the next may be dead at {_show.moment(row['next_expiry'])}"))
+
+
+@db.command("tick")
+def tick(dsn: DSN = None, as_json: AsJson = False) -> None:
+    """Do everything that is due, as workers do."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(_sql.TICK_ONCE)
+    if rows.texts is not None:
+        _show.write(rows.texts[0])
+    else:
+        _show.record(rows.values[0])
+
+
+@db.command("prune")
+def prune(
+    state: Annotated[
+        str | None, typer.Option("--state", "-s", help="succeeded, failed or cancelled ones.")
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="INTERVAL", help="With --state: those that ended so long ago."),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many.")] = 10_000,
+    yes: Yes = False,
+    dsn: DSN = None,
+    as_json: AsJson = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Remove finished jobs whose time is over; with --state those of a state."""
+    if state is not None:
+        confirm(f"Remove {_show.plain(state)} jobs for good?", yes=yes, dry_run=dry_run)
+    asked = {"max_jobs": limit, "state": state, "older_than": older_than}
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        rows = on.call(_sql.PRUNE, asked)
+    if rows.texts is not None:
+        _show.write(rows.texts[0])
+    else:
+        out.print(Text(f"{rows.values[0]['jobs']} jobs removed"))

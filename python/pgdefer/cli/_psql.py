@@ -1,0 +1,93 @@
+"""`pgdefer psql` and `pgdefer psqlrc`: psql with shortcuts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from pgdefer._connect import Source
+
+from . import _show
+from ._base import DSN, Exit, fail, out, reported
+
+SHORTCUTS = Path(__file__).with_name("psqlrc")
+
+
+def psql(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENT...]", help="For psql itself.", show_default=False),
+    ] = None,
+    dsn: DSN = None,
+) -> None:
+    """Open psql on the database, with shortcuts: type :help there."""
+    with reported():
+        conninfo = Source(dsn).conninfo()
+    program = _program()
+    if program is None:
+        fail(Exit.ERROR, "psql is not installed: apt install postgresql-client, or the like")
+    # psql reads one such file only: this one reads the user's, then ours.
+    start = _folder("XDG_CACHE_HOME", ".cache") / "psqlrc"
+    files = [file for file in (_user_file(), SHORTCUTS) if file.exists()]
+    start.write_text("".join(map(_include, files)), "utf-8")
+    environment = os.environ | {"PSQLRC": str(start)}
+    os.execve(program, [program, "-d", conninfo, *(arguments or [])], environment)  # noqa: S606
+
+
+def psqlrc(
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the shortcuts, and change nothing.")
+    ] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Take them out again.")] = False,
+) -> None:
+    """Let psql start with shortcuts: :jobs, :queues, :stats, :why and more."""
+    if print_only:
+        _show.write(SHORTCUTS.read_text("utf-8").rstrip())
+        return
+    ours = _folder("XDG_CONFIG_HOME", ".config") / "psqlrc"
+    user = _user_file()
+    before = user.read_text("utf-8") if user.exists() else ""
+    kept = [line for line in before.splitlines(keepends=True) if line != _include(ours)]
+    if remove:
+        ours.unlink(missing_ok=True)
+    else:
+        ours.write_text(SHORTCUTS.read_text("utf-8"), "utf-8")
+        if kept and not kept[-1].endswith("\n"):
+            kept[-1] += "\n"
+        kept.append(_include(ours))
+    if "".join(kept) != before:
+        user.write_text("".join(kept), "utf-8")
+    verb = "no longer reads" if remove else "reads"
+    out.print(Text(f"{user} {verb} {ours}"), soft_wrap=True)
+
+
+def _program() -> str | None:
+    from pgdefer._server import ServerError, find_binaries  # noqa: PLC0415 (not on every system)
+
+    if found := shutil.which("psql"):
+        return found
+    try:
+        own = find_binaries() / "psql"
+    except ServerError:
+        return None
+    return str(own) if own.exists() else None
+
+
+def _user_file() -> Path:
+    return Path(os.environ.get("PSQLRC") or Path.home() / ".psqlrc")
+
+
+def _folder(variable: str, default: str) -> Path:
+    folder = Path(os.environ.get(variable) or Path.home() / default) / "pgdefer"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _include(file: Path) -> str:
+    quoted = str(file).replace("\\", "\\\\").replace("'", "\\'")
+    return f"\\i '{quoted}'\n"

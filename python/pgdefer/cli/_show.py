@@ -1,0 +1,186 @@
+"""How values are shown: nothing in them can control the terminal, and what is long is cut."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from pgdefer._codec import TAG
+
+from ._base import REFUSALS, Rows, err, out
+
+CUT = 200
+STYLES = {
+    "ready": "cyan",
+    "running": "blue",
+    "succeeded": "green",
+    "failed": "red",
+    "upstream_failed": "red",
+    "cancelled": "magenta",
+    "held": "yellow",
+    "ok": "green",
+    "warn": "yellow",
+    "fail": "bold red",
+}
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def plain(text: str) -> str:
+    """Return a text in which control characters are escaped."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def short(text: str, length: int = CUT) -> str:
+    """Return a text's beginning, with its size if that is not all."""
+    if len(text) <= length:
+        return text
+    return f"{text[:length]}… <{len(text.encode('utf-8', 'surrogatepass'))} bytes>"
+
+
+def moment(value: dt.datetime) -> str:
+    """Return a moment in the local time zone, to the second."""
+    return value.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def span(value: dt.timedelta) -> str:
+    """Return a duration in few digits: 1.2 ms, 3.45 s, 2:30:00, 3 d 4:00:00."""
+    seconds = value.total_seconds()
+    if seconds < 0:
+        return "-" + span(-value)
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    days, rest = divmod(round(seconds), 86400)
+    clock = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days} d {clock}" if days else clock
+
+
+def cell(value: Any) -> str:
+    """Return a value as it stands in a table."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case dt.datetime():
+            return moment(value)
+        case dt.timedelta():
+            return span(value)
+        case list():
+            return ", ".join(map(cell, value))
+        case dict():
+            return short(plain(compact(value)))
+        case _:
+            return short(plain(str(value)))
+
+
+def compact(value: Any) -> str:
+    """Return a JSON value on one line, bytes and long texts cut."""
+    return json.dumps(_cut(value), ensure_ascii=False)
+
+
+def pretty(value: Any, *, full: bool = False) -> str:
+    """Return a JSON value on several lines; not `full`: bytes and long texts cut."""
+    return json.dumps(value if full else _cut(value), ensure_ascii=False, indent=2)
+
+
+def _cut(value: Any) -> Any:
+    match value:
+        case {"__pgdefer__": "bytes", "value": str(data)}:
+            return f"<{len(base64.b64decode(data))} bytes>"
+        case dict():
+            return {key: _cut(item) for key, item in value.items()}
+        case list() if len(value) > CUT:
+            return [*map(_cut, value[:CUT]), f"… <{len(value)} items>"]
+        case list():
+            return [_cut(item) for item in value]
+        case str():
+            return short(value)
+        case _:
+            return value
+
+
+assert TAG == "__pgdefer__"  # as in the pattern above
+
+
+def table(
+    rows: Rows, columns: Mapping[str, str], *, right: Sequence[str] = (), empty: str = "None."
+) -> None:
+    """Print rows as a table of some columns (column: heading), or all of them as JSON."""
+    if rows.texts is not None:
+        print_json(rows.texts)
+        return
+    if not rows.values:
+        err.print(empty, highlight=False)
+        return
+    # What is empty in every row is left out.
+    shown = [key for key in columns if any(row[key] is not None for row in rows.values)]
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for key in shown:
+        is_number = any(isinstance(row[key], int | float) for row in rows.values)
+        is_right = key in right or (is_number and key != "id")
+        made.add_column(columns[key], justify="right" if is_right else "left", overflow="fold")
+    for row in rows.values:
+        made.add_row(*(Text(cell(row[key]), style=_style(key, row[key])) for key in shown))
+    out.print(made)
+
+
+def _style(key: str, value: Any) -> str:
+    return STYLES.get(value, "") if key in ("state", "job_state", "status") else ""
+
+
+def record(values: Mapping[str, Any], *, full: bool = False) -> None:
+    """Print a row as lines of its own: `column: value`."""
+    for key, value in values.items():
+        if value is None or value in ([], {}):
+            continue
+        label = Text(f"{key}: ", style="bold")
+        if isinstance(value, dict | list) and key != "needs":
+            text = pretty(value, full=full)
+            text = "\n".join(plain(line) for line in text.split("\n"))
+            out.print(label, Text(text), sep="", soft_wrap=True)
+        elif isinstance(value, str) and not full:
+            lines = value.split("\n")
+            text = "\n".join(plain(short(line, 2000)) for line in lines[:50])
+            text += f"\n… {len(lines)} lines" if len(lines) > 50 else ""
+            out.print(label, Text(text, style=_style(key, value)), sep="", soft_wrap=True)
+        elif isinstance(value, str):
+            out.print(label, Text("\n".join(map(plain, value.split("\n")))), sep="", soft_wrap=True)
+        else:
+            out.print(label, Text(cell(value)), sep="", soft_wrap=True)
+
+
+def outcomes(rows: Rows) -> None:
+    """Print what became of each job; what was refused goes to stderr."""
+    if rows.texts is not None:
+        print_json(rows.texts)
+        return
+    for row in rows.values:
+        if row["error"] is None:
+            out.print(Text(f"{row['id']}: {row['outcome']}"))
+        else:
+            _, why = REFUSALS.get(row["error"], (None, "it was refused"))
+            state = f" ({row['outcome']})" if row["outcome"] else ""
+            err.print(Text(f"{row['id']}: {why}{state}", style="red"))
+
+
+def print_json(texts: Sequence[str]) -> None:
+    """Print rows as one JSON array, a line each."""
+    write("[" + ",\n ".join(texts) + "]")
+
+
+def write(text: str) -> None:
+    """Print a text as it is, for programs."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
