@@ -87,7 +87,7 @@ def pages(state: str) -> list[Call]:
             # these are looked for among all that have not ended, or that have
             ("held", 1000, 1.1e6),
             ("running", 1000, 1.1e6),
-            ("cancelled", 1000, 1.1e6),
+            ("cancelled", 200, 3000),
         )
     ]
     return calls

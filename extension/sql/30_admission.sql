@@ -279,6 +279,7 @@ declare
   v_snapshot pg_snapshot := pg_current_snapshot();
 begin
   delete from queue.backlog;
+  delete from queue.deleted;
   update queue.job j set xid = pg_current_xact_id()
   where not exists (select from queue.live v where v.id = j.id)
     and not exists (select from queue.finished f where f.id = j.id)

@@ -181,34 +181,48 @@ end $$;
 create or replace function queue._candidates(p_state text, p_before bigint, p_n integer)
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
+declare
+  v_ids bigint[];
 begin
   case
     when p_state is null then
       return array(select j.id from queue.job j where j.id < p_before order by j.id desc limit p_n);
     when p_state = 'failed' then
       return array(select f.id from queue.finished f where f.state = 'failed' and f.id < p_before order by f.id desc limit p_n);
-    when p_state in ('succeeded', 'cancelled') then
-      return array(select f.id from queue.finished f where f.state = p_state and f.id < p_before order by f.id desc limit p_n);
+    when p_state = 'cancelled' then
+      return array(select f.id from queue.finished f where f.state = 'cancelled' and f.id < p_before order by f.id desc limit p_n);
+    when p_state = 'succeeded' then
+      return array(select f.id from queue.finished f where f.state = 'succeeded' and f.id < p_before order by f.id desc limit p_n);
     when p_state = 'running' then
       return array(select v.id from queue.live v where v.claim is not null and v.id < p_before order by v.id desc limit p_n);
-    else
-      return array(
-        select c.id
-        from (
-          (select v.id from queue.live v where p_state = 'ready' and v.claim is null and v.id < p_before order by v.id desc limit p_n)
-          union
-          (select w.id from queue.waiting w
-           where w.reason = any (case p_state when 'ready' then '{task_paused}' when 'blocked' then '{slot,parked}' when 'scheduled' then '{schedule}'
-                                              when 'waiting' then '{needs}' else array[p_state] end)
-             and w.id < p_before order by w.id desc limit p_n)
-          union
-          (select m.id from queue.lock_member m where p_state = 'blocked' and m.id < p_before order by m.id desc limit p_n)
-          union
-          (select j.id
-           from (select j.id from queue.job j
-                 where j.xid >= (select least(k.next_xid, k.in_flight[1], (select min(b.from_xid) from queue.backlog b))
-                                 from queue.cursor k order by k.tick desc limit 1) offset 0) j
-           where j.id < p_before order by j.id desc limit p_n)) c
-        order by c.id desc limit p_n);
+    when p_state = 'blocked' then
+      -- members of locks can't be read by id: where they abound, enough are among the newest jobs
+      v_ids := array(
+        select j.id
+        from (select j.id, j.flags, j.lock from queue.job j where j.id < p_before order by j.id desc limit 20000) j
+        left join lateral (select s.lock from queue.job_state s where s.id = j.id offset 0) s on true
+        where coalesce(s.lock, j.lock) <> '' and exists (select from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.id = j.id)
+          or j.flags & 4 <> 0 and exists (select from queue.waiting w where w.id = j.id)
+        order by j.id desc limit p_n);
+      if cardinality(v_ids) = p_n then
+        return v_ids;
+      end if;
+    else null;
   end case;
+  return array(
+    select c.id
+    from (
+      (select v.id from queue.live v where p_state = 'ready' and v.claim is null and v.id < p_before order by v.id desc limit p_n)
+      union
+      (select w.id from queue.waiting w
+       where w.reason = any (case p_state when 'ready' then '{task_paused}' when 'blocked' then '{slot,parked}' when 'scheduled' then '{schedule}'
+                                          when 'waiting' then '{needs}' else array[p_state] end)
+         and w.id < p_before order by w.id desc limit p_n)
+      union
+      (select m.id from queue.lock_member m where p_state = 'blocked' and m.id < p_before order by m.id desc limit p_n)
+      union
+      (select h.job_id from queue.handover h where h.kind = 'again' and h.job_id < p_before order by h.job_id desc limit p_n)
+      union
+      (select a.id from queue.unadmitted a where a.id < p_before order by a.id desc limit p_n)) c
+    order by c.id desc limit p_n);
 end $$;

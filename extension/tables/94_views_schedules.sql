@@ -12,4 +12,4 @@ from queue.schedule_run r;
 comment on view queue.schedules is
   'Recurring runs: when each runs next, and the last run that was dealt with. reason: why nothing runs now, though it is due: disabled, paused, an error.';
 comment on view queue.schedule_runs is
-  'What became of each run, for the last 100 of each schedule at least: its job, or why it was skipped: missed, max_delay, overlap, changed, error; detail says more. manual: by run_now.';
+  'What became of each run, for the last 100 of each schedule at least: its job, or why it was skipped: missed, max_delay, overlap, queueing_lock, changed, error; detail says more. manual: by run_now.';

@@ -1,3 +1,4 @@
+create index finished_cancelled_idx on queue.finished (id) where state = 'cancelled';
 create index attempt_at_idx on queue.attempt using brin (finished_at) with (pages_per_range = 32, autosummarize = on);
 
 -- Jobs that are not finished, without a look at those that are. due_at: since when it could have run, but for

@@ -267,13 +267,15 @@ def drain(conn: Connection) -> None:
     """Run what is left to its end: nothing may be stuck, but behind a need that has failed."""
     conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 hour'")
     conn.execute("update queue.lease set expires_at = clock_timestamp()")
-    row = conn.execute("select * from queue.register_worker('drain')").fetchone()
+    patient = '{"dead_after": "1 hour"}'
+    row = conn.execute(
+        "select * from queue.register_worker('drain', null, %s)", (patient,)
+    ).fetchone()
     assert row is not None
     fetch = "select id, claim from queue.fetch(%s, null, %s, %s)"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while time.monotonic() < end:
         conn.execute("select * from queue.tick()")
-        conn.execute("select * from queue.heartbeat(%s)", row)
         while jobs := (
             conn.execute(fetch, (*row, 500, None)).fetchall()
             or conn.execute(fetch, (*row, 1, '{"alone": true}')).fetchall()

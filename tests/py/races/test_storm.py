@@ -185,7 +185,10 @@ class Storm:
 
     def run(self) -> Ledger:
         with self.connect() as conn:
-            conn.execute("select queue.configure_queue('a.limited', %s)", (json.dumps({"max_running": MAX_RUNNING}),))
+            conn.execute(
+                "select queue.configure_queue('a.limited', %s)",
+                (json.dumps({"max_running": MAX_RUNNING}),),
+            )
             conn.execute(
                 "select queue.configure_queue('b.rated', %s)",
                 (json.dumps({"rate": {"limit": RATE, "per": PER}}),),
@@ -209,7 +212,9 @@ class Storm:
     def connect(self) -> Connection:
         return psycopg.connect(self.dsn, autocommit=True, prepare_threshold=0)
 
-    def thread(self, target: Callable[[Connection, random.Random, int], None], n: int) -> threading.Thread:
+    def thread(
+        self, target: Callable[[Connection, random.Random, int], None], n: int
+    ) -> threading.Thread:
         def run() -> None:
             try:
                 with self.connect() as conn:
@@ -296,7 +301,11 @@ class Storm:
         if r.random() < 0.1:
             options["timeout"] = "1 minute"
         spec["options"] = options
-        return spec, kept | {"queue": spec["queue"], "queueing_lock": None, "is_unique_until_finish": False}
+        return spec, kept | {
+            "queue": spec["queue"],
+            "queueing_lock": None,
+            "is_unique_until_finish": False,
+        }
 
     def defer(self, conn: Connection, r: random.Random, own: list[int]) -> list[Job]:
         spec, kept = self.spec(r)
@@ -306,7 +315,9 @@ class Storm:
         if r.random() < 0.15:
             # no two of one transaction, and always in one order: they wait for each other, as keys do
             until_finish = r.random() < 0.3
-            spec["queueing_lock"] = f"{'finish' if until_finish else 'start'} {threading.current_thread().name} {r.randrange(2)}"
+            spec["queueing_lock"] = (
+                f"{'finish' if until_finish else 'start'} {threading.current_thread().name} {r.randrange(2)}"
+            )
             if r.random() < 0.5:
                 spec["queueing_lock"] = "finish shared" if until_finish else "start shared"
             spec["options"]["unique_until"] = "finish" if until_finish else "start"
@@ -327,7 +338,9 @@ class Storm:
 
     def defer_many(self, conn: Connection, r: random.Random, n: int) -> list[Job]:
         pairs = [self.spec(r) for _ in range(n)]
-        ids = self.call(conn, "select queue.defer_many(%s)", (json.dumps([spec for spec, _ in pairs]),))
+        ids = self.call(
+            conn, "select queue.defer_many(%s)", (json.dumps([spec for spec, _ in pairs]),)
+        )
         return [Job(id=id, **kept) for (id,), (_, kept) in zip(ids, pairs, strict=True)]
 
     # The operator
@@ -339,7 +352,11 @@ class Storm:
             kind = r.random()
             if kind < 0.15:
                 pattern = r.choice(["a", "b", "a*", "b.*", "*"])
-                covered = [q for q in QUEUES if q == pattern or pattern[-1] == "*" and q.startswith(pattern[:-1])]
+                covered = [
+                    q
+                    for q in QUEUES
+                    if q == pattern or (pattern[-1] == "*" and q.startswith(pattern[:-1]))
+                ]
                 self.call(conn, "select queue.pause(%s)", (pattern,))
                 with ledger.mutex:
                     ledger.paused |= dict.fromkeys(covered, time.time())
@@ -444,7 +461,9 @@ class Storm:
         self.ledger.crashes(list(claims), 0)
         self.call(conn, "select queue.deregister_worker(%s)", (worker,))
 
-    def finish(self, conn: Connection, r: random.Random, claims: dict[int, int]) -> list[dict[str, Any]]:
+    def finish(
+        self, conn: Connection, r: random.Random, claims: dict[int, int]
+    ) -> list[dict[str, Any]]:
         """End claims in all the ways that there are; return those left for finish_and_fetch."""
         later = []
         for id, claim in list(claims.items()):
@@ -462,9 +481,13 @@ class Storm:
             elif way > 0.9:
                 outcome |= {"outcome": "failed", "options": {"retryable": False}}
             elif way > 0.86:
-                at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) if r.random() < 0.5 else None
+                at = (
+                    time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) if r.random() < 0.5 else None
+                )
                 outcome |= {"outcome": "retry_later", "at": at}
-            is_final = outcome["outcome"] == "succeeded" or outcome.get("options") == {"retryable": False}
+            is_final = outcome["outcome"] == "succeeded" or outcome.get("options") == {
+                "retryable": False
+            }
             self.ledger.ends(id, is_final)
             del claims[id]
             later.append(outcome)
@@ -497,7 +520,9 @@ class Storm:
         self.ledger.counts["crashed"] += len(claims)
         time.sleep(max(0, beaten + DEAD_AFTER - time.time()))
         for id, claim in claims.items():
-            while self.call(conn, "select from queue.jobs where id = %s and claim = %s", (id, claim)):
+            while self.call(
+                conn, "select from queue.jobs where id = %s and claim = %s", (id, claim)
+            ):
                 time.sleep(0.02)
             with self.ledger.mutex:
                 job = self.ledger.jobs[id]
@@ -551,7 +576,9 @@ class Storm:
         if unknown := [id for id in known if id not in ledger.jobs]:
             ledger.fault(f"never committed: {unknown[:20]}")
         for job in ledger.jobs.values():
-            if known.get(job.id) == "cancelled" and not (job.may_have_ended or job.expires_at or job.discards):
+            if known.get(job.id) == "cancelled" and not (
+                job.may_have_ended or job.expires_at or job.discards
+            ):
                 ledger.fault(f"{job.id} was cancelled by nobody")
         left = conn.execute(
             "select (select count(*) from queue.live) + (select count(*) from queue.waiting)"
@@ -577,7 +604,11 @@ class Storm:
                 ledger.fault(f"{RATE + 1} starts within {last - first} s")
         by_key: dict[str, list[Job]] = collections.defaultdict(list)
         for job in sorted(ledger.jobs.values(), key=lambda job: job.id):
-            if job.queueing_lock and known[job.id] == "succeeded" and not job.is_unique_until_finish:
+            if (
+                job.queueing_lock
+                and known[job.id] == "succeeded"
+                and not job.is_unique_until_finish
+            ):
                 by_key[job.queueing_lock].append(job)
         for jobs in by_key.values():
             for one, other in itertools.pairwise(jobs):
@@ -590,7 +621,16 @@ def storm(dsn: str, seed: int, seconds: float) -> None:
     ledger = Storm(dsn, seed, seconds).run()
     print(f"seed {seed}:", dict(ledger.counts))
     assert not ledger.faults, f"seed {seed}: " + "\n".join(ledger.faults[:20])
-    for what in ("claims", "conflicts", "cancelled", "held", "pauses", "crashed", "zombies refused", "rated"):
+    for what in (
+        "claims",
+        "conflicts",
+        "cancelled",
+        "held",
+        "pauses",
+        "crashed",
+        "zombies refused",
+        "rated",
+    ):
         assert ledger.counts[what] > 0, f"seed {seed}: no {what}"
 
 
