@@ -26,16 +26,16 @@ LIMIT_DEFERRED = 2.0
 LIMIT_START = 100.0
 
 SCHEDULE = """
+    with zone as materialized (
+      select row_number() over (order by z.name) - 1 as n, z.name,
+        %(at)s::timestamptz at time zone z.name as local
+      from pg_timezone_names z where z.name ~ '^(Europe|America|Asia)/[A-Z]' limit 40)
     select count(queue.schedule(
-      'schedule ' || i, to_char(at.local, case i %% 3 when 0 then 'SS MI * * * *'
+      'schedule ' || i, to_char(z.local, case i %% 3 when 0 then 'SS MI * * * *'
         when 1 then 'SS MI FMHH24 * * *' else 'SS MI,' || i %% 60 || ' * * * *' end),
-      'task ' || i %% 100, jsonb_build_object('customer', i), at.zone,
+      'task ' || i %% 100, jsonb_build_object('customer', i), z.name,
       case when i %% 10 = 0 then jsonb_build_object('lock', 'customer ' || i) end))
-    from generate_series(1, %(n)s) i
-    cross join lateral (
-      select z.name as zone, (%(at)s::timestamptz at time zone z.name) as local
-      from pg_timezone_names z where z.name ~ '^(Europe|America|Asia)/[A-Z]'
-      order by z.name offset i %% 40 limit 1) at
+    from generate_series(1, %(n)s) i join zone z on z.n = i %% 40
 """
 
 
@@ -99,9 +99,11 @@ def idle_workers(dsn: str, n: int, batch: int) -> Iterator[list[Worker]]:
         worker.start()
     while not all(worker.is_asleep for worker in workers):
         time.sleep(0.01)
-    yield workers
-    for worker in workers:
-        worker.is_stopping = True
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.is_stopping = True
     for worker in workers:
         worker.join(10)
 

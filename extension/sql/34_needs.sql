@@ -438,9 +438,9 @@ declare
   v_pending record;
 begin
   if p_needs is null then
-    p_needs := '[]';
+    p_needs := '[]'::jsonb;
   elsif jsonb_typeof(p_needs) = 'null' then
-    return '{"ignore": true}';
+    return '{"ignore": true}'::jsonb;
   end if;
   begin
     v_needs := array(select n::bigint from jsonb_array_elements_text(p_needs) n);

@@ -300,6 +300,43 @@ PRUNE = Statement("""
       as jobs
 """)
 
+SCHEDULES = Statement("select * from queue.schedules order by name")
+
+SCHEDULE_ONE = Statement("""
+    select next_run_at from queue.schedule(
+      cast(:name as text), cast(:cron as text), cast(:task as text),
+      cast(cast(:args as text) as jsonb), cast(:timezone as text),
+      cast(cast(:options as text) as jsonb)) as next_run_at
+""")
+
+UNSCHEDULE_ONE = Statement("""
+    select was_there from queue.unschedule(cast(:name as text)) as was_there
+""")
+
+ENABLE_SCHEDULE = Statement("""
+    select next_run_at
+    from queue.enable_schedule(cast(:name as text), cast(:enabled as boolean)) as next_run_at
+""")
+
+RUN_NOW = Statement("select id from queue.run_now(cast(:name as text)) as id")
+
+NEXT_RUNS = Statement("""
+    select run_at, cast(run_at at time zone cast(:timezone as text) as text) as local
+    from queue.next_runs(
+      cast(:cron as text), cast(:timezone as text), n => cast(:n as integer)) as run_at
+""")
+
+TOP_QUEUES = Statement("""
+    select queue, case when paused = 1 then 'paused' end as paused, ready, running,
+      nullif(blocked, 0) as blocked, nullif(scheduled, 0) as scheduled,
+      nullif(waiting, 0) as waiting, nullif(upstream_failed, 0) as upstream_failed,
+      nullif(held, 0) as held, nullif(failed, 0) as failed,
+      make_interval(secs => nullif(oldest_ready_seconds, 0)) as oldest,
+      round((succeeded_5m + failed_5m + cancelled_5m) / 300.0, 2) as per_second,
+      nullif(failed_5m, 0) as failed_5m, workers
+    from queue.metrics order by queue
+""")
+
 # Installing
 
 VERSION = Statement("select code, tables from queue.version()")

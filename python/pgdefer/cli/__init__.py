@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from . import _db, _defer, _job, _psql, _queue, _run
+from . import _db, _defer, _job, _pg, _psql, _queue, _run, _schedule, _top
 from ._base import Exit, cli
 
 __all__ = ["Exit", "main"]
 
-cli.command()(_run.demo)
-cli.command()(_defer.defer)
 cli.command("install")(_run.install_command)
+cli.command()(_run.upgrade)
+cli.command()(_run.version)
+cli.command()(_run.demo)
+cli.add_typer(_run.workers, name="worker")
+cli.command()(_defer.defer)
 cli.add_typer(_job.jobs, name="job")
 cli.add_typer(_queue.queues, name="queue")
-cli.add_typer(_run.workers, name="worker")
+cli.add_typer(_schedule.schedules, name="schedule")
+cli.command()(_top.top)
 cli.add_typer(_db.db, name="db")
+cli.add_typer(_pg.pg, name="pg")
 cli.command()(_psql.psql)
 cli.command()(_psql.psqlrc)
-cli.command()(_run.version)
 
 
 def main() -> None:

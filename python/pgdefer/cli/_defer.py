@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 from pgdefer import _sql
 
 from . import _show
-from ._base import DSN, AsJson, DryRun, Exit, fail, out, session
+from ._base import DSN, AsJson, DryRun, out, session
 
 
 def defer(
@@ -39,11 +38,7 @@ def defer(
 ) -> None:
     """Defer a job and print its id. What is not given takes the task's defaults."""
     text = sys.stdin.read() if args == "-" else args
-    for what, given in (("args", text), ("--options", options)):
-        try:
-            json.loads(given or "{}")
-        except ValueError as error:
-            fail(Exit.USAGE, f"{what} are not JSON: {error}")
+    _show.check_json(args=text, options=options)
     asked: dict[str, Any] = {
         "task": task,
         "args": text,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from pgdefer._connect import Source
 
 from . import _show
 from ._base import DSN, Exit, fail, out, reported
+from ._pg import find_program
 
 SHORTCUTS = Path(__file__).with_name("psqlrc")
 
@@ -28,7 +28,7 @@ def psql(
     """Open psql on the database, with shortcuts: type :help there."""
     with reported():
         conninfo = Source(dsn).conninfo()
-    program = _program()
+    program = find_program("psql")
     if program is None:
         fail(Exit.ERROR, "psql is not installed: apt install postgresql-client, or the like")
     # psql reads one such file only: this one reads the user's, then ours.
@@ -64,18 +64,6 @@ def psqlrc(
         user.write_text("".join(kept), "utf-8")
     verb = "no longer reads" if remove else "reads"
     out.print(Text(f"{user} {verb} {ours}"), soft_wrap=True)
-
-
-def _program() -> str | None:
-    from pgdefer._server import ServerError, find_binaries  # noqa: PLC0415 (not on every system)
-
-    if found := shutil.which("psql"):
-        return found
-    try:
-        own = find_binaries() / "psql"
-    except ServerError:
-        return None
-    return str(own) if own.exists() else None
 
 
 def _user_file() -> Path:

@@ -147,6 +147,18 @@ def install_command(
         out.print(f"pgdefer was upgraded from {done.before} to {done.version} ({done.form}).")
 
 
+def upgrade(dsn: DSN = None) -> None:
+    """Bring the queue of a database to this version."""
+    with reported():
+        source = Source(dsn)
+        with source.connect() as connection:
+            if installed_version(connection) is None:
+                fail(Exit.NOT_INSTALLED, "the queue is not installed here: `pgdefer install`")
+        done = install(source.conninfo())
+    was = "already" if done.before == done.version else f"from {done.before}"
+    out.print(f"pgdefer is at {done.version}, {was} ({done.form}).")
+
+
 def version(dsn: DSN = None) -> None:
     """Show the client's version, and the database's where one is named."""
     out.print(f"client {__version__}")

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from rich import box
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from pgdefer._codec import TAG
 
-from ._base import REFUSALS, Rows, err, out
+from ._base import REFUSALS, Exit, Rows, err, fail, out
 
 CUT = 200
 STYLES = {
@@ -124,16 +125,29 @@ def table(
     if not rows.values:
         err.print(empty, highlight=False)
         return
-    # What is empty in every row is left out.
+    out.print(grid(rows, columns, right=right))
+
+
+def grid(rows: Rows, columns: Mapping[str, str], *, right: Sequence[str] = ()) -> Table:
+    """Return rows as a table. A column that is empty in every row is left out."""
     shown = [key for key in columns if any(row[key] is not None for row in rows.values)]
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for key in shown:
-        is_number = any(isinstance(row[key], int | float) for row in rows.values)
+        values = [row[key] for row in rows.values]
+        is_number = any(isinstance(value, int | float | Decimal) for value in values)
         is_right = key in right or (is_number and key != "id")
-        made.add_column(columns[key], justify="right" if is_right else "left", overflow="fold")
+        # texts give way where there is too little room
+        is_text = not is_number and any(isinstance(value, str | list | dict) for value in values)
+        made.add_column(
+            columns[key],
+            justify="right" if is_right else "left",
+            overflow="fold",
+            no_wrap=not is_text,
+            min_width=max(map(len, columns[key].split()), default=1),
+        )
     for row in rows.values:
         made.add_row(*(Text(cell(row[key]), style=_style(key, row[key])) for key in shown))
-    out.print(made)
+    return made
 
 
 def _style(key: str, value: Any) -> str:
@@ -184,3 +198,12 @@ def write(text: str) -> None:
     """Print a text as it is, for programs."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def check_json(**given: str | None) -> None:
+    """End with a message where a text is no JSON."""
+    for name, text in given.items():
+        try:
+            json.loads(text or "{}")
+        except ValueError as error:
+            fail(Exit.USAGE, f"{name}: not JSON: {error}")

@@ -1,0 +1,62 @@
+"""`pgdefer pg`: PostgreSQL's own backup of the queue's schema, and back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pgdefer._connect import Source
+
+from ._base import DSN, Exit, Yes, confirm, fail, reported
+
+pg = typer.Typer(help="Backups by pg_dump and pg_restore.", no_args_is_help=True)
+
+
+@pg.command("backup")
+def backup(
+    everything: Annotated[
+        bool, typer.Option("--all", help="The whole database, not only the queue.")
+    ] = False,
+    dsn: DSN = None,
+) -> None:
+    """Write a backup to standard output, in pg_dump's custom format."""
+    if os.isatty(1):
+        fail(Exit.USAGE, "standard output is a terminal: write to a file, as in > queue.dump")
+    only = [] if everything else ["--schema=queue"]
+    _run("pg_dump", ["--format=custom", *only], dsn)
+
+
+@pg.command("restore")
+def restore(yes: Yes = False, dsn: DSN = None) -> None:
+    """Read a backup from standard input, into a database that lacks what is in it."""
+    if os.isatty(0):
+        fail(Exit.USAGE, "standard input is a terminal: read from a file, as in < queue.dump")
+    confirm("Restore into this database?", yes=yes)
+    _run("pg_restore", ["--exit-on-error", "--single-transaction"], dsn)
+
+
+def _run(name: str, arguments: list[str], dsn: str | None) -> None:
+    """Become a program of PostgreSQL's."""
+    with reported():
+        conninfo = Source(dsn).conninfo()
+    program = find_program(name)
+    if program is None:
+        fail(Exit.ERROR, f"{name} is not installed: apt install postgresql-client, or the like")
+    os.execv(program, [program, *arguments, "-d", conninfo])  # noqa: S606
+
+
+def find_program(name: str) -> str | None:
+    """Return a client program of PostgreSQL's: the system's, else the embedded one."""
+    from pgdefer._server import ServerError, find_binaries  # noqa: PLC0415 (not on every system)
+
+    if found := shutil.which(name):
+        return found
+    try:
+        own: Path = find_binaries() / name
+    except ServerError:
+        return None
+    return str(own) if own.exists() else None

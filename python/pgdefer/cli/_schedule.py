@@ -1,0 +1,125 @@
+"""`pgdefer schedule`: recurring runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from pgdefer import _sql
+
+from . import _show
+from ._base import DSN, AsJson, DryRun, Exit, Yes, confirm, fail, out, session
+
+schedules = typer.Typer(help="Recurring runs.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="The schedule's name.", show_default=False)]
+Timezone = Annotated[str, typer.Option("--timezone", "-z", help="As Europe/Paris.")]
+Cron = Annotated[str, typer.Argument(help="As '0 9 * * MON-FRI', @hourly, 'every 90 seconds'.")]
+
+COLUMNS = {
+    "name": "name",
+    "cron": "cron",
+    "timezone": "time zone",
+    "task": "task",
+    "next_run_at": "next run",
+    "last_run_at": "last run",
+    "last_job_id": "its job",
+    "reason": "reason",
+}
+
+
+@schedules.command("ls")
+def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
+    """List what is scheduled."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(_sql.SCHEDULES)
+    _show.table(rows, COLUMNS, empty="Nothing is scheduled.")
+
+
+@schedules.command("add")
+def add(
+    name: Name,
+    cron: Cron,
+    task: Annotated[str, typer.Argument(help="The task's name.", show_default=False)],
+    args: Annotated[str, typer.Argument(metavar="[JSON]", help="Its args.")] = "{}",
+    timezone: Timezone = "UTC",
+    options: Annotated[
+        str | None, typer.Option(metavar="JSON", help="The options of queue.schedule.")
+    ] = None,
+    dsn: DSN = None,
+    as_json: AsJson = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Schedule a task, or change a schedule, at once. Prints its next run."""
+    _show.check_json(args=args, options=options)
+    asked = {"name": name, "cron": cron, "task": task, "args": args, "timezone": timezone}
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        rows = on.call(_sql.SCHEDULE_ONE, asked | {"options": options})
+    if rows.texts is not None:
+        _show.write(rows.texts[0])
+    else:
+        out.print(Text(f"next run: {_show.cell(rows.values[0]['next_run_at']) or 'never'}"))
+
+
+@schedules.command("rm")
+def rm(
+    name: Name,
+    yes: Yes = False,
+    dsn: DSN = None,
+    as_json: AsJson = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Remove a schedule."""
+    confirm(f"Remove the schedule {_show.plain(name)}?", yes=yes, dry_run=dry_run)
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        rows = on.call(_sql.UNSCHEDULE_ONE, {"name": name})
+    if not rows.values[0]["was_there"]:
+        fail(Exit.NOT_FOUND, f"there is no schedule {_show.plain(name)}")
+    if rows.texts is not None:
+        _show.write(rows.texts[0])
+    else:
+        out.print("removed", highlight=False)
+
+
+@schedules.command("run")
+def run(name: Name, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False) -> None:
+    """Defer a schedule's job now. Prints the job's id."""
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        rows = on.call(_sql.RUN_NOW, {"name": name})
+    if rows.texts is not None:
+        _show.write(rows.texts[0])
+    else:
+        out.print(_show.cell(rows.values[0]["id"]), highlight=False)
+
+
+@schedules.command("enable")
+def enable(
+    name: Name,
+    off: Annotated[bool, typer.Option("--off", help="Disable it.")] = False,
+    dsn: DSN = None,
+    as_json: AsJson = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Let a schedule run again; with --off stop it."""
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        rows = on.call(_sql.ENABLE_SCHEDULE, {"name": name, "enabled": not off})
+    if rows.texts is not None:
+        _show.write(rows.texts[0])
+    else:
+        out.print(Text(f"next run: {_show.cell(rows.values[0]['next_run_at']) or 'never'}"))
+
+
+@schedules.command("next")
+def next_runs(
+    cron: Cron,
+    timezone: Timezone = "UTC",
+    n: Annotated[int, typer.Option("-n", min=1, help="So many.")] = 5,
+    dsn: DSN = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show when an expression runs next."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(_sql.NEXT_RUNS, {"cron": cron, "timezone": timezone, "n": n})
+    _show.table(rows, {"run_at": "next runs", "local": f"in {_show.plain(timezone)}"})
