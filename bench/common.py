@@ -49,7 +49,7 @@ def arguments(description: str | None, runs: int) -> argparse.ArgumentParser:
     parser.add_argument(
         "--pin",
         action="store_true",
-        help="backends on one core, clients on another, at real-time priority where allowed",
+        help="backends on one core, clients on another, at real-time priority; for root on Linux",
     )
     parser.add_argument("--check", action="store_true", help="exit 1 where a limit is missed")
     return parser
@@ -138,7 +138,7 @@ class Bench:
 
     def client_prefix(self) -> list[str]:
         """Return what a client's command begins with."""
-        return ["taskset", "-c", "0"] if self.pin else []
+        return ["chrt", "-r", "10", "taskset", "-c", "0"] if self.pin else []
 
 
 @contextlib.contextmanager
@@ -166,10 +166,7 @@ def _pin(server: EmbeddedServer) -> None:
     pid = server.status().pid
     assert pid is not None
     os.sched_setaffinity(pid, {1})
-    try:
-        os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(10))
-    except PermissionError:
-        print("NOTE: no right to real-time priority")
+    os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(10))
 
 
 def _sync_time(folder: Path) -> float:

@@ -24,10 +24,10 @@ begin
       views := '{schedules}';
     when 'operator' then
       functions := '{register_task,next,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
-      views := '{jobs,attempts,queues,workers,tasks,metrics,schedules,schedule_runs}';
+      views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     when 'reader' then
       functions := '{search,get,stats,health,autoscale_hint,result,graph,why,check,peek,version,backoff,next_runs}';
-      views := '{jobs,attempts,queues,workers,tasks,metrics,schedules,schedule_runs}';
+      views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     else
       perform queue._invalid('kind is not one of its values', 'Allowed: producer, worker, operator, reader.', 'kind: ' || coalesce(kind, 'NULL'));
   end case;

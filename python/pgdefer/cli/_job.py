@@ -134,7 +134,7 @@ def search(
     with session(dsn, as_json=as_json) as on:
         rows = on.call(_sql.SEARCH, asked)
     columns = {**COLUMNS, "bytes": "bytes", "excerpt": "found"}
-    del columns["priority"], columns["attempts"], columns["description"]
+    del columns["priority"], columns["attempts"]
     if not _show_found(rows, columns, limit):
         raise typer.Exit(Exit.PARTLY)
 
@@ -146,6 +146,9 @@ def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
         more = rows.values.pop()
         if rows.texts is not None:
             rows.texts.pop()
+    for row in rows.values:
+        row |= {key: row[key] or None for key in ("priority", "attempts")}
+        row["description"] = row["description"] and _show.short(row["description"], 60)
     _show.table(rows, columns, empty="No such jobs.")
     if more is None:
         return True

@@ -75,7 +75,9 @@ def cell(value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case dt.datetime():
-            return moment(value)
+            here = value.astimezone()
+            is_near = abs(dt.datetime.now(dt.UTC) - value) < dt.timedelta(days=300)
+            return here.strftime("%m-%d %H:%M:%S" if is_near else "%Y-%m-%d %H:%M")
         case dt.timedelta():
             return span(value)
         case list():
@@ -136,14 +138,15 @@ def grid(rows: Rows, columns: Mapping[str, str], *, right: Sequence[str] = ()) -
         values = [row[key] for row in rows.values]
         is_number = any(isinstance(value, int | float | Decimal) for value in values)
         is_right = key in right or (is_number and key != "id")
-        # texts give way where there is too little room
-        is_text = not is_number and any(isinstance(value, str | list | dict) for value in values)
+        # long texts give way where there is too little room
+        length = max(len(cell(value)) for value in values)
+        is_long = length > 20 and any(isinstance(value, str | list | dict) for value in values)
         made.add_column(
             columns[key],
             justify="right" if is_right else "left",
             overflow="fold",
-            no_wrap=not is_text,
-            min_width=max(map(len, columns[key].split()), default=1),
+            no_wrap=not is_long,
+            min_width=max(12 if is_long else length, *map(len, columns[key].split() or [""])),
         )
     for row in rows.values:
         made.add_row(*(Text(cell(row[key]), style=_style(key, row[key])) for key in shown))
@@ -172,7 +175,8 @@ def record(values: Mapping[str, Any], *, full: bool = False) -> None:
         elif isinstance(value, str):
             out.print(label, Text("\n".join(map(plain, value.split("\n")))), sep="", soft_wrap=True)
         else:
-            out.print(label, Text(cell(value)), sep="", soft_wrap=True)
+            text = moment(value) if isinstance(value, dt.datetime) else cell(value)
+            out.print(label, Text(text), sep="", soft_wrap=True)
 
 
 def outcomes(rows: Rows) -> None:

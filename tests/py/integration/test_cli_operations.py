@@ -1,0 +1,661 @@
+"""Operating from the command line: jobs, queues, the database."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from typer.testing import CliRunner
+
+from pgdefer import _sql
+from pgdefer._connect import Connection
+from pgdefer._server import EmbeddedServer
+from pgdefer.cli import Exit
+from pgdefer.cli._base import cli
+from support import server_program
+
+from .conftest import Jobs
+
+NAMES = ['"quoted"', "it's", "Ünïcode 日本", "--leading", "x" * 999 + "y", "a b", "%s{}$1", "new\nline"]
+
+
+@dataclasses.dataclass
+class Done:
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run a command in this process; a failure that is no clean end is the test's."""
+    monkeypatch.setenv("PGDEFER_DSN", dsn)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    runner = CliRunner()
+
+    def run(*arguments: object, input: str | None = None) -> Done:  # noqa: A002
+        result = runner.invoke(cli, [str(word) for word in arguments], input=input)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Done(result.exit_code, result.stdout, result.stderr)
+
+    return run
+
+
+@pytest.fixture
+def claim(conn: Connection) -> Callable[[], dict[int, int]]:
+    """Claim all that is ready: id -> claim."""
+    row = conn.execute("select queue.register_worker('test')").fetchone()
+    assert row
+
+    def claim() -> dict[int, int]:
+        rows = conn.execute("select id, claim from queue.fetch(%s, null, 100)", row).fetchall()
+        return dict(rows)
+
+    return claim
+
+
+Claim = Callable[[], dict[int, int]]
+
+
+def defer(run: Run, *arguments: object) -> int:
+    done = run("defer", *arguments)
+    assert done.code == 0, done.err
+    return int(done.out)
+
+
+# Deferring
+
+
+def test_defer(run: Run, jobs: Jobs) -> None:
+    id = defer(run, "t", '{"a": 1}', "-q", "q", "-p", 3, "--lock", "l", "--at", "2999-01-01 00:00Z")
+    second = defer(run, "t", "--needs", id, "--options", '{"description": "d"}')
+    (one, two) = jobs()
+    assert (one["task"], one["args"], one["queue"], one["priority"]) == ("t", {"a": 1}, "q", 3)
+    assert (one["lock"], one["state"]) == ("l", "scheduled")
+    assert (two["id"], two["needs"], two["description"]) == (second, [id], "d")
+    assert defer(run, "--queueing-lock=k", "t") == second + 1
+    assert run("defer", "t", "--queueing-lock", "k").code == Exit.ALREADY_QUEUED
+    done = run("defer", "t", "-", input='{"from": "stdin"}')
+    assert jobs()[-1]["args"] == {"from": "stdin"}
+    assert run("defer", "t", "--json").json == {"id": int(done.out) + 1}
+    count = len(jobs())
+    done = run("defer", "t", "--dry-run")
+    assert (done.code, done.err) == (0, "Dry run: nothing was changed.\n")
+    assert len(jobs()) == count
+    for wrong in (["{"], ["[]"], ["{}", "--options", "x"], ["{}", "--options", '{"no": 1}']):
+        assert run("defer", "t", *wrong).code == Exit.USAGE
+    assert len(jobs()) == count
+
+
+# Queues
+
+
+def test_queues(run: Run, jobs: Jobs, claim: Claim) -> None:
+    assert run("queue", "ls").err == "There are no queues.\n"
+    assert run("queue", "create", "q").out == "q: made\n"
+    assert run("queue", "create", "q").out == "q: is there already\n"
+    assert run("queue", "create", "q", "--json").json == [{"is_new": False}]
+    assert run("queue", "create", "p", "--paused").code == 0
+    first = defer(run, "t", "-q", "p")
+    defer(run, "t", "-q", "p")
+    assert claim() == {}
+    assert run("queue", "resume", "p").out == "2 jobs are concerned\n"
+    assert len(claim()) == 2
+    assert run("queue", "pause", "p").out == "0 jobs are concerned\n"
+    assert jobs.states()[first] == "running", "pausing lets it run"
+    assert run("queue", "pause", "p", "--json").json == [{"jobs": 0}]
+    assert run("queue", "pause", "--all", "--until", "2999-01-01").code == 0
+    assert [row["paused_until"][:4] for row in run("queue", "ls", "--json").json] == ["2999"] * 2
+    assert "2999-01-01" in run("queue", "ls").out
+    assert run("queue", "resume", "*").code == 0
+    assert run("queue", "pause", "--task", "t").code == 0
+    for wrong in (["pause"], ["resume"], ["pause", "q", "--all"], ["create", "q*"], ["create", ""]):
+        assert run("queue", *wrong).code == Exit.USAGE
+
+
+def test_configure_a_queue(run: Run) -> None:
+    done = run("queue", "configure", "q", "--max-running", 3, "--rate", "10/1 min", "--json")
+    assert done.code == 0, done.err
+    (row,) = done.json
+    assert (row["max_running"], row["rate"]) == (3, "10 per 00:01:00")
+    (row,) = run("queue", "configure", "q", "--rate", "none", "--retain", "1 day", "--json").json
+    assert (row["max_running"], row["rate"], row["retain"]) == (3, None, "1 day")
+    assert "max running" in run("queue", "configure", "q", "--max-running", 4, "--dry-run").out
+    assert run("queue", "ls", "--json").json[0]["max_running"] == 3
+    for wrong in (
+        [],
+        ["--max-running", "x"],
+        ["--rate", "10"],
+        ["--rate", "x/1s"],
+        ["--retain", "-"],
+    ):
+        assert run("queue", "configure", "q", *wrong).code == Exit.USAGE
+
+
+def test_delete_a_queue(run: Run, jobs: Jobs, claim: Claim) -> None:
+    ids = [defer(run, "t", "-q", "q") for _ in range(3)]
+    claims = claim()
+    assert set(claims) == set(ids)
+    done = run("queue", "delete", "q", "--yes")
+    assert done.code == Exit.NOT_EMPTY
+    assert "unfinished jobs: 3, of these running: 3" in done.err
+    assert run("queue", "delete", "q", "--force").code == Exit.USAGE, "nobody to ask"
+    assert run("queue", "delete", "q", "--force", "--dry-run").out == "3 jobs removed\n"
+    assert len(jobs()) == 3
+    assert run("queue", "delete", "q", "--force", "--yes", "--json").json == [{"jobs": 3}]
+    assert jobs() == []
+    assert run("queue", "delete", "q", "--yes").code == Exit.USAGE
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_odd_names(run: Run, jobs: Jobs, name: str) -> None:
+    assert run("queue", "create", "--", name).code == 0
+    id = int(run("defer", f"--queue={name}", "--", name).out)
+    assert [row["name"] for row in run("queue", "ls", "--json").json] == [name]
+    assert [row["id"] for row in run("job", "ls", f"--queue={name}", "--json").json] == [id]
+    assert run("job", "show", id).code == 0
+    assert run("job", "move", id, f"--to={name[::-1]}").code == 0
+    assert jobs()[0]["queue"] == name[::-1]
+    assert run("queue", "pause", "--", name).code == 0
+    assert run("queue", "delete", "--force", "--yes", "--", name[::-1]).out == "1 jobs removed\n"
+    assert run("queue", "delete", "--yes", "--", name).code == 0
+
+
+# Looking at jobs
+
+
+def test_listing(run: Run, conn: Connection) -> None:
+    assert run("job", "ls").err == "No such jobs.\n"
+    conn.execute("select queue.defer('t' || n, queue => 'q' || n % 2) from generate_series(1, 5) n")
+    conn.execute("select queue.cancel(2)")
+    assert [row["id"] for row in run("job", "ls", "--json").json] == [5, 4, 3, 2, 1]
+    assert [row["id"] for row in run("job", "ls", "-q", "q0", "--json").json] == [4, 2]
+    assert [row["id"] for row in run("job", "ls", "-s", "cancelled", "--json").json] == [2]
+    assert [row["id"] for row in run("job", "ls", "-t", "t3", "--json").json] == [3]
+    page = run("job", "ls", "-n", 2)
+    assert (page.code, page.err) == (0, "There may be more: --before 4\n")
+    assert "t5" in page.out
+    assert [row["id"] for row in run("job", "ls", "-n", 2, "--before", 4, "--json").json] == [3, 2]
+    assert run("job", "ls", "-s", "nonsense").code == Exit.USAGE
+    assert run("job", "ls", "-n", 0).code == Exit.USAGE
+
+
+def test_showing(run: Run, conn: Connection, claim: Claim) -> None:
+    secret = {"__pgdefer__": "bytes", "value": "AAECAw=="}
+    args = {"n": 1, "data": secret, "long": "x" * 1000, "escape": "\x1b[31m[bold]red"}
+    id = defer(run, "t", json.dumps(args))
+    ((_, number),) = claim().items()
+    conn.execute("select queue.fail(%s, %s, E'went\\nwrong \x1b[0m')", [id, number])
+    shown = run("job", "show", id)
+    assert shown.code == 0
+    assert "<4 bytes>" in shown.out
+    assert "… <1000 bytes>" in shown.out
+    assert "\x1b" not in shown.out
+    assert "[bold]" in shown.out
+    assert "state: failed" in shown.out
+    assert "wrong" in shown.out
+    full = run("job", "show", id, "--full").out
+    assert "x" * 1000 in full
+    assert "AAECAw==" in full
+    (row,) = run("job", "show", id, "--json").json["history"]
+    assert (row["outcome"], row["attempt"]) == ("failed", 1)
+    assert run("job", "show", id, "--json").json["args"] == args
+    missing = run("job", "show", 99)
+    assert (missing.code, missing.out) == (Exit.NOT_FOUND, "")
+    assert run("job", "why", id).out.startswith("it failed at")
+    assert run("job", "why", 99).code == Exit.NOT_FOUND
+
+
+def test_large_args(run: Run, conn: Connection, jobs: Jobs) -> None:
+    done = run("defer", "t", "-", input=json.dumps({"data": "0123456789" * 1_000_000}))
+    id = int(done.out)
+    shown = run("job", "show", id)
+    assert "… <10000000 bytes>" in shown.out
+    assert len(shown.out) < 2000
+    copied = int(run("job", "copy", id, "--to", "q").out)
+    assert run("job", "delete", id, "--yes").out == f"{id}: deleted\n"
+    (row,) = jobs()
+    assert (row["id"], row["queue"], len(row["args"]["data"])) == (copied, "q", 10_000_000)
+    assert run("job", "search", "0123").out.count("q") >= 1
+    assert len(run("job", "get", "data", copied).out) == 10_000_003
+
+
+def test_get_tells_apart(run: Run) -> None:
+    id = defer(run, "t", '{"items": [{"price": 1.50}], "none": null, "big": 12345678901234567890}')
+    assert run("job", "get", "items[0].price", id).out == "1.50\n"
+    assert run("job", "get", "items[*]", id).out == '{"price": 1.50}\n'
+    assert run("job", "get", "big", id).out == "12345678901234567890\n"
+    null = run("job", "get", "none", id)
+    assert (null.code, null.out) == (0, "null\n")
+    missing = run("job", "get", "nope", id)
+    assert (missing.code, missing.out) == (Exit.NOTHING, "")
+    assert "nothing at nope" in missing.err
+    assert run("job", "get", "items[", id).code == Exit.USAGE
+    assert run("job", "get", "items", 99).code == Exit.NOT_FOUND
+
+
+def test_search(run: Run, conn: Connection) -> None:
+    a = defer(run, "t", '{"name": "needle", "n": 5}', "--lock", "the lock")
+    b = defer(run, "t", '{"name": "hay", "n": 50}', "-q", "other")
+    ids = lambda *words: [row["id"] for row in run("job", "search", *words, "--json").json]  # noqa: E731
+    assert ids("needle") == [a]
+    assert ids("name") == [b, a]
+    assert ids("name", "-q", "other") == [b]
+    assert ids("$.n > 10", "--path") == [b]
+    assert ids("the lock", "--key") == [a]
+    assert ids("nothing") == []
+    assert "needle" in run("job", "search", "needle").out
+    conn.execute(
+        "select queue.defer('t', jsonb_build_object('x', repeat('y', 100000)))"
+        " from generate_series(1, 20)"
+    )
+    partial = run("job", "search", "needle", "--max-bytes", 500_000)
+    assert partial.code == Exit.PARTLY
+    assert re.search(r"There may be more: --before \d+", partial.err)
+    assert partial.out == ""
+    assert [row["id"] for row in run("job", "search", "needle", "--no-limit", "--json").json] == [a]
+    page = run("job", "search", "yyy", "-n", 3)
+    assert (page.code, "There may be more" in page.err) == (0, True), "a page is no partial result"
+    assert run("job", "search", "$[", "--path").code == Exit.USAGE
+    assert run("job", "search", "x", "--path", "--key").code == Exit.USAGE
+
+
+def test_tail(run: Run, conn: Connection, claim: Claim) -> None:
+    ids = [defer(run, "t", "-q", f"q{n}") for n in range(3)]
+    for id, number in claim().items():
+        conn.execute("select queue.succeed(%s, %s)", [id, number])
+    lines = run("job", "tail", "--no-follow").out.splitlines()
+    assert [int(line.split()[3]) for line in lines] == ids
+    assert "succeeded" in lines[0]
+    assert len(run("job", "tail", "--no-follow", "-n", 1).out.splitlines()) == 1
+    assert len(run("job", "tail", "--no-follow", "-q", "q1").out.splitlines()) == 1
+    rows = [
+        json.loads(line) for line in run("job", "tail", "--no-follow", "--json").out.splitlines()
+    ]
+    assert [row["id"] for row in rows] == ids
+
+
+def test_tail_follows(run: Run, conn: Connection, claim: Claim) -> None:
+    command = [sys.executable, "-m", "pgdefer", "job", "tail", "-n", "0", "--json"]
+    with subprocess.Popen([*command, "--interval", "0.05"], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        ended: list[int] = []
+        while not select.select([process.stdout], [], [], 0.05)[0]:
+            ended.append(defer(run, "t"))
+            for id, number in claim().items():
+                conn.execute("select queue.succeed(%s, %s)", [id, number])
+        seen = [json.loads(process.stdout.readline())["id"]]
+        assert seen[0] in ended
+        while seen[-1] != ended[-1]:
+            seen.append(json.loads(process.stdout.readline())["id"])
+        assert seen == ended[-len(seen) :], "each once, in order"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+
+
+# Changing jobs
+
+
+def test_move(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
+    retry = '{"retry": {"max_attempts": 5}}'
+    id = defer(run, "t", '{"n": 1}', "--options", retry)
+    ((_, number),) = claim().items()
+    done = run("job", "move", id, "--to", "q")
+    assert (done.code, done.out) == (Exit.WRONG_STATE, "")
+    assert done.err == f"{id}: its state does not allow this (running)\n"
+    conn.execute("select queue.fail(%s, %s, 'once')", [id, number])
+    run("queue", "pause", "q")
+    assert run("job", "move", id, "--to", "q").out == f"{id}: ready\n"
+    (job,) = jobs()
+    assert (job["id"], job["queue"], job["args"], job["attempts"]) == (id, "q", {"n": 1}, 1)
+    assert job["reason"] == "paused"
+    assert [row["error"] for row in jobs.attempts()] == ["once"]
+    run("queue", "resume", "q")
+    ((_, number),) = claim().items()
+    assert run("job", "move", id, "--to", "p", "--force").code == 0
+    with pytest.raises(psycopg.Error) as lost:
+        conn.execute("select queue.succeed(%s, %s)", [id, number])
+    assert lost.value.sqlstate == "QJ002"
+    assert run("job", "move", id, "--to", "x*").code == Exit.USAGE
+
+
+def test_restart(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
+    failed, running = defer(run, "t"), defer(run, "t")
+    claims = claim()
+    conn.execute("select queue.fail(%s, %s, 'no')", [failed, claims[failed]])
+    done = run("job", "restart", failed, running)
+    assert (done.code, done.out) == (Exit.PARTLY, f"{failed}: ready\n")
+    assert jobs.states() == {failed: "ready", running: "running"}
+    assert run("job", "restart", running).code == Exit.WRONG_STATE
+    assert run("job", "restart", running, "--force").out == f"{running}: ready\n"
+    with pytest.raises(psycopg.Error, match="claim lost"):
+        conn.execute("select queue.succeed(%s, %s)", [running, claims[running]])
+    run("job", "fail", failed, running, "--yes")
+    assert len(run("job", "restart", "--failed", "-n", 1, "--json").json) == 1
+    assert len(run("job", "restart", "--failed", "-t", "other", "--json").json) == 0
+    assert run("job", "restart").code == Exit.USAGE
+    assert run("job", "restart", failed, "--failed").code == Exit.USAGE
+
+
+def test_fail(run: Run, jobs: Jobs, claim: Claim) -> None:
+    retry = '{"retry": {"max_attempts": 10}}'
+    need = defer(run, "t", "--options", retry)
+    dependent = defer(run, "t", "--needs", need)
+    assert run("job", "fail", need).code == Exit.USAGE, "nobody to ask"
+    assert run("job", "fail", need, "-m", "broken", "-y").out == f"{need}: failed\n"
+    assert jobs.states() == {need: "failed", dependent: "upstream_failed"}
+    assert jobs()[0]["error"] == "broken"
+    assert run("job", "fail", need, "-y").code == Exit.WRONG_STATE
+    assert "a need failed" in run("job", "why", dependent).out
+
+
+def test_done_on_each_state(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
+    running = defer(run, "t", "--lock", "l")
+    claim()
+    conn.execute("select queue.defer('t', scheduled_at => '2999-01-01')")
+    blocked = defer(run, "t", "--lock", "l")
+    waiting = defer(run, "t", "--needs", blocked)
+    held = defer(run, "t", "--options", '{"held": true}')
+    cancelled = defer(run, "t")
+    run("job", "cancel", cancelled, "-y")
+    ids = [running, running + 1, blocked, waiting, held, cancelled]
+    assert run("job", "done", *ids, "--dry-run").code == 0
+    assert jobs.states()[running] == "running"
+    done = run("job", "done", *ids, "--yes")
+    assert (done.code, done.err) == (0, "")
+    assert set(jobs.states().values()) == {"succeeded"}
+    assert run("job", "done", *ids, "--yes").code == Exit.WRONG_STATE
+
+
+def test_a_mixed_list(run: Run, jobs: Jobs, claim: Claim) -> None:
+    running = defer(run, "t")
+    claim()
+    valid = defer(run, "t")
+    done = run("job", "delete", valid, 99, running, "--yes")
+    assert done.code == Exit.PARTLY
+    assert done.out == f"{valid}: deleted\n"
+    assert done.err.splitlines() == [
+        "99: there is no such job",
+        f"{running}: its state does not allow this (running)",
+    ]
+    assert run("job", "delete", 98, 99, "--yes").code == Exit.NOT_FOUND
+    assert run("job", "delete", running, "--yes").code == Exit.WRONG_STATE
+    assert run("job", "delete", running, "--yes", "--json").json == [
+        {"id": running, "outcome": "running", "error": "QJ003"}
+    ]
+    assert run("job", "delete", "x", "--yes").code == Exit.USAGE
+    assert jobs.states() == {running: "running"}
+    assert run("job", "delete", running, "--yes", "--force").code == 0
+    assert jobs() == []
+
+
+def test_asking(dsn: str, run: Run, jobs: Jobs) -> None:
+    """On a terminal destructive commands ask."""
+    id = defer(run, "t")
+
+    def ask(answer: bytes) -> int:
+        pid, terminal = os.forkpty()
+        if pid == 0:
+            arguments = ["-m", "pgdefer", "job", "delete", str(id)]
+            os.execv(sys.executable, [sys.executable, *arguments])
+        asked = b""
+        while b"[y/N]" not in asked:
+            asked += os.read(terminal, 1000)
+        os.write(terminal, answer)
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+        return os.waitstatus_to_exitcode(status)
+
+    assert ask(b"n\n") == Exit.ERROR
+    assert jobs.states() == {id: "ready"}
+    assert ask(b"y\n") == 0
+    assert jobs() == []
+
+
+def test_one_job(run: Run, jobs: Jobs, claim: Claim) -> None:
+    id = defer(run, "t")
+    assert run("job", "hold", id).out == f"{id}: held\n"
+    assert run("job", "hold", 99).code == Exit.NOT_FOUND
+    assert run("job", "unhold", id).out == f"{id}: ready\n"
+    assert run("job", "unhold", id).code == Exit.WRONG_STATE
+    assert run("job", "reschedule", id, "--at", "2999-01-01").out == f"{id}: scheduled\n"
+    assert run("job", "reschedule", id, "--json").json == {"state": "ready"}
+    assert run("job", "priority", 5, id, 99).code == Exit.PARTLY
+    assert jobs()[0]["priority"] == 5
+    claim()
+    assert run("job", "cancel", id, "-y").code == Exit.WRONG_STATE
+    assert run("job", "cancel", id, "-y", "--abort").out == f"{id}: running\n"
+    assert run("job", "reschedule", id).code == Exit.WRONG_STATE
+
+
+def test_copy(run: Run, jobs: Jobs) -> None:
+    id = defer(run, "t", '{"n": 1}', "-p", 3, "--queueing-lock", "k")
+    assert run("job", "copy", id, "--json").json == {"id": id + 1}
+    (_, copied) = jobs()
+    assert (copied["args"], copied["priority"], copied["queueing_lock"]) == ({"n": 1}, 3, None)
+    assert run("job", "copy", 99).code == Exit.NOT_FOUND
+
+
+# Taking jobs by hand
+
+
+def test_next(run: Run, jobs: Jobs, conn: Connection) -> None:
+    assert run("job", "next").code == Exit.NOTHING
+    one, two = defer(run, "t", "-q", "q", "-p", 1), defer(run, "t", "-q", "q")
+    before = conn.execute("select * from queue.jobs order by id").fetchall()
+    peeked = run("job", "next", "q", "--peek")
+    assert (peeked.code, f"id: {one}\n" in peeked.out) == (0, True)
+    assert conn.execute("select * from queue.jobs order by id").fetchall() == before
+    assert run("job", "next", "other", "--peek").code == Exit.NOTHING
+    taken = run("job", "next", "q", "--json").json
+    assert taken["id"] == one
+    conn.execute("select queue.succeed(%s, %s)", [one, taken["claim"]])
+    assert f"id: {two}\n" in run("job", "next", "--ack").out
+    assert set(jobs.states().values()) == {"succeeded"}
+    assert run("job", "next", "--ack", "--peek").code == Exit.USAGE
+
+
+def test_peek_changes_nothing_when_killed(run: Run, dsn: str, conn: Connection) -> None:
+    for _ in range(3):
+        defer(run, "t")
+    conn.execute("select queue.tick()")
+    tables = "live", "job", "lane", "cursor", "waiting", "worker", "attempt"
+
+    def contents() -> list[Any]:
+        return [
+            conn.execute(f"select t.* from queue.{table} t order by t::text").fetchall()
+            for table in tables
+        ]
+
+    before = contents()
+    with psycopg.connect(dsn) as peeking:
+        assert len(peeking.execute(_sql.PEEK.psycopg, {"queues": None, "n": 3}).fetchall()) == 3
+        pid = peeking.info.backend_pid
+        conn.execute("select pg_terminate_backend(%s, 5000)", [pid])
+        peeking.close()
+    assert contents() == before
+    assert len(run("job", "ls", "-s", "ready", "--json").json) == 3
+
+
+def test_next_ack_by_fifty_callers(dsn: str, conn: Connection, jobs: Jobs) -> None:
+    conn.execute("select queue.defer('t', queue => 'q') from generate_series(1, 200)")
+    taken: list[int] = []
+    failures: list[BaseException] = []
+    begin = threading.Barrier(50)
+
+    def take() -> None:
+        try:
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                begin.wait()
+                asked = {"queues": ["q"], "ack": True, "lease": "1 minute"}
+                while row := connection.execute(_sql.NEXT.psycopg, asked).fetchone():
+                    taken.append(row[0])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert sorted(taken) == sorted(jobs.states()), "each job once"
+    assert set(jobs.states().values()) == {"succeeded"}
+
+
+# The database
+
+
+def test_upkeep(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
+    id = defer(run, "t")
+    health = run("db", "health")
+    assert (health.code, "0 alive" in health.out) == (0, True)
+    ((_, number),) = claim().items()
+    conn.execute("select queue.succeed(%s, %s)", [id, number])
+    (stats,) = run("db", "stats", "--json").json
+    assert (stats["succeeded_5m"], stats["ready"]) == (1, 0)
+    assert "The last 5 minutes:" in run("db", "stats").out
+    assert "The last hour:" in run("db", "stats", "--hour").out
+    assert run("db", "check").err == "Every invariant holds.\n"
+    assert run("db", "check", "--json").json == []
+    assert run("db", "reap").out.startswith("0 claims ended")
+    assert run("db", "tick", "--json").json["reaped"] == 0
+    assert run("db", "prune").out == "0 jobs removed\n"
+    assert run("db", "prune", "-s", "succeeded").code == Exit.USAGE, "nobody to ask"
+    assert run("db", "prune", "-s", "succeeded", "--dry-run").out == "1 jobs removed\n"
+    assert run("db", "prune", "-s", "nonsense", "--yes").code == Exit.USAGE
+    assert len(jobs()) == 1
+    assert run("db", "prune", "-s", "succeeded", "--yes", "--json").json == {"jobs": 1}
+    conn.execute("update queue.worker set last_seen_at = now() - interval '1 hour'")
+    defer(run, "t")
+    conn.execute("update queue.job set created_at = now() - interval '1 hour'")
+    unwell = run("db", "health")
+    assert unwell.code == Exit.UNHEALTHY
+    assert "select * from queue.tick()" in unwell.out
+
+
+@pytest.mark.unchecked("breaks an invariant on purpose")
+def test_check_says_what_is_wrong(run: Run, conn: Connection) -> None:
+    id = defer(run, "t")
+    conn.execute("select queue.tick()")
+    conn.execute("delete from queue.live")
+    broken = run("db", "check")
+    assert broken.code == Exit.UNHEALTHY
+    assert f"{id}" in broken.out
+    assert run("db", "check", "--json").code == Exit.UNHEALTHY
+
+
+def test_workers(run: Run, conn: Connection) -> None:
+    assert run("worker", "ls").err == "There are no workers.\n"
+    conn.execute("select queue.register_worker('the worker', '{a,b*}')")
+    (row,) = run("worker", "ls", "--json").json
+    assert (row["name"], row["queues"], row["is_alive"]) == ("the worker", ["a", "b*"], True)
+    assert "a, b*" in run("worker", "ls").out
+
+
+def test_schedules(run: Run, jobs: Jobs) -> None:
+    assert run("schedule", "ls").err == "Nothing is scheduled.\n"
+    added = run(
+        "schedule", "add", "nightly", "0 3 * * *", "report", '{"n": 1}', "-z", "Europe/Paris"
+    )
+    assert added.out.startswith("next run: ")
+    (row,) = run("schedule", "ls", "--json").json
+    assert (row["name"], row["timezone"], row["args"]) == ("nightly", "Europe/Paris", {"n": 1})
+    id = int(run("schedule", "run", "nightly").out)
+    assert jobs()[0]["id"] == id
+    assert run("schedule", "enable", "nightly", "--off").out == "next run: never\n"
+    assert run("schedule", "next", "@hourly", "-n", 3, "--json").code == 0
+    assert run("schedule", "add", "x", "not cron", "report").code == Exit.USAGE
+    assert run("schedule", "rm", "nightly", "--dry-run").code == 0
+    assert run("schedule", "rm", "nightly", "-y").out == "removed\n"
+    assert run("schedule", "rm", "nightly", "-y").code == Exit.NOT_FOUND
+
+
+def test_top(run: Run, claim: Claim) -> None:
+    defer(run, "t", "-q", "mail")
+    claim()
+    shown = run("top", "--once").out
+    assert "0 ready, 1 running" in shown
+    assert "mail" in shown
+
+
+def test_backup_and_restore(run: Run, dsn: str, blank_dsn: str, tmp_path: Path) -> None:
+    id = defer(run, "t", '{"kept": true}')
+    command = [sys.executable, "-m", "pgdefer", "pg"]
+    with (tmp_path / "dump").open("wb") as file:
+        subprocess.run([*command, "backup"], stdout=file, check=True)
+    install = [sys.executable, "-m", "pgdefer", "version", "--dsn", blank_dsn]
+    assert (
+        subprocess.run(install, capture_output=True, check=False).returncode == Exit.NOT_INSTALLED
+    )
+    with (tmp_path / "dump").open("rb") as file:
+        restore = [*command, "restore", "--yes", "--dsn", blank_dsn]
+        done = subprocess.run(restore, stdin=file, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with psycopg.connect(blank_dsn) as restored:
+        assert restored.execute("select id, args from queue.job").fetchall() == [
+            (id, {"kept": True})
+        ]
+
+
+# psql
+
+
+def test_psqlrc(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    own = tmp_path / ".psqlrc"
+    own.write_text("\\set mine 1")
+    for _ in range(2):
+        assert "reads" in run("psqlrc").out
+    assert own.read_text() == f"\\set mine 1\n\\i '{tmp_path}/config/pgdefer/psqlrc'\n"
+    assert run("psqlrc", "--print").out == (tmp_path / "config/pgdefer/psqlrc").read_text()
+    assert run("psqlrc", "--remove").code == 0
+    assert own.read_text() == "\\set mine 1\n"
+
+
+def test_psql(run: Run, dsn: str, tmp_path: Path, server: EmbeddedServer) -> None:
+    if server_program(server, "psql") is None:
+        pytest.skip("there is no psql")
+    id = defer(run, "t", "-q", "q")
+    (tmp_path / ".psqlrc").write_text("\\set mine 'select 12345;'\n")
+    shortcuts = (
+        "failed running queues workers schedules stats health check job args attempts why graph"
+    )
+    script = "\\set ON_ERROR_STOP 1\n:jobs\n:mine\n:help\n\\set id " + str(id) + "\n"
+    script += "".join(f":{name}\n" for name in shortcuts.split())
+    script += "\\set find \"'t'\"\n:search\n:cancel\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "pgdefer", "psql", "--", "-A"],
+        input=script,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{id}|q|t|ready" in done.stdout
+    assert "12345" in done.stdout
+    assert done.stdout.rstrip().endswith("cancelled\n(1 row)")

@@ -1,0 +1,88 @@
+-- Queues: pausing with patterns, times and tasks; creating and configuring.
+
+select plan(29);
+
+select queue.register_worker('w') as worker \gset
+create function pg_temp.refusal(call text) returns text language plpgsql as $$
+declare
+  v_hint text;
+begin
+  execute call;
+  return 'accepted';
+exception when others then
+  get stacked diagnostics v_hint = pg_exception_hint;
+  return sqlstate || case when v_hint = '' then ' without a hint' else '' end;
+end $$;
+create function pg_temp.run() returns text language plpgsql as $$
+declare
+  v_text text;
+begin
+  select string_agg(f.task, ' ' order by f.task) into v_text from queue.fetch((select max(w.id) from queue.workers w), null, 100) f;
+  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded')))
+  from queue.live v where v.claim is not null having count(*) > 0;
+  return v_text;
+end $$;
+
+select is(queue.create_queue('made'), true, 'a new queue');
+select is(queue.create_queue('made'), false, 'is made once');
+select is(queue.create_queue('born paused', paused => true), true, 'paused from the start');
+select queue.defer('a', queue => 'born paused'), queue.defer('b', queue => 'made') \g /dev/null
+select is(pg_temp.run(), 'b', 'it gives nothing');
+select is((select j.state || ' ' || j.reason from queue.jobs j where j.task = 'a'), 'ready paused', 'its job keeps its state, with a reason');
+select matches(queue.why((select j.id from queue.jobs j where j.task = 'a')), 'its queue born paused is paused', 'why says so');
+select is(queue.resume('born paused'), 1, 'resume counts the jobs');
+select is(pg_temp.run(), 'a', 'and they go');
+
+-- Patterns, which cover queues that appear later; the latest call that matches wins.
+select queue.pause('mail*') \g /dev/null
+select queue.defer('a', queue => 'mail.in'), queue.defer('b', queue => 'mail.out'), queue.defer('c', queue => 'post') \g /dev/null
+select is(pg_temp.run(), 'c', 'a pattern covers queues that appear later');
+select is(queue.resume('mail.out'), 1, 'a later call');
+select is(pg_temp.run(), 'b', 'wins where it matches');
+select is(queue.pause(), 1, 'all queues');
+select queue.defer('d', queue => 'mail.out') \g /dev/null
+select is(pg_temp.run(), null, 'pause everything');
+select is(queue.resume(), 2, 'and resume it');
+select is(pg_temp.run(), 'a d', 'all go');
+
+-- Until a time
+select queue.pause('soon', until => clock_timestamp() - interval '1 s') \g /dev/null
+select queue.defer('a', queue => 'soon') \g /dev/null
+select is(pg_temp.run(), 'a', 'a pause that has passed is none');
+select queue.pause('soon', until => '2999-01-01Z') \g /dev/null
+select queue.defer('a', queue => 'soon') \g /dev/null
+select is(pg_temp.run(), null, 'one that has not');
+select queue.resume('soon') \g /dev/null
+select is(pg_temp.run(), 'a', 'ends with resume');
+
+-- One task
+select queue.defer('x'), queue.defer('y') \g /dev/null
+select queue.tick() \g /dev/null
+select is(queue.pause(task => 'x'), 1, 'one task, what is ready of it counts');
+select queue.defer('x') \g /dev/null
+select is(pg_temp.run(), 'y', 'its jobs do not start, old or new');
+select is((select string_agg(distinct j.state || ' ' || j.reason, ', ') from queue.jobs j where j.task = 'x'), 'ready paused', 'and say so');
+select is(queue.resume(task => 'x'), 2, 'resumed');
+select is(pg_temp.run(), 'x x', 'they go');
+
+-- A running job goes on.
+select queue.defer('r') as r \gset
+select f.claim as claim from queue.fetch(:worker) f \gset
+select queue.pause() \g /dev/null
+select lives_ok(format('select queue.succeed(%s, %s)', :r, :claim), 'a running job ends as it would');
+select queue.resume() \g /dev/null
+
+-- Bad arguments change nothing.
+select is((select string_agg(distinct pg_temp.refusal(c), ', ') from unnest(array[
+  $$select queue.configure_queue('q', '{"max_running": 0}')$$, $$select queue.configure_queue('q', '{"rate": {"limit": 1}}')$$,
+  $$select queue.configure_queue('q', '{"rate": 5}')$$, $$select queue.configure_queue('q', '{"nonsense": 1}')$$, $$select queue.configure_queue('q*', '{}')$$,
+  $$select queue.configure_queue('', '{}')$$, $$select queue.configure_queue('q', '{"retain": "x"}')$$, $$select queue.configure_queue('q', '{"paused": 1}')$$,
+  $$select queue.create_queue('x*')$$, $$select queue.create_queue(null)$$, $$select queue.pause('')$$, $$select queue.pause(task => '')$$]) c), '22023', 'bad arguments');
+select is((select count(*) from queue.queues q where q.name = 'q'), 0::bigint, 'which change nothing');
+select queue.configure_queue('names "of" any kind ☃', '{"max_running": 5, "paused": true, "retain": "1 day"}');
+select is((select row (q.max_running, q.retain)::text from queue.queues q where q.name = 'names "of" any kind ☃'), '(5,"1 day")', 'a name of any characters');
+select queue.configure_queue('names "of" any kind ☃', '{"paused": false}');
+select is((select row (q.max_running, q.retain)::text from queue.queues q where q.name = 'names "of" any kind ☃'), '(5,"1 day")', 'absent keys keep their value');
+
+select is_empty('select * from queue.check()', 'sound');
+select * from finish();

@@ -1,0 +1,65 @@
+-- Queueing locks: at most one job that has not started, or not finished, per key.
+
+select plan(20);
+
+select queue.register_worker('w') as worker \gset
+create function pg_temp.refusal(call text) returns text language plpgsql as $$
+declare
+  v_detail text;
+begin
+  execute call;
+  return 'accepted';
+exception when others then
+  get stacked diagnostics v_detail = pg_exception_detail;
+  return sqlstate || ' ' || v_detail;
+end $$;
+
+select queue.defer('t', queueing_lock => 'Q') as a \gset
+select is(pg_temp.refusal($$select queue.defer('t', queueing_lock => 'Q')$$), format('QJ004 id: %s, queueing_lock: Q', :a), 'raise, with the id');
+select is(queue.defer('t', queueing_lock => 'Q', options => '{"on_conflict": "ignore"}'), :a::bigint, 'ignore returns the waiting job');
+select is(queue.defer('u', '{"new": 1}', priority => 7, queueing_lock => 'Q', options => '{"on_conflict": "replace"}'), :a::bigint, 'replace too');
+select is((select row (f.id, f.task, f.args, f.priority)::text from queue.fetch(:worker) f), format('(%s,t,"{""new"": 1}",7)', :a), 'with its new args and priority');
+select isnt(queue.defer('t', queueing_lock => 'Q'), :a::bigint, 'once it has started the key is free');
+select max(j.id) as b from queue.jobs j \gset
+select is(queue.fail(:a, j.claim, 'x'), 'failed', 'the first one ends') from queue.jobs j where j.id = :a;
+select is(queue.cancel(:b), 'cancelled', 'a cancelled job');
+select queue.defer('t', queueing_lock => 'Q', options => '{"retry": {"max_attempts": 3}}') as c \gset
+select isnt(:c::bigint, :b::bigint, 'frees the key');
+select f.claim as claim from queue.fetch(:worker) f \gset
+select queue.defer('t', queueing_lock => 'Q') as d \gset
+select is(queue.fail(:c, :claim, 'x'), 'ready', 'a retry never collides');
+select is((select array_agg(f.id order by f.id) from queue.fetch(:worker, null, 10) f), array[:c, :d]::bigint[], 'both run');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running';
+
+-- replace changes the time
+select queue.defer('t', queueing_lock => 'Q', options => '{"delay": "1 hour"}') as e \gset
+select is((select f.id from queue.fetch(:worker) f), null, 'later');
+select queue.defer('t', queueing_lock => 'Q', options => '{"on_conflict": "replace"}') \g /dev/null
+select is((select f.id from queue.fetch(:worker) f), :e::bigint, 'replaced by now');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running';
+select queue.defer('t', queueing_lock => 'Q') as g \gset
+select queue.defer('t', queueing_lock => 'Q', scheduled_at => '2999-01-01Z', options => '{"on_conflict": "replace"}') \g /dev/null
+select is((select f.id from queue.fetch(:worker) f), null, 'replaced by later');
+select is((select j.state from queue.jobs j where j.id = :g), 'scheduled', 'it is scheduled');
+select queue.cancel(:g) \g /dev/null
+
+-- until finish
+select queue.defer('t', queueing_lock => 'F', options => '{"unique_until": "finish"}') as h \gset
+select f.claim as claim from queue.fetch(:worker) f \gset
+select is(pg_temp.refusal($$select queue.defer('t', queueing_lock => 'F')$$), format('QJ004 id: %s, queueing_lock: F', :h), 'finish: the key is taken while it runs');
+select queue.succeed(:h, :claim);
+select is(pg_temp.refusal($$select queue.defer('t', queueing_lock => 'F')$$), 'accepted', 'and free when it has ended');
+
+-- A refusal leaves the caller's transaction usable where he asks for that.
+begin;
+select is(queue.defer('t', queueing_lock => 'F', options => '{"on_conflict": "ignore"}'), (select max(j.id) from queue.jobs j), 'ignore poisons nothing');
+select lives_ok($$select queue.defer('t')$$, 'so that the transaction goes on');
+rollback;
+
+-- A template
+select queue.register_task('tt', '{"queueing_lock": "user:{id}"}');
+select queue.defer('tt', '{"id": 1}') as i \gset
+select is(pg_temp.refusal($$select queue.defer('tt', '{"id": 1}')$$), format('QJ004 id: %s, queueing_lock: user:1', :i), 'a registered template is filled');
+
+select is_empty('select * from queue.check()', 'sound');
+select * from finish();

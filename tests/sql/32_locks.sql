@@ -1,0 +1,101 @@
+-- Locks: ordered, mutex, and both on one lock; every way out gives the turn on.
+
+select plan(33);
+
+select queue.register_worker('w') as worker \gset
+
+-- The ids that a fetch claims, in order.
+create function pg_temp.claim(n integer default 10, queues text[] default null) returns bigint[] language plpgsql as $$
+begin
+  return (select array_agg(f.id order by f.n) from queue.fetch((select max(w.id) from queue.workers w), claim.queues, claim.n) with ordinality
+    f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n));
+end $$;
+create function pg_temp.succeed(id bigint) returns void language plpgsql as $$
+begin
+  perform queue.succeed(j.id, j.claim) from queue.jobs j where j.id = succeed.id;
+end $$;
+create function pg_temp.finish_all() returns void language plpgsql as $$
+begin
+  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded')))
+  from queue.live v where v.claim is not null having count(*) > 0;
+end $$;
+
+-- ordered: one at a time, in creation order, whatever the priorities
+select queue.defer('a', lock => 'L') as a \gset
+select queue.defer('b', lock => 'L', priority => 9) as b \gset
+select queue.defer('c', lock => 'L', deadline => '2001-01-01Z') as c \gset
+select queue.defer('d', lock => 'other') as d \gset
+select is(pg_temp.claim(), array[:a, :d]::bigint[], 'the oldest of each lock');
+select is((select j.state || ' ' || j.reason from queue.jobs j where j.id = :b), 'blocked lock', 'the next is blocked');
+select is(queue.why(:b), format('its lock L is held by job %s (running)', :a), 'and why says by which job');
+select is((select row (l.job_id, l.running, l.waiting, l.has_mutex)::text from queue.locks l where l.lock = 'L'), format('(%s,1,2,f)', :a), 'as does the view');
+select pg_temp.succeed(:a);
+select is(pg_temp.claim(), array[:b]::bigint[], 'then the second');
+select is(queue.fail(:b, j.claim, 'x'), 'failed', 'which fails') from queue.jobs j where j.id = :b;
+select is(pg_temp.claim(), array[:c]::bigint[], 'a failure gives the turn on as well');
+select pg_temp.finish_all();
+select is((select count(*) from queue.locks), 0::bigint, 'a lock without unfinished jobs is no more');
+
+-- The oldest holds the others up while it is scheduled, held, retried or on a queue that is not served.
+select queue.defer('a', lock => 'L', options => '{"delay": "1 hour"}') as a \gset
+select queue.defer('b', lock => 'L') as b \gset
+select is(pg_temp.claim(), null, 'while it is scheduled');
+select is((select string_agg(j.state, ' ' order by j.id) from queue.jobs j where j.id >= :a), 'scheduled blocked', 'as the states say');
+select is(queue.cancel(:a), 'cancelled', 'until it is cancelled');
+select is(pg_temp.claim(), array[:b]::bigint[], 'which lets the next one in');
+select pg_temp.finish_all();
+select queue.defer('a', lock => 'L', options => '{"held": true}') as a \gset
+select queue.defer('b', lock => 'L') as b \gset
+select is(pg_temp.claim(), null, 'while it is held');
+select is(queue.unhold(:a), 'ready', 'until it is let go');
+select is(pg_temp.claim(), array[:a]::bigint[], 'it comes first');
+select is(queue.fail(:a, j.claim, 'x', null, '{"retryable": false}'), 'failed', 'when it fails for good') from queue.jobs j where j.id = :a;
+select is(pg_temp.claim(), array[:b]::bigint[], 'then the other');
+select pg_temp.finish_all();
+select queue.defer('a', lock => 'L', options => '{"retry": {"max_attempts": 2, "base": "1 hour"}}') as a \gset
+select queue.defer('b', lock => 'L') as b \gset
+select pg_temp.claim() \g /dev/null
+select is(queue.fail(:a, j.claim, 'x'), 'scheduled', 'a failure with attempts left') from queue.jobs j where j.id = :a;
+select is(pg_temp.claim(), null, 'keeps the turn during its backoff');
+select queue.cancel(:a) \g /dev/null
+select is(pg_temp.claim(), array[:b]::bigint[], 'and gives it on when cancelled');
+select queue.release(:b, j.claim) from queue.jobs j where j.id = :b;
+select is(pg_temp.claim(), array[:b]::bigint[], 'a released job keeps its turn');
+select pg_temp.finish_all();
+select queue.defer('a', lock => 'L', queue => 'elsewhere') as a \gset
+select queue.defer('b', lock => 'L') as b \gset
+select is(pg_temp.claim(10, array['default']), null, 'while it waits on a queue that this worker does not serve');
+select is(pg_temp.claim(10, array['elsewhere', 'default']), array[:a]::bigint[], 'it comes first');
+select pg_temp.finish_all();
+select pg_temp.claim() \g /dev/null
+select pg_temp.finish_all();
+
+-- mutex: one at a time; those that can't run hold nobody up
+select queue.defer('a', lock => 'M', options => '{"lock_mode": "mutex", "delay": "1 hour"}') as a \gset
+select queue.defer('b', lock => 'M', options => '{"lock_mode": "mutex"}') as b \gset
+select queue.defer('c', lock => 'M', options => '{"lock_mode": "mutex"}') as c \gset
+select is(pg_temp.claim(), array[:b]::bigint[], 'mutex: one, though an older one is scheduled');
+select is(pg_temp.claim(), null, 'and only one');
+select is(queue.why(:c), format('its lock M is held by job %s', :b), 'why names it');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:c]::bigint[], 'then the next');
+select pg_temp.finish_all();
+select queue.cancel(:a) \g /dev/null
+
+-- Mixed: an ordered job waits for every older unfinished one, a mutex job only for the running one.
+select queue.defer('a', lock => 'X', options => '{"lock_mode": "mutex", "delay": "1 hour"}') as a \gset
+select queue.defer('b', lock => 'X') as b \gset
+select queue.defer('c', lock => 'X', options => '{"lock_mode": "mutex"}') as c \gset
+select is(pg_temp.claim(), array[:c]::bigint[], 'mixed: the mutex job goes');
+select is(pg_temp.claim(), null, 'the ordered one waits for the older mutex job');
+select pg_temp.finish_all();
+select queue.cancel(:a) \g /dev/null
+select is(pg_temp.claim(), array[:b]::bigint[], 'and goes when that is gone');
+select queue.defer('d', lock => 'X', options => '{"lock_mode": "mutex"}') as d \gset
+select is(pg_temp.claim(), null, 'a mutex job waits for the running ordered one');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:d]::bigint[], 'and goes then');
+select pg_temp.finish_all();
+
+select is_empty('select * from queue.check()', 'sound');
+select * from finish();

@@ -1,0 +1,114 @@
+-- Concurrency: hard limits per key, several keys, discard, max_running, rates.
+
+select plan(33);
+
+select queue.register_worker('w') as worker \gset
+
+create function pg_temp.claim(n integer default 10, queues text[] default null) returns bigint[] language plpgsql as $$
+begin
+  return (select array_agg(f.id order by f.n) from queue.fetch((select max(w.id) from queue.workers w), claim.queues, claim.n) with ordinality
+    f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n));
+end $$;
+create function pg_temp.succeed(id bigint) returns void language plpgsql as $$
+begin
+  perform queue.succeed(j.id, j.claim) from queue.jobs j where j.id = succeed.id;
+end $$;
+create function pg_temp.finish_all() returns void language plpgsql as $$
+begin
+  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded')))
+  from queue.live v where v.claim is not null having count(*) > 0;
+end $$;
+
+-- One key
+select min(d) as a from (select queue.defer('t', concurrency_key => 'K', concurrency_limit => 2) as d from generate_series(1, 5)) x \gset
+select is(pg_temp.claim(), array[:a, :a + 1]::bigint[], 'as many as the limit');
+select is(pg_temp.claim(), null, 'and no more');
+select is((select string_agg(j.state || coalesce(' ' || j.reason, ''), ', ' order by j.id) from queue.jobs j where j.id > :a + 1),
+          'blocked limit, blocked limit, blocked limit', 'the others wait');
+select is(queue.why(:a + 2), format('its concurrency key K is full: job %s, %s', :a, :a + 1), 'why names those that fill the key');
+select is((select row (s.kind, s."limit", s.used, s.ready, s.waiting)::text from queue.semaphores s where s.key = 'K'), '(concurrency_key,2,2,0,3)', 'as does the view');
+select pg_temp.succeed(:a);
+select is(pg_temp.claim(), array[:a + 2]::bigint[], 'a slot that comes back goes to the next');
+select queue.release(:a + 1, j.claim) from queue.jobs j where j.id = :a + 1;
+select is(cardinality(pg_temp.claim()), 1, 'a release gives one back');
+select is(queue.fail(j.id, j.claim, 'x'), 'failed', 'a failure too') from queue.jobs j where j.state = 'running' order by j.id limit 1;
+select is(cardinality(pg_temp.claim()), 1, 'and one goes');
+select pg_temp.finish_all();
+select pg_temp.claim() \g /dev/null
+select pg_temp.finish_all();
+select is((select s.used from queue.semaphores s where s.key = 'K'), 0, 'at the end none is used');
+
+-- Waiting jobs get a slot by priority, then id.
+select queue.defer('first', concurrency_key => 'P', concurrency_limit => 1) as a \gset
+select pg_temp.claim() \g /dev/null
+select queue.defer('low', concurrency_key => 'P', concurrency_limit => 1) as low \gset
+select queue.defer('high', priority => 5, concurrency_key => 'P', concurrency_limit => 1) as high \gset
+select pg_temp.claim() \g /dev/null
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:high]::bigint[], 'priority first');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:low]::bigint[], 'then id');
+select pg_temp.finish_all();
+
+-- A key shared by queues of which one is paused still reaches its limit on the others.
+select queue.pause('still') \g /dev/null
+select queue.defer('t', queue => 'still', concurrency_key => 'S', concurrency_limit => 2) from generate_series(1, 3) \g /dev/null
+select min(d) as a from (select queue.defer('t', concurrency_key => 'S', concurrency_limit => 2) as d from generate_series(1, 3)) x \gset
+select is(pg_temp.claim(), array[:a, :a + 1]::bigint[], 'a paused queue holds no slot');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:a + 2]::bigint[], 'nor later');
+select pg_temp.finish_all();
+select queue.resume('still') \g /dev/null
+select is(cardinality(pg_temp.claim()), 2, 'resumed, its jobs go up to the limit');
+select pg_temp.finish_all();
+select pg_temp.claim() \g /dev/null
+select pg_temp.finish_all();
+
+-- Several keys: all or none
+select queue.defer('one', concurrency_key => 'A', concurrency_limit => 1) as one \gset
+select pg_temp.claim() \g /dev/null
+select queue.defer('both', options => '{"concurrency": [{"key": "A", "limit": 1}, {"key": "B", "limit": 1}]}') as both \gset
+select is(pg_temp.claim(), null, 'one of its keys is full');
+select queue.defer('b', concurrency_key => 'B', concurrency_limit => 1) as b \gset
+select is(pg_temp.claim(), array[:b]::bigint[], 'it holds no slot of the other meanwhile');
+select pg_temp.succeed(:one);
+select is(pg_temp.claim(), null, 'now the other is full');
+select pg_temp.succeed(:b);
+select is(pg_temp.claim(), array[:both]::bigint[], 'with both free it goes');
+select is((select sum(s.used) from queue.semaphores s where s.key in ('A', 'B')), 2::bigint, 'and takes both');
+select pg_temp.finish_all();
+select is((select sum(s.used) from queue.semaphores s where s.key in ('A', 'B')), 0::bigint, 'and gives both back');
+
+-- on_limit discard
+select queue.defer('t', concurrency_key => 'D', concurrency_limit => 1) as a \gset
+select pg_temp.claim() \g /dev/null
+select queue.defer('t', concurrency_key => 'D', concurrency_limit => 1, options => '{"on_limit": "discard"}') as b \gset
+select is(pg_temp.claim(), null, 'no slot');
+select is((select j.state || ' ' || j.reason from queue.jobs j where j.id = :b), 'cancelled limit', 'discarded');
+select pg_temp.finish_all();
+
+-- max_running
+select queue.configure_queue('q', '{"max_running": 2}');
+select queue.defer('t', queue => 'q') from generate_series(1, 5) \g /dev/null
+select is(cardinality(pg_temp.claim()), 2, 'max_running');
+select is(pg_temp.claim(), null, 'holds');
+select matches(queue.why((select max(j.id) from queue.jobs j)), 'has reached max_running 2', 'why says so');
+select queue.configure_queue('q', '{"max_running": 3}');
+select is(cardinality(pg_temp.claim()), 1, 'raising it counts those that run');
+select queue.configure_queue('q', '{"max_running": null}');
+select is(cardinality(pg_temp.claim()), 2, 'and null removes it');
+select pg_temp.finish_all();
+
+-- rate
+select queue.configure_queue('r', '{"rate": {"limit": 3, "per": "1 hour"}}');
+select queue.defer('t', queue => 'r') from generate_series(1, 5) \g /dev/null
+select is(cardinality(pg_temp.claim()), 3, 'as many starts as the rate allows');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), null, 'a finished job gives no start back');
+select matches(queue.why((select max(j.id) from queue.jobs j)), 'used up its rate of 3 per 01:00:00; the next start is at', 'why says when the next may start');
+select queue.configure_queue('r', '{"rate": null}');
+select is(cardinality(pg_temp.claim()), 2, 'without the rate they go');
+select pg_temp.finish_all();
+
+select is_empty('select * from queue.check()', 'sound');
+select * from finish();
