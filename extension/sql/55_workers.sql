@@ -218,7 +218,9 @@ begin
   perform from queue.live v where v.id = p_id and v.claim = p_claim for update skip locked;
   if not found then
     if not exists (select from queue.live v where v.id = p_id and v.claim = p_claim) then
-      delete from queue.lease l where l.id = p_id and l.claim = p_claim;
+      -- two reapers may meet it, one of them with ADM: neither waits
+      delete from queue.lease l
+      where l.ctid = any (array(select l.ctid from queue.lease l where l.id = p_id and l.claim = p_claim for update skip locked));
     end if;
     return 0;
   end if;
@@ -230,7 +232,8 @@ begin
   return 1;
 exception when others then
   -- one poisoned row must not keep the others from being reaped, nor every worker awake
-  update queue.lease l set expires_at = clock_timestamp() + interval '1 minute' where l.id = p_id and l.claim = p_claim;
+  update queue.lease l set expires_at = clock_timestamp() + interval '1 minute'
+  where l.ctid = any (array(select l.ctid from queue.lease l where l.id = p_id and l.claim = p_claim for update skip locked));
   raise warning 'pgdefer: job % can''t be reaped: % (%)', p_id, sqlerrm, sqlstate;
   return 0;
 end $$;

@@ -34,10 +34,8 @@ begin
     when 'held' then return 'it is held; queue.unhold lets it go on';
     when 'scheduled' then return format('its time has not come: %s', v.scheduled_at);
     when 'waiting', 'upstream_failed' then
-      select string_agg(format('job %s (%s)', n, coalesce(j.state, 'deleted')), ', ' order by n) into v_text
-      from (select unnest(j.needs) as n from queue.jobs j where j.id = why.id) x
-      left join queue.jobs j on j.id = x.n where j.state is distinct from 'succeeded';
-      return case v.state when 'waiting' then 'it needs ' else 'a need failed; retry it: ' end || coalesce(v_text, 'jobs that are being looked at');
+      return case v.state when 'waiting' then 'it needs ' else 'a need failed; retry it: ' end
+        || coalesce(queue._why_needs(why.id, v.state = 'upstream_failed'), 'jobs that are being looked at');
     else null;
   end case;
   if v.gate = 'task_paused' then

@@ -217,21 +217,28 @@ def tail(
 ) -> None:
     """Print jobs as they end."""
     asked: dict[str, Any] = {"queue": queue, "task": task}
-    seen: set[tuple[Any, ...]] = set()
     with contextlib.suppress(KeyboardInterrupt), session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.ENDED_LATELY, asked | {"n": max(lines, 1)})
-        rows = rows.pick(range(len(rows.values))[::-1])
-        since = rows.values[-1]["finished_at"] if rows.values else None
-        seen = {(row["id"], row["finished_at"]) for row in rows.values}
-        _show_ended(rows.pick(range(len(rows.values) if lines else 0)))
+        since: Any = None
+        seen = {_key(row) for row in on.call(_sql.ENDED_SINCE, asked | {"since": since}).values}
+        if lines:
+            rows = on.call(_sql.ENDED_LATELY, asked | {"n": lines})
+            rows = rows.pick(range(len(rows.values))[::-1])
+            seen |= {_key(row) for row in rows.values}
+            _show_ended(rows)
         while follow:
             time.sleep(interval)
             # a job that ends in a long transaction is seen later than others that ended after it
             rows = on.call(_sql.ENDED_SINCE, asked | {"since": since})
-            keys = [(row["id"], row["finished_at"]) for row in rows.values]
+            keys = [_key(row) for row in rows.values]
             _show_ended(rows.pick([at for at, key in enumerate(keys) if key not in seen]))
-            seen = set(keys)
-            since = keys[-1][1] if keys else since
+            if keys:
+                seen = {*keys}
+                since = rows.values[-1]["finished_at"]
+
+
+def _key(row: dict[str, Any]) -> tuple[int, Any]:
+    """Return what tells the ends of jobs apart: a retried one ends again."""
+    return row["id"], row["finished_at"]
 
 
 def _show_ended(rows: Rows) -> None:

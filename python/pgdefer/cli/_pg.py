@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Annotated
 
@@ -40,23 +43,36 @@ def restore(yes: Yes = False, dsn: DSN = None) -> None:
 
 
 def _run(name: str, arguments: list[str], dsn: str | None) -> None:
-    """Become a program of PostgreSQL's."""
+    """Become a program of PostgreSQL's, of a version that can talk to the server."""
     with reported():
-        conninfo = Source(dsn).conninfo()
-    program = find_program(name)
+        source = Source(dsn)
+        conninfo = source.conninfo()
+        with source.connect() as connection:
+            version = connection.info.server_version // 10000
+    program = find_program(name, version)
     if program is None:
-        fail(Exit.ERROR, f"{name} is not installed: apt install postgresql-client, or the like")
+        fail(
+            Exit.ERROR,
+            f"{name} {version} is not installed: apt install postgresql-client-{version}",
+        )
     os.execv(program, [program, *arguments, "-d", conninfo])  # noqa: S606
 
 
-def find_program(name: str) -> str | None:
-    """Return a client program of PostgreSQL's: the system's, else the embedded one."""
+def find_program(name: str, version: int = 0) -> str | None:
+    """Return a client program of PostgreSQL's, of this major version or a later one."""
     from pgdefer._server import ServerError, find_binaries  # noqa: PLC0415 (not on every system)
 
-    if found := shutil.which(name):
-        return found
-    try:
-        own: Path = find_binaries() / name
-    except ServerError:
-        return None
-    return str(own) if own.exists() else None
+    found = [shutil.which(name)]
+    with contextlib.suppress(ServerError):
+        found.append(str(find_binaries() / name))
+    found += map(str, Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    for program in filter(None, found):
+        if Path(program).exists() and _version(program) >= version:
+            return program
+    return None
+
+
+def _version(program: str) -> int:
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    number = re.search(r"\d+", done.stdout)
+    return int(number[0]) if number else 0

@@ -175,7 +175,9 @@ class Queue:
 
     def __init__(self, connection):
         self.connection = connection
-        self.worker = self.one("select queue.register_worker('oracle')")
+        self.worker = self.one(
+            "select queue.register_worker('oracle', info => '{\"dead_after\": \"1 day\"}')"
+        )
         self.claims: dict[int, int] = {}
 
     def one(self, text, *values):
