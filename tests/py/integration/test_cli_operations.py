@@ -80,8 +80,11 @@ def claim(conn: Connection) -> Callable[[], dict[int, int]]:
     assert row
 
     def claim() -> dict[int, int]:
-        rows = conn.execute("select id, claim from queue.fetch(%s, null, 100)", row).fetchall()
-        return dict(rows)
+        for _ in range(3):  # a fetch that takes long on a busy machine may end without a claim
+            cursor = conn.execute("select id, claim from queue.fetch(%s, null, 100)", row)
+            if found := dict(cursor.fetchall()):
+                return found
+        return {}
 
     return claim
 
@@ -565,7 +568,7 @@ def test_upkeep(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     conn.execute("update queue.job set created_at = now() - interval '1 hour'")
     unwell = run("db", "health")
     assert unwell.code == Exit.UNHEALTHY
-    assert "select * from queue.tick()" in unwell.out
+    assert "queue.tick()" in unwell.out
 
 
 @pytest.mark.unchecked("breaks an invariant on purpose")

@@ -165,7 +165,7 @@ class Worker(Actor):
         else:
             self.finish_many(mine)
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self, id: int) -> dict[str, Any]:
         kind = self.dice.choice(
             ["succeeded"] * 6 + ["failed"] * 3 + ["retry_later", "released", "aborted"]
         )
@@ -181,11 +181,12 @@ class Worker(Actor):
                 ]
             )
         if kind == "retry_later" and self.dice.random() < 0.3:
-            more["needs"] = [self.some_id()]
+            # One that is younger may wait for this one at their lock: that would be for ever.
+            more["needs"] = [self.dice.randint(1, id)]
         return {"outcome": kind} | more
 
     def finish_many(self, mine: list[tuple[int, int]]) -> None:
-        outcomes = [{"id": id, "claim": claim} | self.outcome() for id, claim in mine]
+        outcomes = [{"id": id, "claim": claim} | self.outcome(id) for id, claim in mine]
         for id, claim, _, error in self.ask(
             "select * from queue.finish_many(%s)", json.dumps(outcomes)
         ):
