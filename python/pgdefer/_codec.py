@@ -275,7 +275,10 @@ class Codec:
         except DecodeError:
             raise
         except Exception as error:
-            raise DecodeError(f"{tag}: {type(error).__name__}: {error}") from error
+            if own is not None:
+                raise DecodeError(f"{tag}: {type(error).__name__}: {error}") from error
+            # The error would quote the value, which may be a secret.
+            raise DecodeError(f"{tag}: {type(error).__name__}: the value is malformed") from None
         raise DecodeError(f"unknown tag {tag!r}", hint="Register its type with app.codec.register.")
 
 
@@ -291,7 +294,7 @@ async def _guarded(tag: str, awaitable: Awaitable[Any]) -> Any:
 def _opened(value: dict[str, Any]) -> tuple[str, Any]:
     tag = value[TAG]
     if type(tag) is not str or "value" not in value:
-        raise DecodeError(f"a tagged object lacks its tag or value: {value!r:.200}")
+        raise DecodeError("a tagged object lacks its tag or value")
     return tag, value["value"]
 
 
@@ -374,7 +377,7 @@ def _decode_enum(value: Any, whole: dict[str, Any]) -> Any:
     try:
         return kind[value] if isinstance(value, str) else kind(value)
     except (KeyError, ValueError):
-        raise DecodeError(f"{_class_name(kind)} has no member {value!r}") from None
+        raise DecodeError(f"{_class_name(kind)} has no such member") from None
 
 
 def _decode_dataclass(value: Any, whole: dict[str, Any]) -> Any:

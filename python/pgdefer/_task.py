@@ -203,7 +203,7 @@ def name_of(function: Callable[..., Any]) -> str:
 def module_name(module: str) -> str:
     """Return a module's name; for the program itself the one that others would import it by."""
     if module in ("__main__", "__mp_main__"):
-        main = sys.modules["__main__"]
+        main = sys.modules[module]
         spec = getattr(main, "__spec__", None)
         if spec is not None:
             return str(spec.name)

@@ -190,7 +190,7 @@ class Worker:
             self._give_back(self._claimed.popleft())
         if self.shutdown_timeout is not None:
             self._loop.call_later(self.shutdown_timeout, self.stop_at_once)
-        self._wake()
+        self._on_hint()
 
     def stop_at_once(self) -> None:
         """Abort the running jobs and give back those that don't end within a second."""
@@ -349,6 +349,8 @@ class Worker:
 
     async def _sleep(self, free: list[Slots]) -> None:
         """Sleep until there may be something to do."""
+        if self._is_stopping:
+            return
         self._was_hinted = False
         self._is_drained = False
         link = self._listener if self._listens else None
@@ -578,14 +580,11 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._at_once.wait(), seconds)
 
-    def _wake(self) -> None:
-        if self._waiter is not None:
-            _resolve(self._waiter, True)
-
     def _on_hint(self) -> None:
-        self._was_hinted = True
-        if self._waiter is not None:
-            self._was_hinted = False
+        """Have the pump look again, now or when it is about to wait."""
+        if self._waiter is None:
+            self._was_hinted = True
+        else:
             _resolve(self._waiter, True)
 
     def _on_message(self) -> None:
@@ -611,7 +610,7 @@ class Worker:
             self._leave(self._claimed.popleft())
         for job in list(self._running):
             self._abort(job, "the claim was lost")
-        self._wake()
+        self._on_hint()
 
     def _registered(self) -> int:
         if self.id is None:
@@ -686,7 +685,8 @@ class Worker:
         if job._abort == STOPPED and outcome == _outcome.released(job.id, job.claim):
             self.given_back += 1
         self.finished += 1
-        self._wake()
+        if outcome is None or self._waiter is not None:
+            self._on_hint()
 
     def _leave(self, job: JobContext) -> None:
         """Free the job's slot."""
@@ -726,7 +726,7 @@ class Worker:
             self.given_back += 1
             self._leave(job)
             self._outcomes.append((job, _outcome.released(job.id, job.claim)))
-            self._wake()
+            self._on_hint()
 
     def _give_back_all(self) -> None:
         while self._claimed:

@@ -16,6 +16,7 @@ import time
 import psycopg
 import pytest
 
+REGISTER = """select queue.register_worker('w', info => '{"dead_after": "1 day"}')"""
 SECONDS = float(os.environ.get("PGDEFER_STORM_SECONDS", "5"))
 
 
@@ -85,7 +86,7 @@ class Storm:
             self.is_over.wait(0.02)
 
     def work(self, connection, generator):
-        worker = connection.execute("select queue.register_worker('w')").fetchone()[0]
+        worker = connection.execute(REGISTER).fetchone()[0]
         outcomes: list[dict] = []
         while outcomes or not self.is_over.is_set():
             rows = connection.execute(
@@ -147,7 +148,7 @@ class Storm:
     def drain(self, connection):
         """Run everything that can still run."""
         connection.execute("select queue.unhold(id) from queue.jobs where state = 'held'")
-        worker = connection.execute("select queue.register_worker('last')").fetchone()[0]
+        worker = connection.execute(REGISTER).fetchone()[0]
         outcomes: list[dict] = []
         for _ in range(100_000):
             connection.execute("select * from queue.tick()")

@@ -1,0 +1,181 @@
+"""What Python says of a failure, and what the database makes of it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import enum
+import logging
+import uuid
+from typing import Any
+
+import pytest
+
+from pgdefer import App, Decision, JobContext, Retry, current_job
+
+from .conftest import Jobs, running, until
+
+HOUR = dt.timedelta(hours=1)
+
+
+async def test_by_class(app: App, jobs: Jobs) -> None:
+    kinds = {kind.__name__: kind for kind in (OSError, ConnectionError, KeyError, ValueError)}
+
+    @app.task(retry=Retry(2), give_up_on=ConnectionError)
+    async def gives_up(kind: str) -> None:
+        raise kinds[kind]
+
+    @app.task(retry=Retry(2), retry_on=(OSError, KeyError), give_up_on=ConnectionError)
+    def retries(kind: str) -> None:
+        raise kinds[kind]
+
+    async with running(app):
+        made = [await task.defer_async(kind) for task in (gives_up, retries) for kind in kinds]
+        await jobs.end()
+    shown = {row["id"]: row for row in jobs()}
+    assert {shown[job.id]["state"] for job in made} == {"failed"}
+    attempts = [shown[job.id]["attempts"] for job in made]
+    assert attempts == [2, 1, 2, 2, 2, 1, 2, 1]
+    reasons = [shown[job.id]["reason"] for job in made]
+    assert reasons == ["attempts" if n == 2 else "not_retryable" for n in attempts]
+
+
+async def test_by_decision(app: App, jobs: Jobs) -> None:
+    asked: list[tuple[str, int, int]] = []
+
+    def decide(error: BaseException, job: JobContext) -> Decision | None:
+        asked.append((str(error), job.id, job.attempt))
+        match str(error):
+            case "give up":
+                return Decision(retryable=False, reason="hopeless")
+            case "again" if job.attempt < 5:
+                return Decision(retryable=True)
+            case "elsewhere" if job.attempt == 1:
+                return Decision(retry_in=dt.timedelta(0), queue="other", priority=7, lock="l")
+            case "broken":
+                raise RuntimeError("in decide")
+        return None
+
+    @app.task(retry=Retry(2), decide=decide)
+    async def task(text: str) -> tuple[str, int, str | None]:
+        job = current_job()
+        if text == "elsewhere" and job.attempt == 2:
+            return job.queue, job.priority, job.lock
+        raise ValueError(text)
+
+    texts = ["give up", "again", "elsewhere", "broken", "other"]
+    async with running(app):
+        made = {text: await task.defer_async(text) for text in texts}
+        await jobs.end()
+    shown = {row["id"]: row for row in jobs()}
+    ends = {
+        text: (shown[job.id]["state"], shown[job.id]["attempts"], shown[job.id]["reason"])
+        for text, job in made.items()
+    }
+    assert ends == {
+        "give up": ("failed", 1, "hopeless"),
+        "again": ("failed", 5, "attempts"),
+        "elsewhere": ("succeeded", 2, None),
+        "broken": ("failed", 2, "attempts"),
+        "other": ("failed", 2, "attempts"),
+    }
+    assert app.codec.decode(shown[made["elsewhere"].id]["result"]) == ("other", 7, "l")
+    assert ("give up", made["give up"].id, 1) in asked
+
+
+async def test_a_time_for_the_retry(app: App, jobs: Jobs) -> None:
+    @app.task(decide=lambda error, job: Decision(retry_in=HOUR))
+    async def task() -> None:
+        raise ValueError("not now")
+
+    async with running(app):
+        job = await task.defer_async()
+
+        await until(lambda: jobs.states()[job.id] == "scheduled")
+    (row,) = jobs()
+    left = row["scheduled_at"] - dt.datetime.now(dt.UTC)
+    assert HOUR - dt.timedelta(minutes=1) < left <= HOUR
+
+
+async def test_extending_a_lease(app: App, jobs: Jobs) -> None:
+    ends: list[dt.datetime] = []
+
+    @app.task
+    async def coroutine() -> None:
+        ends.append(await current_job().extend_async(HOUR))
+
+    @app.task
+    def function() -> None:
+        ends.append(current_job().extend(HOUR))
+
+    async with running(app):
+        await coroutine.defer_async()
+        await function.defer_async()
+        rows = await jobs.end()
+    assert [row["state"] for row in rows] == ["succeeded"] * 2
+    now = dt.datetime.now(dt.UTC)
+    assert all(HOUR - dt.timedelta(minutes=1) < end - now <= HOUR for end in ends)
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+SECRET = "correct horse battery staple"
+
+
+async def test_secrets_in_arguments_are_not_logged(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    @app.task(name="task", retry=Retry(2))
+    async def task(password: str) -> None:
+        raise ValueError("no")
+
+    @app.task(name="typed")
+    async def typed(value: Any) -> None: ...
+
+    made = [await task.defer_async(SECRET), await app.defer_async("unknown", {"a": SECRET})]
+    await app.defer_async("typed", {"wrong": SECRET})
+    async with running(app):
+        for tag in ("uuid", "datetime", "decimal", "enum", "dataclass", "nothing", "bytes"):
+            jobs._cursor.execute(
+                "select queue.defer('typed', jsonb_build_object('value', jsonb_build_object("
+                "'__pgdefer__', %s::text, 'value', %s::text, 'type', %s::text)))",
+                (tag, SECRET, f"{__name__}:Kind"),
+            )
+        await jobs.end()
+    assert [row["state"] for row in jobs()] == ["failed"] * (len(made) + 8)
+    assert SECRET not in caplog.text
+    errors = [str(row["error"]) for row in jobs()]
+    details = [str(attempt["details"]) + str(attempt["error"]) for attempt in jobs.attempts()]
+    assert SECRET not in "".join(errors + details)
+
+
+async def test_large_errors_are_cut(app: App, jobs: Jobs) -> None:
+    @app.task
+    async def task() -> None:
+        raise ValueError("x" * 1_000_000)
+
+    async with running(app):
+        await task.defer_async()
+        (row,) = await jobs.end()
+    assert len(row["error"]) <= 2_000
+    assert len(str(jobs.attempts()[0]["details"])) < 40_000
+
+
+async def test_an_argument_with_a_uuid_in_a_lock(app: App, jobs: Jobs) -> None:
+    @app.task(lock="account:{account}")
+    async def task(account: uuid.UUID) -> str | None:
+        return current_job().lock
+
+    account = uuid.uuid4()
+    async with running(app):
+        job = await task.defer_async(account)
+        assert await job.result_async(10) == f"account:{account}"
+        jobs._cursor.execute(
+            "select queue.defer(%s, jsonb_build_object('account', %s::text))",
+            (task.name, str(account)),
+        )
+        rows = await jobs.end()
+    assert {row["lock"] for row in rows} == {f"account:{account}"}

@@ -1,0 +1,201 @@
+"""Results, groups and chains."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import threading
+import time
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import App, DecodeError, Job, JobCancelled, JobFailed, JobNotFound, Worker
+
+from .conftest import Jobs, running, until
+
+Connection = psycopg.Connection[Any]
+
+
+class InThread:
+    """A worker in a thread, so that a test can wait in its own."""
+
+    def __init__(self, app: App, **options: Any) -> None:
+        self.worker = Worker(app, **options)
+        self._thread = threading.Thread(target=self.worker.run)
+
+    def __enter__(self) -> Worker:
+        self._thread.start()
+        return self.worker
+
+    def __exit__(self, *_: object) -> None:
+        self.worker._loop.call_soon_threadsafe(self.worker.stop)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+def add_tasks(app: App) -> Any:
+    class Tasks:
+        @staticmethod
+        @app.task(name="double")
+        async def double(n: int) -> int:
+            return 2 * n
+
+        @staticmethod
+        @app.task(name="slow")
+        async def slow(seconds: float) -> dt.timedelta:
+            await asyncio.sleep(seconds)
+            return dt.timedelta(seconds=seconds)
+
+        @staticmethod
+        @app.task(name="fail")
+        async def fail() -> int:
+            raise ValueError("no")
+
+        @staticmethod
+        @app.task(name="odd")
+        async def odd() -> object:
+            return object()
+
+    return Tasks
+
+
+def test_results(app: App, conn: Connection) -> None:
+    tasks = add_tasks(app)
+    with InThread(app):
+        assert tasks.double.defer(4).result() == 8
+        assert tasks.slow.defer(0.3).result(10) == dt.timedelta(seconds=0.3)
+        with pytest.raises(JobFailed, match="job 3 failed: ValueError: no") as failed:
+            tasks.fail.defer().result(10)
+        assert (failed.value.id, failed.value.error) == (3, "ValueError: no")
+        held = tasks.double.configure(held=True).defer(1)
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"job 4 has not finished within 0\.2 s"):
+            held.result(0.2)
+        assert time.monotonic() - begun < 5
+        conn.execute("select queue.cancel(%s)", (held.id,))
+        with pytest.raises(JobCancelled, match="job 4 was cancelled"):
+            held.result()
+        with pytest.raises(DecodeError, match="unencodable"):
+            tasks.odd.defer().result(10)
+        with pytest.raises(JobNotFound):
+            app.result(999_999, 1)
+    with psycopg.connect(conn.info.dsn, autocommit=True) as listening:
+        # What was listened to is listened to no more.
+        rows = listening.execute("select count(*) from queue.awaited").fetchone()
+    assert rows == (0,)
+
+
+async def test_results_async(app: App, conn: Connection) -> None:
+    tasks = add_tasks(app)
+    async with running(app):
+        assert await (await tasks.double.defer_async(4)).result_async() == 8
+        job = await tasks.slow.defer_async(0.3)
+        assert await job.result_async(10) == dt.timedelta(seconds=0.3)
+        with pytest.raises(JobFailed, match="job 3 failed: ValueError: no"):
+            await (await tasks.fail.defer_async()).result_async(10)
+        held = await tasks.double.configure(held=True).defer_async(1)
+        with pytest.raises(TimeoutError, match="job 4 has not finished"):
+            await held.result_async(0.2)
+        conn.execute("select queue.cancel(%s)", (held.id,))
+        with pytest.raises(JobCancelled):
+            await held.result_async()
+        with pytest.raises(JobNotFound):
+            await app.result_async(999_999, 1)
+
+
+async def test_many_wait_over_one_connection(app: App, conn: Connection, jobs: Jobs) -> None:
+    tasks = add_tasks(app)
+    made = await tasks.double.defer_many_async([{"n": n} for n in range(100)])
+    waiting = asyncio.gather(*(job.result_async(20) for job in made))
+    given_up = asyncio.create_task(made[0].result_async(20))
+    await until(lambda: conn.execute("select count(*) from queue.awaited").fetchone() == (100,))
+    given_up.cancel()
+    connections = conn.execute(
+        "select count(*) from pg_stat_activity where datname = current_database()"
+    ).fetchone()
+    assert connections is not None
+    assert connections[0] <= 4
+    async with running(app):
+        assert await waiting == [2 * n for n in range(100)]
+
+
+async def test_a_wait_is_short(app: App) -> None:
+    """Woken by a notification: nobody waits for the next poll, 5 s later."""
+    tasks = add_tasks(app)
+    async with running(app) as worker:
+        await until(lambda: worker.id)
+        for _ in range(3):
+            begun = time.monotonic()
+            job = await tasks.slow.defer_async(0.1)
+            await job.result_async(10)
+            assert time.monotonic() - begun < 3
+
+
+async def test_a_wait_survives_a_lost_connection(app: App, conn: Connection) -> None:
+    tasks = add_tasks(app)
+    async with running(app):
+        job = await tasks.slow.defer_async(1.0)
+        waiting = asyncio.create_task(job.result_async(20))
+        in_thread = asyncio.create_task(asyncio.to_thread(job.result, 20))
+        await until(lambda: conn.execute("select count(*) from queue.awaited").fetchone() == (1,))
+        conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity "
+            "where datname = current_database() and pid <> pg_backend_pid() "
+            "and (query ilike 'listen%' or query ilike '%await_result%')"
+        )
+        assert await waiting == await in_thread == dt.timedelta(seconds=1)
+
+
+async def test_where_nobody_can_be_woken(dsn: str) -> None:
+    app = App(dsn, pgbouncer=True)
+    tasks = add_tasks(app)
+    async with running(app):
+        first, second = await tasks.slow.defer_async(0.2), await tasks.slow.defer_async(0.2)
+        assert await first.result_async(10) == dt.timedelta(seconds=0.2)
+        assert await asyncio.to_thread(second.result, 10) == dt.timedelta(seconds=0.2)
+
+
+# Workflows
+
+
+async def test_groups_chains_and_needs(app: App, jobs: Jobs) -> None:
+    order: list[str] = []
+
+    @app.task(name="step")
+    async def step(name: str) -> str:
+        await asyncio.sleep(0.01)
+        order.append(name)
+        return name
+
+    group = app.group([step.prepare("a"), step.prepare("b")])
+    then: Job[str] = await group.then_async(step.configure(priority=9).prepare("c"))
+    after = await step.configure(needs=[then, *group.jobs]).defer_async("d")
+    chain = await app.chain_async([step.prepare(name) for name in "efg"])
+    with_sync = app.group([step.prepare("h")])
+    last = with_sync.then(step.configure(needs=[after]).prepare("i"))
+    assert app.chain([]) == []
+    async with running(app):
+        assert await last.result_async(20) == "i"
+        await jobs.end()
+    assert len(group.jobs) == 2
+    assert sorted(order[:0] + order) == list("abcdefghi")
+
+    def place(name: str) -> int:
+        return order.index(name)
+
+    assert max(place("a"), place("b")) < place("c") < place("d") < place("i")
+    assert place("e") < place("f") < place("g")
+    assert place("h") < place("i")
+    assert [job.id for job in chain] == sorted(job.id for job in chain)
+
+
+async def test_a_group_in_the_callers_transaction(app: App, jobs: Jobs, conn: Connection) -> None:
+    @app.task(name="step")
+    async def step() -> None: ...
+
+    with conn.transaction(force_rollback=True):
+        app.group([step.prepare()] * 2, connection=conn).then(step.prepare())
+        app.chain([step.prepare()] * 2, connection=conn)
+    assert jobs() == []

@@ -1,0 +1,294 @@
+"""Transactional tasks: what a handler writes and how its job ends commit together, or neither."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import orm
+from sqlalchemy.ext import asyncio as sa_async
+
+from pgdefer import App, Retry, RetryLater, current_job
+
+from .conftest import Jobs, running, until
+
+Connection = psycopg.Connection[Any]
+AsyncConnection = psycopg.AsyncConnection[Any]
+
+
+@pytest.fixture(autouse=True)
+def table(conn: Connection) -> None:
+    conn.execute("create table effect (n integer, check (n < 100))")
+
+
+def effects(conn: Connection) -> list[int]:
+    return [row[0] for row in conn.execute("select n from effect order by n").fetchall()]
+
+
+async def test_both_or_neither(app: App, jobs: Jobs, conn: Connection) -> None:
+    @app.task(transactional=True)
+    async def coroutine(connection: AsyncConnection, n: int) -> int:
+        await connection.execute("insert into effect values (%s)", (n,))
+        if n % 2:
+            raise ValueError(n)
+        return n
+
+    @app.task(transactional=True)
+    def function(connection: Connection, n: int) -> int:
+        connection.execute("insert into effect values (%s)", (n,))
+        if n % 2:
+            raise ValueError(n)
+        return n
+
+    async with running(app):
+        made = [await coroutine.defer_async(n) for n in range(10)]
+        made += [await function.defer_async(n) for n in range(10, 20)]
+        await jobs.end()
+    shown = {row["id"]: row for row in jobs()}
+    for n, job in enumerate(made):
+        row = shown[job.id]
+        if n % 2:
+            assert (row["state"], row["error"]) == ("failed", f"ValueError: {n}")
+        else:
+            assert (row["state"], row["result"], row["attempts"]) == ("succeeded", n, 1)
+    assert effects(conn) == list(range(0, 20, 2))
+
+
+async def test_what_the_handler_may_not_do(app: App, jobs: Jobs, conn: Connection) -> None:
+    @app.task(transactional=True, name="commit")
+    async def commit(connection: AsyncConnection) -> None:
+        await connection.execute("insert into effect values (1)")
+        await connection.commit()
+
+    @app.task(transactional=True, name="spoil")
+    def spoil(connection: Connection) -> None:
+        connection.execute("insert into effect values (1)")
+        with pytest.raises(psycopg.Error):
+            connection.execute("select 1/0")
+
+    async with running(app):
+        await commit.defer_async()
+        await spoil.defer_async()
+        rows = await jobs.end()
+    assert [row["state"] for row in rows] == ["failed"] * 2
+    assert effects(conn) == []
+
+
+async def test_a_claim_that_was_lost_rolls_back(app: App, jobs: Jobs, conn: Connection) -> None:
+    claims = []
+    release = asyncio.Event()
+
+    @app.task(transactional=True)
+    async def task(connection: AsyncConnection) -> None:
+        claims.append(current_job().claim)
+        await connection.execute("insert into effect values (%s)", (len(claims),))
+        if len(claims) == 1:
+            await release.wait()
+
+    async with running(app):
+        job = await task.defer_async()
+        await until(lambda: claims)
+        conn.execute("select * from queue.retry(array[%s]::bigint[], force => true)", (job.id,))
+        await until(lambda: len(claims) == 2)
+        release.set()
+        (row,) = await jobs.end()
+    assert row["state"] == "succeeded"
+    assert effects(conn) == [2]
+
+
+async def test_yields_commit(app: App, jobs: Jobs, conn: Connection) -> None:
+    @app.task(name="child")
+    async def child() -> None: ...
+
+    @app.task(transactional=True)
+    async def parent(connection: AsyncConnection) -> str:
+        attempt = current_job().attempt
+        await connection.execute("insert into effect values (%s)", (attempt,))
+        if attempt == 1:
+            needed = await child.configure(connection=connection).defer_async()
+            raise RetryLater("children first", needs=[needed])
+        return "done"
+
+    async with running(app):
+        job = await parent.defer_async()
+        assert await job.result_async(10) == "done"
+    assert effects(conn) == [1, 2]
+    assert [a["outcome"] for a in jobs.attempts()] == ["yielded"]
+
+
+async def test_aborted_ones_roll_back(app: App, jobs: Jobs, conn: Connection) -> None:
+    begun = asyncio.Event()
+
+    @app.task(transactional=True)
+    async def task(connection: AsyncConnection) -> None:
+        await connection.execute("insert into effect values (1)")
+        begun.set()
+        await connection.execute("select pg_sleep(30)")
+
+    async with running(app):
+        job = await task.defer_async()
+        await begun.wait()
+        conn.execute("select queue.cancel(%s, abort => true)", (job.id,))
+        (row,) = await jobs.end()
+    assert (row["state"], effects(conn)) == ("cancelled", [])
+
+
+async def test_a_lost_connection_is_no_failure_of_the_job(
+    app: App, jobs: Jobs, conn: Connection
+) -> None:
+    runs = []
+
+    @app.task(transactional=True, retry=Retry(1))
+    async def task(connection: AsyncConnection) -> None:
+        runs.append(current_job().attempt)
+        await connection.execute("insert into effect values (%s)", (len(runs),))
+        if len(runs) == 1:
+            conn.execute("select pg_terminate_backend(%s)", (connection.info.backend_pid,))
+
+    async with running(app):
+        await task.defer_async()
+        (row,) = await jobs.end()
+    assert (row["state"], row["crashes"], row["failures"]) == ("succeeded", 1, 0)
+    assert [(a["outcome"], a["error"].split(":")[0]) for a in jobs.attempts()] == [
+        ("crashed", "TransactionLost")
+    ]
+    assert effects(conn) == [2]
+
+
+async def test_the_default_isolation_does_not_matter(
+    app: App, jobs: Jobs, conn: Connection, dsn: str
+) -> None:
+    name = conn.info.dbname
+    conn.execute(f'alter database "{name}" set default_transaction_isolation = serializable')
+    own = App(dsn)
+
+    @own.task(transactional=True)
+    async def task(connection: AsyncConnection) -> None:
+        await connection.execute("insert into effect values (1)")
+
+    conn.execute("select queue.defer(%s)", (task.name,))
+    conn.execute(f'alter database "{name}" reset default_transaction_isolation')
+    async with running(own):
+        (row,) = await jobs.end()
+    assert (row["state"], effects(conn)) == ("succeeded", [1])
+
+
+# SQLAlchemy
+
+
+class Base(orm.DeclarativeBase):
+    pass
+
+
+class Effect(Base):
+    __tablename__ = "row_effect"
+    n: orm.Mapped[int] = orm.mapped_column(primary_key=True)
+
+
+@pytest.fixture
+def url(dsn: str) -> sa.URL:
+    info = psycopg.conninfo.conninfo_to_dict(dsn)
+    url = sa.URL.create(
+        "postgresql+psycopg",
+        username=str(info["user"]),
+        database=str(info["dbname"]),
+        query={"host": str(info["host"])},
+    )
+    engine = sa.create_engine(url)
+    Base.metadata.create_all(engine)
+    engine.dispose()
+    return url
+
+
+async def test_sessions(app: App, jobs: Jobs, conn: Connection, url: sa.URL) -> None:
+    engine = sa.create_engine(url)
+    async_engine = sa_async.create_async_engine(url)
+
+    @app.task(transactional=orm.sessionmaker(engine))
+    def function(session: orm.Session, n: int) -> int:
+        session.add(Effect(n=n))
+        if n % 2:
+            raise ValueError(n)
+        return n
+
+    @app.task(transactional=sa_async.async_sessionmaker(async_engine))
+    async def coroutine(session: sa_async.AsyncSession, n: int) -> int:
+        session.add(Effect(n=n))
+        if n % 2:
+            raise ValueError(n)
+        return n
+
+    async with running(app):
+        for n in range(4):
+            await function.defer_async(n)
+            await coroutine.defer_async(n + 10)
+        await jobs.end()
+        await function.defer_async(0)  # taken: found at the flush
+        rows = await jobs.end()
+    await async_engine.dispose()
+    engine.dispose()
+    states = [row["state"] for row in rows]
+    assert states == ["succeeded"] * 2 + ["failed"] * 2 + ["succeeded"] * 2 + ["failed"] * 3
+    found = conn.execute("select n from row_effect order by n").fetchall()
+    assert found == [(0,), (2,), (10,), (12,)]
+    assert "IntegrityError" in rows[-1]["error"]
+
+
+# The example of mode `any`: a sort whose jobs partition, and wait for whichever part comes first
+
+
+async def test_quicksort(app: App, jobs: Jobs, conn: Connection) -> None:
+    """Partitions are sorted by jobs that make more jobs; a job's end is its part's.
+
+    One that is woken looks which of its parts are done: it runs while others are not yet.
+    """
+    conn.execute(
+        "create table part (id bigint primary key, numbers int[], is_sorted bool not null)"
+    )
+    runs = 0
+
+    @app.task(name="sort", transactional=True, needs_mode="any", max_progress=None)
+    async def sort(connection: AsyncConnection, part: int) -> RetryLater | None:
+        nonlocal runs
+        runs += 1
+        found = await connection.execute("select numbers from part where id = %s", (part,))
+        ((numbers,),) = await found.fetchall()
+        found = await connection.execute(
+            "select id, numbers, is_sorted from part where id = any (%s) order by id",
+            ([2 * part, 2 * part + 1],),
+        )
+        parts = await found.fetchall()
+        if not parts and len(numbers) > 4:
+            pivot, *others = numbers
+            lower = [n for n in others if n < pivot]
+            upper = [n for n in others if n >= pivot]
+            needed = []
+            for id, some in ((2 * part, lower), (2 * part + 1, upper)):
+                await connection.execute("insert into part values (%s, %s, false)", (id, some))
+                call = sort.configure(connection=connection)
+                needed.append(await call.defer_async(id))
+            return RetryLater("partitioned", needs=needed)
+        if not all(is_sorted for _, _, is_sorted in parts):
+            return RetryLater("one part is not sorted yet")
+        if parts:
+            (_, lower, _), (_, upper, _) = parts
+            numbers = [*lower, numbers[0], *upper]
+        await connection.execute(
+            "update part set numbers = %s, is_sorted = true where id = %s",
+            (sorted(numbers) if not parts else numbers, part),
+        )
+        return None
+
+    numbers = [random.randrange(1000) for _ in range(200)]
+    conn.execute("insert into part values (1, %s, false)", (numbers,))
+    async with running(app, concurrency=3), running(app, concurrency=3):
+        job = await sort.defer_async(1)
+        await job.result_async(60)
+        rows = await jobs.end()
+    assert conn.execute("select numbers from part where id = 1").fetchone() == (sorted(numbers),)
+    assert {row["state"] for row in rows} == {"succeeded"}
+    assert runs > len(rows) > 50
