@@ -1,6 +1,6 @@
 -- tick: everything that is due. Any worker calls it; pg_cron or psql may call it instead.
 
--- Locks: as reap; then ADM, waited for. A transaction of its own.
+-- Locks: as reap; then ADM, waited for while nothing is held. A transaction of its own.
 -- Raises: QJ008. What fails in one of its later duties is a warning, and undoes no other duty.
 create or replace function queue.tick()
 returns table (admitted integer, reaped integer, pruned integer, next_due timestamptz, suspects integer)
@@ -19,7 +19,15 @@ begin
   perform queue._check_isolation();
   select r.reaped into reaped from queue.reap() r;
   perform queue._check_restore();
-  perform queue._lock_admission(true);
+  -- with rows that reap has locked ADM is not waited for; whoever has it admits, and the next tick does the rest
+  if not queue._lock_admission(pg_current_xact_id_if_assigned() is null) then
+    admitted := 0;
+    pruned := 0;
+    suspects := 0;
+    next_due := queue._next_due();
+    return next;
+    return;
+  end if;
   v_safe_at := queue._safe_at();
   admitted := 0;
   loop
