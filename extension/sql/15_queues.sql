@@ -18,7 +18,8 @@ end $$;
 -- Running jobs count at once; a lower limit lets them end.
 create or replace function queue.configure_queue(name text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_max_running integer;
@@ -114,7 +115,8 @@ end $$;
 -- Locks: ADM, waited for. Raises: 22023, QJ008.
 create or replace function queue.create_queue(name text, paused boolean default false)
 returns boolean language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_is_new boolean;
@@ -137,7 +139,8 @@ comment on function queue.create_queue(text, boolean) is
 -- Locks: ADM, waited for. Raises: 22023, QJ008.
 create or replace function queue.pause(queue text default null, until timestamptz default null, task text default null)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
@@ -150,7 +153,8 @@ comment on function queue.pause(text, timestamptz, text) is
 -- Locks: ADM, waited for. Raises: 22023, QJ008.
 create or replace function queue.resume(queue text default null, task text default null)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
@@ -212,6 +216,15 @@ begin
   end if;
   perform queue._resume_schedules();
   perform queue._announce();
+  return queue._count_open(v_queue, p_task);
+end $$;
+
+-- How many jobs of queues and of a task are unfinished and not running. Reads whole tables.
+create or replace function queue._count_open(p_queue text, p_task text)
+returns integer language plpgsql stable parallel safe security invoker
+set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
+#variable_conflict use_column
+begin
   return (
     select count(*)
     from (select v.id from queue.live v where v.claim is null
@@ -220,7 +233,7 @@ begin
           where not exists (select from queue.live v where v.id = m.id) and not exists (select from queue.waiting w where w.id = m.id)) u
     join queue.job j on j.id = u.id
     left join queue.job_state s on s.id = u.id
-    where (v_queue is null or queue._matches(coalesce(s.queue, j.queue), v_queue)) and (p_task is null or j.task = p_task)
+    where (p_queue is null or queue._matches(coalesce(s.queue, j.queue), p_queue)) and (p_task is null or j.task = p_task)
       and not exists (select from queue.handover h where h.job_id = u.id and h.kind = 'ended'));
 end $$;
 

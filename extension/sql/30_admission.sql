@@ -37,6 +37,7 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   c record;
   v_old record;
+  v_ended record;
   v_xid xid8;
   v_start timestamptz := clock_timestamp();
   v_high record;
@@ -73,8 +74,8 @@ begin
   -- a look that took long met many rows that are not visible yet: let the cursor pass them
   v_move := c.has_jobs or c.has_handover or c.stragglers <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if c.has_handover then
-    perform queue._settle_handovers(c.next_xid, c.ended, c.upto, c.own);
-    select s.last_value into c.high_need_id from queue.needed_seq s;  -- a yield may need what is admitted below
+    select h.ids, h.kinds, h.flags, h.payloads into v_ended from queue._take_handovers(c.next_xid, c.ended, c.upto, c.own) h;
+    perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags);
     admitted := 1;
   end if;
   foreach v_xid in array coalesce(c.stragglers, '{}') || case when c.has_jobs then array[c.next_xid] end loop
@@ -95,12 +96,15 @@ begin
     end if;
     v_move := true;
   end if;
-  -- all at once, so that those of one lock come in the order of ids
+  -- all at once, so that those of one lock come in the order of ids; before turns are given on
   if v_gated is not null then
     perform queue._admit_gated(v_gated, c.high_lock_id);
   end if;
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
+  end if;
+  if c.has_handover then
+    perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
   end if;
   if v_is_read then
     select u.high_lock_id, u.n > 0 or exists (select from queue.backlog) into v_high.lock_id, v_high.backlog

@@ -320,8 +320,7 @@ begin
     end if;
   end if;
   if p_settle and queue._lock_admission(false) then
-    perform queue._settle(v_ids, array_fill(p_kind, array[cardinality(v_ids)]), v_flags, array_fill(p_at, array[cardinality(v_ids)]),
-                          case when p_payload is not null then array[p_payload] end);
+    perform queue._settle_here(v_ids, array_fill(p_kind, array[cardinality(v_ids)]), v_flags, case when p_payload is not null then array[p_payload] end);
   else
     insert into queue.handover (job_id, kind, flags, at, payload)
     select u.id, p_kind, u.flags, p_at, p_payload from unnest(v_ids, v_flags) u (id, flags);
@@ -344,22 +343,34 @@ begin
   with gone as (
     delete from queue.handover h
     where h.xid = pg_current_xact_id() and h.job_id = any (p_ids) and h.kind in ('ended', 'again')
-    returning h.job_id, h.kind, h.flags, h.at, h.payload, h.seq)
+    returning h.job_id, h.kind, h.flags, h.payload, h.seq)
   select array_agg(g.job_id order by g.seq) as ids, array_agg(g.kind order by g.seq) as kinds, array_agg(g.flags order by g.seq) as flags,
-    array_agg(g.at order by g.seq) as ats, array_agg(g.payload order by g.seq) as payloads
+    array_agg(g.payload order by g.seq) as payloads
   into v from gone g;
   if v.ids is not null then
-    perform queue._settle(v.ids, v.kinds, v.flags, v.ats, v.payloads);
+    perform queue._settle_here(v.ids, v.kinds, v.flags, v.payloads);
   end if;
+end $$;
+
+-- Settles claims that this transaction has ended. What is visible by now is admitted before turns are given
+-- on, so that the turn goes to the oldest.
+-- Locks: the caller holds ADM.
+create or replace function queue._settle_here(p_ids bigint[], p_kinds text[], p_flags smallint[], p_payloads jsonb[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._settle_slots(p_ids, p_kinds, p_flags);
+  if 'ended' = any (p_kinds) and exists (select from unnest(p_flags) f where f & 3 <> 0) then
+    perform queue._admit(1000);
+  end if;
+  perform queue._settle(p_ids, p_kinds, p_flags, p_payloads);
 end $$;
 
 -- Reads the handovers that are new by the same snapshots as the log.
 -- Locks: the caller holds ADM.
-create or replace function queue._settle_handovers(p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._take_handovers(
+  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, out ids bigint[], out kinds text[], out flags smallint[], out payloads jsonb[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v record;
 begin
   with gone as (
     delete from queue.handover h
@@ -368,39 +379,46 @@ begin
       union all
       select h.ctid from queue.handover h
       where h.xid >= p_xmax and h.xid < pg_snapshot_xmax(p_upto) and pg_visible_in_snapshot(h.xid, p_upto) and h.xid is distinct from p_own))
-    returning h.job_id, h.kind, h.flags, h.at, h.payload, h.seq)
-  select array_agg(g.job_id order by g.seq) as ids, array_agg(g.kind order by g.seq) as kinds, array_agg(g.flags order by g.seq) as flags,
-    array_agg(g.at order by g.seq) as ats, array_agg(g.payload order by g.seq) as payloads
-  into v from gone g;
+    returning h.job_id, h.kind, h.flags, h.payload, h.seq)
+  select array_agg(g.job_id order by g.seq), array_agg(g.kind order by g.seq), array_agg(g.flags order by g.seq), array_agg(g.payload order by g.seq)
+  into ids, kinds, flags, payloads from gone g;
+end $$;
+
+-- Gives back the slots of ended claims.
+-- Locks: the caller holds ADM.
+create or replace function queue._settle_slots(p_ids bigint[], p_kinds text[], p_flags smallint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  select array_agg(u.id) as ids, array_agg(u.flags) as flags, array_agg(u.id) filter (where u.kind = 'again') as again into v
+  from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags)
+  where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0;
+  if v.again is not null then
+    -- they keep their turn while others are let in
+    perform queue._keep_turns(v.again);
+  end if;
   if v.ids is not null then
-    perform queue._settle(v.ids, v.kinds, v.flags, v.ats, v.payloads);
+    perform queue._release_slots(v.ids, v.flags);
   end if;
 end $$;
 
--- Frees what ended claims held and moves on what that lets go: slots, turns, dependents, retries.
+-- Moves on what ended claims let go, their slots excepted: turns, dependents, retries.
 -- Locks: the caller holds ADM.
-create or replace function queue._settle(p_ids bigint[], p_kinds text[], p_flags smallint[], p_ats timestamptz[], p_payloads jsonb[])
+create or replace function queue._settle(p_ids bigint[], p_kinds text[], p_flags smallint[], p_payloads jsonb[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
   v_item record;
 begin
-  select array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as keyed,
-    array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as keyed_flags,
-    array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 3 <> 0) as locked,
+  select array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 3 <> 0) as locked,
     array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 4096 <> 0) as needed,
     array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck,
     array_agg(u.id) filter (where u.kind = 'again') as again
   into v
   from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
-  if v.again is not null and v.keyed is not null then
-    -- they keep their turn while others are let in
-    perform queue._keep_turns(v.again);
-  end if;
-  if v.keyed is not null then
-    perform queue._release_slots(v.keyed, v.keyed_flags);
-  end if;
   if v.locked is not null then
     perform queue._leave_locks(v.locked, true);
   end if;

@@ -317,7 +317,9 @@ begin
   perform queue._admit_all();
   v_ids := array(
     select j.id from queue.job j left join queue.job_state s on s.id = j.id
-    where coalesce(s.queue, j.queue) = delete_queue.name order by j.id);
+    where coalesce(s.queue, j.queue) = delete_queue.name
+      -- what was committed since is deferred later
+      and j.id not in (select u.id from queue.unadmitted u) order by j.id);
   if v_ids = '{}' and not exists (select from queue.queue_config c where c.queue = delete_queue.name)
     and not exists (select from queue.lane l where l.queue = delete_queue.name) then
     perform queue._invalid('no such queue', 'queue.queues lists them.', 'queue: ' || delete_queue.name);
@@ -405,9 +407,20 @@ begin
   perform from queue.finished f where f.id = p_id for update skip locked;
   if found then
     standing := 'finished';
-  elsif not exists (select from queue.finished f where f.id = p_id) then
+  elsif not exists (select from queue.finished f where f.id = p_id) and queue._is_gated(p_id) then
     standing := 'open';
   end if;
+end $$;
+
+-- Whether a job waits in a gate: one that is in neither queue.live nor queue.finished has else yet to be admitted.
+-- Locks: the caller holds ADM.
+create or replace function queue._is_gated(p_id bigint)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  return exists (select from queue.waiting w where w.id = p_id)
+    or exists (select from queue.job j left join queue.job_state s on s.id = j.id
+               join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id where j.id = p_id);
 end $$;
 
 -- Sets until when a finished job is kept, which its queue or its state has changed.

@@ -199,10 +199,11 @@ begin
       -- members of locks can't be read by id: where they abound, enough are among the newest jobs
       v_ids := array(
         select j.id
-        from (select j.id, j.flags, j.lock from queue.job j where j.id < p_before order by j.id desc limit 20000) j
+        from (select j.id, j.lock from queue.job j where j.id < p_before order by j.id desc limit 20000) j
         left join lateral (select s.lock from queue.job_state s where s.id = j.id offset 0) s on true
-        where coalesce(s.lock, j.lock) <> '' and exists (select from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.id = j.id)
-          or j.flags & 4 <> 0 and exists (select from queue.waiting w where w.id = j.id)
+        left join lateral (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.id = j.id offset 0) m on true
+        left join lateral (select w.id from queue.waiting w where w.id = j.id offset 0) w on true
+        where m.id is not null or w.id is not null
         order by j.id desc limit p_n);
       if cardinality(v_ids) = p_n then
         return v_ids;
@@ -223,6 +224,6 @@ begin
       union
       (select h.job_id from queue.handover h where h.kind = 'again' and h.job_id < p_before order by h.job_id desc limit p_n)
       union
-      (select a.id from queue.unadmitted a where a.id < p_before order by a.id desc limit p_n)) c
+      (select a.id from (select a.id from queue.unadmitted a offset 0) a where a.id < p_before order by a.id desc limit p_n)) c
     order by c.id desc limit p_n);
 end $$;

@@ -103,7 +103,8 @@ end $$;
 create or replace function queue.peek(queues text[] default null, n integer default 10)
 returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer, scheduled_at timestamptz, deadline timestamptz)
 language plpgsql stable parallel safe security definer rows 10
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
   if to_regclass('queue.installation') is null then

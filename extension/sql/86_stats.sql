@@ -152,7 +152,7 @@ begin
   status := case when v.dead > 0 or v.alive = 0 and v.live > 0 then 'fail' when v.alive = 0 then 'warn' else 'ok' end;
   detail := format('%s alive', v.alive)
     || case when v.dead > 0 then format(', %s dead and not reaped', v.dead) else '' end
-    || case when v.alive = 0 and v.live > 0 then format(', %s jobs ready', case when v.live > 100000 then 'more than 100000' else v.live::text end) else '' end;
+    || case when v.alive = 0 and v.live > 0 then format(', %s jobs ready or running', case when v.live > 100000 then 'more than 100000' else v.live::text end) else '' end;
   fix := case when v.dead > 0 then 'Nobody calls queue.tick(): start a worker, or run it by pg_cron. Now: select * from queue.tick()'
               when v.alive = 0 then 'Start a worker: pgdefer worker' end;
   return next;

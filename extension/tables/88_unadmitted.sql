@@ -3,12 +3,16 @@ create view queue.unadmitted as
 select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
 from (select k.next_xid, k.in_flight from queue.cursor k order by k.tick desc limit 1) k
 cross join lateral (
-  select j.* from queue.job j where j.xid >= k.next_xid
+  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  from queue.job j where j.xid >= k.next_xid
   union all
-  select j.* from unnest(k.in_flight) x join queue.job j on j.xid = x
+  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  from unnest(k.in_flight) x cross join lateral (select j.* from queue.job j where j.xid = x offset 0) j
   union all
-  select j.*
-  from queue.backlog b join queue.job j on (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid
+  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  from queue.backlog b
+  cross join lateral (select j.* from queue.job j where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid offset 0) j
   where not exists (select from queue.live v where v.id = j.id) and not exists (select from queue.waiting w where w.id = j.id)
     and not exists (select from queue.finished f where f.id = j.id)
-    and not exists (select from queue.lock_member m where m.id = j.id)) j;
+    and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)
+  offset 0) j;

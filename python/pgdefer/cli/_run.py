@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from pgdefer import App, Worker, __version__, _sql
+from pgdefer import App, Worker, WorkerOptions, __version__, _sql
 from pgdefer._connect import Source
 from pgdefer._install import install, installed_version
 
@@ -55,8 +55,23 @@ def worker(
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "-c", min=1, help="How many jobs run at once.")
-    ] = 20,
+        int | None,
+        typer.Option(
+            "--concurrency", "-c", min=1, help="How many jobs run at once.", show_default="20"
+        ),
+    ] = None,
+    slots: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N[:HORIZON]",
+            help="In place of -c: N jobs at once whose deadline is nearer than 5s, 30m, 2h, 1d, "
+            "1w; without a horizon any jobs. May be given several times.",
+        ),
+    ] = None,
+    jobs_per_process: Annotated[
+        int,
+        typer.Option(min=1, help="Replace a process of tasks with run_in='process' after so many."),
+    ] = 100,
     name: Annotated[
         str | None, typer.Option(help="The worker's name.", show_default="host:pid")
     ] = None,
@@ -94,15 +109,21 @@ def worker(
     if dsn is not None:
         found.move(dsn)
     wanted = [part for item in queues or [] for part in item.split(",") if part] or None
-    running = Worker(
-        found,
-        wanted,
-        concurrency=concurrency,
-        name=name,
-        shutdown_timeout=shutdown_timeout,
-        drain=drain,
-        prune_schedules=prune_schedules,
-    )
+    options: WorkerOptions = {
+        "name": name,
+        "shutdown_timeout": shutdown_timeout,
+        "drain": drain,
+        "prune_schedules": prune_schedules,
+        "jobs_per_process": jobs_per_process,
+    }
+    if concurrency is not None:
+        options["concurrency"] = concurrency
+    if slots:
+        options["slots"] = slots
+    try:
+        running = Worker(found, wanted, **options)
+    except ValueError as error:
+        fail(Exit.USAGE, str(error))
     with reported():
         running.run()
     if running.given_back:

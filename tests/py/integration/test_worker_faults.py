@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -24,6 +27,13 @@ from support import install
 from .conftest import Jobs, running, until
 
 Connection = psycopg.Connection[Any]
+
+
+def give_up(conn: Connection) -> None:
+    """Have all workers taken for dead."""
+    with conn.transaction():  # or a heartbeat comes between
+        conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 h'")
+        conn.execute("select queue.reap()")
 
 
 # Stopping
@@ -137,7 +147,7 @@ async def test_jobs_that_do_not_end_go_back(app: App, jobs: Jobs, how: str) -> N
 
 
 PROGRAM = """
-import asyncio, sys, time
+import asyncio, json, sys, time
 from pgdefer import App
 app = App({dsn!r})
 
@@ -161,21 +171,23 @@ def stuck() -> None:
     time.sleep(60)
 
 if __name__ == "__main__":
-    app.run_worker()
+    app.run_worker(**json.loads(sys.argv[1]))
     print("ended", flush=True)
 """
 
+Program = Callable[..., subprocess.Popen[str]]
+
 
 @pytest.fixture
-def program(dsn: str, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+def program(dsn: str, tmp_path: Path) -> Iterator[Program]:
+    """Start the program, with options for its worker."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM.format(dsn=dsn))
     started: list[subprocess.Popen[str]] = []
 
-    def start() -> subprocess.Popen[str]:
-        started.append(
-            subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
-        )
+    def start(**options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, str(path), json.dumps(options)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return started[-1]
 
     yield start
@@ -186,7 +198,7 @@ def program(dsn: str, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_gracefully(
-    app: App, jobs: Jobs, program: Callable[[], subprocess.Popen[str]], number: signal.Signals
+    app: App, jobs: Jobs, program: Program, number: signal.Signals
 ) -> None:
     process = program()
     assert process.stdout is not None
@@ -205,7 +217,7 @@ def test_a_signal_stops_gracefully(
 def test_signals_that_stop_at_once(
     app: App,
     jobs: Jobs,
-    program: Callable[[], subprocess.Popen[str]],
+    program: Program,
     numbers: list[signal.Signals],
     task: str,
 ) -> None:
@@ -223,7 +235,7 @@ def test_signals_that_stop_at_once(
 
 
 def test_a_killed_worker_is_given_up(
-    app: App, jobs: Jobs, conn: Connection, program: Callable[[], subprocess.Popen[str]]
+    app: App, jobs: Jobs, conn: Connection, program: Program
 ) -> None:
     process = program()
     assert process.stdout is not None
@@ -231,11 +243,138 @@ def test_a_killed_worker_is_given_up(
     assert process.stdout.readline() == "started\n"
     process.kill()
     process.wait()
-    conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '30 s'")
-    conn.execute("select queue.reap()")
+    give_up(conn)
     (row,) = jobs()
-    assert row["crashes"] == 1
+    assert (row["state"], row["crashes"]) == ("ready", 1)
     assert [a["outcome"] for a in jobs.attempts()] == ["crashed"]
+
+
+async def test_a_graceful_stop_goes_on_to_say_that_it_lives(app: App, jobs: Jobs) -> None:
+    begun = asyncio.Event()
+
+    @app.task
+    async def slow() -> str:
+        begun.set()
+        await asyncio.sleep(3.5)
+        return "ended"
+
+    worker = Worker(app, heartbeat_every=0.3, dead_after=1.5)
+    task = asyncio.create_task(worker.run_async())
+    job = await slow.defer_async()
+    await begun.wait()
+    worker.stop()
+    async with running(app, ["other"], heartbeat_every=0.3):  # reaps what is dead
+        await task
+    (row,) = jobs()
+    assert (row["id"], row["state"], row["attempts"]) == (job.id, "succeeded", 1)
+    assert jobs.attempts() == []
+
+
+async def test_an_event_loop_that_is_blocked(app: App, jobs: Jobs, conn: Connection) -> None:
+    """As for a minute of the default's 30 s: the heart has a thread of its own."""
+    is_over = False
+
+    @app.task
+    async def blocks() -> None:
+        time.sleep(3.5)  # noqa: ASYNC251
+
+    @app.task
+    async def beside() -> None:
+        await asyncio.sleep(0.1)
+
+    def reap() -> None:
+        while not is_over:
+            conn.execute("select queue.reap()")
+            time.sleep(0.1)
+
+    reaper = asyncio.create_task(asyncio.to_thread(reap))
+    async with running(app, heartbeat_every=0.3, dead_after=1.5) as worker:
+        first = await beside.defer_async()
+        second = await blocks.defer_async()
+        await until(lambda: worker.finished == 2, 20)
+        number = worker.id
+        is_over = True
+        await reaper
+        rows = await jobs.end()
+        assert worker.id == number
+    assert [(row["id"], row["state"], row["attempts"], row["crashes"]) for row in rows] == [
+        (first.id, "succeeded", 1, 0),
+        (second.id, "succeeded", 1, 0),
+    ]
+
+
+def test_a_zombie_that_wakes_late(app: App, jobs: Jobs, program: Program) -> None:
+    options = {"heartbeat_every": 0.3, "dead_after": 1.5, "concurrency": 2}
+    zombie = program(**options)
+    assert zombie.stdout is not None
+    slow = app.defer("slow", {"seconds": 1.0})
+    quick = app.defer("slow", {"seconds": 0.0})
+    for _ in range(2):
+        assert zombie.stdout.readline() == "started\n"
+    wait_for(lambda: jobs.states()[quick.id] == "succeeded")
+    zombie.send_signal(signal.SIGSTOP)
+    successor = program(**options)
+    assert successor.stdout is not None
+    assert successor.stdout.readline() == "started\n"  # slow, again
+    zombie.send_signal(signal.SIGCONT)
+    wait_for(lambda: jobs.states()[slow.id] == "succeeded")
+    successor.send_signal(signal.SIGTERM)
+    assert successor.wait(10) == 0
+    # The zombie has registered again.
+    after = app.defer("slow", {"seconds": 0.0})
+    wait_for(lambda: jobs.states()[after.id] == "succeeded")
+    zombie.send_signal(signal.SIGTERM)
+    assert zombie.wait(10) == 0
+    shown = {row["id"]: row for row in jobs()}
+    ends = {id: (row["state"], row["attempts"], row["crashes"]) for id, row in shown.items()}
+    assert ends == {
+        slow.id: ("succeeded", 2, 1),
+        quick.id: ("succeeded", 1, 0),
+        after.id: ("succeeded", 1, 0),
+    }
+    assert [(a["job_id"], a["outcome"]) for a in jobs.attempts()] == [(slow.id, "crashed")]
+    assert len({shown[id]["worker_id"] for id in (slow.id, quick.id, after.id)}) == 3
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+async def test_a_thread_that_does_not_heed_its_timeout(
+    app: App, jobs: Jobs, conn: Connection
+) -> None:
+    """It is told; 10 s later its claim is lost, and what it says afterwards is refused."""
+    told = threading.Event()
+    release = threading.Event()
+    runs = []
+
+    @app.task(timeout=dt.timedelta(milliseconds=50), retry=Retry(2))
+    def deaf() -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            while not current_job().should_abort():
+                time.sleep(0.005)
+            told.set()
+            release.wait(20)
+
+    async with running(app) as worker:
+        job = await deaf.defer_async()
+        await asyncio.to_thread(told.wait, 10)
+        assert jobs.states()[job.id] == "running"
+        late = "interval '11 s'"
+        conn.execute(f"update queue.live set claimed_at = claimed_at - {late}")  # type: ignore[arg-type]
+        conn.execute(f"update queue.lease set expires_at = expires_at - {late}")  # type: ignore[arg-type]
+        conn.execute("select queue.reap()")
+        await until(lambda: len(runs) == 2)
+        await jobs.end()
+        release.set()
+        await until(lambda: worker.finished == 2)
+    (row,) = jobs()
+    assert (row["state"], row["attempts"], row["failures"]) == ("succeeded", 2, 1)
+    assert [a["outcome"] for a in jobs.attempts()] == ["timed_out"]
 
 
 # The line to the database
@@ -365,6 +504,9 @@ async def test_a_half_open_connection(
         line.is_open.set()
         await jobs.end(seconds=20)
     assert worker.finished == 2
+    assert [(row["state"], row["attempts"], row["crashes"]) for row in jobs()] == [
+        ("succeeded", 1, 0)
+    ] * 2
 
 
 async def test_a_worker_given_up_for_dead_registers_again(
@@ -386,8 +528,7 @@ async def test_a_worker_given_up_for_dead_registers_again(
         await slow.defer_async(30)
         await started.wait()
         first = worker.id
-        conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 h'")
-        conn.execute("select queue.reap()")
+        give_up(conn)
         await until(lambda: worker.id not in (None, first))
         await until(lambda: cancelled)
         (job,) = jobs()
@@ -398,35 +539,43 @@ async def test_a_worker_given_up_for_dead_registers_again(
     assert next(a["outcome"] for a in jobs.attempts() if a["job_id"] == job["id"]) == "crashed"
 
 
-async def test_a_server_that_is_killed_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "restarted"])
+async def test_a_server_that_goes_comes_back(how: str) -> None:
     with temporary_server(durable=True) as server:
         install(server, "postgres")
         app = App(server.dsn("postgres"))
-        done = []
+        runs: dict[int, int] = {}
 
         @app.task
         async def task(n: int) -> None:
-            done.append(n)
+            runs[n] = runs.get(n, 0) + 1
             await asyncio.sleep(0.01)
 
         async with running(app, concurrency=5) as worker:
-            task.defer_many([{"n": n} for n in range(200)])
-            await until(lambda: len(done) > 50)
-            pid = server.status().pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(0.5)
+            made = task.defer_many([{"n": n} for n in range(200)])
+            await until(lambda: len(runs) > 50, 30)
+            if how == "killed":
+                pid = server.status().pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                await asyncio.sleep(0.5)
+            else:
+                await asyncio.to_thread(server._stop, "fast")
             await asyncio.to_thread(server.ensure_running)
-            await until(lambda: worker.finished >= 200, 30)
+            await until(lambda: worker.finished >= 200, 60)
             app.close()
-            for n in range(200, 210):
-                task.defer(n)
-            await until(lambda: worker.finished >= 210, 30)
+            made += task.defer_many([{"n": n} for n in range(200, 210)])
+            await until(lambda: worker.finished >= 210, 60)
         app.close()
         with psycopg.connect(server.dsn("postgres"), autocommit=True) as conn:
-            shown = conn.execute("select state, count(*) from queue.jobs group by state").fetchall()
+            shown = conn.execute(
+                "select id, (args ->> 'n')::int, state, attempts, crashes"
+                " from queue.jobs order by id"
+            ).fetchall()
             assert conn.execute("select * from queue.check()").fetchall() == []
-        assert shown == [("succeeded", 210)]
+    # No job is lost and none runs twice: its worker lives, and its claims with it.
+    assert shown == [(job.id, n, "succeeded", 1, 0) for n, job in enumerate(made)]
+    assert runs == dict.fromkeys(range(210), 1)
 
 
 async def test_a_job_that_crashed_runs_alone(app: App, jobs: Jobs, conn: Connection) -> None:
@@ -447,8 +596,7 @@ async def test_a_job_that_crashed_runs_alone(app: App, jobs: Jobs, conn: Connect
     dead = conn.execute("select max(id) from queue.worker").fetchone()
     assert dead is not None
     assert len(conn.execute("select * from queue.fetch(%s)", dead).fetchall()) == 1
-    conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 h'")
-    conn.execute("select queue.reap()")
+    give_up(conn)
     task.defer_many([{}] * 20)
     async with running(app, concurrency=4):
         rows = await jobs.end()

@@ -10,8 +10,11 @@ import pytest
 
 HEAD = """
 from datetime import timedelta
+from typing import Any
 import psycopg
-from pgdefer import App, Job, Retry
+import sqlalchemy.ext.asyncio as sa_async
+import sqlalchemy.orm as sa_orm
+from pgdefer import App, Decision, Job, JobContext, Retry
 
 app = App("postgresql://h/d")
 
@@ -33,6 +36,28 @@ def sweep(path: str = "") -> int:
 async def ping() -> float:
     return 1.0
 
+@app.task(transactional=True, run_in="process", max_memory=1)
+def pay(connection: psycopg.Connection[Any], amount: int) -> str:
+    return "paid"
+
+@app.task(transactional=True, retry_on=OSError, give_up_on=(KeyError, ValueError))
+async def pay_async(connection: psycopg.AsyncConnection[Any], amount: int) -> str:
+    return "paid"
+
+@app.task(transactional=sa_orm.sessionmaker())
+def save(session: sa_orm.Session, *, n: int) -> int:
+    return n
+
+@app.task(transactional=sa_async.async_sessionmaker(), name="save")
+async def save_async(session: sa_async.AsyncSession, *, n: int) -> int:
+    return n
+
+def decide(error: BaseException, job: JobContext) -> Decision | None:
+    return Decision(retry_in=timedelta(1)) if job.attempt == 1 else None
+
+@app.task(decide=decide)
+def decided() -> None: ...
+
 async def use(connection: psycopg.Connection, other: psycopg.AsyncConnection) -> None:
 """
 
@@ -49,6 +74,14 @@ GOOD = """
     app.defer("unknown", {"a": 1}, priority=5)
     j: Job[int] = sweep.defer("x")
     k: Job[float] = await ping.defer_async()
+    l: Job[str] = pay.defer(1)
+    m: Job[str] = await pay_async.defer_async(amount=1)
+    n: Job[int] = save.defer(n=1)
+    o: Job[int] = save_async.defer(n=1)
+    p: str = l.result()
+    q: int = await n.result_async(timeout=5)
+    r: Job[int] = app.group([send.prepare(1), count.prepare("x")]).then(count.prepare("x"))
+    app.run_worker(["a"], slots=["1:30m", 2], drain=True)
 """
 
 BAD = [
@@ -65,6 +98,12 @@ BAD = [
     ("y: Job[str] = send.defer(1)", "Incompatible types in assignment"),
     ("app.task(queue=1)(print)", "No overload variant"),
     ("app.task(lokc='x')(print)", "Unexpected keyword argument"),
+    ("pay.defer(connection, 1)", "Too many arguments"),
+    ("save.defer(n='x')", "incompatible type"),
+    ("l.result(timeout='x')", "incompatible type"),
+    ("app.task(transactional=True)(count)", "incompatible type"),
+    ("app.task(retry_on=5)", "No overload variant"),
+    ("app.run_worker(slot=1)", "Unexpected keyword argument"),
     ("z: int = await send(1)", "Incompatible types in assignment"),
     ("sweep.defer(1)", "incompatible type"),
     ("app.recurring('@daily', catch_up='some')", "incompatible type"),

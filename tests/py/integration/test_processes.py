@@ -1,0 +1,342 @@
+"""Jobs in processes of their own: whatever becomes of one, the worker and the others live."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import App, Worker
+
+from .conftest import Jobs, running, until
+
+Connection = psycopg.Connection[Any]
+
+MODULE = """
+import ctypes, datetime as dt, os, subprocess, sys, time, uuid
+import psycopg
+from pgdefer import App, JobAborted, Retry, RetryLater, current_job
+
+app = App({dsn!r})
+process = dict(run_in="process")
+
+@app.task(**process)
+def pid() -> int:
+    return os.getpid()
+
+@app.task(**process)
+def echo(value: object) -> object:
+    print("one line", file=sys.stderr)
+    return value
+
+@app.task(**process)
+def about_me() -> dict:
+    job = current_job()
+    child.defer()
+    return dict(id=job.id, attempt=job.attempt, headers=dict(job.headers))
+
+@app.task(name="child")
+def child() -> None: ...
+
+@app.task(**process, retry=Retry(2), give_up_on=KeyError)
+def fail(kind: str) -> None:
+    raise dict(key=KeyError, value=ValueError)[kind]("no")
+
+@app.task(**process)
+def later(n: int) -> None:
+    if current_job().attempt <= n:
+        raise RetryLater("soon")
+
+@app.task(**process, retry=Retry(1, max_crashes=2))
+def segfault() -> None:
+    ctypes.string_at(0)
+
+@app.task(**process, retry=Retry(1, on_crash="fail"))
+def leave() -> None:
+    os._exit(3)
+
+@app.task(**process, retry=Retry(1))
+def die_once(path: str) -> str:
+    if not os.path.exists(path):
+        open(path, "w").close()
+        os.kill(os.getpid(), 9)
+    return "second"
+
+@app.task(**process)
+def leave_a_child(path: str) -> None:
+    # The grandchild holds all that it inherits beyond the child's death.
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    open(path, "w").close()
+    os.kill(os.getpid(), 9)
+
+@app.task(**process, max_memory=300 * 2**20)
+def use(megabytes: int) -> int:
+    data = bytearray(megabytes * 2**20)
+    return len(data)
+
+@app.task(**process, timeout=dt.timedelta(seconds=1.5))
+def endless() -> None:
+    while True:
+        pass
+
+@app.task(**process)
+def deaf(path: str) -> None:
+    open(path, "w").close()
+    while True:
+        time.sleep(0.01)
+
+@app.task(**process)
+def polite(path: str) -> None:
+    open(path, "w").close()
+    while not current_job().should_abort():
+        time.sleep(0.005)
+    raise JobAborted("seen")
+
+@app.task(**process, transactional=True)
+def insert(connection: psycopg.Connection, n: int) -> int:
+    connection.execute("insert into effect values (%s)", (n,))
+    return n
+
+@app.task(**process)
+def extend() -> float:
+    until = current_job().extend(dt.timedelta(hours=1))
+    return (until - dt.datetime.now(dt.UTC)).total_seconds()
+"""
+
+_numbers = iter(range(1000))
+
+
+@pytest.fixture
+def tasks(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module above, with tasks of an app of its own."""
+    name = f"process_tasks_{next(_numbers)}"
+    (tmp_path / f"{name}.py").write_text(MODULE.format(dsn=dsn))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    yield module
+    module.app.close()
+    del sys.modules[name]
+
+
+@pytest.fixture
+def app(tasks: Any) -> App:
+    return tasks.app
+
+
+def by_id(jobs: Jobs) -> dict[int, dict[str, Any]]:
+    return {row["id"]: row for row in jobs()}
+
+
+async def test_jobs_run_in_processes_that_are_used_again(tasks: Any, app: App, jobs: Jobs) -> None:
+    async with running(app, concurrency=1, jobs_per_process=3):
+        tasks.pid.defer_many([{}] * 7)
+        rows = await jobs.end(seconds=30)
+    pids = [row["result"] for row in rows]
+    assert os.getpid() not in pids
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 1]
+
+
+async def test_arguments_results_and_the_running_job(tasks: Any, app: App, jobs: Jobs) -> None:
+    value = {"when": [1, None, "x" * 200_000], "bytes": b"\0"}
+    async with running(app, concurrency=2):
+        echo = await tasks.echo.defer_async(value)
+        about = await tasks.about_me.configure(headers={"trace": "1"}).defer_async()
+        assert await echo.result_async(30) == value
+        assert await about.result_async(30) == {
+            "id": about.id,
+            "attempt": 1,
+            "headers": {"trace": "1"},
+        }
+        await jobs.end()
+    (child,) = [row for row in jobs() if row["task"] == "child"]
+    assert (child["parent"], child["state"]) == (about.id, "succeeded")
+
+
+async def test_failures_and_yields(tasks: Any, app: App, jobs: Jobs) -> None:
+    async with running(app, concurrency=2):
+        key = await tasks.fail.defer_async("key")
+        value = await tasks.fail.defer_async("value")
+        later = await tasks.later.defer_async(2)
+        await jobs.end(seconds=30)
+    shown = by_id(jobs)
+    ends = [
+        (shown[j.id]["state"], shown[j.id]["reason"], shown[j.id]["attempts"]) for j in (key, value)
+    ]
+    assert ends == [("failed", "not_retryable", 1), ("failed", "attempts", 2)]
+    assert shown[value.id]["error"] == "ValueError: no"
+    assert shown[later.id]["state"] == "succeeded"
+    assert "raise dict" in jobs.attempts()[0]["details"]["traceback"]
+
+
+async def test_a_process_that_dies_takes_one_job_with_it(
+    tasks: Any, app: App, jobs: Jobs, tmp_path: Path
+) -> None:
+    async with running(app, concurrency=4) as worker:
+        segfault = await tasks.segfault.defer_async()
+        leave = await tasks.leave.defer_async()
+        killed = await tasks.die_once.defer_async(str(tmp_path / "died"))
+        others = await asyncio.to_thread(tasks.echo.defer_many, [{"value": n} for n in range(10)])
+        await jobs.end(seconds=60)
+        first = worker.id
+        assert await (await tasks.echo.defer_async("alive")).result_async(30) == "alive"
+        assert worker.id == first
+    shown = by_id(jobs)
+    assert (shown[segfault.id]["state"], shown[segfault.id]["reason"]) == ("failed", "crash_loop")
+    assert shown[segfault.id]["crashes"] == 2
+    assert shown[segfault.id]["error"] == "ProcessDied: its process was ended by SIGSEGV"
+    assert (shown[leave.id]["state"], shown[leave.id]["reason"]) == ("failed", "crashed")
+    assert shown[leave.id]["error"] == "ProcessDied: its process exited with 3"
+    assert (shown[killed.id]["state"], shown[killed.id]["result"]) == ("succeeded", "second")
+    assert (shown[killed.id]["attempts"], shown[killed.id]["crashes"]) == (2, 1)
+    for job in others:
+        row = shown[job.id]
+        assert (row["state"], row["attempts"], row["crashes"]) == ("succeeded", 1, 0)
+    outcomes = [(a["job_id"], a["outcome"]) for a in jobs.attempts()]
+    assert sorted(outcomes) == sorted(
+        [(segfault.id, "crashed")] * 2 + [(leave.id, "crashed"), (killed.id, "crashed")]
+    )
+
+
+async def test_what_a_handler_started_does_not_hide_its_death(
+    tasks: Any, app: App, jobs: Jobs, tmp_path: Path
+) -> None:
+    job = tasks.leave_a_child.configure(retry={"on_crash": "fail"})
+    async with running(app):
+        begun = time.monotonic()
+        await job.defer_async(str(tmp_path / "left"))
+        (row,) = await jobs.end(seconds=15)
+        assert time.monotonic() - begun < 15
+    assert (row["state"], row["reason"]) == ("failed", "crashed")
+
+
+async def test_a_process_that_died_while_idle(tasks: Any, app: App, jobs: Jobs) -> None:
+    async with running(app):
+        first = await (await tasks.pid.defer_async()).result_async(30)
+        os.kill(first, signal.SIGKILL)
+        second = await tasks.pid.defer_async()
+        assert await second.result_async(30) != first
+    assert [row["crashes"] for row in jobs()] == [0, 0]
+
+
+async def test_memory(tasks: Any, app: App, jobs: Jobs) -> None:
+    async with running(app, concurrency=1) as worker:
+        small = await tasks.use.defer_async(50)
+        large = await tasks.use.defer_async(1000)
+        again = await tasks.use.defer_async(50)
+        await jobs.end(seconds=30)
+        assert worker.finished == 3
+    shown = by_id(jobs)
+    assert [shown[j.id]["state"] for j in (small, large, again)] == [
+        "succeeded",
+        "failed",
+        "succeeded",
+    ]
+    assert shown[large.id]["reason"] == "memory"
+    assert shown[large.id]["error"] == "MemoryError"
+
+
+async def test_timeouts_and_aborts(
+    tasks: Any, app: App, jobs: Jobs, conn: Connection, tmp_path: Path
+) -> None:
+    deaf_is_running, polite_is_running = tmp_path / "deaf", tmp_path / "polite"
+    async with running(app):
+        endless = await tasks.endless.defer_async()
+        deaf = await tasks.deaf.defer_async(str(deaf_is_running))
+        polite = await tasks.polite.defer_async(str(polite_is_running))
+        await until(lambda: deaf_is_running.exists() and polite_is_running.exists(), 30)
+        for job in (deaf, polite):
+            conn.execute("select queue.cancel(%s, abort => true)", (job.id,))
+        await jobs.end(seconds=30)
+    shown = by_id(jobs)
+    assert [(shown[j.id]["state"], shown[j.id]["reason"]) for j in (deaf, polite)] == [
+        ("cancelled", "aborted")
+    ] * 2
+    assert shown[endless.id]["state"] == "failed"
+    assert shown[endless.id]["error"].startswith("TimeoutError: not done within 0:00:01.5")
+    outcomes = {a["job_id"]: a["outcome"] for a in jobs.attempts()}
+    assert outcomes == {endless.id: "timed_out", deaf.id: "aborted", polite.id: "aborted"}
+
+
+async def test_a_stop_at_once_kills_and_gives_back(
+    tasks: Any, app: App, jobs: Jobs, tmp_path: Path
+) -> None:
+    is_running = tmp_path / "deaf"
+    await tasks.deaf.defer_async(str(is_running))
+    worker = Worker(app)
+    task = asyncio.create_task(worker.run_async())
+    await until(is_running.exists, 30)
+    worker.stop_at_once()
+    await task
+    await app.close_async()
+    (row,) = jobs()
+    assert (row["state"], row["attempts"]) == ("ready", 0)
+
+
+async def test_transactions_and_leases(tasks: Any, app: App, jobs: Jobs, conn: Connection) -> None:
+    conn.execute("create table effect (n integer)")
+    async with running(app):
+        inserted = await tasks.insert.defer_async(7)
+        extended = await tasks.extend.defer_async()
+        assert await inserted.result_async(30) == 7
+        assert 3500 < await extended.result_async(30) <= 3600
+    assert conn.execute("select n from effect").fetchall() == [(7,)]
+
+
+async def test_a_task_that_the_process_cannot_find(
+    tasks: Any, app: App, jobs: Jobs, tmp_path: Path
+) -> None:
+    async with running(app):
+        (tmp_path / f"{tasks.__name__}.py").write_text("1 / 0\n")
+        job = await tasks.echo.configure(retry={"max_attempts": 5}).defer_async(1)
+        (row,) = await jobs.end(job.id, seconds=30)
+    assert (row["state"], row["error"]) == ("failed", "ZeroDivisionError: division by zero")
+
+
+PROGRAM = """
+import os
+from pgdefer import App
+app = App({dsn!r})
+
+@app.task(run_in="process")
+def pid() -> int:
+    return os.getpid()
+
+if __name__ == "__main__":
+    pid.defer()
+    app.run_worker(drain=True)
+"""
+
+
+async def test_a_program_that_is_its_own_module(dsn: str, tmp_path: Path, jobs: Jobs) -> None:
+    path = tmp_path / "its_own.py"
+    path.write_text(PROGRAM.format(dsn=dsn))
+    process = await asyncio.create_subprocess_exec(sys.executable, str(path))
+    assert await process.wait() == 0
+    (row,) = jobs()
+    assert (row["task"], row["state"]) == ("its_own.pid", "succeeded")
+    assert row["result"] != process.pid
+
+
+def test_what_cannot_run_in_a_process() -> None:
+    app = App("postgresql://nowhere.invalid/x")
+
+    async def coroutine() -> None: ...
+
+    def inner() -> None: ...
+
+    for function, message in [(coroutine, "no coroutines"), (inner, "top level of a module")]:
+        with pytest.raises(ValueError, match=message):
+            app.task(run_in="process")(function)
+    with pytest.raises(ValueError, match="max_memory needs run_in='process'"):
+        app.task(max_memory=1)(inner)
