@@ -1,8 +1,22 @@
 """Assembles extension/ into build/: the extension's files, and the plain file for psql -f.
 
+    extension/build.py [SOURCE [TARGET [VERSION]]]
+    extension/build.py --freeze [--force]
+
 The manifest lists the topic files of sql/ in order. At its line `@tables` goes the function
 queue._create_tables(), whose body is the plain DDL of tables/ in the order of the files' names, so
 that the extension holds code only. `@VERSION@` becomes the version that pyproject.toml states.
+
+upgrades/pgdefer--A--B.sql is the step from one release to the next: what has to be done beside
+putting B's functions in place of A's. Its sections, each of them optional:
+
+    -- @code           before the functions are replaced, in both forms: drop function if exists ...
+    -- @concurrently   indexes of large tables: create index concurrently NAME on queue.TABLE ...;
+                    built once the tables are migrated
+    -- @tables         all other DDL: becomes the body of one branch of queue._migrate_tables()
+
+From the steps the build makes an upgrade script for each earlier release, straight to this one.
+--freeze writes the extension's script to releases/, as it was released; it never changes again.
 """
 
 import os
@@ -56,9 +70,87 @@ end
 $pgdefer_tables$;
 """
 
+VERSIONS = """\
+-- The releases whose tables can be migrated, oldest first, and this one.
+create or replace function queue._versions()
+returns text[]
+language plpgsql
+immutable
+parallel safe
+security invoker
+as $$
+begin
+  return {versions};
+end $$;
+"""
+
+INDEXES = """\
+-- The indexes of large tables that the step from a release brings.
+create or replace function queue._step_indexes(p_from text)
+returns text[]
+language plpgsql
+immutable
+parallel safe
+security invoker
+as $$
+begin
+  return case p_from
+{branches}    else '{{}}'::text[] end;
+end $$;
+"""
+
+MIGRATE_HEAD = """\
+-- Takes the tables of one release to the next, which it returns; NULL where no step leads on.
+create or replace function queue._migrate_tables(p_from text)
+returns text
+language plpgsql
+volatile
+parallel unsafe
+security invoker
+as $pgdefer_tables$
+begin
+"""
+
+SECTIONS = ("code", "concurrently", "tables")
+INDEX = re.compile(
+    r"create (?:unique )?index concurrently (?P<name>[a-z_]\w*)\s+on queue\.(?P<table>[a-z_]\w*)\b"
+)
+
 
 class BuildError(Exception):
     """The sources do not fit together; the text says where."""
+
+
+class Step:
+    """The step from one release to the next: upgrades/pgdefer--A--B.sql."""
+
+    def __init__(self, path: Path) -> None:
+        _, self.before, self.after = path.stem.split("--")
+        self.path = path
+        parts = re.split(r"(?m)^-- @(\w+).*\n", path.read_text("utf-8"))
+        self._sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+        unknown = sorted(set(self._sections) - set(SECTIONS))
+        if unknown or len(parts[1::2]) != len(self._sections):
+            raise BuildError(f"{path}: each section once, of {', '.join(SECTIONS)}")
+        if re.sub(r"(?m)^--.*$", "", parts[0]).strip():
+            raise BuildError(f"{path}: nothing but comments may stand before the first section")
+        for line in path.read_text("utf-8").splitlines():
+            if line.startswith("\\") or "$pgdefer_tables$" in line:
+                raise BuildError(f"{path}: psql's commands and the build's own quotes do not fit in")
+        for statement in self.indexes:
+            if not INDEX.match(statement):
+                raise BuildError(
+                    f"{path}: not of the form create index concurrently NAME on queue.TABLE:"
+                    f" {statement}"
+                )
+
+    def section(self, name: str) -> str:
+        return self._sections.get(name, "").strip()
+
+    @property
+    def indexes(self) -> list[str]:
+        text = re.sub(r"(?m)^\s*--.*$", "", self.section("concurrently"))
+        return [" ".join(part.split()) for part in text.split(";") if part.strip()]
 
 
 def version() -> str:
@@ -66,6 +158,26 @@ def version() -> str:
     with (ROOT / "pyproject.toml").open("rb") as file:
         found = tomllib.load(file)["project"]["version"]
     return str(found)
+
+
+def numbers(text: str) -> list[int]:
+    """Return a version's numbers, by which versions are in order."""
+    return [int(part) for part in text.split(".")]
+
+
+def steps(source: Path, number: str) -> list[Step]:
+    """Return the steps that lead to a version, which must be one chain, in order."""
+    found = [Step(path) for path in (source / "upgrades").glob("pgdefer--*--*.sql")]
+    chain = sorted(found, key=lambda step: numbers(step.before))
+    ends = [*(step.before for step in chain), number][1:]
+    for step, end in zip(chain, ends, strict=False):
+        if step.after != end or numbers(step.before) >= numbers(end):
+            raise BuildError(f"{step.path}: the steps are no chain that ends with {number}")
+    for release in (source / "releases").glob("pgdefer--*.sql"):
+        released = release.stem.partition("--")[2]
+        if released != number and released not in [step.before for step in chain]:
+            raise BuildError(f"no step in upgrades/ leads from the release {released} to {number}")
+    return chain
 
 
 def manifest(source: Path) -> list[str]:
@@ -102,7 +214,36 @@ def read(source: Path, entry: str) -> str:
     return text.rstrip() + "\n"
 
 
-def code(source: Path) -> str:
+def text_array(items: list[str]) -> str:
+    """Return an expression in SQL for an array of texts."""
+    return "array[" + ", ".join("'" + item.replace("'", "''") + "'" for item in items) + "]::text[]"
+
+
+def migration(chain: list[Step], number: str) -> str:
+    """Return the functions that know the steps between releases."""
+    branches = "".join(
+        f"    when '{step.before}' then {text_array(step.indexes)}\n"
+        for step in chain
+        if step.indexes
+    )
+    if branches:
+        indexes = INDEXES.format(branches=branches)
+    else:
+        indexes = re.sub(r"case p_from\n.*?end;", "'{}'::text[];", INDEXES, flags=re.S)
+    body = "".join(
+        f"  if p_from = '{step.before}' then\n"
+        f"{step.section('tables') or '    null;'}\n"
+        f"    return '{step.after}';\n  end if;\n"
+        for step in chain
+    )
+    known = text_array([step.before for step in chain] + [number])
+    return (
+        f"{VERSIONS.format(versions=known)}\n{indexes}\n{MIGRATE_HEAD}{body}  return null;\n"
+        f"{TABLES_TAIL}"
+    )
+
+
+def code(source: Path, number: str) -> str:
     """Return the code that both forms share."""
     parts = []
     for entry in manifest(source):
@@ -110,45 +251,77 @@ def code(source: Path) -> str:
             tables = [f"tables/{path.name}" for path in sorted((source / "tables").glob("*.sql"))]
             body = "\n".join(f"-- {name}\n{read(source, name)}" for name in tables)
             parts.append(f"{TABLES_HEAD}{body}{TABLES_TAIL}")
+            parts.append(migration(steps(source, number), number))
         else:
             parts.append(f"-- {entry}\n{read(source, entry)}")
     return "\n".join(parts)
 
 
-def render(source: Path) -> dict[str, str]:
+def dropped(chain: list[Step]) -> str:
+    """Return what steps do before the functions are replaced."""
+    texts = [f"-- {step.path.name}\n{step.section('code')}\n\n" for step in chain]
+    return "".join(text for step, text in zip(chain, texts, strict=True) if step.section("code"))
+
+
+def as_plain(script: str) -> str:
+    """Return the plain file that holds the code of an extension's script."""
+    first, _, rest = script.partition("\n")
+    number = first.split()[2].rstrip(",")
+    body = "\n".join(line for line in rest.splitlines() if not line.startswith("\\"))
+    return (
+        f"-- pgdefer {number}, for psql -f where no extension may be installed. Running it\n"
+        "-- again upgrades. One transaction: all of it or nothing.\n\n"
+        "begin;\n\n"
+        "set local check_function_bodies = off;\n"
+        "set local client_min_messages = warning;\n\n"
+        f"create schema if not exists queue;\n\n{body.strip()}\n\n"
+        "select queue.install();\n\ncommit;\n"
+    )
+
+
+def render(source: Path, number: str) -> dict[str, str]:
     """Return every file of build/ by name."""
-    number = version()
-    shared = code(source)
+    shared = code(source, number)
+    chain = steps(source, number)
+    script = (
+        f"-- pgdefer {number}, the extension: code only. Next: select queue.install().\n"
+        '\\echo Use "CREATE EXTENSION pgdefer" to load this file. \\quit\n\n'
+    )
     files = {
-        f"pgdefer--{number}.sql": (
-            f"-- pgdefer {number}, the extension: code only. Next: select queue.install().\n"
-            '\\echo Use "CREATE EXTENSION pgdefer" to load this file. \\quit\n\n'
-            f"{GUARD}\n{shared}"
-        ),
-        "pgdefer.sql": (
-            f"-- pgdefer {number}, for psql -f where no extension may be installed. Running it\n"
-            "-- again upgrades. One transaction: all of it or nothing.\n\n"
-            "begin;\n\n"
-            "set local check_function_bodies = off;\n"
-            "set local client_min_messages = warning;\n\n"
-            f"create schema if not exists queue;\n\n{GUARD}\n{shared}\n"
-            "select queue.install();\n\ncommit;\n"
-        ),
+        f"pgdefer--{number}.sql": f"{script}{GUARD}\n{shared}",
+        "pgdefer.sql": as_plain(f"{script}{GUARD}\n{dropped(chain)}{shared}"),
         "pgdefer.control": (source / "pgdefer.control").read_text("utf-8"),
     }
-    for path in sorted((source / "upgrades").glob("pgdefer--*--*.sql")):
-        files[path.name] = path.read_text("utf-8")
+    for place, step in enumerate(chain):
+        files[f"pgdefer--{step.before}--{number}.sql"] = (
+            f"-- pgdefer {step.before} to {number}: code only. Next: select queue.migrate().\n"
+            '\\echo Use "ALTER EXTENSION pgdefer UPDATE" to load this file. \\quit\n\n'
+            f"{GUARD}\n{dropped(chain[place:])}{shared}"
+        )
     return {name: text.replace("@VERSION@", number) for name, text in files.items()}
 
 
-def build(source: Path = HERE, target: Path = BUILD) -> list[Path]:
+def freeze(source: Path = HERE, number: str | None = None, *, force: bool = False) -> Path:
+    """Write the extension's script to releases/, as it is released. Refuses to change one."""
+    number = number or version()
+    name = f"pgdefer--{number}.sql"
+    path = source / "releases" / name
+    text = render(source, number)[name]
+    if path.exists() and path.read_text("utf-8") != text and not force:
+        raise BuildError(f"{path} is frozen and differs: a change needs a new version")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, "utf-8")
+    return path
+
+
+def build(source: Path = HERE, target: Path = BUILD, number: str | None = None) -> list[Path]:
     """Write build/, replacing what changed, and return its files.
 
     PostgreSQL 18's extension_control_path looks into a folder named extension below each of its
     entries, so the extension's files are in target/extension as well.
     """
     wanted: dict[Path, str] = {}
-    for name, text in render(source).items():
+    for name, text in render(source, number or version()).items():
         wanted[target / name] = text
         if name != "pgdefer.sql":
             wanted[target / "extension" / name] = text
@@ -167,10 +340,13 @@ def build(source: Path = HERE, target: Path = BUILD) -> list[Path]:
 
 
 def main() -> int:
-    """Build from the folder given, or from this one, into the second, or build/."""
-    arguments = [Path(argument).resolve() for argument in sys.argv[1:]]
+    """Build from the folder given, or from this one, into the second, or build/; or freeze."""
+    arguments = sys.argv[1:]
     try:
-        files = build(*arguments)
+        if "--freeze" in arguments:
+            files = [freeze(force="--force" in arguments)]
+        else:
+            files = build(*[Path(text).resolve() for text in arguments[:2]], *arguments[2:3])
     except BuildError as error:
         print(f"build: {error}", file=sys.stderr)
         return 1

@@ -107,11 +107,13 @@ begin
     hint = 'The worker was reaped or deregistered: abort its jobs and call queue.register_worker again.';
 end $$;
 
--- Raises: QJ090, always: public functions ask first whether there are tables (0.65 us).
+-- Raises: QJ090 where there are no tables: public functions ask first (0.65 us).
 create or replace function queue._not_installed()
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
-  raise exception using errcode = 'QJ090', message = 'the tables of the queue are missing', hint = 'Run SELECT queue.install().';
+  if to_regclass('queue.installation') is null then
+    raise exception using errcode = 'QJ090', message = 'the tables of the queue are missing', hint = 'Run SELECT queue.install().';
+  end if;
 end $$;
 
 -- Raises: QJ008 outside READ COMMITTED: every proof in these files counts on a new snapshot per statement.

@@ -18,27 +18,128 @@ end $$;
 comment on function queue.install() is
   'Makes the tables and views of the queue in schema queue, or migrates those that are there. Returns the version; a second call changes nothing.';
 
--- Locks: as install.
--- Raises: QJ090 when the tables are of a later version than the code, or there are none.
+-- Locks: as install; those of a step's DDL, for which it waits 100 ms at a time, so that whoever defers waits
+-- no longer behind it, and a hundred times. A large index that is missing is not built here, but told of.
+-- Raises: QJ090 when the tables are of a version that no step leads from, or there are none; 55P03 when a
+-- transaction that has used the tables stays open too long.
 create or replace function queue.migrate()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_version text;
+  v_index record;
+  v_timeout text := current_setting('lock_timeout');
 begin
   perform pg_advisory_xact_lock(1885824102, 3);
-  v_version := queue._tables_version();
-  if v_version is null then
-    perform queue._not_installed();
-  elsif v_version <> '@VERSION@' then
-    raise exception using errcode = 'QJ090', message = 'no migration leads from the tables to this code',
-      detail = format('tables: %s, code: %s', v_version, '@VERSION@'),
-      hint = 'Install the code of the version that the tables have, or one that follows it.';
-  end if;
+  loop
+    v_version := queue._tables_version();
+    if v_version is null then
+      perform queue._not_installed();
+    elsif not v_version = any (queue._versions()) then
+      perform queue._incompatible('no migration leads from the tables to this code', v_version,
+                                  'Install the code of the version that the tables have, or one that follows it.');
+    end if;
+    exit when v_version = '@VERSION@';
+    for v_try in 1 .. 100 loop
+      begin
+        perform set_config('lock_timeout', '100ms', true);
+        v_version := queue._migrate_tables(v_version);
+        execute 'update queue.installation set version = $1' using v_version;
+        perform set_config('lock_timeout', v_timeout, true);
+        exit;
+      exception when lock_not_available then
+        if v_try = 100 then
+          raise exception using errcode = '55P03', message = 'the tables are in use by a transaction that stays open',
+            detail = format('tables: %s, code: %s', v_version, '@VERSION@'),
+            hint = 'Nothing was changed. End the transactions that have been open for long (see pg_stat_activity), and call it again.';
+        end if;
+      end;
+    end loop;
+  end loop;
+  for v_index in select i.statement, i.is_large from queue._missing_indexes() i loop
+    if v_index.is_large then
+      raise warning using message = 'a large index is missing: ' || v_index.statement,
+        hint = 'Run each statement that queue.migration() returns, outside a transaction. In psql: select * from queue.migration() \gexec';
+    else
+      execute replace(v_index.statement, ' concurrently', '');
+    end if;
+  end loop;
+  perform queue._restore_grants();
   return v_version;
 end $$;
 comment on function queue.migrate() is
-  'Brings the tables to the version of the code. Raises QJ090 when no migration leads there.';
+  'Brings the tables to the version of the code, which it returns, and gives every role what grant_access gave it, new functions included. Nobody who defers waits for it longer than a moment. Large indexes it leaves to queue.migration, with a warning. Raises QJ090 when no migration leads there.';
+
+-- Raises: QJ090 without tables.
+create or replace function queue.migration()
+returns table (statement text) language plpgsql stable parallel safe security definer rows 5
+set search_path = pg_catalog, pg_temp as $$
+begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
+  return query
+    select x.statement
+    from queue._missing_indexes() i
+    cross join lateral (
+      select format('drop index concurrently queue.%I', i.name) as statement, 1 as place where i.is_broken
+      union all select i.statement, 2) x
+    order by i.name, x.place;
+end $$;
+comment on function queue.migration() is
+  'What queue.migrate() leaves to be run, each statement on its own and outside a transaction: large indexes, built without stopping anybody. No rows: nothing. psql runs them by select * from queue.migration() with \gexec at its end.';
+
+-- Of the indexes that migrations bring those that are not there, or were left broken. is_large: building one
+-- at once would stop those who defer for a moment that counts.
+create or replace function queue._missing_indexes()
+returns table (name text, statement text, is_large boolean, is_broken boolean)
+language plpgsql stable parallel safe security invoker rows 5 as $$
+begin
+  return query
+    select p.parts[1], s.statement, pg_relation_size(t.id) > 16777216 or x.indisvalid is not null, x.indisvalid is not null
+    from unnest(queue._versions()) with ordinality v (version, n)
+    cross join lateral unnest(queue._step_indexes(v.version)) s (statement)
+    cross join lateral (select regexp_match(s.statement, 'concurrently (\w+) on queue\.(\w+)') as parts) p
+    cross join lateral (select to_regclass('queue.' || p.parts[2])::oid as id) t
+    left join pg_index x on x.indexrelid = to_regclass('queue.' || p.parts[1])
+    where x.indisvalid is not true and t.id is not null
+      and v.n < array_position(queue._versions(), queue._tables_version());
+end $$;
+
+-- Whether what a release left works with this code: it is of the same series (two first numbers) or the one before.
+create or replace function queue._fits(p_version text)
+returns boolean language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_series text[];
+begin
+  select array_agg(s.series order by s.n) into v_series
+  from (select regexp_replace(v.version, '^(\d+\.\d+).*$', '\1') as series, min(v.n) as n
+        from unnest(queue._versions()) with ordinality v (version, n) group by 1) s;
+  return coalesce(regexp_replace(p_version, '^(\d+\.\d+).*$', '\1') = any (v_series[greatest(cardinality(v_series) - 1, 1):]), false);
+end $$;
+
+-- A worker that begins is told when its own version, or that of the tables, does not fit the code.
+-- Raises: QJ090.
+create or replace function queue._check_versions(p_client text)
+returns void language plpgsql stable parallel safe security invoker as $$
+declare
+  v_tables text := queue._tables_version();
+begin
+  if not queue._fits(v_tables) then
+    perform queue._incompatible('the tables and the code of the queue do not fit', v_tables,
+      case when v_tables = any (queue._versions()) then 'Run SELECT queue.migrate().' else 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.' end);
+  elsif p_client ~ '^pgdefer \d+\.\d+' and not queue._fits(substr(p_client, 9)) then
+    raise exception using errcode = 'QJ090', message = 'client and schema do not fit', detail = format('client: %s, code: %s', p_client, '@VERSION@'),
+      hint = 'Upgrade the older of the two: the schema first (pgdefer upgrade); clients may be one release behind it.';
+  end if;
+end $$;
+
+-- Raises: QJ090, always.
+create or replace function queue._incompatible(message text, tables text, hint text)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  raise exception using errcode = 'QJ090', message = message, detail = format('tables: %s, code: %s', tables, '@VERSION@'), hint = hint;
+end $$;
 
 create or replace function queue._tables_version()
 returns text language plpgsql stable parallel safe security invoker as $$

@@ -28,8 +28,9 @@ declare
   v_rate_per interval;
   v_retain interval;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_queue('{operator}', configure_queue.name);
   end if;
   perform queue._check_isolation();
   perform queue._check_queue(configure_queue.name);
@@ -121,8 +122,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_is_new boolean;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_queue('{operator}', create_queue.name);
   end if;
   perform queue._check_isolation();
   perform queue._check_queue(create_queue.name);
@@ -142,8 +144,9 @@ returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_queue('{operator}', pause.queue);
   end if;
   return queue._set_pause(pause.queue, pause.task, true, pause.until);
 end $$;
@@ -156,8 +159,9 @@ returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_queue('{operator}', resume.queue);
   end if;
   return queue._set_pause(resume.queue, resume.task, false, null);
 end $$;

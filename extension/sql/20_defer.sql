@@ -20,8 +20,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_id bigint;
   v_args jsonb := coalesce(defer.args, '{}');
+  v_is_limited boolean := to_regclass('queue.unlimited') is null;
 begin
-  if to_regclass('queue.installation') is null then
+  if v_is_limited then
     perform queue._not_installed();
   end if;
   if defer.task is null or defer.task = '' or octet_length(defer.task) > 1000 then
@@ -45,6 +46,9 @@ begin
   if v_id is null then
     v_id := queue._defer_full(defer.task, v_args, defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
                               defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
+  end if;
+  if v_is_limited then
+    perform queue._bound_deferred(v_id);
   end if;
   if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
     perform queue._wake();
@@ -178,7 +182,7 @@ begin
   if jsonb_typeof(defer_many.jobs) is distinct from 'array' then
     perform queue._invalid('jobs must be a JSON array', 'Pass [{"task": text, "args": object, ...}, ...].');
   end if;
-  if not exists (
+  if to_regclass('queue.unlimited') is not null and not exists (
     select from jsonb_array_elements(defer_many.jobs) e
     where jsonb_typeof(e) <> 'object' or e - '{task,args,queue,priority}'::text[] <> '{}'
       or jsonb_typeof(e -> 'task') is distinct from 'string' or coalesce(jsonb_typeof(e -> 'args'), 'object') <> 'object'
@@ -216,11 +220,13 @@ end $$;
 comment on function queue.defer_many(jsonb) is
   'Defers an array of jobs, each an object with the names of defer''s arguments. Returns the ids in input order; all or nothing.';
 
+-- p_table: the table whose trigger defers, where roles are limited.
 -- Raises: as defer; 22023 for values of a wrong type.
-create or replace function queue._defer_json(p_job jsonb)
+create or replace function queue._defer_json(p_job jsonb, p_table oid default null)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_job record;
+  v_id bigint;
 begin
   perform queue._check_types('a job', p_job);
   if coalesce(jsonb_typeof(p_job -> 'deadline'), 'null') not in ('string', 'null') then
@@ -233,6 +239,14 @@ begin
   exception when data_exception or invalid_text_representation or datetime_field_overflow or numeric_value_out_of_range then
     perform queue._invalid('a job has a value of a wrong type', 'Pass each key as defer''s argument of that name takes it.', sqlerrm);
   end;
+  if p_table is not null then
+    perform queue._check_name('task', v_job.task);
+    v_id := queue._defer_full(v_job.task, p_job -> 'args', v_job.queue, v_job.priority, v_job.lock, v_job.queueing_lock, v_job.scheduled_at, v_job.deadline,
+                              v_job.needs, v_job.concurrency_key, v_job.concurrency_limit, nullif(p_job -> 'options', 'null'));
+    perform queue._bound_deferred(v_id, p_table);
+    perform queue._announce();
+    return v_id;
+  end if;
   return queue.defer(v_job.task, nullif(p_job -> 'args', 'null'), v_job.queue, v_job.priority, v_job.lock, v_job.queueing_lock,
                      v_job.scheduled_at, v_job.deadline, v_job.needs, v_job.concurrency_key, v_job.concurrency_limit,
                      nullif(p_job -> 'options', 'null'));
@@ -298,7 +312,7 @@ begin
     perform queue._check_casts(tg_relid);
   end if;
   v_row := case when tg_op = 'DELETE' then to_jsonb(old) else to_jsonb(new) end;
-  perform queue._defer_json(v_keys || jsonb_build_object('task', tg_argv[0], 'args', v_row));
+  perform queue._defer_json(v_keys || jsonb_build_object('task', tg_argv[0], 'args', v_row), case when to_regclass('queue.unlimited') is null then tg_relid end);
   return case when tg_op = 'DELETE' then old else new end;
 end $$;
 comment on function queue.defer_trigger() is

@@ -13,8 +13,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{producer,worker,operator,reader}', array[result.id]);
   end if;
   return query select j.state, j.result, j.error from queue.jobs j where j.id = result.id;
   if not found then

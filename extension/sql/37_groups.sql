@@ -66,9 +66,11 @@ declare
   v_depths integer[] := array[0];
   v_level bigint[];
   v_depth integer;
+  v_limits text[] := queue._limits('{operator,reader}');
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator,reader}', array[graph.id]);
   end if;
   if not exists (select from queue.job j where j.id = graph.id) then
     perform queue._job_not_found(graph.id);
@@ -87,9 +89,10 @@ begin
   end loop;
   v_level := array(select u.id from unnest(v_ids) u (id) order by u.id);
   return query
-    select u.id, n.id, u.depth, j.task, coalesce(j.state, 'deleted')
+    select u.id, n.id, u.depth, j.task, case when j.id is null then 'deleted' else j.state end
     from unnest(v_ids, v_depths) u (id, depth)
-    left join lateral (select j.task, j.state from queue.jobs j where j.id = u.id offset 0) j on true
+    left join lateral (select j.id, case when x.is_seen then j.task end as task, case when x.is_seen then j.state end as state
+                       from queue.jobs j cross join lateral (select queue._covers(v_limits, j.queue) as is_seen) x where j.id = u.id offset 0) j on true
     left join lateral (select n.id from queue._neighbours(u.id, false) n (id) where v_level[width_bucket(n.id, v_level)] = n.id) n on true
     order by u.depth, u.id, n.id;
 end $$;

@@ -16,8 +16,10 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_ids bigint[];
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_worker(worker);
+    queues := queue._bound_queues('{worker,operator}', queues);
   end if;
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();

@@ -13,8 +13,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
   end if;
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
@@ -32,8 +33,9 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_outcomes(jsonb_build_array(jsonb_build_object('id', fail.id, 'claim', fail.claim, 'options', fail.options)));
   end if;
   perform queue._check_isolation();
   if fail.options is not null then
@@ -53,8 +55,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_outcome jsonb := jsonb_build_object('outcome', 'retry_later', 'at', retry_later.at, 'message', retry_later.message, 'needs', retry_later.needs);
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_outcomes(jsonb_build_array(v_outcome || jsonb_build_object('id', retry_later.id, 'claim', retry_later.claim)));
   end if;
   perform queue._check_isolation();
   perform queue._check_outcome(v_outcome);
@@ -69,8 +72,9 @@ returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_claims(array[release.id], array[release.claim]);
   end if;
   perform queue._check_isolation();
   perform queue._end_attempt('{"outcome": "released"}', release.id, release.claim, false);
@@ -89,8 +93,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_ended record;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_outcomes(finish_many.outcomes);
   end if;
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
@@ -117,8 +122,11 @@ declare
   v_ids bigint[];
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_worker(worker);
+    perform queue._bound_outcomes(finish_and_fetch.outcomes);
+    queues := queue._bound_queues('{worker,operator}', queues);
   end if;
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();

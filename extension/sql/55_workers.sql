@@ -9,8 +9,9 @@ declare
   v_id bigint;
   v_dead_after interval := coalesce(queue._interval('dead_after', info -> 'dead_after'), interval '30 s');
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    queues := queue._bound_queues('{worker,operator}', queues);
   end if;
   perform queue._check_name('name', register_worker.name);
   if register_worker.info is null or jsonb_typeof(register_worker.info) <> 'object' then
@@ -21,6 +22,7 @@ begin
     perform queue._invalid('queues is empty', 'Name queues or patterns, or pass NULL for all.');
   end if;
   perform queue._check_name('queue', q) from unnest(register_worker.queues) q;
+  perform queue._check_versions(register_worker.info ->> 'client');
   perform queue._check_restore();
   insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
   values (register_worker.name, register_worker.queues, register_worker.info, clock_timestamp(), clock_timestamp(), v_dead_after)
@@ -37,8 +39,9 @@ language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_worker(heartbeat.worker);
   end if;
   update queue.worker w set last_seen_at = clock_timestamp() where w.id = heartbeat.worker and w.gone_at is null;
   if not found then
@@ -58,8 +61,9 @@ language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_worker(claims.worker);
   end if;
   return query select v.id, v.claim from queue.live v where v.worker_id = claims.worker and v.claim is not null order by v.id;
 end $$;
@@ -77,8 +81,9 @@ declare
   v_claimed_at timestamptz;
   v_expires_at timestamptz;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_claims(array[extend.id], array[extend.claim]);
   end if;
   if extend.lease is null or extend.lease <= interval '0' or extend.lease > interval '10000 years' then
     perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
@@ -106,8 +111,9 @@ declare
   v_claim record;
   v_ids bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_worker(deregister_worker.worker);
   end if;
   perform queue._check_isolation();
   update queue.worker w set gone_at = clock_timestamp() where w.id = deregister_worker.worker and w.gone_at is null;

@@ -79,8 +79,10 @@ declare
   v_poll integer;
   v_due timestamptz;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_worker(before_sleep.worker);
+    queues := queue._bound_queues('{worker,operator}', queues);
   end if;
   select w.id, w.info into v_worker from queue.worker w where w.id = before_sleep.worker and w.gone_at is null;
   if not found then
@@ -128,8 +130,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_worker(after_sleep.worker);
   end if;
   if v_state = 'sentinel' then
     perform pg_advisory_unlock(1885824102, 1);

@@ -128,8 +128,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_live record;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', array[cancel.id]);
   end if;
   perform queue._reach(cancel.id);
   select v.claim, v.worker_id into v_live from queue.live v where v.id = cancel.id;
@@ -201,8 +202,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', array[hold.id]);
   end if;
   perform queue._reach(hold.id);
   if coalesce(queue._take_out(hold.id), 'log') = 'log' then
@@ -222,8 +224,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', array[unhold.id]);
   end if;
   perform queue._reach(unhold.id);
   delete from queue.waiting w where w.id = unhold.id and w.reason = 'held';

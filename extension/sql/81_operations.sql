@@ -17,8 +17,10 @@ declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', move.ids);
+    perform queue._bound_queue('{operator}', move.queue);
   end if;
   perform queue._check_queue(move.queue);
   perform queue._reach_all(move.ids);
@@ -49,8 +51,10 @@ declare
   v_needs bigint[];
   v_id bigint;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', array[copy.id]);
+    perform queue._bound_queue('{operator}', copy.queue) where copy.queue is not null;
   end if;
   if copy.queue is not null then
     perform queue._check_queue(copy.queue);
@@ -102,8 +106,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_done bigint[];
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', delete.ids);
   end if;
   perform queue._reach_all(delete.ids);
   v_done := queue._delete(delete.ids, coalesce(delete.force, false));
@@ -130,8 +135,9 @@ declare
   v_done bigint[] := '{}'::bigint[];
   v_message text := left(fail_jobs.message, 10000);
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', fail_jobs.ids);
   end if;
   perform queue._reach_all(fail_jobs.ids);
   for v_job in select distinct u.id from unnest(fail_jobs.ids) u (id) order by u.id loop
@@ -169,8 +175,9 @@ declare
   v_now timestamptz := clock_timestamp();
   v_done bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', done.ids);
   end if;
   perform queue._reach_all(done.ids);
   for v_job in select distinct u.id from unnest(done.ids) u (id) order by u.id loop
@@ -210,8 +217,9 @@ declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', set_priority.ids);
   end if;
   if set_priority.priority is null then
     perform queue._invalid('priority is missing', 'Give a whole number; higher runs first.');
@@ -237,8 +245,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', array[reschedule.id]);
   end if;
   if not isfinite(reschedule.at) then
     perform queue._invalid('at must be finite', 'Give a moment, or NULL for now. To put a job aside without one, use queue.hold.');
@@ -307,8 +316,9 @@ declare
   v_running bigint;
   v_need record;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_queue('{operator}', delete_queue.name);
   end if;
   perform queue._check_isolation();
   perform queue._check_queue(delete_queue.name);

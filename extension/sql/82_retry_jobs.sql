@@ -9,8 +9,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', retry.ids);
   end if;
   perform queue._check_isolation();
   if retry.ids is null or array_position(retry.ids, null) is not null then
@@ -29,8 +30,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_queue('{operator}', retry_failed.queue);
   end if;
   perform queue._check_isolation();
   if retry_failed.task is not null then

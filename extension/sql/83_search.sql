@@ -22,6 +22,7 @@ declare
   v_bytes integer;
   v_looked bigint := 0;
   v_found integer := 0;
+  v_limits text[] := queue._limits('{operator,reader}');
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
@@ -38,7 +39,8 @@ begin
       left join lateral (select s.queue, s.lock, s.args from queue.job_state s where s.id = u.id offset 0) s on true
       cross join lateral (
         select coalesce(s.args, j.args) as args, coalesce(s.lock, j.lock) as lock,
-          (search.queue is null or queue._matches(coalesce(s.queue, j.queue), search.queue)) and (search.task is null or j.task = search.task) as is_asked) x
+          (search.queue is null or queue._matches(coalesce(s.queue, j.queue), search.queue)) and (search.task is null or j.task = search.task)
+            and (v_limits is null or queue._covers(v_limits, coalesce(s.queue, j.queue))) as is_asked) x
       order by u.n
     loop
       v_before := v_job.id;
@@ -76,8 +78,9 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_args jsonb;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator,reader}', array[get.id]);
   end if;
   if get.path is null or get.path = '' then
     perform queue._invalid('path is missing', 'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
@@ -195,6 +198,16 @@ begin
       return array(select f.id from queue.finished f where f.state = 'succeeded' and f.id < p_before order by f.id desc limit p_n);
     when p_state = 'running' then
       return array(select v.id from queue.live v where v.claim is not null and v.id < p_before order by v.id desc limit p_n);
+    when p_state in ('held', 'upstream_failed') then
+      -- by the index of these two
+      return array(
+        select c.id
+        from (
+          (select w.id from queue.waiting w
+           where w.reason = p_state and w.reason in ('held', 'upstream_failed') and w.id < p_before order by w.id desc limit p_n)
+          union
+          (select a.id from (select a.id from queue.unadmitted a offset 0) a where a.id < p_before order by a.id desc limit p_n)) c
+        order by c.id desc limit p_n);
     when p_state = 'blocked' then
       -- members of locks can't be read by id: where they abound, enough are among the newest jobs
       v_ids := array(

@@ -10,8 +10,9 @@ declare
   v_text text;
   v_key text;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    perform queue._bound_jobs('{operator,reader}', array[why.id]);
   end if;
   select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at, j.finished_at, j.error,
     w.reason as gate, w.key, w.at, l.paused_until, l.kind, v.id is not null as is_live,
@@ -107,8 +108,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    queues := queue._bound_queues('{worker,operator,reader}', queues);
   end if;
   if peek.n is null or peek.n < 1 then
     perform queue._invalid('n must be at least 1', 'Say how many jobs to show.');

@@ -16,6 +16,7 @@ declare
   v_now timestamptz := clock_timestamp();
   v_hour timestamptz := v_now - interval '1 hour';
   v_5m timestamptz := v_now - interval '5 minutes';
+  v_limits text[] := queue._limits('{operator,reader}');
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
@@ -60,6 +61,7 @@ begin
       where a.finished_at > v_hour and a.outcome in ('failed', 'crashed', 'timed_out') group by 1, 2) a
       on (a.queue, a.task) = (coalesce(u.queue, b.queue, d.queue), coalesce(u.task, b.task, d.task))
     cross join lateral (select coalesce(u.queue, b.queue, d.queue, a.queue) as queue, coalesce(u.task, b.task, d.task, a.task) as task) k
+    where v_limits is null or queue._covers(v_limits, k.queue)
     order by k.queue, k.task;
 end $$;
 comment on function queue.stats() is
@@ -73,6 +75,7 @@ set search_path = pg_catalog, pg_temp set jit = off as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_limits text[] := queue._limits('{operator,reader}');
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
@@ -107,7 +110,7 @@ begin
       select count(*) as n from queue.worker w
       where w.gone_at is null and w.last_seen_at + w.dead_after >= v_now
         and (w.queues is null or exists (select from unnest(w.queues) p where queue._matches(q.name, p)))) w
-    where coalesce(queue._paused_until(q.name) <= v_now, true)
+    where coalesce(queue._paused_until(q.name) <= v_now, true) and (v_limits is null or queue._covers(v_limits, q.name))
     order by q.name;
 end $$;
 comment on function queue.autoscale_hint(interval) is

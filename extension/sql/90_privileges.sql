@@ -33,35 +33,38 @@ begin
   end case;
 end $$;
 
--- Raises: 22023.
-create or replace function queue.grant_access(role text, kind text)
+-- What a role that is limited to some queues does not get: it concerns more than their jobs.
+create or replace function queue._unlimited_only()
+returns text[] language plpgsql immutable parallel safe security invoker as $$
+begin
+  return '{register_task,schedule,unschedule,enable_schedule,run_now,prune,check,health,tasks,locks,semaphores,schedules,schedule_runs}';
+end $$;
+
+-- Locks: as install. Raises: 22023.
+create or replace function queue.grant_access(role text, kind text, queues text[] default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-declare
-  v_grants record;
-  v_object record;
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
   end if;
-  if not exists (select from pg_roles r where r.rolname = grant_access.role) then
-    perform queue._invalid('no such role', 'CREATE ROLE it first.', 'role: ' || coalesce(grant_access.role, 'NULL'));
+  perform queue._check_role(grant_access.role);
+  perform queue._grants(grant_access.kind);
+  if grant_access.queues = '{}' or array_position(grant_access.queues, null) is not null then
+    perform queue._invalid('queues holds no name, or NULL', 'Name queues or prefix* patterns; NULL instead of a list is all.');
   end if;
-  select g.functions, g.views into v_grants from queue._grants(grant_access.kind) g;
-  execute format('grant usage on schema queue to %I', grant_access.role);
-  for v_object in
-    select p.oid::regprocedure::text as signature from pg_proc p where p.pronamespace = 'queue'::regnamespace and p.proname = any (v_grants.functions)
-  loop
-    execute format('grant execute on function %s to %I', v_object.signature, grant_access.role);
-  end loop;
-  for v_object in select v from unnest(v_grants.views) v loop
-    execute format('grant select on queue.%I to %I', v_object.v, grant_access.role);
-  end loop;
+  perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
+  perform pg_advisory_xact_lock(1885824102, 3);
+  insert into queue.access (role, kind, queues)
+  values (grant_access.role, grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
+  on conflict on constraint access_pkey do update set queues = excluded.queues;
+  perform queue._regrant(grant_access.role);
+  perform queue._switch_limits();
 end $$;
-comment on function queue.grant_access(text, text) is
-  'Lets a role act as producer, worker, operator or reader. The kinds are siblings: a role that needs two gets both.';
+comment on function queue.grant_access(text, text, text[]) is
+  'Lets a role act as producer, worker, operator or reader: of all queues, or of some (names, prefix*). The kinds are siblings: a role that needs two gets both; the same kind again replaces its queues.';
 
--- Raises: 22023.
+-- Locks: as install. Raises: 22023.
 create or replace function queue.revoke_access(role text)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -69,13 +72,77 @@ begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
   end if;
-  if not exists (select from pg_roles r where r.rolname = revoke_access.role) then
-    perform queue._invalid('no such role', 'Name an existing role.', 'role: ' || coalesce(revoke_access.role, 'NULL'));
-  end if;
+  perform queue._check_role(revoke_access.role);
+  perform pg_advisory_xact_lock(1885824102, 3);
+  delete from queue.access a where a.role = revoke_access.role;
   execute format('revoke all on all functions in schema queue from %I', revoke_access.role);
   execute format('revoke all on all tables in schema queue from %I', revoke_access.role);
   execute format('revoke usage on schema queue from %I', revoke_access.role);
+  perform queue._switch_limits();
 end $$;
 comment on function queue.revoke_access(text) is 'Takes back everything that grant_access gave a role.';
 
-revoke all on function queue._grants(text), queue.grant_access(text, text), queue.revoke_access(text) from public;
+-- Raises: 22023 unless there is such a role.
+create or replace function queue._check_role(p_role text)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  if not exists (select from pg_roles r where r.rolname = p_role) or p_role is null then
+    perform queue._invalid('no such role', 'CREATE ROLE it first.', 'role: ' || coalesce(left(p_role, 200), 'NULL'));
+  end if;
+end $$;
+
+-- Gives a role what its rows of queue.access say, and takes what only unlimited roles get from one that is limited.
+create or replace function queue._regrant(p_role text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_object record;
+begin
+  execute format('grant usage on schema queue to %I', p_role);
+  for v_object in
+    with wanted as (
+      select n.name, bool_or(a.queues is null or n.name <> all (queue._unlimited_only())) as is_given
+      from queue.access a
+      cross join lateral queue._grants(a.kind) g
+      cross join lateral unnest(g.functions || g.views) n (name)
+      where a.role = p_role group by n.name)
+    select w.is_given, case when p.oid is not null then 'execute on function ' || p.oid::regprocedure else 'select on ' || c.oid::regclass end as what
+    from wanted w
+    left join pg_proc p on p.pronamespace = 'queue'::regnamespace and p.proname = w.name
+    left join pg_class c on c.relnamespace = 'queue'::regnamespace and c.relname = w.name and c.relkind = 'v'
+    where p.oid is not null or c.oid is not null
+  loop
+    execute format(case when v_object.is_given then 'grant %s to %I' else 'revoke %s from %I' end, v_object.what, p_role);
+  end loop;
+end $$;
+
+-- After an upgrade, or where the extension was dropped and made again.
+create or replace function queue._restore_grants()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._regrant(x.role)
+  from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
+  perform queue._switch_limits();
+end $$;
+
+-- Turns checking on when a role is limited, and off when none is. Views that filter must not show a condition
+-- of the reader's own what they filter out, which a barrier prevents, at the cost of some plans.
+create or replace function queue._switch_limits()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_is_limited boolean := exists (select from queue.access a where a.queues is not null);
+  v_view text;
+begin
+  if v_is_limited = (to_regclass('queue.unlimited') is null) then
+    return;
+  elsif v_is_limited then
+    drop view queue.unlimited;
+  else
+    create view queue.unlimited as select true as is_unlimited;
+  end if;
+  foreach v_view in array '{jobs,attempts,queues,workers,metrics}'::text[] loop
+    execute format(case when v_is_limited then 'alter view queue.%I set (security_barrier)' else 'alter view queue.%I reset (security_barrier)' end, v_view);
+  end loop;
+end $$;
+
+revoke all on function queue._grants(text), queue._unlimited_only(), queue.grant_access(text, text, text[]), queue.revoke_access(text),
+  queue._check_role(text), queue._regrant(text), queue._restore_grants(), queue._switch_limits() from public;

@@ -58,18 +58,24 @@ left join queue.abort a on a.id = v.id and a.claim = v.claim
 left join queue.finished f on f.id = j.id
 left join queue.waiting w on w.id = j.id
 left join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id
-left join lateral (select array_agg(d.need_id order by d.need_id) as needs from queue.need d where (j.flags | coalesce(s.extra_flags, 0)) & 8 <> 0 and d.job_id = j.id) n on true;
+left join lateral (select array_agg(d.need_id order by d.need_id) as needs from queue.need d where (j.flags | coalesce(s.extra_flags, 0)) & 8 <> 0 and d.job_id = j.id) n on true
+where (select x.is_all from queue.visible x) or coalesce(s.queue, j.queue) like any ((select x.queues from queue.visible x)::text[]);
 
 create view queue.attempts as
 select a.job_id, a.attempt, a.claim, a.worker_id, a.started_at, a.finished_at, a.outcome, a.error, a.details
-from queue.attempt a;
+from queue.attempt a
+where (select x.is_all from queue.visible x)
+  or exists (select from queue.job j left join queue.job_state s on s.id = j.id
+             where j.id = a.job_id and coalesce(s.queue, j.queue) like any ((select x.queues from queue.visible x)::text[]));
 
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
   w.gone_at is null and w.last_seen_at + w.dead_after >= statement_timestamp() as is_alive,
   coalesce(v.running, 0)::integer as running
 from queue.worker w
-left join (select v.worker_id, count(*) as running from queue.live v where v.claim is not null group by v.worker_id) v on v.worker_id = w.id;
+left join (select v.worker_id, count(*) as running from queue.live v where v.claim is not null group by v.worker_id) v on v.worker_id = w.id
+where (select x.is_all from queue.visible x)
+  or exists (select from unnest(w.queues) q where q like any ((select x.queues from queue.visible x)::text[]));
 
 create view queue.tasks as
 select t.name, t.defaults from queue.task t;
@@ -90,7 +96,8 @@ left join lateral (
   order by p.no desc limit 1) p on true
 left join (select l.queue, count(v.id) filter (where v.claim is null) as ready,
              count(v.id) filter (where v.claim is not null) as running
-           from queue.lane l left join queue.live v on v.lane = l.lane group by l.queue) x on x.queue = q.queue;
+           from queue.lane l left join queue.live v on v.lane = l.lane group by l.queue) x on x.queue = q.queue
+where (select v.is_all from queue.visible v) or q.queue like any ((select v.queues from queue.visible v)::text[]);
 
 comment on view queue.jobs is 'Every job that is kept, in its state as far as it is known.';
 comment on view queue.attempts is 'Every attempt that did not succeed.';

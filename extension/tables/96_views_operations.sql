@@ -1,4 +1,6 @@
 create index finished_cancelled_idx on queue.finished (id) where state = 'cancelled';
+-- Lists of those that an operator looks for, however many others wait.
+create index waiting_aside_idx on queue.waiting (reason, id) where reason in ('held', 'upstream_failed');
 create index attempt_at_idx on queue.attempt using brin (finished_at) with (pages_per_range = 32, autosummarize = on);
 
 -- Jobs that are not finished, without a look at those that are. due_at: since when it could have run, but for
@@ -55,7 +57,8 @@ left join (
   select coalesce(s.queue, j.queue) as queue, count(*) filter (where f.state = 'succeeded') as succeeded,
     count(*) filter (where f.state = 'failed') as failed, count(*) filter (where f.state = 'cancelled') as cancelled
   from queue.finished f join queue.job j on j.id = f.id left join queue.job_state s on s.id = f.id
-  where f.finished_at > statement_timestamp() - interval '5 minutes' group by 1) d on d.queue = q.name;
+  where f.finished_at > statement_timestamp() - interval '5 minutes' group by 1) d on d.queue = q.name
+where (select v.is_all from queue.visible v) or q.name like any ((select v.queues from queue.visible v)::text[]);
 
 comment on view queue.metrics is
   'A row for each queue with its figures, for postgres_exporter: queue is a label, the others are gauges. By state the jobs there are; those that ended in the last 5 minutes; live workers that serve it.';
