@@ -14,7 +14,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
-  v_ids bigint[];
+  v record;
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
@@ -24,69 +24,92 @@ begin
   if current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
   end if;
-  v_ids := queue._claim(worker, queues, max_jobs, options, true);
+  v := queue._claim(worker, queues, max_jobs, options, true);
   -- a statement of its own: only a new snapshot shows the claims
-  return query
-    select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent
-    from unnest(v_ids) with ordinality u (id, n)
-    cross join lateral (select c.* from queue.claimed c where c.id = u.id offset 0) c
-    order by u.n;
+  if v.first_claim is not null then
+    return query
+      select f.id, v.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent
+      from unnest(v.ids) with ordinality u (id, n)
+      cross join lateral (select f.* from queue.first_run f where f.id = u.id offset 0) f
+      order by u.n;
+  else
+    return query
+      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent
+      from unnest(v.ids) with ordinality u (id, n)
+      cross join lateral (select c.* from queue.claimed c where c.id = u.id offset 0) c
+      order by u.n;
+  end if;
 end $$;
 comment on function queue.fetch(bigint, text[], integer, jsonb) is
   'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone, order (mixed | listed), tasks, deadline_within.';
 
--- Claims jobs and returns their ids in claim order; NULL for none. p_may_wait: the transaction holds no row
--- that the holder of ADM could need.
-create or replace function queue._claim(p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean)
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+-- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where all of
+-- them start for the first time, so that queue.first_run tells what they are. p_may_wait: the transaction
+-- holds no row that the holder of ADM could need.
+create or replace function queue._claim(
+  p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_queues text[] := p_queues;
-  v_is_registered boolean;
-  v_lanes integer[];
-  v_plain integer[];
-  v_kind smallint;
-  v_ids bigint[] := '{}'::bigint[];
+  v_was_dry boolean := coalesce(current_setting('pgdefer.was_dry', true), '') = 'on';
+  v_is_dry boolean := false;
   v_has_adm boolean := false;
-  v_has_more boolean := false;
   v_now timestamptz := clock_timestamp();
+  v_has_more boolean := false;
+  v_admit record;
+  v record;
+  v_claimed record;
 begin
   if p_max_jobs is null or p_max_jobs < 1 then
     perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
+  elsif p_options <> '{}' then
+    ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
+    return;
+  elsif v_was_dry and queue._lock_admission(false) then
+    -- this session's last look took newcomers only: they come first again
+    v_has_adm := true;
+    v_admit := queue._admit(greatest(1000, p_max_jobs));
+    v_has_more := v_admit.has_more;
+    v_is_dry := v_admit.admitted <= p_max_jobs;
   end if;
-  if v_queues is not null then
-    v_queues := queue._match_queues(v_queues);
+  if p_queues is not null then
+    v_queues := queue._match_queues(p_queues);
   end if;
+  ids := '{}';
   for v_pass in 1 .. 100 loop
-    select array_agg(l.lane order by l.priority desc, l.lane), max(l.kind),
-      exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
-    into v_lanes, v_kind, v_is_registered
+    select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes, array_agg(l.low_deadline) as low_deadlines,
+      array_agg(l.low_id) as low_ids, exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) as is_registered
+    into v
     from queue.lane l
     where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
-    if not v_is_registered then
+    if not v.is_registered then
       perform queue._worker_gone(p_worker);
-    elsif p_options is not null and p_options <> '{}' then
-      v_ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
-      exit;
-    elsif cardinality(v_lanes) > 1 or v_kind = 1 then
-      select p.lanes, p.plain_lanes, p.kind into v_lanes, v_plain, v_kind from queue._probe_lanes(v_lanes) p;
+    elsif cardinality(v.lanes) > 1 or v.kind = 1 then
+      v := queue._probe_lanes(v.lanes);
     end if;
-    if v_kind = 1 and not v_has_adm then
-      v_has_adm := queue._lock_admission(v_ids = '{}' and p_may_wait);
+    if v.kind = 1 and not v_has_adm then
+      v_has_adm := queue._lock_admission(ids = '{}' and p_may_wait);
       if v_has_adm then
-        select a.has_more into v_has_more from queue._admit(greatest(1000, p_max_jobs)) a;
+        v_admit := queue._admit(greatest(1000, p_max_jobs));
+        v_has_more := v_admit.has_more;
         if v_queues is distinct from p_queues then
           v_queues := queue._match_queues(p_queues);
         end if;
         continue;
       end if;
     end if;
-    if v_lanes is not null then
-      v_ids := v_ids || case when v_kind = 1 and v_has_adm
-        then queue._claim_limited(p_worker, v_lanes, p_max_jobs - cardinality(v_ids))
-        else queue._claim_plain(p_worker, case when v_kind = 1 then v_plain else v_lanes end, p_max_jobs - cardinality(v_ids)) end;
+    if v.kind = 1 and v_has_adm then
+      ids := ids || queue._claim_limited(p_worker, v.lanes, p_max_jobs - cardinality(ids));
+      first_claim := null;
+    elsif v.plain_lanes is not null then
+      v_claimed := queue._claim_plain(p_worker, v.plain_lanes, v.low_deadlines, v.low_ids, p_max_jobs - cardinality(ids));
+      if v_claimed.ids is not null then
+        first_claim := case when ids = '{}' then v_claimed.first_claim end;
+        ids := ids || v_claimed.ids;
+      end if;
     end if;
-    if cardinality(v_ids) >= p_max_jobs then
+    if cardinality(ids) >= p_max_jobs then
       -- enough to do: look for newcomers at most every 10 ms per session, one may be of higher priority
       if not v_has_adm and queue._is_admission_due(v_now) and queue._lock_admission(false) then
         v_has_adm := true;
@@ -95,24 +118,27 @@ begin
       end if;
       exit;
     end if;
-    exit when v_pass > 1 and not v_has_more or clock_timestamp() > v_now + interval '100 ms';
+    exit when v_has_adm and not v_has_more or clock_timestamp() > v_now + interval '100 ms';
     if not v_has_adm then
       -- while rows are held ADM is not waited for
-      v_has_adm := queue._lock_admission(v_ids = '{}' and p_may_wait);
+      v_has_adm := queue._lock_admission(ids = '{}' and p_may_wait);
       exit when not v_has_adm;
     end if;
-    select a.has_more into v_has_more from queue._admit(greatest(1000, p_max_jobs)) a;
+    v_admit := queue._admit(greatest(1000, p_max_jobs));
+    v_has_more := v_admit.has_more;
+    v_is_dry := v_admit.admitted <= p_max_jobs;
     if v_queues is distinct from p_queues then
       v_queues := queue._match_queues(p_queues);  -- admission may have met a new queue
     end if;
   end loop;
-  if v_ids is null or v_ids = '{}' then
-    return null;
+  if v_is_dry <> v_was_dry then
+    perform set_config('pgdefer.was_dry', case when v_is_dry then 'on' else 'off' end, false);
   end if;
-  if random() < cardinality(v_ids) / 300.0 and (v_has_adm or queue._lock_admission(false)) then
-    perform queue._raise_low_marks(v_lanes);
+  if ids = '{}' then
+    ids := null;
+  elsif random() < cardinality(ids) / 300.0 and (v_has_adm or queue._lock_admission(false)) then
+    perform queue._raise_low_marks(v.plain_lanes);
   end if;
-  return v_ids;
 end $$;
 
 -- fetch with options: ids, alone, order, tasks, deadline_within.
@@ -185,68 +211,68 @@ begin
 end $$;
 
 -- Of lanes those that hold something ready that may start, in the order in which they are read: by priority,
--- then the one whose first job is oldest. plain_lanes: those that can be claimed from without ADM, as no
--- limited one has a higher priority.
-create or replace function queue._probe_lanes(p_lanes integer[], out lanes integer[], out plain_lanes integer[], out kind smallint)
+-- then the one whose first job is oldest. plain_lanes, with their low marks: those that can be claimed from
+-- without ADM, as no limited one has a higher priority.
+create or replace function queue._probe_lanes(
+  p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[], out low_deadlines timestamptz[], out low_ids bigint[],
+  out is_registered boolean)
 language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 begin
-  select array_agg(l.lane order by l.priority desc, f.id, l.lane), max(l.kind),
-    case when max(l.kind) = 1 then array_agg(l.lane order by l.priority desc, f.id, l.lane) filter (where l.kind = 0) end
-  into lanes, kind, plain_lanes
-  from unnest(p_lanes) u (lane)
-  cross join lateral (
-    select l.lane, l.priority, l.kind, l.queue, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane offset 0) l
-  cross join lateral (
-    select v.id from queue.live v
-    where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-    order by v.deadline, v.id limit 1) f
-  where l.kind = 0
-    or not exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null))
-    or queue._queue_room(l.queue, 1, clock_timestamp()) > 0;
-  if plain_lanes is not null then
-    plain_lanes := array(
-      select u.lane from unnest(plain_lanes) with ordinality u (lane, n)
-      where (select l.priority from queue.lane l where l.lane = u.lane)
-        >= (select max(l.priority) from unnest(lanes) x (lane) cross join lateral (
-              select l.priority from queue.lane l where l.lane = x.lane and l.kind = 1 offset 0) l)
-      order by u.n);
-  end if;
+  is_registered := true;
+  with ready as (
+    select l.lane, l.kind, l.low_deadline, l.low_id, l.priority,
+      row_number() over (order by l.priority desc, f.id, l.lane) as n, max(l.priority) filter (where l.kind = 1) over () as limited_priority
+    from unnest(p_lanes) u (lane)
+    cross join lateral (
+      select l.lane, l.priority, l.kind, l.queue, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane offset 0) l
+    cross join lateral (
+      select v.id from queue.live v
+      where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+      order by v.deadline, v.id limit 1) f
+    where l.kind = 0
+      or not exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null))
+      or queue._queue_room(l.queue, 1, clock_timestamp()) > 0)
+  select array_agg(r.lane order by r.n), max(r.kind),
+    array_agg(r.lane order by r.n) filter (where r.is_plain), array_agg(r.low_deadline order by r.n) filter (where r.is_plain),
+    array_agg(r.low_id order by r.n) filter (where r.is_plain)
+  into lanes, kind, plain_lanes, low_deadlines, low_ids
+  from (select r.*, r.kind = 0 and (r.limited_priority is null or r.priority >= r.limited_priority) as is_plain from ready r) r;
 end $$;
 
--- Claims up to p_n jobs of plain lanes, in the order of p_lanes.
+-- Claims up to p_n jobs of plain lanes, in the order of p_lanes, from their low marks on: what was made ready
+-- below a mark since it was read is found by the next look. first_claim: as of _claim.
 -- Locks: rows of queue.live by skip locked.
 -- Why a job's claims rise: a row that this statement sees was made ready by one that had its number before.
-create or replace function queue._claim_plain(p_worker bigint, p_lanes integer[], p_n integer)
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._claim_plain(
+  p_worker bigint, p_lanes integer[], p_low_deadlines timestamptz[], p_low_ids bigint[], p_n integer, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
-  v_ids bigint[];
-  v_claim bigint;
-  v_flags smallint;
+  v record;
 begin
   with claimed as (
     update queue.live v
     set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1
     where v.ctid = any (array(
       select c.ctid
-      from (select l.lane, l.low_deadline, l.low_id
-            from unnest(p_lanes) with ordinality u (lane, n)
-            cross join lateral (select l.lane, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane and l.kind = 0 offset 0) l
-            order by u.n offset 0) l
+      from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
       cross join lateral (
         select v.ctid from queue.live v
         where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
         order by v.deadline, v.id limit p_n for update of v skip locked) c
       limit p_n))
-    returning v.id, v.claim, v.lane, v.deadline, v.flags)
-  select array_agg(c.id order by array_position(p_lanes, c.lane), c.deadline, c.id), max(c.claim), bit_or(c.flags) into v_ids, v_claim, v_flags
+    returning v.id, v.claim, v.lane, v.deadline, v.attempt, v.flags)
+  select array_agg(c.id order by array_position(p_lanes, c.lane), c.deadline, c.id) as ids, max(c.claim) as claim, bit_or(c.flags) as flags,
+    max(c.attempt) as attempt
+  into v
   from claimed c;
-  if v_flags & 128 <> 0 then
-    perform queue._lease_timeouts(v_ids, v_claim, v_now);
+  ids := v.ids;
+  first_claim := case when v.attempt = 1 and v.flags & 2048 = 0 then v.claim end;
+  if v.flags & 128 <> 0 then
+    perform queue._lease_timeouts(v.ids, v.claim, v_now);
   end if;
-  return v_ids;
 end $$;
 
 -- Notes when reap must end claims of jobs with a timeout: 10 s past it.

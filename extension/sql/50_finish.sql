@@ -119,7 +119,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v_ended record;
-  v_ids bigint[];
+  v record;
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
 begin
   if to_regclass('queue.unlimited') is null then
@@ -140,13 +140,22 @@ begin
         from unnest(v_ended.ids, v_ended.claims, v_ended.errors) f (id, claim, error) where f.error is not null;
     end if;
   end if;
-  v_ids := queue._claim(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options, v_may_wait);
-  return query
-    select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers,
-      c.parent, null::text
-    from unnest(v_ids) with ordinality u (id, n)
-    cross join lateral (select c.* from queue.claimed c where c.id = u.id offset 0) c
-    order by u.n;
+  v := queue._claim(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options, v_may_wait);
+  if v.first_claim is not null then
+    return query
+      select f.id, v.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent,
+        null::text
+      from unnest(v.ids) with ordinality u (id, n)
+      cross join lateral (select f.* from queue.first_run f where f.id = u.id offset 0) f
+      order by u.n;
+  else
+    return query
+      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent,
+        null::text
+      from unnest(v.ids) with ordinality u (id, n)
+      cross join lateral (select c.* from queue.claimed c where c.id = u.id offset 0) c
+      order by u.n;
+  end if;
 end $$;
 comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
   'finish_many and fetch in one round trip and one commit. A row with error reports a refused outcome, the others are claimed jobs.';

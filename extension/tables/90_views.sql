@@ -12,6 +12,12 @@ left join lateral (
   select s.args, s.queue, s.priority, s.lock, s.scheduled_at, s.deadline
   from queue.job_state s where s.id = v.id and v.flags & 2048 <> 0 offset 0) s on true;
 
+-- What fetch says of a job that nothing has changed since it was deferred, when it starts for the first time.
+create view queue.first_run as
+select j.id, j.task, j.args, j.queue, j.priority, nullif(j.lock, '') as lock, 1 as attempt, nullif(j.scheduled_at, '-infinity') as scheduled_at,
+  j.deadline, (j.options ->> 'timeout')::interval as timeout, j.options -> 'headers' as headers, (j.options ->> 'parent')::bigint as parent
+from queue.job j;
+
 create view queue.jobs as
 select j.id, j.task, coalesce(s.queue, j.queue) as queue,
   case
