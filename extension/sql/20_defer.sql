@@ -4,6 +4,7 @@
 --   1 ordered lock      2 mutex lock       4 concurrency keys    8 needs          16 scheduled_at
 --  32 held             64 expires_at     128 timeout           256 queueing_lock 512 retain of its own
 -- 1024 has crashed    2048 has a job_state row   4096 is needed   8192 queueing_lock until finish
+-- In queue.job_state 32 stands for never to be discarded (on_limit).
 -- In queue.live 128 stands for a lease too, 16384 for a slot of its queue, and while it runs 16 for claimed
 -- alone and 32 for told to abort.
 

@@ -180,7 +180,7 @@ begin
     delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane into v_job;
     if found then
       perform queue._unwait(v_job.key, v_job.lane);
-      perform queue._to_slots(array[v_turn.id]);
+      perform queue._to_slots(array[v_turn.id], true);
       continue;
     end if;
     select v.claim, v.lane, v.flags into v_job from queue.live v where v.id = v_turn.id for update skip locked;
@@ -197,7 +197,7 @@ begin
       if v_job.flags & 4 <> 0 then
         perform queue._unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
       end if;
-      perform queue._to_slots(array[v_turn.id]);
+      perform queue._to_slots(array[v_turn.id], true);
     end if;
   end loop;
   insert into queue.waiting (id, reason, at, key)

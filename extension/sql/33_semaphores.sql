@@ -19,7 +19,8 @@ begin
     from unnest(p_ids, p_flags) with ordinality u (id, flags, n)
     cross join lateral (
       select j.keys, j.limits, coalesce(s.lock, j.lock) as lock,
-        u.flags & 4 <> 0 and j.options ->> 'on_limit' = 'discard' and coalesce(s.claims, 0) = 0 as discards
+        u.flags & 4 <> 0 and j.options ->> 'on_limit' = 'discard' and coalesce(s.claims, 0) = 0
+          and coalesce(s.extra_flags, 0) & 32 = 0 as discards
       from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
     cross join lateral (
       select 'm' || j.lock, 1 where u.flags & 2 <> 0 and j.lock <> ''
@@ -291,6 +292,17 @@ begin
   from queue._keys_of(p_ids, p_flags) k;
   perform queue._add_slots(v.keys, v.lanes, null, v.ready, null, null);
   perform queue._refill(v.keys);
+end $$;
+
+-- Notes of a job that is taken from its slots, and that would have been discarded there (on_limit), that it
+-- was not: it comes back to them, but is not admitted again.
+create or replace function queue._never_discard(p_id bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  insert into queue.job_state as s (id, extra_flags)
+  select j.id, 32 from queue.job j where j.id = p_id and j.options ->> 'on_limit' = 'discard'
+  on conflict on constraint job_state_pkey do update set extra_flags = s.extra_flags | 32;
 end $$;
 
 -- A job has left queue.waiting, where it waited for a slot.

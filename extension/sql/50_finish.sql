@@ -102,7 +102,7 @@ begin
   end if;
   v_ended := queue._finish(finish_many.outcomes);
   return query
-    select f.id, f.claim, f.state, f.error
+    select f.id, f.claim, case when v_ended.states is null then 'succeeded' else f.state end, f.error
     from unnest(v_ended.ids, v_ended.claims, v_ended.states, v_ended.errors) f (id, claim, state, error);
 end $$;
 comment on function queue.finish_many(jsonb) is
@@ -161,8 +161,9 @@ comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb
   'finish_many and fetch in one round trip and one commit. A row with error reports a refused outcome, the others are claimed jobs.';
 
 -- Ends the claims of a list of outcomes: what became of each, with those that succeeded as one set. Nothing
--- is done unless all of it is well formed. With others all rows are locked first, in the order of ids: the
--- first that is settled takes ADM, and from then on no row may be waited for.
+-- is done unless all of it is well formed. states and errors stay NULL where all have succeeded. With others
+-- all rows are locked first, in the order of ids: the first that is settled takes ADM, and from then on no row
+-- may be waited for.
 create or replace function queue._finish(
   p_outcomes jsonb, out ids bigint[], out claims bigint[], out states text[], out errors text[], out has_refused boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -205,8 +206,10 @@ begin
     v_done := queue._succeed(v.ids, v.claims, v.results, true);
     ids := v.ids;
     claims := v.claims;
-    states := array_fill('succeeded'::text, array[cardinality(ids)]);
-    errors := array_fill(null::text, array[cardinality(ids)]);
+    if v.has_others then
+      states := array_fill('succeeded'::text, array[cardinality(ids)]);
+      errors := array_fill(null::text, array[cardinality(ids)]);
+    end if;
     if cardinality(v_done) is distinct from cardinality(ids) then
       has_refused := true;
       select array_agg(case when r.ok then 'succeeded' end order by u.n), array_agg(case when not r.ok then 'QJ002' end order by u.n)

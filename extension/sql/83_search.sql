@@ -2,7 +2,8 @@
 
 -- Reads jobs from the newest that is older than `before` until max_jobs have been found or max_bytes been
 -- looked through. Then the last row has no id, and next_id is the `before` to go on with. Each job counts
--- as the bytes that were read of it, and at least 100, so that a call ends soon also where nothing matches.
+-- as the bytes that were read of it, at least 100 (1,000 where only its state turned out to be another), so
+-- that a call ends soon also where nothing matches.
 -- Raises: 22023.
 create or replace function queue.search(
   pattern text default null, queue text default null, state text default null, max_bytes bigint default 50000000,
@@ -17,7 +18,7 @@ declare
   v_path jsonpath := queue._check_search(search.pattern, search.queue, search.state, search.max_bytes, search.by, search.task, search.max_jobs);
   v_before bigint := coalesce(search.before, 9223372036854775807);
   v_ids bigint[];
-  v_n integer := 10;
+  v_n integer := case when search.pattern is null then least(search.max_jobs, 500) else 10 end;
   v_job record;
   v_bytes integer;
   v_looked bigint := 0;
@@ -54,6 +55,8 @@ begin
         if search.state is null or job_state = search.state then
           return next;
           v_found := v_found + 1;
+        else
+          v_looked := v_looked + 1000;
         end if;
       end if;
       exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
@@ -185,6 +188,7 @@ create or replace function queue._candidates(p_state text, p_before bigint, p_n 
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 declare
+  v_reason text := case p_state when 'ready' then 'task_paused' when 'waiting' then 'needs' else p_state end;
   v_ids bigint[];
 begin
   case
@@ -198,29 +202,32 @@ begin
       return array(select f.id from queue.finished f where f.state = 'succeeded' and f.id < p_before order by f.id desc limit p_n);
     when p_state = 'running' then
       return array(select v.id from queue.live v where v.claim is not null and v.id < p_before order by v.id desc limit p_n);
-    when p_state in ('held', 'upstream_failed') then
-      -- by the index of these two
-      return array(
-        select c.id
-        from (
-          (select w.id from queue.waiting w
-           where w.reason = p_state and w.reason in ('held', 'upstream_failed') and w.id < p_before order by w.id desc limit p_n)
-          union
-          (select a.id from (select a.id from queue.unadmitted a offset 0) a where a.id < p_before order by a.id desc limit p_n)) c
-        order by c.id desc limit p_n);
     when p_state = 'blocked' then
       -- members of locks can't be read by id: where they abound, enough are among the newest jobs
       v_ids := array(
         select j.id
         from (select j.id, j.lock from queue.job j where j.id < p_before order by j.id desc limit 20000) j
         left join lateral (select s.lock from queue.job_state s where s.id = j.id offset 0) s on true
-        left join lateral (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.id = j.id offset 0) m on true
-        left join lateral (select w.id from queue.waiting w where w.id = j.id offset 0) w on true
-        where m.id is not null or w.id is not null
+        left join lateral (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.id = j.id and m.is_passed offset 0) m on true
+        left join lateral (select w.reason from queue.waiting w where w.id = j.id offset 0) w on true
+        where w.reason in ('slot', 'parked') or w.reason is null and m.id is not null
+          and not exists (select from queue.live v where v.id = j.id) and not exists (select from queue.finished f where f.id = j.id)
         order by j.id desc limit p_n);
       if cardinality(v_ids) = p_n then
         return v_ids;
       end if;
+      return array(
+        select c.id
+        from (
+          (select w.id from queue.waiting w where w.reason = 'slot' and w.id < p_before order by w.id desc limit p_n)
+          union
+          (select w.id from queue.waiting w where w.reason = 'parked' and w.id < p_before order by w.id desc limit p_n)
+          union
+          (select m.id from queue.lock_member m
+           where m.is_passed and m.id < p_before and not exists (select from queue.waiting w where w.id = m.id)
+             and not exists (select from queue.live v where v.id = m.id) and not exists (select from queue.finished f where f.id = m.id)
+           order by m.id desc limit p_n)) c
+        order by c.id desc limit p_n);
     else null;
   end case;
   return array(
@@ -228,15 +235,21 @@ begin
     from (
       (select v.id from queue.live v where p_state = 'ready' and v.claim is null and v.id < p_before order by v.id desc limit p_n)
       union
-      (select w.id from queue.waiting w
-       where w.reason = any (case p_state when 'ready' then '{task_paused}' when 'blocked' then '{slot,parked}' when 'scheduled' then '{schedule}'
-                                          when 'waiting' then '{needs}' else array[p_state] end)
-         and w.id < p_before order by w.id desc limit p_n)
+      (select w.id from queue.waiting w where p_state = 'scheduled' and w.reason = 'schedule' and w.id < p_before order by w.id desc limit p_n)
       union
-      (select m.id from queue.lock_member m where p_state = 'blocked' and m.id < p_before order by m.id desc limit p_n)
+      (select w.id from queue.waiting w
+       where w.reason = v_reason and w.reason in ('held', 'upstream_failed', 'needs', 'task_paused') and w.id < p_before
+       order by w.reason desc, w.id desc limit p_n)
       union
       (select h.job_id from queue.handover h where h.kind = 'again' and h.job_id < p_before order by h.job_id desc limit p_n)
       union
-      (select a.id from (select a.id from queue.unadmitted a offset 0) a where a.id < p_before order by a.id desc limit p_n)) c
+      -- a replaced one may be in another state than it was deferred in
+      (select a.id
+       from (select a.id, a.flags, a.scheduled_at, a.needs from queue.unadmitted a offset 0) a
+       where a.id < p_before and p_state <> 'upstream_failed'
+         and (p_state = case when a.flags & 32 <> 0 then 'held' when a.scheduled_at > statement_timestamp() then 'scheduled'
+                             when a.needs is not null then 'waiting' else 'ready' end
+              or exists (select from queue.job_state s where s.id = a.id))
+       order by a.id desc limit p_n)) c
     order by c.id desc limit p_n);
 end $$;

@@ -37,7 +37,7 @@ end $$;
 create or replace function queue._unlimited_only()
 returns text[] language plpgsql immutable parallel safe security invoker as $$
 begin
-  return '{register_task,schedule,unschedule,enable_schedule,run_now,prune,check,health,tasks,locks,semaphores,schedules,schedule_runs}';
+  return '{register_task,schedule,unschedule,enable_schedule,run_now,prune,check,health,tasks,locks,semaphores,schedules,schedule_runs}'::text[];
 end $$;
 
 -- Locks: as install. Raises: 22023.
@@ -132,15 +132,18 @@ declare
   v_is_limited boolean := exists (select from queue.access a where a.queues is not null);
   v_view text;
 begin
-  if v_is_limited = (to_regclass('queue.unlimited') is null) then
-    return;
-  elsif v_is_limited then
+  if v_is_limited and to_regclass('queue.unlimited') is not null then
     drop view queue.unlimited;
-  else
+  elsif not v_is_limited and to_regclass('queue.unlimited') is null then
     create view queue.unlimited as select true as is_unlimited;
   end if;
-  foreach v_view in array '{jobs,attempts,queues,workers,metrics}'::text[] loop
-    execute format(case when v_is_limited then 'alter view queue.%I set (security_barrier)' else 'alter view queue.%I reset (security_barrier)' end, v_view);
+  -- one that an upgrade has replaced has lost its barrier
+  for v_view in
+    select c.relname from pg_class c
+    where c.relnamespace = 'queue'::regnamespace and c.relname in ('jobs', 'attempts', 'queues', 'workers', 'metrics') and c.relkind = 'v'
+      and coalesce('security_barrier=true' = any (c.reloptions), false) <> v_is_limited
+  loop
+    execute format(case when v_is_limited then 'alter view queue.%I set (security_barrier = true)' else 'alter view queue.%I reset (security_barrier)' end, v_view);
   end loop;
 end $$;
 

@@ -7,11 +7,15 @@ cross join lateral (
   from queue.job j where j.xid >= k.next_xid
   union all
   select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
-  from unnest(k.in_flight) x cross join lateral (select j.* from queue.job j where j.xid = x offset 0) j
+  from unnest(k.in_flight) x cross join lateral (
+    select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs from queue.job j
+    where j.xid = x offset 0) j
   union all
   select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
   from queue.backlog b
-  cross join lateral (select j.* from queue.job j where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid offset 0) j
+  cross join lateral (
+    select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs from queue.job j
+    where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid offset 0) j
   where not exists (select from queue.live v where v.id = j.id) and not exists (select from queue.waiting w where w.id = j.id)
     and not exists (select from queue.finished f where f.id = j.id)
     and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)

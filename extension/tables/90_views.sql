@@ -91,7 +91,7 @@ select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c
   coalesce(x.running, 0) as running, nullif(greatest(p.paused_until, statement_timestamp()), statement_timestamp()) as paused_until
 from (select c.queue, c.created_at from queue.queue_config c
       union all
-      select u.queue, null
+      select u.queue, null as created_at
       from (select l.queue from queue.lane l union select a.queue from queue.unadmitted a) u
       where not exists (select from queue.queue_config c where c.queue = u.queue)) q
 left join queue.queue_config c on c.queue = q.queue

@@ -1,6 +1,6 @@
 create index finished_cancelled_idx on queue.finished (id) where state = 'cancelled';
--- Lists of those that an operator looks for, however many others wait.
-create index waiting_aside_idx on queue.waiting (reason, id) where reason in ('held', 'upstream_failed');
+-- Lists of these, however many others wait for their time or for a slot.
+create index waiting_list_idx on queue.waiting (reason, id) where reason in ('held', 'upstream_failed', 'needs', 'task_paused');
 create index attempt_at_idx on queue.attempt using brin (finished_at) with (pages_per_range = 32, autosummarize = on);
 
 -- Jobs that are not finished, without a look at those that are. due_at: since when it could have run, but for
@@ -15,13 +15,13 @@ from (
     when 'task_paused' then 'ready' else w.reason end
   from queue.waiting w
   union all
-  select m.id, 'blocked'
+  select m.id, 'blocked' as state
   from queue.lock_member m
   where not exists (select from queue.live v where v.id = m.id) and not exists (select from queue.waiting w where w.id = m.id)
     and not exists (select from queue.finished f where f.id = m.id)
     and not exists (select from queue.handover h where h.job_id = m.id and h.kind = 'again')
   union all
-  select h.job_id, 'ready' from queue.handover h where h.kind = 'again'
+  select h.job_id, 'ready' as state from queue.handover h where h.kind = 'again'
   union all
   select a.id, case when a.flags & 32 <> 0 then 'held' when a.scheduled_at > statement_timestamp() then 'scheduled' when a.needs is not null then 'waiting' else 'ready' end
   from queue.unadmitted a) u

@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a cap on what it reads.
 
-select plan(122);
+select plan(135);
 
 set pgdefer.notify = off;
 
@@ -156,6 +156,15 @@ select is((select count(*)::integer from queue.get(:id, 'nothing')), 1, 'null is
 select is_empty(format('select * from queue.get(%s, ''no_such'')', :id), 'what is missing none');
 select is(pg_temp.refusal(format('select queue.get(%s, %L)', :id, path)), '22023', 'no path: ' || coalesce(path, 'NULL')) from (values (null), (''), ('items['), ('a b'), ('$.')) v (path);
 select is(pg_temp.refusal('select queue.get(424242, ''a'')'), 'QJ001', 'no such job');
+
+-- What is in another state is not looked at, and so there is no more to look at
+select queue.cancel(j.id, true) from queue.jobs j where j.state not in ('succeeded', 'failed', 'cancelled', 'running') order by j.id \g /dev/null
+select queue.fail_jobs(array(select j.id from queue.jobs j where j.state = 'running')) \g /dev/null
+select count(queue.defer('later', lock => 'lock ' || n, scheduled_at => '2999-01-01Z')) from generate_series(1, 30) n \g /dev/null
+select is_empty(format('select * from queue.search(state => %L, max_bytes => 1)', state), 'not yet admitted, no ' || state || ' ones') from unnest('{waiting,upstream_failed,blocked,ready,running,held}'::text[]) state;
+select queue.tick() \g /dev/null
+select is_empty(format('select * from queue.search(state => %L, max_bytes => 1)', state), 'no ' || state || ' ones') from unnest('{waiting,upstream_failed,blocked,ready,running,held}'::text[]) state;
+select is(pg_temp.found('state => ''scheduled'', max_jobs => 3'), 'later later later more', 'but those');
 
 -- A search changes nothing, and may stand in a read-only transaction
 begin transaction isolation level repeatable read read only;

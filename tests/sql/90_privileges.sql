@@ -1,6 +1,6 @@
 -- Privileges: what each kind of role may and may not, and that nothing a caller brings along changes anything.
 
-select plan(90);
+select plan(134);
 
 -- The outcome of a call by a role: ok, or its SQLSTATE. What it did is undone.
 create function pg_temp.as_role(role text, call text) returns text language plpgsql as $$
@@ -36,6 +36,7 @@ select queue.defer('t') as other \gset
 create table public.thing (id integer);
 grant all on public.thing to public;
 
+select queue.create_queue('kept'), queue.schedule('kept', '@daily', 't') \g /dev/null
 create temp table calls (call text, may text);
 insert into calls values
   ('select queue.defer(''t'')', 'p'),
@@ -74,6 +75,47 @@ insert into calls values
   ('select count(*) from queue.queues', 'or'),
   ('select count(*) from queue.workers', 'or'),
   ('select count(*) from queue.tasks', 'or'),
+  ('select count(*) from queue.locks', 'or'),
+  ('select count(*) from queue.semaphores', 'or'),
+  ('select count(*) from queue.metrics', 'or'),
+  ('select count(*) from queue.schedules', 'wor'),
+  ('select count(*) from queue.schedule_runs', 'or'),
+  ('select count(*) from queue.unadmitted', ''),
+  ('select count(*) from queue.unfinished', ''),
+  ('select count(*) from queue.claimed', ''),
+  ('select count(*) from queue.first_run', ''),
+  ('select count(*) from queue.unlimited', ''),
+  ('select count(*) from queue.visible', ''),
+  ('select queue.defer_group(''[]'', ''{"task": "t"}'')', 'p'),
+  ('select queue.defer_chain(''[{"task": "t"}]'')', 'p'),
+  ('select queue.result(:id)', 'pwor'),
+  ('select queue.await_result(:id)', 'pw'),
+  ('select queue.claims(:worker)', 'w'),
+  ('select queue.backoff(''{}'', 1)', 'wor'),
+  ('select queue.next_runs(''@daily'')', 'wor'),
+  ('select queue.schedule(''s'', ''@daily'', ''t'')', 'wo'),
+  ('select queue.unschedule(''s'')', 'wo'),
+  ('select queue.enable_schedule(''kept'', false)', 'o'),
+  ('select queue.run_now(''kept'')', 'o'),
+  ('select queue.next()', 'o'),
+  ('select queue.move(array[:other], ''q'')', 'o'),
+  ('select queue.copy(:other)', 'o'),
+  ('select queue.delete(array[:other])', 'o'),
+  ('select queue.fail_jobs(array[:other])', 'o'),
+  ('select queue.done(array[:other])', 'o'),
+  ('select queue.set_priority(array[:other], 1)', 'o'),
+  ('select queue.reschedule(:other)', 'o'),
+  ('select queue.delete_queue(''kept'')', 'o'),
+  ('select queue.retry(array[:other])', 'o'),
+  ('select queue.retry_failed()', 'o'),
+  ('select queue.hold(:other), queue.unhold(:other)', 'o'),
+  ('select queue.search()', 'or'),
+  ('select queue.get(:id, ''a'')', 'or'),
+  ('select queue.graph(:id)', 'or'),
+  ('select queue.stats()', 'or'),
+  ('select queue.health()', 'or'),
+  ('select queue.autoscale_hint()', 'or'),
+  ('select queue.migration()', ''),
   ('select queue.install()', ''),
   ('select queue.migrate()', ''),
   ('select queue.uninstall(true)', ''),
@@ -106,6 +148,24 @@ select is((select string_agg(distinct pg_temp.as_role(k.role, c.call), ', ') fro
           '42501', 'who may not is told so, and nothing else');
 select is(pg_temp.as_role('pgdefer_tap_both', 'select queue.defer(''t''), (select count(*) from queue.jobs)'), 'ok', 'two kinds add up');
 select is(pg_temp.as_role('pgdefer_tap_both', 'select queue.fetch(1)'), '42501', 'to no more');
+
+select is_empty($$
+  select p.proname from pg_proc p
+  where p.pronamespace = 'queue'::regnamespace and not starts_with(p.proname, '_') and not exists (select from calls c where c.call ~ format('queue\.%s\(', p.proname))
+$$, 'no public function is left out above');
+select is_empty($$
+  select c.relname from pg_class c
+  where c.relnamespace = 'queue'::regnamespace and c.relkind = 'v' and not exists (select from calls x where x.call ~ format('queue\.%s\M', c.relname))
+$$, 'nor a view');
+select is_empty($$
+  select k.role, p.proname from kinds k cross join pg_proc p
+  where p.pronamespace = 'queue'::regnamespace and has_function_privilege(k.role, p.oid, 'execute')
+    and not exists (select from calls c where c.call ~ format('queue\.%s\(', p.proname) and k.kind <> '' and strpos(c.may, k.kind) > 0)
+  union all
+  select k.role, r.relname from kinds k cross join pg_class r
+  where r.relnamespace = 'queue'::regnamespace and r.relkind = 'v' and has_table_privilege(k.role, r.oid, 'select')
+    and not exists (select from calls c where c.call ~ format('queue\.%s\M', r.relname) and k.kind <> '' and strpos(c.may, k.kind) > 0)
+$$, 'and no kind has more than is said above');
 
 -- No kind reaches an internal function or a table, and PUBLIC nothing.
 select is_empty($$
