@@ -50,7 +50,7 @@ test-py: test-py-embedded test-py-system ## Run pytest on both servers
 test-sql-embedded: venv build tools
 	$(BIN)/python tests/sql/run
 
-test-py-embedded: venv build
+test-py-embedded: venv build tools
 	$(BIN)/pytest -q
 
 test-sql-system test-py-system: command = $(if $(findstring sql,$@),python tests/sql/run,pytest -q)
@@ -61,12 +61,12 @@ test-sql-system test-py-system: venv build tools
 	else echo "SKIPPED: $@, as the system has no PostgreSQL 15, 16 or 17"; fi
 
 .PHONY: test-matrix
-test-matrix: venv build tools ## Run all tests on PostgreSQL 15, 16, 17, 18 and on Python 3.13
-	$(BIN)/python tests/matrix
+test-matrix: venv build tools ## Run all tests on PostgreSQL 15, 16, 17, 18 and on Python 3.13 (QUICK=1: a part)
+	$(BIN)/python tests/matrix $(if $(QUICK),--quick)
 
 .PHONY: soak
 soak: venv build ## Run the long tests
-	$(BIN)/pytest -q -m soak
+	$(BIN)/pytest -q -m soak -o faulthandler_timeout=1800
 
 .PHONY: lint
 lint: lint-style lint-types lint-sql ## Check style, types and SQL: ruff, mypy, plpgsql_check, pgspot, squawk

@@ -42,6 +42,11 @@ LIST: LiteralString = """
 select id, queue, task, state, reason, priority, attempts, created_at, description
 from queue.jobs where id < %(middle)s order by id desc limit 50
 """
+# As `pgdefer job tail` asks.
+TAIL: LiteralString = """
+select id, task, queue, state, finished_at from queue.jobs
+where finished_at > now() - interval '10 minutes' order by finished_at desc limit 10
+"""
 
 FILLS: dict[str, LiteralString] = {
     "finished": "'{}'",
@@ -77,6 +82,13 @@ def pages(state: str) -> list[Call]:
             400,
             60000,
         ),
+        Call(
+            "search a queue in vain, 2 MB",
+            "select * from queue.search(queue => 'nowhere', max_bytes => 2000000)",
+            400,
+            120000,
+        ),
+        Call("tail", TAIL, 400, 3e5),
         Call("health", "select * from queue.health()", 500, 150000),
     ]
     calls += [
@@ -84,10 +96,13 @@ def pages(state: str) -> list[Call]:
         for each, limit, rows in (
             (state, 200, 3000),
             ("failed", 200, 3000),
-            # these are looked for among all that have not ended, or that have
-            ("held", 1000, 1.1e6),
-            ("running", 1000, 1.1e6),
             ("cancelled", 200, 3000),
+            ("held", 200, 3000),
+            ("upstream_failed", 200, 3000),
+            ("waiting", 200, 3000),
+            # these are looked for among the newest 20,000, or among all that have not ended
+            ("blocked", 400, 1e5),
+            ("running", 1000, 1.1e6),
         )
     ]
     return calls

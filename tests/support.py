@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 import psycopg
+import sqlalchemy as sa
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 
 from pgdefer._server import EmbeddedServer, sql_folder
 
@@ -63,3 +65,15 @@ def create_database(server: EmbeddedServer, name: str, template: str = "template
                 sql.Identifier(name), sql.Identifier(template)
             )
         )
+
+
+def url_of(dsn: str, driver: str = "psycopg") -> sa.URL:
+    """Return a DSN as SQLAlchemy's URL."""
+    given = {name: str(value) for name, value in conninfo_to_dict(dsn).items()}
+    return sa.URL.create(
+        f"postgresql+{driver}",
+        username=given.get("user"),
+        password=given.get("password"),
+        database=given["dbname"],
+        query={name: given[name] for name in ("host", "port") if name in given},
+    )

@@ -76,7 +76,8 @@ class App:
 
     The database is `dsn`; without one, what libpq's environment variables say; without those, or
     with `embedded=True`, the embedded server, which is started when first needed. Behind pgbouncer
-    in transaction mode give `pgbouncer=True`: no prepared statements, and workers poll.
+    in transaction mode give `pgbouncer=True`: no prepared statements, and workers poll, unless
+    `listen_dsn` leads past it to the same database: then they hear notifications there.
 
     `imports` names modules that define tasks, imported before a worker starts.
 
@@ -93,6 +94,7 @@ class App:
         *,
         embedded: bool | EmbeddedServer = False,
         pgbouncer: bool = False,
+        listen_dsn: str | None = None,
         imports: Iterable[str] = (),
         name: str | None = None,
     ) -> None:
@@ -100,10 +102,9 @@ class App:
         self.codec = Codec()
         self.tasks: dict[str, Task[..., Any]] = {}
         self.schedules: dict[str, Schedule] = {}
-        self.source = Source(dsn, embedded=embedded, pgbouncer=pgbouncer)
+        self.source = Source(dsn, embedded=embedded, pgbouncer=pgbouncer, listen_dsn=listen_dsn)
         self.imports = tuple(imports)
-        self._pool = SyncPool(self.source)
-        self._async_pool = AsyncPool(self.source)
+        self._open_pools()
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
         self._registered: dict[str, Settings] = {}
         self._may_register = True
@@ -196,13 +197,18 @@ class App:
                 hint="Import the module that defines it: App(imports=[...]).",
             ) from None
 
-    def move(self, dsn: str) -> None:
+    def move(self, dsn: str, listen_dsn: str | None = None) -> None:
         """Use another database from now on."""
         self.close()
-        self.source = Source(dsn, pgbouncer=self.source.pgbouncer)
-        self._pool = SyncPool(self.source)
-        self._async_pool = AsyncPool(self.source)
+        self.source = Source(dsn, pgbouncer=self.source.pgbouncer, listen_dsn=listen_dsn)
+        self._open_pools()
         self._registered.clear()
+
+    def _open_pools(self) -> None:
+        ears = self.source.ears or self.source
+        self._pool = SyncPool(self.source)
+        self._hearing_pool = self._pool if ears is self.source else SyncPool(ears)
+        self._async_pool = AsyncPool(self.source)
 
     def import_tasks(self) -> None:
         """Import the modules of `imports`."""
@@ -220,6 +226,7 @@ class App:
     def close(self) -> None:
         """Close the connections of synchronous calls."""
         self._pool.close()
+        self._hearing_pool.close()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -413,7 +420,7 @@ class App:
         Raises JobFailed, JobCancelled, TimeoutError, and JobNotFound also where the transaction
         that defers it has not committed. `Job.result` is the same.
         """
-        return wait(job_id(job), timeout, self._pool, self.source, self.codec)
+        return wait(job_id(job), timeout, self._hearing_pool, self.source, self.codec)
 
     async def result_async(self, job: int | HasId, timeout: float | None = None) -> Any:  # noqa: ASYNC109
         """As `result`, for asyncio."""
@@ -422,7 +429,7 @@ class App:
         if waiter is None:
             for other in [other for other in self._waiters if other.is_closed()]:
                 del self._waiters[other]
-            waiter = self._waiters[loop] = Waiter(self.source)
+            waiter = self._waiters[loop] = Waiter(self.source.ears or self.source)
         return await waiter.wait(job_id(job), timeout, self.codec)
 
     # Working

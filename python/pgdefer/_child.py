@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import importlib
+import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -21,7 +24,22 @@ from ._task import Task, find_task
 if TYPE_CHECKING:
     from ._app import App
 
-__all__ = ["Answer", "main"]
+__all__ = ["Answer", "Begun", "Word", "main"]
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """What the worker says to the job of a claim: why it is to end."""
+
+    claim: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """The process has the job: should it die from now on, it may be the job's doing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +57,7 @@ class _Line:
         self._connection = connection
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._job: JobContext | None = None
-        self._word: str | None = None
+        self._word: Word | None = None
         self._is_idle = True
 
     def read(self) -> None:
@@ -47,28 +65,35 @@ class _Line:
         with contextlib.suppress(OSError, EOFError):
             while True:
                 received = self._connection.recv()
-                if not isinstance(received, str):
+                if isinstance(received, Word):
+                    self._word = received
+                    self._pass_on()
+                else:
                     self._is_idle = False
                     self._jobs.put(received)
-                    continue
-                self._word = received
-                if self._job is not None:
-                    self._job._abort = received
         if not self._is_idle:
             os._exit(1)
         self._jobs.put(None)
 
     def jobs(self) -> Iterator[Any]:
-        return iter(self._jobs.get, None)
+        for received in iter(self._jobs.get, None):
+            self._connection.send(Begun())
+            yield received
 
     def begin(self, job: JobContext) -> None:
         self._job = job
-        job._abort = self._word
+        self._pass_on()
 
     def end(self, answer: Answer) -> None:
-        self._job = self._word = None
+        self._job = None
         self._is_idle = True
         self._connection.send(answer)
+
+    def _pass_on(self) -> None:
+        # A word may come before its job has begun, and after it has ended.
+        job, word = self._job, self._word
+        if job is not None and word is not None and word.claim == job.claim:
+            job._abort = word.reason
 
 
 def main(connection: Connection, dsn: str) -> None:
@@ -77,6 +102,7 @@ def main(connection: Connection, dsn: str) -> None:
         # They are meant for the worker, which tells when to stop. (To ignore them would be
         # inherited by what a handler starts.)
         signal.signal(number, lambda *_: None)
+    _die_with_parent()
     line = _Line(connection)
     threading.Thread(target=line.read, name="pgdefer-line", daemon=True).start()
     tasks: dict[tuple[str, str], tuple[Task[..., Any], SyncPool]] = {}
@@ -96,3 +122,15 @@ def main(connection: Connection, dsn: str) -> None:
         line.begin(job)
         outcome = _attempt.run(job, task, pool, None)
         line.end(Answer(outcome, may_go_on=not _memory.watch.has_run_out))
+
+
+def _die_with_parent() -> None:
+    """Have this process killed when its parent dies, also where a handler lets no thread run.
+
+    On Linux; elsewhere, and as a rule, it ends when it reads that the line was closed.
+    """
+    parent = multiprocessing.parent_process()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)

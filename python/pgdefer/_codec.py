@@ -39,13 +39,15 @@ import uuid
 import zoneinfo
 from collections.abc import Awaitable, Callable, Mapping
 from decimal import Decimal
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from ._errors import DecodeError, EncodeError
 
-__all__ = ["TAG", "Codec", "model_codec"]
+__all__ = ["TAG", "UNENCODABLE", "Codec", "model_codec"]
 
 TAG = "__pgdefer__"
+# The tag of a result that could not be stored; its value is the type's name.
+UNENCODABLE = "unencodable"
 
 T = TypeVar("T")
 Encoder = Callable[[Any], Any]
@@ -98,7 +100,11 @@ class Codec:
         """
         if not tag.isidentifier():
             raise ValueError(f"a tag is made of letters, digits and _, and {tag!r} isn't")
-        if tag in _DECODERS or self._by_tag.get(tag) not in (None, self._own.get(type_)):
+        if (
+            tag in _DECODERS
+            or tag in _SPECIAL
+            or self._by_tag.get(tag) not in (None, self._own.get(type_))
+        ):
             raise ValueError(f"the tag {tag!r} is taken")
         own = _Own(tag, encode, decode, inspect.iscoroutinefunction(decode), blocking)
         self._own[type_] = own
@@ -433,6 +439,13 @@ def _find_type(name: Any) -> type:
     return found
 
 
+def _refuse_unencodable(value: Any) -> NoReturn:
+    raise DecodeError(
+        f"the result, of type {value}, could not be stored",
+        hint="Return JSON's types, or register the type with app.codec.register.",
+    )
+
+
 _ENCODERS: dict[type, Encoder] = {
     float: _encode_float,
     dt.datetime: functools.partial(_zoned, "datetime"),
@@ -454,6 +467,7 @@ _SPECIAL: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "dataclass": _decode_dataclass,
 }
 _DECODERS: dict[str, Decoder] = {
+    UNENCODABLE: _refuse_unencodable,
     "date": dt.date.fromisoformat,
     "timedelta": lambda value: dt.timedelta(*value),
     "uuid": uuid.UUID,

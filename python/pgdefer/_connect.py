@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import os
 import re
 import select
@@ -13,14 +14,16 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import psycopg
+from psycopg.abc import Buffer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
+from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
 if TYPE_CHECKING:
     from ._server import EmbeddedServer
 
-__all__ = ["AsyncPool", "Source", "SyncPool", "close_now"]
+__all__ = ["FIRST", "LAST", "AsyncPool", "Source", "SyncPool", "close_now"]
 
 AsyncConnection = psycopg.AsyncConnection[tuple[Any, ...]]
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -41,11 +44,40 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+# What stands for the moments that a datetime can't hold, infinity among them, in any time zone.
+FIRST = dt.datetime(1, 1, 2, tzinfo=dt.UTC)
+LAST = dt.datetime(9999, 12, 31, tzinfo=dt.UTC)
+
+
+class _TextTime(TimestamptzLoader):
+    """Loads what a datetime can't hold as FIRST or LAST."""
+
+    def load(self, data: Buffer) -> dt.datetime:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            text = bytes(data)
+            return FIRST if text.startswith(b"-") or text.endswith(b"BC") else LAST
+
+
+class _BinaryTime(TimestamptzBinaryLoader):
+    """As _TextTime, of the binary format."""
+
+    def load(self, data: Buffer) -> dt.datetime:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            return FIRST if bytes(data)[0] & 0x80 else LAST
+
+
 class Source:
     """A DSN, libpq's environment variables, or the embedded server; `kind` says which.
 
     Without a DSN and without any of libpq's variables it is the embedded server, which is started
     and has the queue installed when first needed.
+
+    Behind pgbouncer in transaction mode nothing can be heard: `listen_dsn` is then the way to the
+    same database past it.
     """
 
     def __init__(
@@ -54,6 +86,7 @@ class Source:
         *,
         embedded: bool | EmbeddedServer = False,
         pgbouncer: bool = False,
+        listen_dsn: str | None = None,
     ) -> None:
         if dsn is not None and embedded:
             raise ValueError("give a DSN or embedded=True, not both")
@@ -66,6 +99,10 @@ class Source:
         else:
             self.kind = "environment"
         self.pgbouncer = pgbouncer
+        #: Where notifications can be heard; None: nowhere, so that there is only polling.
+        self.ears: Source | None = None if pgbouncer else self
+        if listen_dsn is not None:
+            self.ears = Source(listen_dsn)
         self._server = None if isinstance(embedded, bool) else embedded
         self._dsn = None if dsn is None else re.sub(r"^(postgres(?:ql)?)\+\w+://", r"\1://", dsn)
         self._lock = threading.Lock()
@@ -105,9 +142,11 @@ class Source:
         return self._connect(self.conninfo(restart=True))
 
     def _connect(self, conninfo: str) -> Connection:
-        return psycopg.connect(
+        connection = psycopg.connect(
             conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
         )
+        _adapt(connection)
+        return connection
 
     async def connect_async(self) -> AsyncConnection:
         """As `connect`, for asyncio."""
@@ -124,9 +163,16 @@ class Source:
         return await asyncio.to_thread(self.conninfo, restart=restart)
 
     async def _connect_async(self, conninfo: str) -> AsyncConnection:
-        return await psycopg.AsyncConnection.connect(
+        connection = await psycopg.AsyncConnection.connect(
             conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
         )
+        _adapt(connection)
+        return connection
+
+
+def _adapt(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    for loader in (_TextTime, _BinaryTime):
+        connection.adapters.register_loader("timestamptz", loader)
 
 
 def close_now(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:

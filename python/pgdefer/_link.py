@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import datetime as dt
 import logging
+import os
 import random
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import psycopg
@@ -61,7 +63,8 @@ class Link:
 
     def __init__(self, source: Source, limit: float | None = None) -> None:
         self._source = source
-        self._limit = CALL_LIMIT if limit is None else limit
+        #: How long one call may take, in seconds.
+        self.limit = CALL_LIMIT if limit is None else limit
         self._connection: AsyncConnection | None = None
         self._cursor: psycopg.AsyncCursor[tuple[Any, ...]] | None = None
 
@@ -69,9 +72,11 @@ class Link:
         """Connect unless connected. Raises LostError."""
         if self._connection is None:
             try:
-                async with asyncio.timeout(self._limit):
+                async with asyncio.timeout(self.limit):
                     connection = await self._source.connect_async()
-            except (psycopg.OperationalError, OSError, TimeoutError) as error:
+            except TimeoutError as error:
+                raise LostError(f"no connection within {self.limit:g} s") from error
+            except (psycopg.OperationalError, OSError) as error:
                 raise LostError(describe(error)) from error
             connection.adapters.register_loader("jsonb", _StoredJson)
             self._connection = connection
@@ -87,28 +92,54 @@ class Link:
         connection = await self.open()
         cursor = self._cursor
         assert cursor is not None
+        with self._guarded(connection):
+            await cursor.execute(statement.psycopg, parameters or None)
+            return [] if cursor.description is None else await cursor.fetchall()
+
+    @contextlib.asynccontextmanager
+    async def lent(self) -> AsyncIterator[AsyncConnection]:
+        """Lend the connection for a call of another kind. Raises as `call`."""
+        connection = await self.open()
+        with self._guarded(connection):
+            yield connection
+
+    @contextlib.contextmanager
+    def _guarded(self, connection: AsyncConnection) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        limit = loop.call_later(self.limit, _cut, connection)
         try:
-            async with asyncio.timeout(self._limit):
-                await cursor.execute(statement.psycopg, parameters or None)
-                return [] if cursor.description is None else await cursor.fetchall()
+            yield
         except (psycopg.Error, OSError) as error:
             if connection.closed or is_lost(error):
                 self.close()
-                raise LostError(describe(error)) from error
+                is_late = limit.when() <= loop.time()
+                said = f"no answer within {self.limit:g} s" if is_late else describe(error)
+                raise LostError(said) from error
             raise
-        except TimeoutError as error:
-            self.close()
-            raise LostError(f"no answer within {self._limit:g} s") from error
         except asyncio.CancelledError:
             # Whatever was under way, its answer will not be read.
             self.close()
             raise
+        finally:
+            limit.cancel()
 
     def close(self) -> None:
         """Close at once; the next call connects again."""
         connection, self._connection, self._cursor = self._connection, None, None
         if connection is not None:
             close_now(connection)
+
+
+def _cut(connection: AsyncConnection) -> None:
+    """Have whoever waits for an answer learn that the connection is lost.
+
+    Not by cancelling: psycopg would then try for long to cancel the statement.
+    """
+    with (
+        contextlib.suppress(OSError, psycopg.Error),
+        socket.socket(fileno=os.dup(connection.pgconn.socket)) as line,
+    ):
+        line.shutdown(socket.SHUT_RDWR)
 
 
 class Ears(Link):
@@ -143,7 +174,6 @@ class Ears(Link):
         """Take in that the connection was lost while nothing was asked."""
 
     def _opened(self, connection: AsyncConnection) -> None:
-        self._channels.clear()
         # For those that come with the answer to a statement.
         connection.add_notify_handler(lambda notify: self._heard(notify.channel))
 
@@ -174,6 +204,7 @@ class Ears(Link):
         if self._descriptor is not None:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             self._descriptor = None
+        self._channels.clear()
         super().close()
 
 
@@ -181,11 +212,18 @@ class Listener(Ears):
     """The connection on which a worker goes to sleep and wakes."""
 
     def __init__(
-        self, source: Source, on_work: Callable[[], None], on_message: Callable[[], None]
+        self,
+        source: Source,
+        *,
+        on_work: Callable[[], None],
+        on_message: Callable[[], None],
+        on_deaf: Callable[[], None],
     ) -> None:
         super().__init__(source)
         self._on_work = on_work
         self._on_message = on_message
+        self._on_deaf = on_deaf
+        self._wanted: list[str] = []
         self._backoff = Backoff()
         self._not_before = 0.0
         self.is_latched = False
@@ -202,10 +240,15 @@ class Listener(Ears):
             # It does what was due, and hears nothing until that is done.
             return 0.05
         try:
-            rows = await self.exchange(_sql.BEFORE_SLEEP, worker=worker, queues=queues)
-            _, wait_for, channels = rows[0]
-            for channel in channels:
-                await self.listen(channel)
+            while True:
+                rows = await self.exchange(_sql.BEFORE_SLEEP, worker=worker, queues=queues)
+                session = self._connection
+                _, wait_for, channels = rows[0]
+                self._wanted = channels
+                await self.listen_again()
+                if self._connection is session:
+                    break
+                # Another session listens now than the one that the database took note of.
         except LostError as error:
             log.warning("the listening connection was lost: %s", error)
             self._not_before = loop.time() + self._backoff.delay()
@@ -215,16 +258,27 @@ class Listener(Ears):
         seconds: float = wait_for.total_seconds() if isinstance(wait_for, dt.timedelta) else 1.0
         return seconds
 
+    async def listen_again(self) -> None:
+        """Hear what `before_sleep` has said, and is heard no more. Raises LostError."""
+        while missing := [name for name in self._wanted if name not in self._channels]:
+            await self.listen(missing[0])
+
     async def after_sleep(self, worker: int) -> None:
         """Say that this worker is busy again."""
         if self.is_latched:
             self.is_latched = False
-            with contextlib.suppress(LostError):
+            try:
                 await self.exchange(_sql.AFTER_SLEEP, worker=worker)
+            except LostError:
+                self._lost()
 
     async def tick(self) -> None:
-        """Do what is due."""
-        await self.exchange(_sql.TICK)
+        """Do what is due. Raises LostError."""
+        try:
+            await self.exchange(_sql.TICK)
+        except LostError:
+            self._lost()
+            raise
 
     def _opened(self, connection: AsyncConnection) -> None:
         super()._opened(connection)
@@ -237,7 +291,7 @@ class Listener(Ears):
             self._on_message()
 
     def _lost(self) -> None:
-        self._on_work()
+        self._on_deaf()
 
     def close(self) -> None:
         """Close at once; the next call connects and listens again."""

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from ._codec import TAG, Codec
+from ._codec import TAG, UNENCODABLE, Codec
 from ._context import RetryLater
 from ._errors import PgDeferError
 from ._options import job_id
@@ -33,7 +33,7 @@ def result_text(result: object, codec: Codec) -> str:
     except Exception:
         # What the job did stands; only whoever asks for its result must learn that there is none.
         kind = type(result)
-        return json.dumps({TAG: "unencodable", "value": f"{kind.__module__}.{kind.__qualname__}"})
+        return json.dumps({TAG: UNENCODABLE, "value": f"{kind.__module__}.{kind.__qualname__}"})
 
 
 def released(id: int, claim: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import signal
 import threading
@@ -19,15 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Processes"]
 
+log = logging.getLogger("pgdefer.worker")
+
 # How long a process has to end once it has nothing more to do.
 LINGER = 2.0
+# How many new processes may die before they have begun the job, in a row.
+STILLBORN = 3
 
 
 class Processes:
     """Processes that run one job at a time each, started when needed and used again.
 
-    `run` and `close` wait, so they are called in threads. A process is replaced after
-    `jobs_per_process` jobs, and after a job that ran out of memory.
+    `run` and `close` wait, so they are called in threads, `run` in ones that live on until `close`
+    has returned. A process is replaced after `jobs_per_process` jobs, and after a job that ran out
+    of memory.
     """
 
     def __init__(self, source: Source, jobs_per_process: int) -> None:
@@ -36,19 +42,23 @@ class Processes:
         self._idle: list[_Process] = []
         self._busy: dict[JobContext, _Process] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def run(self, job: JobContext, task: Task[..., Any]) -> str | None:
         """Run a job and return its outcome, None where it has been written already."""
+        stillborn = 0
         try:
-            process = self._take(job)
-            while not process.send((task.module, task.name, job._row)):
-                # It ended while it was idle, and the job has not begun.
+            while not (process := self._take(job)).begin(job, task):
+                # It died before the job began: whatever killed it, that job did not.
+                stillborn += not process.jobs
                 self._put_back(job, process, is_good=False)
-                process = self._take(job)
+                if stillborn == STILLBORN:
+                    return _outcome.crashed(job.id, job.claim, ProcessDied(process.how_it_ended()))
+                if job._abort is not None:
+                    return outcome_of(job, task, JobAborted(job._abort))
         except Exception as error:
-            return outcome_of(job, task, error)
-        if job._abort is not None:
-            process.send(job._abort)
+            log.exception("no process could be started for %r", job)
+            return _outcome.crashed(job.id, job.claim, error)
         answer = process.receive()
         self._put_back(job, process, is_good=answer is not None and answer.may_go_on)
         if answer is not None:
@@ -60,7 +70,7 @@ class Processes:
     def tell(self, job: JobContext, reason: str) -> None:
         """Tell the job that it should end."""
         if process := self._busy.get(job):
-            process.send(reason, wait=False)
+            process.tell(_child.Word(job.claim, reason))
 
     def kill(self, job: JobContext) -> None:
         """End the job's process at once."""
@@ -71,6 +81,7 @@ class Processes:
     def close(self) -> None:
         """End all processes, those that run a job at once."""
         with self._lock:
+            self._is_closed = True
             for process in self._busy.values():
                 process.kill()
             idle, self._idle = self._idle, []
@@ -78,14 +89,26 @@ class Processes:
             process.close()
 
     def _take(self, job: JobContext) -> _Process:
-        with self._lock:
-            if self._idle:
-                process = self._busy[job] = self._idle.pop()
-                return process
+        dead = []
+        try:
+            with self._lock:
+                while self._idle:
+                    process = self._idle.pop()
+                    if process.is_alive:
+                        self._busy[job] = process
+                        return process
+                    dead.append(process)
+        finally:
+            for process in dead:
+                process.close()
         process = _Process(self._source.conninfo())
         with self._lock:
-            self._busy[job] = process
-        return process
+            if not self._is_closed:
+                self._busy[job] = process
+                return process
+        process.kill()
+        process.close()
+        raise ProcessDied("the worker ends")
 
     def _put_back(self, job: JobContext, process: _Process, *, is_good: bool) -> None:
         with self._lock:
@@ -113,29 +136,45 @@ class _Process:
         self.jobs = 0
         self.is_killed = False
 
-    def send(self, message: object, *, wait: bool = True) -> bool:
-        """Send a job, or a word to the one that runs; returns whether it was sent."""
-        if not self._lock.acquire(blocking=wait):
-            # A job is being sent; whoever does that looks afterwards whether there is a word.
-            return False
+    @property
+    def is_alive(self) -> bool:
+        """Whether it seems fit for a job: it may die in the next moment."""
+        return self._process.exitcode is None
+
+    def begin(self, job: JobContext, task: Task[..., Any]) -> bool:
+        """Send a job; returns whether the process has taken it up."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send((task.module, task.name, job._row))
+        if job._abort is not None:
+            self.tell(_child.Word(job.claim, job._abort))
+        return isinstance(self._next(), _child.Begun)
+
+    def tell(self, word: _child.Word) -> None:
+        """Say something to the job that runs."""
+        if not self._lock.acquire(blocking=False):
+            # It is being sent; whoever does that looks afterwards whether there is a word.
+            return
         try:
-            self._connection.send(message)
-        except OSError:
-            return False
+            with contextlib.suppress(OSError):
+                self._connection.send(word)
         finally:
             self._lock.release()
-        return True
 
     def receive(self) -> _child.Answer | None:
         """Return the job's answer; None where the process ended without one."""
         self.jobs += 1
+        answer = self._next()
+        return answer if isinstance(answer, _child.Answer) else None
+
+    def _next(self) -> object:
+        """Return what comes next; None where the process has ended."""
         with contextlib.suppress(OSError, EOFError):
             # What a handler has started may hold the line open beyond the process's end.
             while not self._connection.poll(1.0):
-                if self._process.exitcode is not None and not self._connection.poll():
+                if not self.is_alive and not self._connection.poll():
                     return None
-            answer: _child.Answer = self._connection.recv()
-            return answer
+            received: object = self._connection.recv()
+            return received
         return None
 
     def kill(self) -> None:

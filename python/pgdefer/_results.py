@@ -55,7 +55,7 @@ def wait(id: int, timeout: float | None, pool: SyncPool, source: Source, codec: 
                     if _has_succeeded(id, row):
                         return codec.decode(row[1])
                     channel, wait_for = row[3], row[4].total_seconds()
-                    if channel is None or source.pgbouncer:
+                    if channel is None or source.ears is None:
                         wait_for = pause.delay()
                     elif listening.to is None:
                         listening.start(channel)
@@ -142,7 +142,7 @@ class Waiter(Ears):
                 if _has_succeeded(id, row):
                     stored: str | None = row[1]
                     return stored
-                if row[3] is None or self._source.pgbouncer:
+                if row[3] is None or self._source.ears is None:
                     await asyncio.sleep(pause.delay())
                 elif channel is None:
                     channel = row[3]

@@ -172,7 +172,11 @@ GET = Statement("""
     from queue.get(cast(:id as bigint), cast(:path as text)) as value
 """)
 
-WHY = Statement("select * from queue.why(cast(:id as bigint))")
+WHY = Statement("select why from queue.why(cast(:id as bigint)) as why")
+
+GRAPH = Statement("""
+    select job_id, need_id, depth, task, state from queue.graph(cast(:id as bigint))
+""")
 
 _ENDED = """
     select id, task, queue, state, error, finished_at, finished_at - started_at as ran_for
@@ -332,9 +336,26 @@ TOP_QUEUES = Statement("""
       nullif(waiting, 0) as waiting, nullif(upstream_failed, 0) as upstream_failed,
       nullif(held, 0) as held, nullif(failed, 0) as failed,
       make_interval(secs => nullif(oldest_ready_seconds, 0)) as oldest,
-      round((succeeded_5m + failed_5m + cancelled_5m) / 300.0, 2) as per_second,
+      nullif(round((succeeded_5m + failed_5m + cancelled_5m) / 300.0, 2), 0) as per_second,
       nullif(failed_5m, 0) as failed_5m, workers
-    from queue.metrics order by queue
+    from queue.metrics order by running + ready desc, queue
+""")
+
+# Completing words
+
+QUEUES_LIKE = Statement("""
+    select name from queue.queues where starts_with(name, cast(:word as text))
+    order by name limit 200
+""")
+
+TASKS_LIKE = Statement("""
+    select name from queue.tasks where starts_with(name, cast(:word as text))
+    order by name limit 200
+""")
+
+SCHEDULES_LIKE = Statement("""
+    select name from queue.schedules where starts_with(name, cast(:word as text))
+    order by name limit 200
 """)
 
 # Installing
@@ -343,7 +364,8 @@ VERSION = Statement("select code, tables from queue.version()")
 
 HAS_EXTENSION = Statement("""
     select exists (select from pg_available_extensions where name = 'pgdefer') as available,
-      exists (select from pg_extension where extname = 'pgdefer') as created
+      exists (select from pg_extension where extname = 'pgdefer') as created,
+      to_regprocedure('queue.version()') is not null as has_code
 """)
 
 CREATE_EXTENSION = Statement("create extension if not exists pgdefer")
@@ -353,6 +375,19 @@ UPDATE_EXTENSION = Statement("alter extension pgdefer update")
 INSTALL = Statement("select * from queue.install()")
 
 MIGRATE = Statement("select * from queue.migrate()")
+
+MIGRATION = Statement("select statement from queue.migration()")
+
+UNINSTALL = Statement("select queue.uninstall()")
+
+UNINSTALL_BY_FORCE = Statement("select queue.uninstall(force => true)")
+
+DROP_EXTENSION = Statement("drop extension if exists pgdefer")
+
+# The plain file sets these for its own transaction; in another's they would stay.
+AFTER_PLAIN_CODE = Statement("set local check_function_bodies to default")
+
+AFTER_PLAIN_MESSAGES = Statement("set local client_min_messages to default")
 
 
 def listen(channel: str) -> Statement:

@@ -24,14 +24,14 @@ import platform
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import psycopg
 
 from . import _outcome, _sql
 from ._attempt import STOPPED, TIMED_OUT, Call, failed, outcome_of, run, run_async
-from ._connect import AsyncPool, SyncPool
+from ._connect import AsyncConnection, AsyncPool, SyncPool
 from ._context import JobContext
 from ._errors import PgDeferError, UnknownTask, WorkerGone, describe, sqlstate_of, translate
 from ._link import Backoff, Heart, Link, Listener, LostError
@@ -121,7 +121,7 @@ class Worker:
         self.given_back = 0
         #: How many coroutines were told to end and did not.
         self.deserters = 0
-        self._listens = not app.source.pgbouncer
+        self._listens = app.source.ears is not None
         self._claimed: collections.deque[JobContext] = collections.deque()
         self._running: set[JobContext] = set()
         self._outcomes: list[tuple[JobContext, str]] = []
@@ -138,6 +138,7 @@ class Worker:
         self._was_hinted = False
         self._suspicion: list[float] = []
         self._waiter: asyncio.Future[bool] | None = None
+        self._is_deaf = False
 
     # Life
 
@@ -158,7 +159,10 @@ class Worker:
         self.app.import_tasks()
         self._threads = Threads(self._loop, self.concurrency)
         self._link = Link(self.app.source)
-        self._listener = Listener(self.app.source, self._on_hint, self._on_message)
+        ears = self.app.source.ears or self.app.source
+        self._listener = Listener(
+            ears, on_work=self._on_hint, on_message=self._on_message, on_deaf=self._on_deaf
+        )
         self._pool = SyncPool(self.app.source, self.concurrency)
         self._async_pool = AsyncPool(self.app.source, self.concurrency)
         self._processes = Processes(self.app.source, self.jobs_per_process)
@@ -208,19 +212,21 @@ class Worker:
         if self.id is not None:
             worker, self.id = self.id, None
             try:
-                async with asyncio.timeout(2 * GRACE):
-                    if self._outcomes:
-                        await self._send_only()
-                    await self._link.call(_sql.DEREGISTER_WORKER, worker=worker)
-            except (LostError, TimeoutError, psycopg.Error) as error:
+                self._link.limit = self._listener.limit = 2 * GRACE
+                if self._outcomes:
+                    await self._send_only()
+                await self._link.call(_sql.DEREGISTER_WORKER, worker=worker)
+                # Or those that sleep beside it would hear nothing for a while.
+                await self._listener.after_sleep(worker)
+            except (LostError, psycopg.Error) as error:
                 log.warning("the worker could not deregister: %s", error)
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._listener.close()
         self._link.close()
-        self._threads.close()
         await asyncio.to_thread(self._processes.close)
+        self._threads.close()
         self._pool.close()
         self._async_pool.close()
 
@@ -275,10 +281,12 @@ class Worker:
                 await self._pause(backoff.delay())
 
     async def _register(self) -> None:
-        await self.app.register_async(await self._link.open())
+        await self._call_with_connection(self.app.register_async)
         if not self._has_scheduled:
             # Not again with a new connection: what was removed by hand stays so.
-            await self.app.schedule_async(await self._link.open(), prune=self.prune_schedules)
+            await self._call_with_connection(
+                functools.partial(self.app.schedule_async, prune=self.prune_schedules)
+            )
             self._has_scheduled = True
         info = {
             "host": socket.gethostname(),
@@ -534,6 +542,21 @@ class Worker:
                 log.warning("trying again: %s", describe(error))
                 await self._pause(0.2)
 
+    async def _call_with_connection(
+        self, function: Callable[[AsyncConnection], Awaitable[object]]
+    ) -> None:
+        """As `_ask`, of a function that takes the main connection."""
+        while True:
+            try:
+                async with self._link.lent() as connection:
+                    await function(connection)
+            except psycopg.Error as error:
+                self._raise_translated(error)
+                log.warning("trying again: %s", describe(error))
+                await self._pause(0.2)
+            else:
+                return
+
     def _raise_translated(self, error: psycopg.Error) -> None:
         """Raise what is fatal, or tells that the worker is gone."""
         code = sqlstate_of(error)
@@ -589,6 +612,26 @@ class Worker:
 
     def _on_message(self) -> None:
         self._heart.poke()
+
+    def _on_deaf(self) -> None:
+        """Go to sleep anew, if asleep; if busy, hear again what is meant for this worker."""
+        self._on_hint()
+        if not self._is_deaf:
+            self._is_deaf = True
+            self._spawn(self._hear_again())
+
+    async def _hear_again(self) -> None:
+        backoff = Backoff()
+        try:
+            while not self._at_once.is_set():
+                try:
+                    await self._listener.listen_again()
+                except (LostError, psycopg.Error):
+                    await self._pause(backoff.delay())
+                else:
+                    return
+        finally:
+            self._is_deaf = False
 
     def _on_abort(self, aborts: Iterable[tuple[int, int, str]]) -> None:
         wanted = {(id, claim): reason for id, claim, reason in aborts}

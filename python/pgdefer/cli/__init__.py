@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import _db, _defer, _job, _pg, _psql, _queue, _run, _schedule, _top
+from . import _db, _defer, _graph, _job, _pg, _psql, _queue, _run, _schedule, _top
 from ._base import Exit, cli
 
 __all__ = ["Exit", "main"]
@@ -16,6 +16,7 @@ cli.command()(_defer.defer)
 cli.add_typer(_job.jobs, name="job")
 cli.add_typer(_queue.queues, name="queue")
 cli.add_typer(_schedule.schedules, name="schedule")
+cli.command()(_graph.graph)
 cli.command()(_top.top)
 cli.add_typer(_db.db, name="db")
 cli.add_typer(_pg.pg, name="pg")

@@ -6,13 +6,16 @@ import contextlib
 import dataclasses
 import enum
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
 import psycopg
 import typer
+from psycopg.abc import Buffer
 from psycopg.rows import dict_row
+from psycopg.types.datetime import IntervalLoader, TimestamptzLoader
 from rich.console import Console
 
 from pgdefer._connect import Source
@@ -37,7 +40,9 @@ cli = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console()
+# A file or a pipe is as wide as what is written into it.
+NO_TERMINAL = 100_000
+out = Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else NO_TERMINAL)
 err = Console(stderr=True)
 
 
@@ -94,6 +99,26 @@ DryRun = Annotated[
 ]
 
 
+class _Moment(TimestamptzLoader):
+    """Moments; those that Python has no value for, as infinity, as texts."""
+
+    def load(self, data: Buffer) -> Any:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            return bytes(data).decode()
+
+
+class _Span(IntervalLoader):
+    """Intervals, likewise."""
+
+    def load(self, data: Buffer) -> Any:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            return bytes(data).decode()
+
+
 @dataclasses.dataclass
 class Rows:
     """What a statement returned: as values, or as the database's own JSON."""
@@ -113,6 +138,8 @@ class Session:
     def __init__(self, connection: psycopg.Connection[Any], *, as_json: bool = False) -> None:
         self.as_json = as_json
         self._connection = connection
+        connection.adapters.register_loader("timestamptz", _Moment)
+        connection.adapters.register_loader("interval", _Span)
 
     def call(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> Rows:
         """Run a statement."""
@@ -142,7 +169,7 @@ def session(dsn: str | None, *, as_json: bool = False, dry_run: bool = False) ->
             stack.enter_context(connection.transaction(force_rollback=True))
         yield Session(connection, as_json=as_json)
     if dry_run:
-        err.print("Dry run: nothing was changed.", highlight=False)
+        err.print("Dry run, nothing is changed:", highlight=False)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from rich.text import Text
 from pgdefer import _sql
 
 from . import _show
-from ._base import DSN, AsJson, DryRun, Exit, Yes, confirm, out, session
+from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, out, session
 
 db = typer.Typer(help="The database's figures, health and upkeep.", no_args_is_help=True)
 
@@ -37,7 +37,7 @@ PARTS = (
     "run_p50",
     "run_p99",
 )
-HEADINGS = ("done", "failed", "failures", "/s", "wait p50", "p99", "run p50", "p99")
+HEADINGS = ("done", "failed", "failures", "/s", "wait p50", "wait p99", "run p50", "run p99")
 
 
 @db.command("stats")
@@ -50,15 +50,22 @@ def stats(
     with session(dsn, as_json=as_json) as on:
         rows = on.call(_sql.STATS)
     for row in rows.values:
-        # what is 0 everywhere needs no column
-        row.update({key: row[key] or None for key in STATES if key in row})
+        # 0 is left blank, and a column that has nothing else left out
+        row.update({key: row[key] or None for key in row})
     _show.table(rows, STATES, right=("oldest_ready_for",), empty="There are no jobs.")
     if rows.texts is None and rows.values:
         end = "1h" if hour else "5m"
         names = {f"{part}_{end}": name for part, name in zip(PARTS, HEADINGS, strict=True)}
-        out.print(f"The last {'hour' if hour else '5 minutes'}:", highlight=False)
+        out.print(f"\nThe last {'hour' if hour else '5 minutes'}:", highlight=False)
+        ended = Rows([row for row in rows.values if any(row[key] is not None for key in names)])
         durations = [key for key in names if key.startswith(("wait", "run"))]
-        _show.table(rows, {"queue": "queue", "task": "task", **names}, right=durations)
+        _show.table(
+            ended,
+            {"queue": "queue", "task": "task", **names},
+            right=durations,
+            least=[key for key in durations if "_p50" in key],
+            empty="Nothing has ended.",
+        )
 
 
 @db.command("health")
@@ -67,7 +74,7 @@ def health(dsn: DSN = None, as_json: AsJson = False) -> None:
     with session(dsn, as_json=as_json) as on:
         rows = on.call(_sql.HEALTH)
     columns = {"name": "check", "status": "status", "detail": "found", "fix": "what to do"}
-    _show.table(rows, columns)
+    _show.table(rows, columns, folded=("detail", "fix"))
     if any(row["status"] == "fail" for row in rows.values):
         raise typer.Exit(Exit.UNHEALTHY)
 
@@ -78,7 +85,7 @@ def check(dsn: DSN = None, as_json: AsJson = False) -> None:
     with session(dsn, as_json=as_json) as on:
         rows = on.call(_sql.CHECK)
     columns = {"problem": "problem", "id": "job", "detail": "detail"}
-    _show.table(rows, columns, empty="Every invariant holds.")
+    _show.table(rows, columns, folded=("problem", "detail"), empty="Every invariant holds.")
     if rows.values:
         raise typer.Exit(Exit.UNHEALTHY)
 
@@ -92,7 +99,7 @@ def reap(dsn: DSN = None, as_json: AsJson = False) -> None:
         _show.write(rows.texts[0])
         return
     row = rows.values[0]
-    out.print(Text(f"{row['reaped']} claims ended"))
+    out.print(Text(f"{_show.count(row['reaped'], 'claim')} ended"))
     if row["next_expiry"] is not None:
         out.print(Text(f"the next may be dead at {_show.moment(row['next_expiry'])}"))
 
@@ -132,4 +139,4 @@ def prune(
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:
-        out.print(Text(f"{rows.values[0]['jobs']} jobs removed"))
+        out.print(Text(f"{_show.count(rows.values[0]['jobs'], 'job')} removed"))

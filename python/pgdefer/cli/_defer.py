@@ -9,16 +9,21 @@ import typer
 
 from pgdefer import _sql
 
-from . import _show
+from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, out, session
 
 
 def defer(
-    task: Annotated[str, typer.Argument(help="The task's name.", show_default=False)],
+    task: Annotated[
+        str,
+        typer.Argument(help="The task's name.", show_default=False, autocompletion=_complete.task),
+    ],
     args: Annotated[
         str, typer.Argument(metavar="[JSON]", help="Its args, a JSON object; - reads stdin.")
     ] = "{}",
-    queue: Annotated[str | None, typer.Option("--queue", "-q")] = None,
+    queue: Annotated[
+        str | None, typer.Option("--queue", "-q", autocompletion=_complete.queue)
+    ] = None,
     priority: Annotated[int | None, typer.Option("--priority", "-p")] = None,
     lock: Annotated[str | None, typer.Option()] = None,
     queueing_lock: Annotated[str | None, typer.Option()] = None,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pgdefer import _sql
 
-from . import _show
+from . import _complete, _show
 from ._base import (
     DSN,
     AsJson,
@@ -35,15 +35,35 @@ Ids = Annotated[
     list[int], typer.Argument(metavar="ID...", help="The jobs' ids.", show_default=False)
 ]
 Queue = Annotated[
-    str | None, typer.Option("--queue", "-q", help="Of this queue only: a name, prefix* or *.")
+    str | None,
+    typer.Option(
+        "--queue",
+        "-q",
+        help="Of this queue only: a name, prefix* or *.",
+        autocompletion=_complete.queue,
+    ),
 ]
-State = Annotated[str | None, typer.Option("--state", "-s", help="In this state only.")]
-Task = Annotated[str | None, typer.Option("--task", "-t", help="Of this task only.")]
+State = Annotated[
+    str | None,
+    typer.Option("--state", "-s", help="In this state only.", autocompletion=_complete.state),
+]
+Task = Annotated[
+    str | None,
+    typer.Option("--task", "-t", help="Of this task only.", autocompletion=_complete.task),
+]
 Before = Annotated[int | None, typer.Option(help="Only jobs with a smaller id: the next page.")]
 Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many.")]
 Force = Annotated[bool, typer.Option("--force", help="Running ones too: their claims are lost.")]
 Target = Annotated[
-    str, typer.Option("--to", "-t", metavar="QUEUE", help="The other queue.", show_default=False)
+    str,
+    typer.Option(
+        "--to",
+        "-t",
+        metavar="QUEUE",
+        help="The other queue.",
+        show_default=False,
+        autocompletion=_complete.queue,
+    ),
 ]
 
 COLUMNS = {
@@ -77,6 +97,10 @@ ATTEMPTS = {
 }
 
 
+# How far a list looks, in queue.search's bytes: 100 a job.
+GLANCE = 2_000_000
+
+
 # Looking
 
 
@@ -87,14 +111,19 @@ def ls(
     task: Task = None,
     limit: Limit = 20,
     before: Before = None,
+    no_limit: Annotated[
+        bool, typer.Option("--no-limit", help="Look on where few of very many jobs are asked for.")
+    ] = False,
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
-    """List jobs, newest first."""
+    """List jobs, newest first. Ends with 13 where it stopped before it had found enough."""
     asked = {"queue": queue, "state": state, "task": task, "before": before, "max_jobs": limit}
+    asked |= {"pattern": None, "by": "text", "max_bytes": None if no_limit else GLANCE}
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.SEARCH, asked | {"pattern": None, "by": "text", "max_bytes": None})
-    _show_found(rows, COLUMNS, limit)
+        rows = on.call(_sql.SEARCH, asked)
+    if not _show_found(rows, COLUMNS, limit):
+        raise typer.Exit(Exit.PARTLY)
 
 
 @jobs.command("search")
@@ -148,12 +177,16 @@ def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
             rows.texts.pop()
     for row in rows.values:
         row |= {key: row[key] or None for key in ("priority", "attempts")}
-        row["description"] = row["description"] and _show.short(row["description"], 60)
-    _show.table(rows, columns, empty="No such jobs.")
-    if more is None:
-        return True
-    err.print(Text(f"There may be more: --before {more['next_id']}"))
-    return len(rows.values) >= limit
+    least = ["bytes", "attempts", "priority", "created_at", "reason"]
+    if "excerpt" in columns:
+        least.insert(1, "description")
+    is_all = more is None or len(rows.values) >= limit
+    empty = "No such jobs." if is_all else "None of the newest jobs."
+    _show.table(rows, columns, least=least, folded=("excerpt",), empty=empty)
+    if more is not None:
+        hint = "" if is_all else ", or --no-limit"
+        err.print(Text(f"There may be more: --before {more['next_id']}{hint}"))
+    return is_all
 
 
 @jobs.command("show")
@@ -175,7 +208,8 @@ def show(
         return
     _show.record(rows.values[0], full=full)
     if attempts.values:
-        _show.table(attempts, ATTEMPTS)
+        out.print()
+        _show.table(attempts, ATTEMPTS, least=("started_at", "worker_id"), folded=("error",))
 
 
 @jobs.command("get")
@@ -183,22 +217,33 @@ def get(
     path: Annotated[str, typer.Argument(help="As items[0].price, or any jsonpath.")],
     id: Id,
     dsn: DSN = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one array of all that is found.")
+    ] = False,
 ) -> None:
     """Print what a path finds in a job's args, as JSON. Ends with 14 where there is nothing."""
     with session(dsn) as on:
         rows = on.call(_sql.GET, {"id": id, "path": path})
-    if not rows.values:
+    values = [row["value"] for row in rows.values]
+    if as_json:
+        _show.print_json(values)
+    elif values:
+        _show.write("\n".join(values))
+    else:
         err.print(Text(f"There is nothing at {_show.plain(path)}."))
+    if not values:
         raise typer.Exit(Exit.NOTHING)
-    for row in rows.values:
-        _show.write(row["value"])
 
 
 @jobs.command("why")
-def why(id: Id, dsn: DSN = None) -> None:
+def why(id: Id, dsn: DSN = None, as_json: AsJson = False) -> None:
     """Say why a job is not running."""
-    with session(dsn) as on:
-        out.print(Text(_show.plain(on.one(_sql.WHY, {"id": id}))), soft_wrap=True)
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(_sql.WHY, {"id": id})
+    if rows.texts is not None:
+        _show.write(rows.texts[0])
+    else:
+        out.print(Text(_show.plain(rows.values[0]["why"])), soft_wrap=True)
 
 
 @jobs.command("tail")
@@ -453,7 +498,7 @@ def reschedule(
 
 
 def _count(ids: Sequence[int]) -> str:
-    return f"job {ids[0]}" if len(ids) == 1 else f"{len(ids)} jobs"
+    return f"job {ids[0]}" if len(ids) == 1 else _show.count(len(ids), "job")
 
 
 def _change(

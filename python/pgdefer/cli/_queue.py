@@ -9,16 +9,25 @@ import typer
 
 from pgdefer import _sql
 
-from . import _show
+from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, fail, out, session
 
 queues = typer.Typer(help="Queues.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
-Pattern = Annotated[
-    str | None, typer.Argument(metavar="[QUEUE]", help="A queue's name, prefix* or *.")
+Name = Annotated[
+    str,
+    typer.Argument(metavar="QUEUE", help="The queue's name.", autocompletion=_complete.queue),
 ]
-Task = Annotated[str | None, typer.Option("--task", "-t", help="Of this task only.")]
+Pattern = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[QUEUE]", help="A queue's name, prefix* or *.", autocompletion=_complete.queue
+    ),
+]
+Task = Annotated[
+    str | None,
+    typer.Option("--task", "-t", help="Of this task only.", autocompletion=_complete.task),
+]
 
 COLUMNS = {
     "name": "queue",
@@ -36,7 +45,14 @@ def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
     """List the queues."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(_sql.QUEUES)
-    _show.table(rows, COLUMNS, empty="There are no queues.")
+    _show_queues(rows)
+
+
+def _show_queues(rows: Rows) -> None:
+    for row in rows.values:
+        if row["paused_until"] == "infinity":
+            row["paused_until"] = "resumed"
+    _show.table(rows, COLUMNS, least=("retain", "rate"), empty="There are no queues.")
 
 
 @queues.command("create")
@@ -79,7 +95,7 @@ def delete(
     if rows.texts is not None:
         _show.print_json(rows.texts)
     else:
-        out.print(f"{rows.values[0]['jobs']} jobs removed", highlight=False)
+        out.print(f"{_show.count(rows.values[0]['jobs'], 'job')} removed", highlight=False)
 
 
 @queues.command("pause")
@@ -128,7 +144,9 @@ def _show_concerned(rows: Rows) -> None:
     if rows.texts is not None:
         _show.print_json(rows.texts)
     else:
-        out.print(f"{rows.values[0]['jobs']} jobs are concerned", highlight=False)
+        number = rows.values[0]["jobs"]
+        verb = "is" if number == 1 else "are"
+        out.print(f"{_show.count(number, 'job')} {verb} concerned", highlight=False)
 
 
 @queues.command("configure")
@@ -165,7 +183,7 @@ def configure(
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         on.call(_sql.CONFIGURE_QUEUE, parameters)
         rows = on.call(_sql.QUEUE, {"name": name})
-    _show.table(rows, COLUMNS)
+    _show_queues(rows)
 
 
 def _number(text: str) -> int | str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
+import json
 import logging
 import os
 import sys
@@ -146,7 +148,13 @@ def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
         "silent_for": "last seen ago",
         "up_for": "up for",
     }
-    _show.table(rows, columns, right=("silent_for", "up_for"), empty="There are no workers.")
+    _show.table(
+        rows,
+        columns,
+        right=("silent_for", "up_for"),
+        least=("up_for",),
+        empty="There are no workers.",
+    )
 
 
 def install_command(
@@ -155,12 +163,15 @@ def install_command(
         FormChoice,
         typer.Option(help="plain is the same as the extension, by ordinary SQL."),
     ] = FormChoice.auto,
+    as_json: AsJson = False,
 ) -> None:
     """Install the queue into a database, or upgrade it; a second call changes nothing."""
     with reported():
         source = Source(dsn)
         done = install(source.conninfo(), form.value)
-    if done.before == done.version:
+    if as_json:
+        _show.write(json.dumps(dataclasses.asdict(done)))
+    elif done.before == done.version:
         out.print(f"pgdefer {done.version} was installed already.")
     elif done.before is None:
         out.print(f"pgdefer {done.version} is installed ({done.form}).")
@@ -168,7 +179,7 @@ def install_command(
         out.print(f"pgdefer was upgraded from {done.before} to {done.version} ({done.form}).")
 
 
-def upgrade(dsn: DSN = None) -> None:
+def upgrade(dsn: DSN = None, as_json: AsJson = False) -> None:
     """Bring the queue of a database to this version."""
     with reported():
         source = Source(dsn)
@@ -177,19 +188,26 @@ def upgrade(dsn: DSN = None) -> None:
                 fail(Exit.NOT_INSTALLED, "the queue is not installed here: `pgdefer install`")
         done = install(source.conninfo())
     was = "already" if done.before == done.version else f"from {done.before}"
+    if as_json:
+        _show.write(json.dumps(dataclasses.asdict(done)))
+        return
     out.print(f"pgdefer is at {done.version}, {was} ({done.form}).")
 
 
-def version(dsn: DSN = None) -> None:
+def version(dsn: DSN = None, as_json: AsJson = False) -> None:
     """Show the client's version, and the database's where one is named."""
-    out.print(f"client {__version__}")
-    source = Source(dsn)
+    source, tables = Source(dsn), None
+    if not as_json:
+        out.print(f"client {__version__}")
     if source.is_chosen:
         with reported(), source.connect() as connection:
             tables = installed_version(connection)
+    if as_json:
+        _show.write(json.dumps({"client": __version__, "database": tables}))
+    elif source.is_chosen:
         out.print(f"database {tables or 'none: run `pgdefer install`'}")
-        if tables is None:
-            raise typer.Exit(Exit.NOT_INSTALLED)
+    if source.is_chosen and tables is None:
+        raise typer.Exit(Exit.NOT_INSTALLED)
 
 
 def demo(

@@ -9,12 +9,17 @@ from rich.text import Text
 
 from pgdefer import _sql
 
-from . import _show
+from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, Exit, Yes, confirm, fail, out, session
 
 schedules = typer.Typer(help="Recurring runs.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="The schedule's name.", show_default=False)]
+Name = Annotated[
+    str,
+    typer.Argument(
+        help="The schedule's name.", show_default=False, autocompletion=_complete.schedule
+    ),
+]
 Timezone = Annotated[str, typer.Option("--timezone", "-z", help="As Europe/Paris.")]
 Cron = Annotated[str, typer.Argument(help="As '0 9 * * MON-FRI', @hourly, 'every 90 seconds'.")]
 
@@ -35,7 +40,8 @@ def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
     """List what is scheduled."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(_sql.SCHEDULES)
-    _show.table(rows, COLUMNS, empty="Nothing is scheduled.")
+    least = ("last_job_id", "last_run_at", "timezone")
+    _show.table(rows, COLUMNS, least=least, empty="Nothing is scheduled.")
 
 
 @schedules.command("add")

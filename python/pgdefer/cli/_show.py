@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,7 @@ from pgdefer._codec import TAG
 from ._base import REFUSALS, Exit, Rows, err, fail, out
 
 CUT = 200
+LINES = 100
 STYLES = {
     "ready": "cyan",
     "running": "blue",
@@ -31,7 +33,10 @@ STYLES = {
     "ok": "green",
     "warn": "yellow",
     "fail": "bold red",
+    "paused": "yellow",
+    "dead": "red",
 }
+STATE_COLUMNS = ("state", "job_state", "status", "reason", "paused", "is_dead")
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -46,6 +51,11 @@ def short(text: str, length: int = CUT) -> str:
     if len(text) <= length:
         return text
     return f"{text[:length]}… <{len(text.encode('utf-8', 'surrogatepass'))} bytes>"
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 job`, `2 jobs`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def moment(value: dt.datetime) -> str:
@@ -102,6 +112,9 @@ def _cut(value: Any) -> Any:
     match value:
         case {"__pgdefer__": "bytes", "value": str(data)}:
             return f"<{len(base64.b64decode(data))} bytes>"
+        case dict() if len(value) > CUT:
+            first = dict(list(value.items())[:CUT])
+            return {**_cut(first), "…": f"<{len(value)} keys>"}
         case dict():
             return {key: _cut(item) for key, item in value.items()}
         case list() if len(value) > CUT:
@@ -118,7 +131,13 @@ assert TAG == "__pgdefer__"  # as in the pattern above
 
 
 def table(
-    rows: Rows, columns: Mapping[str, str], *, right: Sequence[str] = (), empty: str = "None."
+    rows: Rows,
+    columns: Mapping[str, str],
+    *,
+    right: Sequence[str] = (),
+    least: Sequence[str] = (),
+    folded: Sequence[str] = (),
+    empty: str = "None.",
 ) -> None:
     """Print rows as a table of some columns (column: heading), or all of them as JSON."""
     if rows.texts is not None:
@@ -127,34 +146,90 @@ def table(
     if not rows.values:
         err.print(empty, highlight=False)
         return
-    out.print(grid(rows, columns, right=right))
+    out.print(grid(rows, columns, right=right, least=least, folded=folded))
 
 
-def grid(rows: Rows, columns: Mapping[str, str], *, right: Sequence[str] = ()) -> Table:
-    """Return rows as a table. A column that is empty in every row is left out."""
+def grid(
+    rows: Rows,
+    columns: Mapping[str, str],
+    *,
+    right: Sequence[str] = (),
+    least: Sequence[str] = (),
+    folded: Sequence[str] = (),
+    is_noted: bool = True,
+) -> Table:
+    """Return rows as a table. A column that is empty in every row is left out.
+
+    Where the terminal is too narrow long texts are cut, those of `folded` columns broken into
+    lines; then the `least` columns are left out, in that order, then the last ones, which is noted.
+    """
     shown = [key for key in columns if any(row[key] is not None for row in rows.values)]
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    texts = {key: [cell(row[key]) for row in rows.values] for key in shown}
+    widths, least_widths = {}, {}
+    for key in shown:
+        heading = max(map(cell_len, columns[key].split() or [""]))
+        widths[key] = max(heading, *map(cell_len, texts[key]))
+        is_text = any(isinstance(row[key], str | list | dict) for row in rows.values)
+        can_give_way = is_text and key not in STATE_COLUMNS
+        least_widths[key] = max(heading, min(widths[key], 10)) if can_give_way else widths[key]
+    lost = [key for key in (*least, *reversed(shown)) if key in shown]
+    lost = [key for key in dict.fromkeys(lost) if key != shown[0]]
+    left_out: list[str] = []
+    while lost and _width([least_widths[key] for key in shown]) > out.width:
+        left_out.append(lost.pop(0))
+        shown.remove(left_out[-1])
+    _fit(widths, least_widths, shown)
+    _unfold(widths, columns, shown)
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for key in shown:
         values = [row[key] for row in rows.values]
         is_number = any(isinstance(value, int | float | Decimal) for value in values)
         is_right = key in right or (is_number and key != "id")
-        # long texts give way where there is too little room
-        length = max(len(cell(value)) for value in values)
-        is_long = length > 20 and any(isinstance(value, str | list | dict) for value in values)
+        is_folded = key in folded
         made.add_column(
             columns[key],
             justify="right" if is_right else "left",
-            overflow="fold",
-            no_wrap=not is_long,
-            min_width=max(12 if is_long else length, *map(len, columns[key].split() or [""])),
+            overflow="fold" if is_folded else "ellipsis",
+            no_wrap=not is_folded,
+            width=widths[key],
         )
-    for row in rows.values:
-        made.add_row(*(Text(cell(row[key]), style=_style(key, row[key])) for key in shown))
+    for column in made.columns:
+        column.header = Text(str(column.header), no_wrap=False, overflow="fold")
+    for number, row in enumerate(rows.values):
+        made.add_row(*(Text(texts[key][number], style=_style(key, row[key])) for key in shown))
+    if left_out and is_noted:
+        names = ", ".join(columns[key] or key for key in columns if key in left_out)
+        made.caption = Text(f"no room for: {names}", style="dim")
+        made.caption_justify = "left"
     return made
 
 
+def _width(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1) + 1
+
+
+def _fit(widths: dict[str, int], least: Mapping[str, int], shown: Sequence[str]) -> None:
+    """Make the widest columns narrower until all fit, if they can."""
+    for key in shown:
+        widths[key] = max(least[key], min(widths[key], out.width))
+    while _width([widths[key] for key in shown]) > out.width:
+        key = max(shown, key=lambda each: (widths[each] > least[each], widths[each]))
+        if widths[key] <= least[key]:
+            return
+        widths[key] -= 1
+
+
+def _unfold(widths: dict[str, int], columns: Mapping[str, str], shown: Sequence[str]) -> None:
+    """Give headings one line, where there is room for that."""
+    wanted = {key: max(widths[key], cell_len(columns[key])) for key in shown}
+    if _width(list(wanted.values())) <= out.width:
+        widths.update(wanted)
+
+
 def _style(key: str, value: Any) -> str:
-    return STYLES.get(value, "") if key in ("state", "job_state", "status") else ""
+    if key == "is_alive":
+        return "" if value else "red"
+    return STYLES.get(value, "") if key in STATE_COLUMNS else ""
 
 
 def record(values: Mapping[str, Any], *, full: bool = False) -> None:
@@ -165,7 +240,11 @@ def record(values: Mapping[str, Any], *, full: bool = False) -> None:
         label = Text(f"{key}: ", style="bold")
         if isinstance(value, dict | list) and key != "needs":
             text = pretty(value, full=full)
-            text = "\n".join(plain(line) for line in text.split("\n"))
+            lines = text.split("\n")
+            if len(lines) > LINES and not full:
+                size = len(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+                lines = [*lines[:LINES], f"… <{size} bytes>"]
+            text = "\n".join(map(plain, lines))
             out.print(label, Text(text), sep="", soft_wrap=True)
         elif isinstance(value, str) and not full:
             lines = value.split("\n")

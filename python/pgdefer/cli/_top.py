@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import sys
 import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -14,7 +18,7 @@ from rich.text import Text
 from pgdefer import _sql
 
 from . import _show
-from ._base import DSN, Session, out, session
+from ._base import DSN, AsJson, Exit, Rows, Session, fail, out, session
 
 QUEUES = {
     "queue": "queue",
@@ -22,9 +26,9 @@ QUEUES = {
     "ready": "ready",
     "running": "running",
     "blocked": "blocked",
-    "scheduled": "scheduled",
+    "scheduled": "sched.",
     "waiting": "waiting",
-    "upstream_failed": "upstream failed",
+    "upstream_failed": "need failed",
     "held": "held",
     "failed": "failed",
     "oldest": "oldest ready",
@@ -35,39 +39,114 @@ QUEUES = {
 WORKERS = {
     "id": "worker",
     "name": "name",
-    "queues": "queues",
+    "is_dead": "",
     "running": "running",
-    "silent_for": "last seen ago",
+    "silent_for": "last seen",
     "up_for": "up for",
+    "queues": "queues",
 }
+# What a narrow terminal can do without.
+LEAST = ("failed_5m", "waiting", "held", "scheduled", "upstream_failed", "blocked", "failed")
+HEADING = 2
+# So much longer than a look takes is the wait until the next: it must not be the load.
+PATIENCE = 4
 
 
 def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Look so often, in seconds.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
     dsn: DSN = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show queues, workers and rates, until interrupted."""
-    with contextlib.suppress(KeyboardInterrupt), session(dsn) as on:
+    """Show queues, workers and rates, live. q ends it, any other key looks at once.
+
+    The busiest queues come first; rates are those of the last 5 minutes.
+    """
+    if as_json and not once:
+        fail(Exit.USAGE, "--json goes with --once")
+    if not once and not (out.is_terminal and sys.stdin.isatty()):
+        fail(Exit.USAGE, "this is no terminal: pass --once")
+    with contextlib.suppress(KeyboardInterrupt), session(dsn, as_json=as_json) as on:
         if once:
-            out.print(_picture(on))
+            _print_once(on)
             return
-        with Live(_picture(on), console=out, screen=True, auto_refresh=False) as live:
+        with _keys(), Live(console=out, screen=True, auto_refresh=False) as live:
             while True:
-                time.sleep(interval)
-                live.update(_picture(on), refresh=True)
+                begun = time.monotonic()
+                queues, workers = on.call(_sql.TOP_QUEUES), on.call(_sql.WORKERS)
+                took = time.monotonic() - begun
+                until = time.monotonic() + max(interval, PATIENCE * took)
+                while True:
+                    size = out.size
+                    live.update(_picture(queues, workers, height=size.height), refresh=True)
+                    key = _wait(until, size)
+                    if key is not None:
+                        break
+                if key in ("q", "Q", "\x04"):
+                    return
 
 
-def _picture(on: Session) -> Group:
+def _print_once(on: Session) -> None:
     queues, workers = on.call(_sql.TOP_QUEUES), on.call(_sql.WORKERS)
+    if queues.texts is not None and workers.texts is not None:
+        parts = (", ".join(each.texts or []) for each in (queues, workers))
+        _show.write('{{"queues": [{}], "workers": [{}]}}'.format(*parts))
+    else:
+        out.print(_picture(queues, workers))
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[None]:
+    """Have keys arrive one by one, and unseen."""
+    try:
+        import termios  # noqa: PLC0415 (not on every system)
+        import tty  # noqa: PLC0415
+    except ImportError:
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _wait(until: float, size: tuple[int, int]) -> str | None:
+    """Wait for a key, and return it; "" when the time has come, None when the size has changed."""
+    while (rest := until - time.monotonic()) > 0:
+        if out.size != size:
+            return None
+        if select.select([sys.stdin], [], [], min(rest, 0.2))[0]:
+            return os.read(sys.stdin.fileno(), 1).decode("latin-1") or "q"
+    return ""
+
+
+def _picture(queues: Rows, workers: Rows, *, height: int | None = None) -> Group:
     alive = sum(row["is_alive"] for row in workers.values)
     ready, running = (sum(row[key] for row in queues.values) for key in ("ready", "running"))
     rate = sum(row["per_second"] or 0 for row in queues.values)
-    head = f"{ready} ready, {running} running, {rate:.3g}/s in the last 5 minutes, {alive} workers"
-    workers.values = [row for row in workers.values if row["is_alive"] or row["running"]]
-    parts: list[RenderableType] = [
-        Text(f"pgdefer  {time.strftime('%H:%M:%S')}  {head}", style="bold"),
-        _show.grid(queues, QUEUES, right=("oldest", "per_second")),
-        _show.grid(workers, WORKERS, right=("silent_for", "up_for")),
+    head = f"{ready} ready, {running} running, {rate:.3g} done/s, workers: {alive}"
+    there = [
+        row | {"is_dead": None if row["is_alive"] else "dead"}
+        for row in workers.values
+        if row["is_alive"] or row["running"]
     ]
+    room = max(2, (height or 10**9) - 1 - 2 * (1 + HEADING) - 1)
+    for_workers = min(len(there), max(room // 3, room - len(queues.values)))
+    parts: list[RenderableType] = [
+        Text(f"pgdefer  {time.strftime('%H:%M:%S')}  {head}", "bold", no_wrap=True)
+    ]
+    for rows, columns, count in (
+        (queues.values, QUEUES, room - for_workers),
+        (there, WORKERS, for_workers),
+    ):
+        if rows:
+            right = ("oldest", "per_second", "silent_for", "up_for")
+            # a line tells of those that there is no room for
+            shown = rows if len(rows) <= count else rows[: max(count - 1, 0)]
+            made = _show.grid(Rows(shown), columns, right=right, least=LEAST, is_noted=False)
+            parts += [Text(), made]
+            if len(shown) < len(rows):
+                parts.append(Text(f"… and {len(rows) - len(shown)} more", "dim"))
     return Group(*parts)

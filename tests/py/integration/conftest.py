@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -31,17 +32,33 @@ async def running(app: App, *arguments: Any, **options: Any) -> AsyncIterator[Wo
     finally:
         if not task.done():
             worker.stop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await task
         await app.close_async()
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+async def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     """Wait until the condition holds, and return what it gave."""
     async with asyncio.timeout(seconds):
         while not (found := condition()):  # noqa: ASYNC110 (it may lie in the database)
             await asyncio.sleep(0.005)
         return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """As `until`, for tests that have no event loop."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+def give_up(conn: psycopg.Connection[Any]) -> None:
+    """Have all workers taken for dead."""
+    with conn.transaction():  # or a heartbeat comes between
+        conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 h'")
+        conn.execute("select queue.reap()")
 
 
 class Jobs:
@@ -61,7 +78,7 @@ class Jobs:
             "select * from queue.attempts order by job_id, claim"
         ).fetchall()
 
-    async def end(self, *ids: int, seconds: float = 10.0) -> list[dict[str, Any]]:
+    async def end(self, *ids: int, seconds: float = 30.0) -> list[dict[str, Any]]:
         """Wait until these jobs, or all, have ended, and return them."""
 
         def ended() -> list[dict[str, Any]] | None:

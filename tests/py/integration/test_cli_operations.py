@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from pgdefer import _sql
 from pgdefer._connect import Connection
 from pgdefer._server import EmbeddedServer
-from pgdefer.cli import Exit
+from pgdefer.cli import Exit, _job
 from pgdefer.cli._base import cli
 from support import server_program
 
@@ -115,7 +115,7 @@ def test_defer(run: Run, jobs: Jobs) -> None:
     assert run("defer", "t", "--json").json == {"id": int(done.out) + 1}
     count = len(jobs())
     done = run("defer", "t", "--dry-run")
-    assert (done.code, done.err) == (0, "Dry run: nothing was changed.\n")
+    assert (done.code, done.err) == (0, "Dry run, nothing is changed:\n")
     assert len(jobs()) == count
     for wrong in (["{"], ["[]"], ["{}", "--options", "x"], ["{}", "--options", '{"no": 1}']):
         assert run("defer", "t", *wrong).code == Exit.USAGE
@@ -142,6 +142,12 @@ def test_queues(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert run("queue", "pause", "--all", "--until", "2999-01-01").code == 0
     assert [row["paused_until"][:4] for row in run("queue", "ls", "--json").json] == ["2999"] * 2
     assert "2999-01-01" in run("queue", "ls").out
+    assert run("queue", "pause", "p").code == 0
+    assert "resumed" in run("queue", "ls").out, "there is no end"
+    assert {row["paused_until"][:8] for row in run("queue", "ls", "--json").json} == {
+        "2999-01-",
+        "infinity",
+    }
     assert run("queue", "resume", "*").code == 0
     assert run("queue", "pause", "--task", "t").code == 0
     for wrong in (["pause"], ["resume"], ["pause", "q", "--all"], ["create", "q*"], ["create", ""]):
@@ -192,7 +198,7 @@ def test_odd_names(run: Run, jobs: Jobs, name: str) -> None:
     assert run("job", "move", id, f"--to={name[::-1]}").code == 0
     assert jobs()[0]["queue"] == name[::-1]
     assert run("queue", "pause", "--", name).code == 0
-    assert run("queue", "delete", "--force", "--yes", "--", name[::-1]).out == "1 jobs removed\n"
+    assert run("queue", "delete", "--force", "--yes", "--", name[::-1]).out == "1 job removed\n"
     assert run("queue", "delete", "--yes", "--", name).code == 0
 
 
@@ -213,6 +219,22 @@ def test_listing(run: Run, conn: Connection) -> None:
     assert [row["id"] for row in run("job", "ls", "-n", 2, "--before", 4, "--json").json] == [3, 2]
     assert run("job", "ls", "-s", "nonsense").code == Exit.USAGE
     assert run("job", "ls", "-n", 0).code == Exit.USAGE
+
+
+def test_a_list_does_not_look_at_everything(
+    run: Run, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rare = defer(run, "t", "-q", "rare")
+    conn.execute("select queue.defer('t') from generate_series(1, 50)")
+    monkeypatch.setattr(_job, "GLANCE", 2000)
+    done = run("job", "ls", "-q", "rare")
+    assert (done.code, done.out) == (Exit.PARTLY, "")
+    assert (
+        done.err
+        == f"None of the newest jobs.\nThere may be more: --before {rare + 31}, or --no-limit\n"
+    )
+    assert run("job", "ls", "-q", "rare", "--before", rare + 10, "--json").json[0]["id"] == rare
+    assert run("job", "ls", "-q", "rare", "--no-limit", "--json").json[0]["id"] == rare
 
 
 def test_showing(run: Run, conn: Connection, claim: Claim) -> None:
@@ -253,6 +275,20 @@ def test_large_args(run: Run, conn: Connection, jobs: Jobs) -> None:
     assert (row["id"], row["queue"], len(row["args"]["data"])) == (copied, "q", 10_000_000)
     assert run("job", "search", "0123").out.count("q") >= 1
     assert len(run("job", "get", "data", copied).out) == 10_000_003
+
+
+def test_args_of_many_parts(run: Run) -> None:
+    for args in (
+        {"n": [*range(900)]},
+        {f"key {n}": n for n in range(900)},
+        {str(n): {"n": n} for n in range(90)},
+    ):
+        text = json.dumps(args)
+        id = defer(run, "t", text)
+        shown = run("job", "show", id).out
+        assert f"… <{len(text)} bytes>" in shown
+        assert len(shown.splitlines()) < 130
+        assert len(run("job", "show", id, "--full").out.splitlines()) > 270
 
 
 def test_get_tells_apart(run: Run) -> None:
@@ -386,22 +422,71 @@ def test_fail(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert "a need failed" in run("job", "why", dependent).out
 
 
-def test_done_on_each_state(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
-    running = defer(run, "t", "--lock", "l")
-    claim()
-    conn.execute("select queue.defer('t', scheduled_at => '2999-01-01')")
-    blocked = defer(run, "t", "--lock", "l")
-    waiting = defer(run, "t", "--needs", blocked)
-    held = defer(run, "t", "--options", '{"held": true}')
-    cancelled = defer(run, "t")
-    run("job", "cancel", cancelled, "-y")
-    ids = [running, running + 1, blocked, waiting, held, cancelled]
-    assert run("job", "done", *ids, "--dry-run").code == 0
-    assert jobs.states()[running] == "running"
-    done = run("job", "done", *ids, "--yes")
-    assert (done.code, done.err) == (0, "")
+@pytest.fixture
+def zoo(run: Run, conn: Connection, claim: Claim) -> dict[str, int]:
+    """A job of each state: name -> id."""
+    retry = '{"retry": {"max_attempts": 2, "base": "1 day"}}'
+    ids = {
+        "running": defer(run, "t", "--lock", "l"),
+        "retrying": defer(run, "t", "--options", retry),
+    }
+    ids |= {name: defer(run, "t") for name in ("failed", "succeeded")}
+    claims = claim()
+    for name in ("retrying", "failed"):
+        conn.execute("select queue.fail(%s, %s, 'no')", [ids[name], claims[ids[name]]])
+    conn.execute("select queue.succeed(%s, %s)", [ids["succeeded"], claims[ids["succeeded"]]])
+    ids["ready"] = defer(run, "t")
+    ids["scheduled"] = defer(run, "t", "--at", "2999-01-01")
+    ids["blocked"] = defer(run, "t", "--lock", "l")
+    ids["waiting"] = defer(run, "t", "--needs", ids["blocked"])
+    ids["held"] = defer(run, "t", "--options", '{"held": true}')
+    ids["upstream_failed"] = defer(run, "t", "--needs", ids["held"])
+    ids["cancelled"] = defer(run, "t")
+    assert run("job", "cancel", ids["cancelled"], "-y").code == 0
+    conn.execute("select queue.tick()")
+    states = dict(conn.execute("select id, state from queue.jobs").fetchall())
+    found = {name: states[id] for name, id in ids.items()}
+    assert found == {name: name for name in ids} | {"retrying": "scheduled"}
+    return ids
+
+
+def test_done_on_each_state(run: Run, jobs: Jobs, zoo: dict[str, int]) -> None:
+    before = jobs()
+    done = run("job", "done", *zoo.values(), "--dry-run")
+    assert done.code == Exit.PARTLY
+    assert jobs() == before
+    done = run("job", "done", *zoo.values(), "--yes")
+    assert done.code == Exit.PARTLY
+    assert done.err == f"{zoo['succeeded']}: its state does not allow this (succeeded)\n"
     assert set(jobs.states().values()) == {"succeeded"}
-    assert run("job", "done", *ids, "--yes").code == Exit.WRONG_STATE
+    assert run("job", "done", *zoo.values(), "--yes").code == Exit.WRONG_STATE
+
+
+# The commands that change jobs, and on which states each does what it says.
+CHANGES = {
+    "move --to q": set(),
+    "restart": {"failed", "succeeded", "cancelled", "retrying"},
+    "delete --yes": set(),
+    "fail --yes": set(),
+    "priority 3": set(),
+}
+REFUSED = {
+    "move --to q": {"running"},
+    # what another needs is deleted together with that
+    "delete --yes": {"running"},
+    "fail --yes": {"failed", "succeeded", "cancelled"},
+    "priority 3": set(),
+}
+
+
+@pytest.mark.parametrize("command", CHANGES)
+def test_each_change_on_each_state(run: Run, zoo: dict[str, int], command: str) -> None:
+    done = run("job", *command.split(), *zoo.values(), "--json")
+    accepted = {row["id"] for row in done.json if row["error"] is None}
+    names = {name for name, id in zoo.items() if id in accepted}
+    assert names == (CHANGES[command] or zoo.keys() - REFUSED[command])
+    assert [row["id"] for row in done.json] == [*zoo.values()], "in the order given"
+    assert done.code == (0 if len(names) == len(zoo) else Exit.PARTLY)
 
 
 def test_a_mixed_list(run: Run, jobs: Jobs, claim: Claim) -> None:
@@ -471,6 +556,197 @@ def test_copy(run: Run, jobs: Jobs) -> None:
     (_, copied) = jobs()
     assert (copied["args"], copied["priority"], copied["queueing_lock"]) == ({"n": 1}, 3, None)
     assert run("job", "copy", 99).code == Exit.NOT_FOUND
+
+
+# What all commands have in common
+
+
+def everything(conn: Connection) -> list[Any]:
+    views = "jobs", "queues", "schedules", "attempts"
+    return [conn.execute(f"select * from queue.{view} order by 1").fetchall() for view in views]
+
+
+def test_dry_runs(run: Run, conn: Connection, zoo: dict[str, int]) -> None:
+    assert run("schedule", "add", "nightly", "0 3 * * *", "report").code == 0
+    assert run("queue", "create", "other").code == 0
+    before = everything(conn)
+    one = zoo["ready"]
+    for words in (
+        ["defer", "t"],
+        ["job", "move", one, "--to", "q"],
+        ["job", "copy", one],
+        ["job", "restart", zoo["failed"]],
+        ["job", "restart", "--failed"],
+        ["job", "restart", zoo["running"], "--force"],
+        ["job", "delete", one],
+        ["job", "fail", one],
+        ["job", "done", one],
+        ["job", "hold", one],
+        ["job", "unhold", zoo["held"]],
+        ["job", "cancel", one],
+        ["job", "cancel", zoo["running"], "--abort"],
+        ["job", "priority", 7, one],
+        ["job", "reschedule", one, "--at", "2999-01-01"],
+        ["queue", "create", "new"],
+        ["queue", "delete", "other"],
+        ["queue", "delete", "default", "--force"],
+        ["queue", "pause", "other"],
+        ["queue", "resume", "--all"],
+        ["queue", "configure", "other", "--max-running", 3],
+        ["schedule", "add", "weekly", "0 3 * * 1", "report"],
+        ["schedule", "rm", "nightly"],
+        ["schedule", "run", "nightly"],
+        ["schedule", "enable", "nightly", "--off"],
+        ["db", "prune", "-s", "failed"],
+    ):
+        done = run(*words, "--dry-run")
+        assert (done.code, done.err) == (0, "Dry run, nothing is changed:\n"), words
+        assert done.out, words
+        assert everything(conn) == before, words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "job delete 1",
+        "job fail 1",
+        "job done 1",
+        "job cancel 1",
+        "queue delete default",
+        "schedule rm nightly",
+        "db prune -s ready",
+        "pg restore",
+    ],
+)
+def test_what_destroys_asks(run: Run, conn: Connection, words: str) -> None:
+    defer(run, "t")
+    assert run("schedule", "add", "nightly", "0 3 * * *", "report").code == 0
+    before = everything(conn)
+    done = run(*words.split())
+    assert done.code == Exit.USAGE
+    assert "pass --yes" in done.err
+    assert everything(conn) == before
+
+
+def test_json_everywhere(run: Run, zoo: dict[str, int]) -> None:
+    assert run("schedule", "add", "nightly", "0 3 * * *", "report", "--json").json
+    one = zoo["ready"]
+    for words in (
+        ["version"],
+        ["install"],
+        ["upgrade"],
+        ["worker", "ls"],
+        ["queue", "ls"],
+        ["queue", "create", "q"],
+        ["queue", "configure", "q", "--max-running", 3],
+        ["queue", "pause", "q"],
+        ["queue", "resume", "q"],
+        ["queue", "delete", "q", "--yes"],
+        ["schedule", "ls"],
+        ["schedule", "run", "nightly"],
+        ["schedule", "next", "@hourly"],
+        ["schedule", "enable", "nightly"],
+        ["schedule", "rm", "nightly", "--yes"],
+        ["defer", "t"],
+        ["job", "ls"],
+        ["job", "show", one],
+        ["job", "search", "x"],
+        ["job", "why", one],
+        ["job", "get", "$", one],
+        ["job", "copy", one],
+        ["job", "hold", one],
+        ["job", "unhold", one],
+        ["job", "priority", 2, one],
+        ["job", "reschedule", one],
+        ["job", "next", "--peek"],
+        ["job", "restart", zoo["failed"]],
+        ["job", "move", one, "--to", "q"],
+        ["job", "cancel", one, "--yes"],
+        ["job", "done", one, "--yes"],
+        ["job", "fail", zoo["held"], "--yes"],
+        ["job", "delete", one, "--yes"],
+        ["db", "stats"],
+        ["db", "health"],
+        ["db", "check"],
+        ["db", "reap"],
+        ["db", "tick"],
+        ["db", "prune"],
+        ["top", "--once"],
+        ["graph", zoo["waiting"]],
+    ):
+        done = run(*words, "--json")
+        assert done.code in (0, Exit.UNHEALTHY), (words, done.err)
+        assert isinstance(done.json, dict | list), words
+    assert [
+        json.loads(line) for line in run("job", "tail", "--no-follow", "--json").out.splitlines()
+    ]
+
+
+def test_what_went_wrong_is_in_the_exit_code(
+    run: Run, conn: Connection, blank_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = "postgresql://127.0.0.1:1/nowhere?connect_timeout=1"
+    codes = {
+        "unreachable": run("job", "ls", "--dsn", nowhere).code,
+        "not installed": run("job", "ls", "--dsn", blank_dsn).code,
+        "not found": run("job", "why", 1).code,
+        "usage": run("job", "ls", "-s", "x").code,
+        "nothing": run("job", "next").code,
+    }
+    conn.execute("create role nobody_much login")
+    try:
+        monkeypatch.setenv("PGUSER", "nobody_much")
+        user = re.sub(r"user=\S+", "user=nobody_much", os.environ["PGDEFER_DSN"])
+        forbidden = run("job", "ls", "--dsn", user)
+    finally:
+        conn.execute("drop role nobody_much")
+    codes["forbidden"] = forbidden.code
+    assert codes == {
+        "unreachable": Exit.UNREACHABLE,
+        "not installed": Exit.NOT_INSTALLED,
+        "not found": Exit.NOT_FOUND,
+        "usage": Exit.USAGE,
+        "nothing": Exit.NOTHING,
+        "forbidden": Exit.FORBIDDEN,
+    }
+    assert "permission denied" in forbidden.err
+    assert len({*Exit}) == len(Exit), "each cause has its own"
+
+
+@pytest.mark.unchecked("the tables are of no version that there is")
+def test_a_database_of_another_version(run: Run, conn: Connection) -> None:
+    conn.execute("update queue.installation set version = '999.0.0'")
+    done = run("install")
+    assert done.code == Exit.INCOMPATIBLE, done.err
+
+
+def complete(dsn: str, line: str) -> list[str]:
+    """Return what bash would offer."""
+    words = line.split(" ")
+    given = {"_PGDEFER_COMPLETE": "complete_bash", "COMP_WORDS": line, "PGDEFER_DSN": dsn}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv[0] = 'pgdefer'; from pgdefer.cli import main; main()",
+        ],
+        env=os.environ | given | {"COMP_CWORD": str(len(words) - 1)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_completion(dsn: str, conn: Connection) -> None:
+    conn.execute("select queue.create_queue('mail'), queue.create_queue('mad')")
+    conn.execute("select queue.register_task('main', '{}')")
+    assert complete(dsn, "pgdefer job re") == ["restart", "reschedule"]
+    assert complete(dsn, "pgdefer job ls --state r") == ["ready", "running"]
+    assert complete(dsn, "pgdefer job ls -q ma") == ["mad", "mail"]
+    assert complete(dsn, "pgdefer queue pause mai") == ["mail"]
+    assert complete(dsn, "pgdefer defer m") == ["main"]
+    assert complete("postgresql://127.0.0.1:1/x?connect_timeout=1", "pgdefer queue pause m") == []
 
 
 # Taking jobs by hand
@@ -559,7 +835,7 @@ def test_upkeep(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     assert run("db", "tick", "--json").json["reaped"] == 0
     assert run("db", "prune").out == "0 jobs removed\n"
     assert run("db", "prune", "-s", "succeeded").code == Exit.USAGE, "nobody to ask"
-    assert run("db", "prune", "-s", "succeeded", "--dry-run").out == "1 jobs removed\n"
+    assert run("db", "prune", "-s", "succeeded", "--dry-run").out == "1 job removed\n"
     assert run("db", "prune", "-s", "nonsense", "--yes").code == Exit.USAGE
     assert len(jobs()) == 1
     assert run("db", "prune", "-s", "succeeded", "--yes", "--json").json == {"jobs": 1}

@@ -25,6 +25,7 @@ from pgdefer import (
     NotInstalled,
     Retry,
 )
+from support import url_of
 
 Connection = psycopg.Connection[Any]
 HOUR = dt.timedelta(hours=1)
@@ -243,14 +244,7 @@ def test_threads_and_forks(app: App, conn: Connection) -> None:
 
 @pytest.fixture
 def engine(dsn: str) -> Iterator[sa.Engine]:
-    params = psycopg.conninfo.conninfo_to_dict(dsn)
-    url = sa.URL.create(
-        "postgresql+psycopg",
-        database=str(params["dbname"]),
-        query={"host": str(params["host"])},
-        username=str(params["user"]),
-    )
-    engine = sa.create_engine(url)
+    engine = sa.create_engine(url_of(dsn))
     yield engine
     engine.dispose()
 
@@ -334,20 +328,39 @@ def test_sqlalchemy(anywhere: App, engine: sa.Engine, conn: Connection, is_commi
     assert shown == expected * is_committed
 
 
-async def test_sqlalchemy_async(anywhere: App, engine: sa.Engine, conn: Connection) -> None:
-    @anywhere.task(name="t")
+@pytest.mark.parametrize("is_committed", [True, False])
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_sqlalchemy_async(
+    anywhere: App, dsn: str, conn: Connection, driver: str, is_committed: bool
+) -> None:
+    @anywhere.task(name="t", lock="n:{n}")
     async def task(n: int) -> None: ...
 
-    mine = sa_async.create_async_engine(engine.url)
+    at = dt.datetime(2040, 1, 1, tzinfo=dt.UTC)
+    mine = sa_async.create_async_engine(url_of(dsn, driver))
     async with sa_async.AsyncSession(mine) as session:
-        await task.defer_with_async(session, 1)
-        await task.configure(connection=session).defer_many_async([{"n": 2}])
+        first = await task.defer_with_async(session, 1)
+        await task.configure(connection=session, scheduled_at=at, needs=[first]).defer_async(2)
+        await task.configure(connection=session).defer_many_async([{"n": 3}])
+        await anywhere.defer_async("t", {"n": 4}, connection=session)
+        with pytest.raises(InvalidParameter):
+            async with session.begin_nested():
+                await anywhere.defer_async("t", queue="x*", connection=session)
         assert jobs(conn) == []
-        await session.commit()
-    async with mine.begin() as connection:
-        await task.defer_with_async(connection, 3)
+        await (session.commit if is_committed else session.rollback)()
+    async with mine.connect() as connection:
+        await task.defer_with_async(connection, 5)
+        await (connection.commit if is_committed else connection.rollback)()
+    scoped = sa_async.async_scoped_session(
+        sa_async.async_sessionmaker(mine), scopefunc=asyncio.current_task
+    )
+    await task.configure(connection=scoped, description="a :colon and a 100 %").defer_async(6)
+    await (scoped.commit if is_committed else scoped.rollback)()
+    await scoped.remove()
     await mine.dispose()
-    assert [row["args"]["n"] for row in jobs(conn)] == [1, 2, 3]
+    shown = [(row["lock"], row["scheduled_at"]) for row in jobs(conn)]
+    locks = [("n:1", None), ("n:2", at), ("n:3", None), ("n:4", None), ("n:5", None), ("n:6", None)]
+    assert shown == locks * is_committed
     await anywhere.close_async()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import subprocess
@@ -60,8 +61,17 @@ class Reader:
                     file.write(f"\n\n{block.text}")
                 self._restart()
                 return ""
+            case "python" if found := re.fullmatch(r"# (migrations/versions/\w+\.py)", first):
+                (self.folder / found[1]).write_text(rest)
+                return ""
+            case "python" if first == "# migrations/env.py":
+                self._configure(rest)
+                return ""
             case "python":
                 return self._run([sys.executable, "-c", block.text])
+            case "ini":
+                self._merge(block.text)
+                return ""
             case "sql":
                 return self._sql(block.text)
             case "sh" if first == "# in another terminal":
@@ -111,6 +121,29 @@ class Reader:
         return subprocess.Popen(
             ["bash", "-c", f"exec {command}"], cwd=self.folder, env=self.environment, text=True
         )
+
+    def _merge(self, text: str) -> None:
+        """Set in alembic.ini what a block shows of it."""
+        path = self.folder / "alembic.ini"
+        file, shown = configparser.RawConfigParser(), configparser.RawConfigParser()
+        file.read(path)
+        shown.read_string(text)
+        for section in shown.sections():
+            for key, value in shown.items(section):
+                file.set(section, key, value)
+        with path.open("w") as opened:
+            file.write(opened)
+
+    def _configure(self, text: str) -> None:
+        """Give the options that a block shows to each call of context.configure in env.py."""
+        (options,) = re.findall(
+            r"^context\.configure\(\n    \.\.\.,\n(.*?)^\)", text, re.MULTILINE | re.DOTALL
+        )
+        path = self.folder / "migrations" / "env.py"
+        imports, _, _ = text.partition("context.configure")
+        page, count = re.subn(r"(context\.configure\()", rf"\1{options.strip()}", path.read_text())
+        assert count == 2
+        path.write_text(imports + page)
 
     def _restart(self) -> None:
         """Start again what has imported the module: it knows nothing of what was added since."""
@@ -191,3 +224,47 @@ def test_the_readme(reader: Reader) -> None:
         "welcome | mail |",
         "(4 rows)",
     ]
+
+
+def test_the_page_on_sqlalchemy(reader: Reader) -> None:
+    reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
+    output = ""
+    for block in blocks("docs/sqlalchemy.md"):
+        if block.language == "text":
+            assert squeezed(output) == squeezed(block.text), block.line
+        else:
+            output = reader.type_in(block)
+    reader.type_in(Block(0, "sh", "pgdefer worker -A shop:app --drain"))
+    found = reader.type_in(Block(0, "sql", 'select receipt from "order";'))
+    assert squeezed(found)[2] == "Thank you for order 1."
+
+
+def test_the_page_on_alembic(reader: Reader) -> None:
+    reader.type_in(Block(0, "sh", "createdb shop && alembic init migrations"))
+    reader.type_in(Block(0, "ini", "[alembic]\nsqlalchemy.url = postgresql+psycopg://\n"))
+    env = reader.folder / "migrations" / "env.py"
+    env.write_text(env.read_text().replace("= None", "= __import__('sqlalchemy').MetaData()"))
+    for block in blocks("docs/alembic.md"):
+        if block.language == "ini":
+            # The other way begins: as somebody who has not gone the first.
+            reader.type_in(Block(0, "sh", "rm migrations/versions/*.py"))
+            reader.type_in(Block(0, "sh", "dropdb --force shop && createdb shop"))
+        if "--sql" in block.text:
+            reader.type_in(block._replace(text=block.text.replace("head", "heads")))
+            # What it writes makes the same as what is there.
+            reader.type_in(Block(0, "sh", "dropdb --force shop && createdb shop"))
+            reader.type_in(Block(0, "sh", "psql -q -v ON_ERROR_STOP=1 -f upgrade.sql"))
+        else:
+            output = reader.type_in(block)
+            if "alembic current" in block.text:
+                assert "pgdefer_0_1_0 (head)" in output
+            if block.text.startswith("# migrations/env.py"):
+                reader.type_in(Block(0, "sh", "alembic check"))
+    found = reader.type_in(Block(0, "sh", "psql -At -c 'select tables from queue.version()'"))
+    assert found.strip() == "0.1.0"
+    refused = "if alembic downgrade pgdefer@base 2> log; then false; fi"
+    reader.type_in(Block(0, "sh", f"{refused}\ngrep -q 'uninstall removes every job' log"))
+    reader.type_in(Block(0, "sh", "alembic -x pgdefer_force=yes downgrade pgdefer@base"))
+    assert not reader.type_in(
+        Block(0, "sh", "psql -At -c \"select to_regclass('queue.job')\"")
+    ).strip()

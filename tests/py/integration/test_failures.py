@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime as dt
 import enum
 import logging
+import subprocess
+import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +153,108 @@ async def test_secrets_in_arguments_are_not_logged(
     errors = [str(row["error"]) for row in jobs()]
     details = [str(attempt["details"]) + str(attempt["error"]) for attempt in jobs.attempts()]
     assert SECRET not in "".join(errors + details)
+
+
+MODULE = """
+import os, time
+import psycopg
+from pgdefer import App, JobAborted, Retry, RetryLater, current_job
+
+app = App({dsn!r})
+
+@app.task(name="coroutine", retry=Retry(2))
+async def coroutine(password: str) -> None:
+    raise ValueError("no")
+
+@app.task(name="function")
+def function(password: str) -> None:
+    raise SystemExit(1)
+
+@app.task(name="late")
+def late(password: str) -> None:
+    while not current_job().should_abort():
+        time.sleep(0.01)
+    current_job().check_abort()
+
+@app.task(name="aborted")
+def aborted(password: str) -> None:
+    raise JobAborted("enough")
+
+@app.task(name="later", retry=Retry(1))
+def later(password: str) -> None:
+    if current_job().attempt == 1:
+        raise RetryLater("soon")
+    raise KeyError("no")
+
+@app.task(name="transaction", transactional=True)
+def transaction(connection: psycopg.Connection, password: str) -> None:
+    connection.execute("select 1 / 0")
+
+@app.task(name="process", run_in="process")
+def process(password: str) -> None:
+    raise ValueError("no")
+
+@app.task(name="process_late", run_in="process")
+def process_late(password: str) -> None:
+    while True:
+        pass
+
+@app.task(name="process_dies", run_in="process", retry=Retry(1, on_crash="fail"))
+def process_dies(password: str) -> None:
+    os._exit(1)
+
+@app.task(name="odd")
+def odd(password: str) -> object:
+    return lambda: password
+"""
+
+
+def test_a_worker_logs_no_secrets(dsn: str, app: App, jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=dsn))
+    names = "coroutine function late aborted later transaction process process_late process_dies"
+    made = {
+        name: app.defer(
+            name, {"password": SECRET}, timeout=dt.timedelta(seconds=0.5 if "late" in name else 60)
+        ).id
+        for name in [*names.split(), "odd", "none"]
+    }
+    made["more"] = app.defer("function", {"password": SECRET, "more": SECRET}).id
+    done = subprocess.run(
+        [sys.executable, "-m", "pgdefer", "worker", "-A", "mod:app", "--drain", "--verbose"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = {row["id"]: row for row in jobs()}
+    states = {name: (shown[id]["state"], shown[id]["error"]) for name, id in made.items()}
+    assert states == {
+        "coroutine": ("failed", "ValueError: no"),
+        "function": ("failed", "SystemExit: 1"),
+        "late": ("failed", "TimeoutError: not done within 0:00:00.500000"),
+        "aborted": ("cancelled", "JobAborted: enough"),
+        "later": ("failed", "KeyError: 'no'"),
+        "transaction": ("failed", "DivisionByZero: division by zero"),
+        "process": ("failed", "ValueError: no"),
+        "process_late": ("failed", "TimeoutError: not done within 0:00:00.500000"),
+        "process_dies": ("failed", "ProcessDied: its process exited with 1"),
+        "odd": ("succeeded", None),
+        "none": ("failed", shown[made["none"]]["error"]),
+        "more": ("failed", "DecodeError: the task takes no argument more"),
+    }
+    told = done.stdout + done.stderr
+    # It tells which jobs, and why, but not of what.
+    assert "<job 1 coroutine attempt 2 claim" in told
+    assert told.count("ValueError: no") == 3
+    assert SECRET not in told
+    for row in [*shown.values(), *jobs.attempts()]:
+        kept = {name: row.get(name) for name in ("error", "details", "result", "reason")}
+        assert SECRET not in str(kept)
+    for attempt in jobs.attempts():
+        if attempt["outcome"] == "failed":
+            assert {"type", "message", "traceback"} <= attempt["details"].keys()
 
 
 async def test_large_errors_are_cut(app: App, jobs: Jobs) -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import importlib
+import json
+import multiprocessing
+import operator
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +22,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer import App, Worker
+from pgdefer import App, DecodeError, JobContext, Worker, _child
 
-from .conftest import Jobs, running, until
+from .conftest import Jobs, give_up, running, until, wait_for
 
 Connection = psycopg.Connection[Any]
 
@@ -55,6 +62,19 @@ def fail(kind: str) -> None:
 def later(n: int) -> None:
     if current_job().attempt <= n:
         raise RetryLater("soon")
+
+class Strange(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(lambda: one + two)
+
+    def __str__(self) -> str:
+        return "neither can be pickled"
+
+@app.task(**process)
+def strange(what: str) -> object:
+    if what == "error":
+        raise Strange(1, two=2)
+    return lambda: None
 
 @app.task(**process, retry=Retry(1, max_crashes=2))
 def segfault() -> None:
@@ -102,6 +122,13 @@ def polite(path: str) -> None:
     while not current_job().should_abort():
         time.sleep(0.005)
     raise JobAborted("seen")
+
+@app.task(**process)
+def slow(path: str, end: str) -> str:
+    open(path, "w").close()
+    while not os.path.exists(end):
+        time.sleep(0.005)
+    return "ended"
 
 @app.task(**process, transactional=True)
 def insert(connection: psycopg.Connection, n: int) -> int:
@@ -179,6 +206,19 @@ async def test_failures_and_yields(tasks: Any, app: App, jobs: Jobs) -> None:
     assert "raise dict" in jobs.attempts()[0]["details"]["traceback"]
 
 
+async def test_what_cannot_be_pickled(tasks: Any, app: App, jobs: Jobs) -> None:
+    async with running(app, concurrency=1):
+        result = await tasks.strange.defer_async("result")
+        error = await tasks.strange.defer_async("error")
+        with pytest.raises(DecodeError, match=r"of type builtins\.function, could not be stored"):
+            await result.result_async(30)
+        await jobs.end(seconds=30)
+    shown = by_id(jobs)
+    assert (shown[result.id]["state"], shown[result.id]["crashes"]) == ("succeeded", 0)
+    assert (shown[error.id]["state"], shown[error.id]["crashes"]) == ("failed", 0)
+    assert shown[error.id]["error"] == "Strange: neither can be pickled"
+
+
 async def test_a_process_that_dies_takes_one_job_with_it(
     tasks: Any, app: App, jobs: Jobs, tmp_path: Path
 ) -> None:
@@ -220,13 +260,35 @@ async def test_what_a_handler_started_does_not_hide_its_death(
     assert (row["state"], row["reason"]) == ("failed", "crashed")
 
 
-async def test_a_process_that_died_while_idle(tasks: Any, app: App, jobs: Jobs) -> None:
-    async with running(app):
+@pytest.mark.parametrize("when", ["before", "at the same time"])
+async def test_a_process_that_died_while_idle(tasks: Any, app: App, jobs: Jobs, when: str) -> None:
+    """The job that it should have run next is not charged."""
+    async with running(app) as worker:
         first = await (await tasks.pid.defer_async()).result_async(30)
-        os.kill(first, signal.SIGKILL)
+        if when != "before":
+            os.kill(first, signal.SIGSTOP)
         second = await tasks.pid.defer_async()
+        if when != "before":
+            # The job has been sent, and will not be read.
+            await until(lambda: jobs.states()[second.id] == "running" and worker._running)
+        os.kill(first, signal.SIGKILL)
         assert await second.result_async(30) != first
-    assert [row["crashes"] for row in jobs()] == [0, 0]
+        await jobs.end()
+    assert [(row["attempts"], row["crashes"]) for row in jobs()] == [(1, 0)] * 2
+
+
+async def test_processes_that_cannot_live(
+    tasks: Any, app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(app) as worker:
+        with monkeypatch.context() as patch:
+            patch.setattr("pgdefer._child.main", operator.eq)  # which ends at once
+            await tasks.echo.configure(retry={"on_crash": "fail"}).defer_async(1)
+            (row,) = await jobs.end(seconds=30)
+        assert (row["state"], row["reason"]) == ("failed", "crashed")
+        assert row["error"] == "ProcessDied: its process exited with 0"
+        assert await (await tasks.echo.defer_async(2)).result_async(30) == 2
+    assert worker.finished == 2
 
 
 async def test_memory(tasks: Any, app: App, jobs: Jobs) -> None:
@@ -268,19 +330,40 @@ async def test_timeouts_and_aborts(
     assert outcomes == {endless.id: "timed_out", deaf.id: "aborted", polite.id: "aborted"}
 
 
-async def test_a_stop_at_once_kills_and_gives_back(
-    tasks: Any, app: App, jobs: Jobs, tmp_path: Path
+@pytest.mark.parametrize("how", ["at once", "time limit"])
+async def test_a_stop_that_kills_and_gives_back(
+    tasks: Any, app: App, jobs: Jobs, tmp_path: Path, how: str
 ) -> None:
     is_running = tmp_path / "deaf"
     await tasks.deaf.defer_async(str(is_running))
-    worker = Worker(app)
+    worker = Worker(app, shutdown_timeout=0.05)
     task = asyncio.create_task(worker.run_async())
     await until(is_running.exists, 30)
-    worker.stop_at_once()
+    (worker.stop_at_once if how == "at once" else worker.stop)()
     await task
     await app.close_async()
     (row,) = jobs()
-    assert (row["state"], row["attempts"]) == ("ready", 0)
+    assert (row["state"], row["attempts"], row["crashes"]) == ("ready", 0, 0)
+    assert multiprocessing.active_children() == []
+    assert worker.given_back == 1
+
+
+async def test_a_graceful_stop(tasks: Any, app: App, jobs: Jobs, tmp_path: Path) -> None:
+    is_running, end = tmp_path / "slow", tmp_path / "end"
+    job = await tasks.slow.defer_async(str(is_running), str(end))
+    worker = Worker(app)
+    task = asyncio.create_task(worker.run_async())
+    await until(is_running.exists, 30)
+    worker.stop()
+    await asyncio.wait([task], timeout=0.3)
+    assert not task.done()
+    assert jobs.states() == {job.id: "running"}
+    end.touch()
+    await task
+    await app.close_async()
+    (row,) = jobs()
+    assert (row["state"], row["result"], row["attempts"]) == ("succeeded", "ended", 1)
+    assert multiprocessing.active_children() == []
 
 
 async def test_transactions_and_leases(tasks: Any, app: App, jobs: Jobs, conn: Connection) -> None:
@@ -304,7 +387,7 @@ async def test_a_task_that_the_process_cannot_find(
 
 
 PROGRAM = """
-import os
+import fcntl, os, re
 from pgdefer import App
 app = App({dsn!r})
 
@@ -312,20 +395,90 @@ app = App({dsn!r})
 def pid() -> int:
     return os.getpid()
 
+@app.task(run_in="process")
+def hold(path: str, how: str) -> None:
+    global file  # locked for as long as this process lives
+    file = open(path, "w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.rename(path, path + ".held")
+    if how == "no thread may run":
+        re.match("(a+)+$", "a" * 60 + "b")
+    while True:
+        pass
+
 if __name__ == "__main__":
-    pid.defer()
-    app.run_worker(drain=True)
+    if os.environ.get("DRAIN"):
+        pid.defer()
+    app.run_worker(drain=bool(os.environ.get("DRAIN")))
 """
 
 
 async def test_a_program_that_is_its_own_module(dsn: str, tmp_path: Path, jobs: Jobs) -> None:
     path = tmp_path / "its_own.py"
     path.write_text(PROGRAM.format(dsn=dsn))
-    process = await asyncio.create_subprocess_exec(sys.executable, str(path))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(path), env=os.environ | {"DRAIN": "1"}
+    )
     assert await process.wait() == 0
     (row,) = jobs()
     assert (row["task"], row["state"]) == ("its_own.pid", "succeeded")
     assert row["result"] != process.pid
+
+
+@pytest.mark.parametrize("how", ["busy", "no thread may run"])
+def test_a_worker_that_is_killed_leaves_no_orphan(
+    dsn: str, tmp_path: Path, jobs: Jobs, conn: Connection, how: str
+) -> None:
+    if how == "no thread may run" and sys.platform != "linux":
+        pytest.skip("only Linux tells a process of its parent's death")
+    path = tmp_path / "its_own.py"
+    path.write_text(PROGRAM.format(dsn=dsn))
+    lock = tmp_path / "lock"
+    held = tmp_path / "lock.held"
+    args = json.dumps({"path": str(lock), "how": how})
+    conn.execute("select queue.defer('its_own.hold', %s::jsonb)", (args,))
+    with subprocess.Popen([sys.executable, str(path)]) as worker:
+        wait_for(held.exists)
+        with held.open("r+") as file:
+
+            def is_free() -> bool:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return True
+                return False
+
+            assert not is_free()
+            worker.kill()
+            wait_for(is_free)
+    give_up(conn)
+    (row,) = jobs()
+    assert (row["state"], row["crashes"]) == ("ready", 1)
+    assert [a["outcome"] for a in jobs.attempts()] == ["crashed"]
+
+
+def test_what_is_said_to_a_job_is_not_heard_by_the_next() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    line = _child._Line(theirs)
+    reader = threading.Thread(target=line.read)
+    reader.start()
+    first, second = (JobContext(None, (id, id, "t", b"", "q", 0, *[None] * 7)) for id in (1, 2))  # type: ignore[arg-type]
+    received = line.jobs()
+    ours.send("first")
+    assert next(received) == "first"
+    assert isinstance(ours.recv(), _child.Begun)
+    line.begin(first)
+    line.end(_child.Answer(None, may_go_on=True))
+    ours.send(_child.Word(first.claim, "too late"))
+    ours.send("second")
+    assert next(received) == "second"
+    line.begin(second)
+    assert (first._abort, second._abort) == (None, None)
+    ours.send(_child.Word(second.claim, "in time"))
+    wait_for(lambda: second._abort == "in time")
+    line.end(_child.Answer(None, may_go_on=True))
+    ours.close()
+    reader.join()
+    theirs.close()
 
 
 def test_what_cannot_run_in_a_process() -> None:

@@ -52,7 +52,7 @@ async def test_runs(app: App, conn: Connection, jobs: Jobs) -> None:
         (row["started_at"] - dt.datetime.fromisoformat(row["args"]["scheduled_for"]))
         for row in jobs()
     ]
-    assert sorted(delays)[len(delays) // 2] < dt.timedelta(milliseconds=100)
+    assert sorted(delays)[len(delays) // 2] < dt.timedelta(seconds=2)
     assert min(delays) > dt.timedelta(0)
 
 
@@ -110,11 +110,12 @@ async def test_what_was_removed_by_hand_stays_so(app: App, conn: Connection) -> 
     async with running(app) as worker:
         first = await until(lambda: worker.id)
         conn.execute("select queue.unschedule('s')")
+        # In this order: whatever it asks over its next connection tells it so.
+        conn.execute("update queue.worker set gone_at = now() where id = %s", (first,))
         conn.execute(
             "select pg_terminate_backend(pid) from pg_stat_activity"
             " where pid <> pg_backend_pid() and datname = current_database()"
         )
-        conn.execute("update queue.worker set gone_at = now() where id = %s", (first,))
         await until(lambda: worker.id not in (None, first))
         assert schedules(conn) == []
 

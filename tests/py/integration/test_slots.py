@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
-from pgdefer import App
+from pgdefer import App, current_job
 
 from .conftest import Jobs, running, until
 
@@ -78,34 +83,99 @@ def crash(conn: Connection, count: int) -> None:
         conn.execute("select queue.reap()")
 
 
-@pytest.mark.parametrize("slots", [["3"], ["1:30m", "2"]])
-async def test_a_busy_worker_makes_room(
-    app: App, jobs: Jobs, conn: Connection, slots: list[str]
+@pytest.mark.parametrize(("slots", "workers"), [(["3"], 1), (["1:30m", "2"], 1), (["2"], 2)])
+async def test_busy_workers_make_room(
+    app: App, jobs: Jobs, conn: Connection, slots: list[str], workers: int
 ) -> None:
-    """One that is never idle: jobs that crashed run all the same, and alone."""
-    now: set[int] = set()
+    """Of workers that are never idle: jobs that crashed run all the same, and alone in theirs."""
+    now: set[tuple[int, int]] = set()
     beside: dict[int, set[int]] = {}
     is_over = False
 
     @app.task(name="t")
     async def task(n: int) -> None:
-        me = asyncio.current_task()
-        now.add(n)
-        for other in now:
-            beside.setdefault(other, set()).update(now - {other})
+        row = jobs._cursor.execute(
+            "select worker_id from queue.jobs where id = %s", (current_job().id,)
+        ).fetchone()
+        assert row is not None
+        where = row["worker_id"]
+        now.add((where, n))
+        here = {other for worker, other in now if worker == where}
+        for other in here:
+            beside.setdefault(other, set()).update(here - {other})
         await asyncio.sleep(0.03)
-        now.discard(n)
-        assert me is not None
+        now.discard((where, n))
         if n < 0 and not is_over:  # never idle: each job makes the next
-            await task.defer_async(n - 3)
+            await task.defer_async(n - 10)
 
     suspects = [await task.defer_async(n) for n in range(1, 4)]
     crash(conn, 3)
-    for n in (-1, -2, -3):
+    for n in range(-1, -11, -1):
         await task.defer_async(n)
-    async with running(app, slots=slots, heartbeat_every=0.2):
-        await jobs.end(*(job.id for job in suspects), seconds=40)
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(workers):
+            await stack.enter_async_context(running(app, slots=slots, heartbeat_every=0.2))
+        await jobs.end(*(job.id for job in suspects), seconds=60)
         is_over = True
-        await jobs.end(seconds=20)
+        await jobs.end()
     assert {n: beside[n] for n in (1, 2, 3) if n in beside} == {1: set(), 2: set(), 3: set()}
     assert any(beside[n] for n in beside if n < 0)
+
+
+PROGRAM = """
+import os
+from pgdefer import App
+
+app = App({dsn!r})
+
+@app.task(name="pid", run_in="process")
+def pid() -> int:
+    return os.getpid()
+
+@app.task(name="slots")
+def slots() -> list[int | str]:
+    from pgdefer import current_job
+    return [os.getpid(), str(current_job()._slots)]
+"""
+
+
+def test_the_command_line(dsn: str, app: App, jobs: Jobs, conn: Connection, tmp_path: Path) -> None:
+    (tmp_path / "mod.py").write_text(PROGRAM.format(dsn=dsn))
+
+    def worker(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pgdefer", "worker", "-A", "mod:app", "--drain", *options],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"COLUMNS": "100"},
+            timeout=60,
+        )
+
+    soon = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=5)
+    for _ in range(3):
+        app.defer("pid")
+    app.defer("slots", deadline=soon)
+    app.defer("slots")
+    done = worker("--slots", "1", "--slots", "1:30m", "--jobs-per-process", "2")
+    assert done.returncode == 0, done.stderr
+    rows = jobs()
+    assert {row["state"] for row in rows} == {"succeeded"}
+    pids = [row["result"] for row in rows[:3]]
+    assert sorted(pids.count(pid) for pid in set(pids)) == [1, 2]
+    assert {row["result"][0] for row in rows[3:]}.isdisjoint(pids)
+    assert [row["result"][1] for row in rows[3:]] == ["1:0:30:00", "1"]
+    info = conn.execute(
+        "select info -> 'slots', info -> 'concurrency' from queue.workers"
+    ).fetchall()
+    assert info == [(["1:0:30:00", "1"], 2)]
+    for options, message in [
+        (["--slots", "0"], "slots are N or N:HORIZON"),
+        (["--slots", "2:soon"], "not '2:soon'"),
+        (["--slots", "2", "-c", "3"], "give slots or concurrency, not both"),
+        (["--jobs-per-process", "0"], "Invalid value for '--jobs-per-process'"),
+    ]:
+        done = worker(*options)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        assert "Traceback" not in done.stderr

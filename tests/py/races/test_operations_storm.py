@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
@@ -15,6 +16,17 @@ import pytest
 from pgdefer._connect import Connection
 
 FORCED = {"move", "delete", "retry"}
+STATES = (
+    "scheduled waiting upstream_failed blocked ready running held succeeded failed cancelled"
+).split()
+# One statement, and so one snapshot.
+SEARCH_AND_VIEW = """
+select s.id, j.id
+from (select id from queue.search(state => %(state)s, max_jobs => 30) where id is not null) s
+full join (select id from queue.jobs where state = %(state)s order by id desc limit 30) j
+  on j.id = s.id
+where j.id is null or s.id is null
+"""
 
 
 class Storm:
@@ -130,9 +142,22 @@ class Storm:
             connection.execute("select queue.pause(%s)", [queue])
             connection.execute("select queue.resume(%s)", [queue])
             if dice.random() < 0.1:
-                connection.execute("select queue.delete_queue(%s, true)", [queue])
+                # there may be none, as none of its jobs has been admitted
+                with contextlib.suppress(psycopg.errors.InvalidParameterValue):
+                    connection.execute("select queue.delete_queue(%s, true)", [queue])
             connection.execute("select * from queue.tick()")
             time.sleep(0.05)
+            yield
+
+    def readers(self, connection: Connection, dice: random.Random) -> Any:
+        """What a search by state finds is what the view shows in that state."""
+        while True:
+            state = dice.choice(STATES)
+            differing = connection.execute(SEARCH_AND_VIEW, {"state": state}).fetchall()
+            if differing:
+                self.failures.append(f"readers: {state}: {differing}")
+                return
+            self.counts["read"] += 1
             yield
 
 
@@ -144,9 +169,9 @@ def recent(connection: Connection) -> list[int]:
 @pytest.mark.parametrize("seconds", [5, pytest.param(45, marks=pytest.mark.soak)])
 def test_operators_amid_the_traffic(dsn: str, conn: Connection, seconds: float) -> None:
     storm = Storm(dsn, seed=random.randrange(10**6))
-    storm.run(seconds, producers=2, workers=3, operators=3, pausers=1)
+    storm.run(seconds, producers=2, workers=3, operators=3, pausers=1, readers=1)
     assert storm.failures == [], f"seed {storm.seed}"
-    for name in ("deferred", "ended", "move", "delete", "retry", "fail_jobs", "done"):
+    for name in ("deferred", "ended", "read", "move", "delete", "retry", "fail_jobs", "done"):
         assert storm.counts[name] > 0, (name, storm.counts)
     # what is left runs to its end
     conn.execute("select queue.resume()")

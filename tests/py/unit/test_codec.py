@@ -265,8 +265,9 @@ def test_tags_do_not_clash() -> None:
     codec.register(Money, "money", lambda m: m.amount, Money)
     with pytest.raises(ValueError, match="taken"):
         codec.register(Point, "money", lambda p: p.x, Point)
-    with pytest.raises(ValueError, match="taken"):
-        codec.register(Point, "uuid", lambda p: p.x, Point)
+    for tag in ("uuid", "datetime", "dataclass", "unencodable"):
+        with pytest.raises(ValueError, match="taken"):
+            codec.register(Point, tag, lambda p: p.x, Point)
     with pytest.raises(ValueError, match="letters"):
         codec.register(Point, 'a"b', lambda p: p.x, Point)
 

@@ -11,7 +11,8 @@ import pytest
 import pgdefer
 from pgdefer import _errors, _sql
 
-SOURCES = sorted(Path(pgdefer.__file__).parent.glob("*.py"))
+PACKAGE = Path(pgdefer.__file__).parent
+SOURCES = sorted([*PACKAGE.glob("*.py"), *PACKAGE.glob("alembic/**/*.py")])
 STATEMENT = re.compile(
     r"^\s*(select|insert|update|delete|with|call|listen|create|drop|alter|set|begin)\b",
     re.IGNORECASE,
@@ -44,7 +45,8 @@ def test_statements_only_call_the_queue() -> None:
         for name, value in vars(_sql).items()
         if isinstance(value, _sql.Statement) and not name.startswith("DEMO_")
     }
-    allowed = {"HAS_EXTENSION", "CREATE_EXTENSION", "UPDATE_EXTENSION"}
+    allowed = {"HAS_EXTENSION", "CREATE_EXTENSION", "UPDATE_EXTENSION", "DROP_EXTENSION"}
+    allowed |= {"AFTER_PLAIN_CODE", "AFTER_PLAIN_MESSAGES"}
     assert {n for n, text in statements.items() if " queue." not in text} == allowed
 
 

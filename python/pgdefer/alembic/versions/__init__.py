@@ -1,0 +1,1 @@
+"""The branch `pgdefer`: a migration for each release that changes the schema."""

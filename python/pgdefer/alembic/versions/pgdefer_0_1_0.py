@@ -1,0 +1,28 @@
+"""pgdefer 0.1.0: the queue is installed.
+
+`-x pgdefer=plain` or `-x pgdefer=extension` says how; `-x pgdefer_force=yes` lets a downgrade
+remove the queue with its jobs.
+"""
+
+from __future__ import annotations
+
+from alembic import context, op
+
+import pgdefer.alembic
+
+revision = "pgdefer_0_1_0"
+down_revision = None
+branch_labels = ("pgdefer",)
+depends_on = None
+
+
+def upgrade() -> None:
+    """Install the queue."""
+    options = context.get_x_argument(as_dictionary=True)
+    pgdefer.alembic.install(op, form=pgdefer.alembic.form_of(options.get("pgdefer", "auto")))
+
+
+def downgrade() -> None:
+    """Remove the queue, where that is forced."""
+    options = context.get_x_argument(as_dictionary=True)
+    pgdefer.alembic.downgrade(op, force=options.get("pgdefer_force") == "yes")

@@ -1,0 +1,54 @@
+"""What the shell offers for a word that was begun: states, and names that the database has."""
+
+from __future__ import annotations
+
+import contextlib
+
+import typer
+
+from pgdefer import _sql
+from pgdefer._connect import Source
+from pgdefer._sql import Statement
+
+STATES = (
+    "scheduled",
+    "waiting",
+    "upstream_failed",
+    "blocked",
+    "ready",
+    "running",
+    "held",
+    "succeeded",
+    "failed",
+    "cancelled",
+)
+
+
+def state(incomplete: str) -> list[str]:
+    """Return the states that begin so."""
+    return [name for name in STATES if name.startswith(incomplete)]
+
+
+def queue(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the queues whose names begin so."""
+    return _names(context, _sql.QUEUES_LIKE, incomplete)
+
+
+def task(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the registered tasks whose names begin so."""
+    return _names(context, _sql.TASKS_LIKE, incomplete)
+
+
+def schedule(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the schedules whose names begin so."""
+    return _names(context, _sql.SCHEDULES_LIKE, incomplete)
+
+
+def _names(context: typer.Context, statement: Statement, word: str) -> list[str]:
+    """Ask the database that the line names so far; no server is started for this."""
+    source = Source(context.params.get("dsn"))
+    with contextlib.suppress(Exception):
+        if source.is_chosen:
+            with source.connect() as connection:
+                return [row[0] for row in connection.execute(statement.psycopg, {"word": word})]
+    return []

@@ -1,0 +1,359 @@
+"""The public views as SQLAlchemy models, to read.
+
+They have a metadata of their own, so that an application's is not touched; they can't be written:
+jobs change by the functions of schema `queue` only. What the columns mean: docs/reference.md.
+
+    with Session(engine) as session:
+        for job in session.scalars(select(Job).where(Job.state == "failed").limit(10)):
+            print(job.task, job.error, [attempt.outcome for attempt in job.history])
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Annotated, Any, ClassVar, NoReturn
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects.postgresql import ARRAY, INTERVAL, JSONB
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Mapper,
+    ORMExecuteState,
+    Session,
+    foreign,
+    mapped_column,
+    relationship,
+    remote,
+)
+
+from ._connect import FIRST, LAST
+from ._errors import PgDeferError
+
+__all__ = [
+    "LAST",
+    "Attempt",
+    "Base",
+    "Job",
+    "Lock",
+    "Metrics",
+    "Queue",
+    "ReadOnly",
+    "Schedule",
+    "ScheduleRun",
+    "Semaphore",
+    "Task",
+    "Worker",
+]
+
+
+class ReadOnly(PgDeferError):  # noqa: N818 (as the others)
+    """The models are views: nothing can be written through them."""
+
+
+class _Endless(sa.types.TypeDecorator[dt.datetime]):
+    """A timestamptz that may be infinite, which no datetime can hold: it is read as LAST."""
+
+    impl = sa.TIMESTAMP(timezone=True)
+    cache_ok = True
+
+    def column_expression(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+        plain = sa.type_coerce(column, self.impl_instance)
+        first, last = (
+            sa.literal_column(f"timestamptz '{moment.isoformat()}'", self.impl_instance)
+            for moment in (FIRST, LAST)
+        )
+        return sa.case((plain > last, last), (plain < first, first), else_=plain)
+
+
+_Int = Annotated[int, mapped_column(sa.Integer)]
+_Until = Annotated[dt.datetime, mapped_column(_Endless)]
+
+
+class Base(DeclarativeBase):
+    """What the models have in common; its metadata is of schema `queue` and holds nothing else."""
+
+    metadata = sa.MetaData(schema="queue")
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        int: sa.BigInteger,
+        str: sa.Text,
+        dt.datetime: sa.TIMESTAMP(timezone=True),
+        dt.timedelta: INTERVAL,
+        dict[str, Any]: JSONB,
+        list[int]: ARRAY(sa.BigInteger),
+        list[str]: ARRAY(sa.Text),
+    }
+
+    def __repr__(self) -> str:
+        state = sa.inspect(self)
+        names = [state.mapper.get_property_by_column(c).key for c in state.mapper.primary_key]
+        key = ", ".join(f"{name}={state.dict.get(name)!r}" for name in names)
+        return f"{type(self).__name__}({key})"
+
+
+class Job(Base):
+    """A job that is kept, in its state as far as it is known."""
+
+    __tablename__ = "jobs"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    task: Mapped[str]
+    queue: Mapped[str]
+    state: Mapped[str]
+    reason: Mapped[str | None]
+    args: Mapped[dict[str, Any]]
+    priority: Mapped[_Int]
+    lock: Mapped[str | None]
+    queueing_lock: Mapped[str | None]
+    concurrency_key: Mapped[str | None]
+    needs: Mapped[list[int] | None]
+    deadline: Mapped[_Until | None]
+    scheduled_at: Mapped[dt.datetime | None]
+    expires_at: Mapped[_Until | None]
+    created_at: Mapped[dt.datetime]
+    started_at: Mapped[dt.datetime | None]
+    finished_at: Mapped[dt.datetime | None]
+    attempts: Mapped[_Int]
+    failures: Mapped[_Int]
+    crashes: Mapped[_Int]
+    claims: Mapped[_Int]
+    claim: Mapped[int | None]
+    worker_id: Mapped[int | None]
+    error: Mapped[str | None]
+    result: Mapped[Any | None] = mapped_column(JSONB)
+    description: Mapped[str | None]
+    headers: Mapped[dict[str, Any] | None]
+    parent: Mapped[int | None]
+    progress: Mapped[_Int]
+
+    #: The attempts that did not succeed, in their order; `attempts` is how many there were.
+    history: Mapped[list[Attempt]] = relationship(
+        primaryjoin=lambda: Job.id == foreign(Attempt.job_id),
+        order_by=lambda: Attempt.claim,
+        back_populates="job",
+        viewonly=True,
+    )
+    #: The jobs of `needs` that are kept, by id.
+    needed_jobs: Mapped[list[Job]] = relationship(
+        primaryjoin=lambda: remote(Job.id) == sa.any_(foreign(Job.needs)),
+        order_by=lambda: Job.id,
+        uselist=True,
+        viewonly=True,
+    )
+    #: The job of `parent`, where that is kept.
+    parent_job: Mapped[Job | None] = relationship(
+        primaryjoin=lambda: remote(Job.id) == foreign(Job.parent), viewonly=True
+    )
+    #: The worker that runs it or ended it; None also where that has gone for more than a minute.
+    worker: Mapped[Worker | None] = relationship(
+        primaryjoin=lambda: foreign(Job.worker_id) == Worker.id, viewonly=True
+    )
+
+
+class Attempt(Base):
+    """An attempt that did not succeed."""
+
+    __tablename__ = "attempts"
+
+    job_id: Mapped[int] = mapped_column(primary_key=True)
+    attempt: Mapped[_Int]
+    claim: Mapped[int] = mapped_column(primary_key=True)
+    worker_id: Mapped[int | None]
+    started_at: Mapped[dt.datetime]
+    finished_at: Mapped[dt.datetime]
+    outcome: Mapped[str]
+    error: Mapped[str | None]
+    details: Mapped[Any | None] = mapped_column(JSONB)
+
+    job: Mapped[Job | None] = relationship(
+        primaryjoin=lambda: foreign(Attempt.job_id) == Job.id,
+        back_populates="history",
+        viewonly=True,
+    )
+    #: None also where the worker has gone for more than a minute.
+    worker: Mapped[Worker | None] = relationship(
+        primaryjoin=lambda: foreign(Attempt.worker_id) == Worker.id, viewonly=True
+    )
+
+
+class Worker(Base):
+    """A registered worker, or one that has gone within the last minute."""
+
+    __tablename__ = "workers"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    queues: Mapped[list[str] | None]
+    info: Mapped[dict[str, Any]]
+    registered_at: Mapped[dt.datetime]
+    last_seen_at: Mapped[dt.datetime]
+    dead_after: Mapped[dt.timedelta]
+    is_alive: Mapped[bool]
+    running: Mapped[_Int]
+
+
+class Task(Base):
+    """A registered task and its defaults."""
+
+    __tablename__ = "tasks"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    defaults: Mapped[dict[str, Any]]
+
+
+class Queue(Base):
+    """A queue that is configured, or has unfinished jobs or had ready ones."""
+
+    __tablename__ = "queues"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[dt.datetime | None]
+    max_running: Mapped[_Int | None]
+    rate_limit: Mapped[_Int | None]
+    rate_per: Mapped[dt.timedelta | None]
+    retain: Mapped[dt.timedelta | None]
+    ready: Mapped[int]
+    running: Mapped[int]
+    #: LAST where it is paused until somebody resumes it.
+    paused_until: Mapped[_Until | None]
+
+
+class Metrics(Base):
+    """A queue's figures, as exporters take them."""
+
+    __tablename__ = "metrics"
+
+    queue: Mapped[str] = mapped_column(primary_key=True)
+    paused: Mapped[_Int]
+    scheduled: Mapped[int]
+    waiting: Mapped[int]
+    upstream_failed: Mapped[int]
+    blocked: Mapped[int]
+    ready: Mapped[int]
+    running: Mapped[int]
+    held: Mapped[int]
+    failed: Mapped[int]
+    oldest_ready_seconds: Mapped[float] = mapped_column(sa.Double)
+    succeeded_5m: Mapped[int]
+    failed_5m: Mapped[int]
+    cancelled_5m: Mapped[int]
+    workers: Mapped[int]
+
+
+class Lock(Base):
+    """A lock with unfinished jobs."""
+
+    __tablename__ = "locks"
+
+    lock: Mapped[str] = mapped_column(primary_key=True)
+    job_id: Mapped[int]
+    running: Mapped[_Int]
+    waiting: Mapped[_Int]
+    has_mutex: Mapped[bool]
+
+    #: The job that runs, or comes first.
+    job: Mapped[Job | None] = relationship(
+        primaryjoin=lambda: foreign(Lock.job_id) == Job.id, viewonly=True
+    )
+
+
+class Semaphore(Base):
+    """A limit of a concurrency key, a mutex lock or a queue, and who uses it."""
+
+    __tablename__ = "semaphores"
+
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    limit: Mapped[_Int]
+    used: Mapped[_Int]
+    ready: Mapped[_Int]
+    waiting: Mapped[_Int]
+
+
+class Schedule(Base):
+    """A recurring run."""
+
+    __tablename__ = "schedules"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    cron: Mapped[str]
+    timezone: Mapped[str]
+    task: Mapped[str]
+    args: Mapped[dict[str, Any]]
+    options: Mapped[dict[str, Any]]
+    enabled: Mapped[bool]
+    next_run_at: Mapped[dt.datetime | None]
+    last_run_at: Mapped[dt.datetime | None]
+    last_job_id: Mapped[int | None]
+    reason: Mapped[str | None]
+    catch_up: Mapped[str]
+    max_delay: Mapped[dt.timedelta | None]
+    overlap: Mapped[str]
+    source: Mapped[str | None]
+    created_at: Mapped[dt.datetime]
+    changed_at: Mapped[dt.datetime]
+
+    #: What became of its last runs, in their order.
+    runs: Mapped[list[ScheduleRun]] = relationship(
+        primaryjoin=lambda: Schedule.name == foreign(ScheduleRun.name),
+        order_by=lambda: ScheduleRun.run_at,
+        back_populates="schedule",
+        viewonly=True,
+    )
+    last_job: Mapped[Job | None] = relationship(
+        primaryjoin=lambda: foreign(Schedule.last_job_id) == Job.id, viewonly=True
+    )
+
+
+class ScheduleRun(Base):
+    """What became of one run of a schedule: its job, or why it was skipped."""
+
+    __tablename__ = "schedule_runs"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    run_at: Mapped[dt.datetime] = mapped_column(primary_key=True)
+    job_id: Mapped[int | None]
+    skipped: Mapped[str | None]
+    detail: Mapped[str | None]
+    manual: Mapped[bool]
+    decided_at: Mapped[dt.datetime]
+
+    schedule: Mapped[Schedule | None] = relationship(
+        primaryjoin=lambda: foreign(ScheduleRun.name) == Schedule.name,
+        back_populates="runs",
+        viewonly=True,
+    )
+    job: Mapped[Job | None] = relationship(
+        primaryjoin=lambda: foreign(ScheduleRun.job_id) == Job.id, viewonly=True
+    )
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ReadOnly(
+        f"{name} is a view of the queue's and can't be written",
+        hint="Defer with task.defer or queue.defer, and change jobs with the functions of "
+        "schema queue.",
+    )
+
+
+@event.listens_for(Base, "before_insert", propagate=True)
+@event.listens_for(Base, "before_update", propagate=True)
+@event.listens_for(Base, "before_delete", propagate=True)
+def _refuse_flush(mapper: Mapper[Any], _connection: sa.Connection, _target: object) -> None:
+    _refuse(mapper.class_.__name__)
+
+
+# Of every session, as that is where SQLAlchemy tells of INSERT, UPDATE and DELETE by statement.
+@event.listens_for(Session, "do_orm_execute")
+def _refuse_statement(state: ORMExecuteState) -> None:
+    if state.is_insert or state.is_update or state.is_delete:
+        table = getattr(state.statement, "table", None)
+        if table is not None and getattr(table, "metadata", None) is Base.metadata:
+            _refuse(table.fullname)
+
+
+@event.listens_for(Base.metadata, "before_create")
+@event.listens_for(Base.metadata, "before_drop")
+def _refuse_ddl(_target: sa.MetaData, _connection: sa.Connection, **_options: object) -> None:
+    raise ReadOnly("these tables are views of the queue's", hint="Make them with queue.install().")

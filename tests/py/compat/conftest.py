@@ -1,0 +1,34 @@
+"""What the tests of upgrades, dumps and roles share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from releases import Releases
+
+from pgdefer._server import EmbeddedServer
+
+
+@pytest.fixture(scope="session")
+def shared_folder() -> Iterator[Path]:
+    """A folder that the server's user can read, which pytest's own is not for root."""
+    made = Path(tempfile.mkdtemp(prefix="pgdefer-compat-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def releases(shared_folder: Path) -> Releases:
+    return Releases(shared_folder / "releases")
+
+
+@pytest.fixture(params=["extension", "plain"])
+def form(request: pytest.FixtureRequest, server: EmbeddedServer) -> str:
+    if request.param == "extension" and server.major < 18:
+        pytest.skip("the extension needs extension_control_path, which PostgreSQL 18 brought")
+    return str(request.param)

@@ -1,0 +1,570 @@
+"""Roles that are limited to some queues: nothing of the others is read or changed by any function or view.
+
+The calls are made from the catalog, so that a new function cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+KINDS = ("producer", "worker", "operator", "reader")
+OWN = ["a*", "exact"]
+
+# What a function's parameters may be given that concerns other queues, by their names. `ids` and
+# such stand for what the setup made.
+FOREIGN: dict[str, list[Any]] = {
+    "task": ["secret task"],
+    "args": ["{}"],
+    "queue": ["b1", "b*", None, "*"],
+    "queues": [["b1"], ["b*"], ["*"], None],
+    "name": ["b1"],
+    "priority": [7],
+    "lock": ["l"],
+    "needs": [None],
+    "scheduled_at": [None],
+    "state": [None],
+    "pattern": [None, "secret"],
+    "path": ["x", "$"],
+    "message": ["m"],
+    "error": ["e"],
+    "details": [None],
+    "result": ["1"],
+    "lease": ["1 hour"],
+    "max_jobs": [100],
+    "n": [100],
+    "ack": [True, False],
+    "force": [True],
+    "abort": [True],
+    "paused": [True],
+    "enabled": [False],
+    "defaults": ['{"priority": 3}'],
+    "older_than": [None],
+    "until": [None],
+    "at": [None],
+    "before": [None],
+    "by": ["text"],
+    "max_bytes": [None],
+    "info": ["{}"],
+    "policy": ["{}"],
+    "failures": [1],
+    "cron": ["@daily"],
+    "timezone": ["UTC"],
+    "after": ["2030-01-01"],
+    "within": ["1 minute"],
+    "deadline": [None],
+    "queueing_lock": [None, "secret key"],
+    "concurrency_key": [None],
+    "concurrency_limit": [None],
+}
+
+SETUP = """
+do $$
+declare
+  v_worker bigint := queue.register_worker('secret worker', '{b*}', '{"secret": true}');
+  v record;
+begin
+  perform queue.register_task('secret task', '{"queue": "b1"}');
+  perform queue.schedule('secret schedule', '@yearly', 'secret task', options => '{"queue": "b1"}');
+  perform queue.create_queue('b1');
+  for i in 1 .. 4 loop
+    perform queue.defer('secret task', '{"x": "secret"}', 'b1', options => '{"description": "secret", "headers": {"h": "secret"}}');
+  end loop;
+  commit;
+  for v in select f.id, f.claim from queue.fetch(v_worker, '{b1}', 4) f loop
+    if v.id % 4 = 1 then
+      perform queue.succeed(v.id, v.claim, '"secret result"');
+    elsif v.id % 4 = 2 then
+      perform queue.fail(v.id, v.claim, 'secret error');
+    end if;
+  end loop;
+  perform queue.defer('secret task', '{"x": "secret"}', 'b1');
+  commit;
+  perform queue.defer('secret task', '{"x": "secret"}', 'b2', options => '{"delay": "1 hour"}');
+  perform queue.defer('secret task', '{"x": "secret"}', 'b1', options => '{"held": true}');
+  perform queue.defer('secret task', '{"x": "secret"}', 'b1', lock => 'secret lock', queueing_lock => 'secret key',
+                      concurrency_key => 'secret concurrency', concurrency_limit => 1);
+  perform queue.defer('secret task', '{"x": "secret"}', 'b1', needs => array[(select min(j.id) from queue.jobs j where j.state = 'ready')]);
+end $$
+"""
+
+DIGEST = """
+select md5(string_agg(x.line, e'\\n' order by x.line))
+from (
+  select to_jsonb(j)::text from queue.jobs j where j.queue like 'b%'
+  union all select to_jsonb(a)::text from queue.attempts a join queue.jobs j on j.id = a.job_id where j.queue like 'b%'
+  union all select to_jsonb(w)::text from queue.worker w where w.name = 'secret worker'
+  union all select to_jsonb(c)::text from queue.queue_config c where c.queue like 'b%'
+  union all select to_jsonb(t)::text from queue.task t
+  union all select to_jsonb(s)::text from queue.schedule s
+  union all select to_jsonb(p)::text from queue.pause p
+  union all select to_jsonb(r)::text from queue.need r
+  union all select to_jsonb(r)::text from queue.abort r
+  union all select to_jsonb(l)::text from queue.lease l) x (line)
+"""
+
+FUNCTIONS = """
+select p.proname, p.proargnames[1:p.pronargs], array(select format_type(t, null) from unnest(p.proargtypes) with ordinality u (t, n) order by n)
+from pg_proc p
+where p.pronamespace = 'queue'::regnamespace and p.prorettype <> 'trigger'::regtype and has_function_privilege(%s, p.oid, 'execute')
+order by 1
+"""
+
+
+@pytest.fixture
+def owner(conn: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
+    conn.execute("set pgdefer.notify = off")
+    return conn
+
+
+@pytest.fixture
+def roles(owner: psycopg.Connection[Any]) -> Iterator[dict[str, str]]:
+    names = {kind: f"limited_{kind}" for kind in KINDS}
+    for kind, name in names.items():
+        owner.execute(f"create role {name}".encode())
+        owner.execute("select queue.grant_access(%s, %s, %s)", (name, kind, OWN))
+    yield names
+    drop(owner, *names.values())
+
+
+def drop(connection: psycopg.Connection[Any], *names: str) -> None:
+    connection.execute("rollback")
+    connection.execute("reset role")
+    connection.execute("reset session authorization")
+    for name in names:
+        connection.execute("select queue.revoke_access(%s)", (name,))
+        connection.execute(f"drop owned by {name} cascade".encode())
+        connection.execute(f"drop role {name}".encode())
+
+
+def become(connection: psycopg.Connection[Any], role: str) -> None:
+    connection.execute(sql.SQL("set session authorization {}").format(sql.Identifier(role)))
+
+
+def outcome(connection: psycopg.Connection[Any], statement: str, *arguments: Any) -> str:
+    """Return what a call returned, or its error with all that it tells."""
+    try:
+        with connection.transaction():
+            return str(connection.execute(statement.encode(), arguments or None).fetchall())
+    except psycopg.Error as error:
+        diag = error.diag
+        return f"{error.sqlstate} {diag.message_primary} {diag.message_detail} {diag.message_hint}"
+
+
+def values_of(
+    function: str, name: str, jobs: list[tuple[int, int | None]], worker: int
+) -> list[Any]:
+    ids = [job for job, _ in jobs]
+    if name == "worker":
+        return [worker]
+    if name == "id":
+        return [*ids]
+    if name == "ids":
+        return [[id] for id in ids]
+    if name == "claim":
+        return [claim for _, claim in jobs if claim is not None]
+    if name == "jobs" or name == "then":
+        made = [
+            {"task": "secret task"},
+            {"task": "t", "queue": "b1"},
+            {"task": "t", "queue": "a1", "needs": ids[:1]},
+            {"task": "t", "queue": "a1", "options": {"parent": ids[0]}},
+            {"task": "t", "queue": "a1", "queueing_lock": "secret key"},
+            {"task": "t", "queueing_lock": "secret key", "args": {"y": 1},
+             "options": {"on_conflict": "replace"}},
+            {"task": "t", "queueing_lock": "secret key", "options": {"on_conflict": "ignore"}},
+        ]  # fmt: skip
+        return [json.dumps(job if name == "then" else [job]) for job in made]
+    if name == "outcomes":
+        return [
+            json.dumps([{"id": job, "claim": claim, "outcome": outcome}])
+            for job, claim in jobs
+            if claim is not None
+            for outcome in ("succeeded", "failed", "released", "retry_later", "aborted")
+        ] + ["[]"]
+    if name == "options":
+        if function in ("fetch", "finish_and_fetch"):
+            return [None, json.dumps({"ids": ids}), '{"tasks": ["secret task"]}', '{"alone": true}']
+        if function == "defer":
+            return [None, '{"on_conflict": "replace"}', json.dumps({"parent": ids[0]})]
+        return [None]
+    found = FOREIGN.get(name)
+    assert found is not None, f"queue.{function} has a parameter that this test does not know: {name}"
+    return found
+
+
+VIEWS = """
+select c.relname from pg_class c
+where c.relnamespace = 'queue'::regnamespace and c.relkind = 'v' and has_table_privilege(c.oid, 'select')
+"""
+
+# Errors that no call of a public function may end with.
+BROKEN = ("42601", "42883", "42703", "42P01", "XX000", "22P02")
+
+# What changes state that belongs to no queue, by rules that no caller can bend.
+MAINTENANCE = {"tick", "reap"}
+
+
+def leaks_of(owner: psycopg.Connection[Any], role: str) -> list[tuple[Any, ...]]:
+    """Call every function that a role may, about other queues; return what was read or changed."""
+    owner.execute(SETUP.encode())
+    owner.execute("select queue.tick()")
+    rows = owner.execute("select id, claim from queue.jobs where queue like 'b%' order by id")
+    jobs: list[tuple[int, int | None]] = [(row[0], row[1]) for row in rows.fetchall()]
+    assert any(claim for _, claim in jobs)
+    row = owner.execute("select max(id) from queue.worker").fetchone()
+    assert row
+    before = owner.execute(DIGEST.encode()).fetchone()
+    functions = owner.execute(FUNCTIONS.encode(), (role,)).fetchall()
+    assert len(functions) > 5
+    leaks = []
+    for function, names, types in functions:
+        if function in MAINTENANCE:
+            continue
+        parameters = list(zip(names or [], types, strict=True))
+        lists = [values_of(function, name, jobs, row[0]) for name, _ in parameters]
+        text = ", ".join(f"{name} => %s::{type_}" for name, type_ in parameters)
+        text = text.replace("then =>", '"then" =>')
+        for arguments in itertools.islice(itertools.product(*lists), 600):
+            owner.execute("begin")
+            become(owner, role)
+            said = outcome(owner, f"select to_jsonb(x) from queue.{function}({text}) x", *arguments)
+            owner.execute("reset session authorization")
+            after = owner.execute(DIGEST.encode()).fetchone()
+            owner.execute("rollback")
+            assert said[:5] not in BROKEN, (function, said)
+            # What the caller himself named may come back.
+            shown = said
+            for word in ("secret task", "secret key"):
+                if any(word in str(argument) for argument in arguments):
+                    shown = shown.replace(word, "")
+            if "secret" in shown or after != before:
+                leaks.append((function, arguments, said[:300], after == before))
+    become(owner, role)
+    for (view,) in owner.execute(VIEWS.encode()).fetchall():
+        said = outcome(owner, f"select to_jsonb(x) from queue.{view} x")
+        if "secret" in said or "b1" in said:
+            leaks.append((view, said[:300]))
+    owner.execute("reset session authorization")
+    return leaks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_other_queues_is_read_or_changed(
+    owner: psycopg.Connection[Any], roles: dict[str, str], kind: str
+) -> None:
+    assert leaks_of(owner, roles[kind]) == []
+
+
+def test_an_unlimited_role_reads_and_changes_them(
+    owner: psycopg.Connection[Any], roles: dict[str, str]
+) -> None:
+    """So that the test above can fail: nearly all functions that have to do with jobs are in it."""
+    owner.execute("select queue.grant_access(%s, 'operator')", (roles["operator"],))
+    owner.execute("select queue.grant_access(%s, 'worker')", (roles["operator"],))
+    leaks = leaks_of(owner, roles["operator"])
+    found = {leak[0] for leak in leaks}
+    assert found >= set(
+        "jobs attempts workers tasks schedules queues metrics move copy delete fail_jobs done"
+        " set_priority reschedule next delete_queue search get stats cancel hold retry pause"
+        " configure_queue result graph why peek fetch finish_and_fetch finish_many succeed fail"
+        " release retry_later extend heartbeat deregister_worker register_task".split()
+    ), found
+
+
+def test_a_limited_producer(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None:
+    owner.execute("select queue.register_task('else', '{\"queue\": \"b\"}')")
+    need = owner.execute("select queue.defer('t', queue => 'b')").fetchone()
+    assert need
+    become(owner, roles["producer"])
+    may = [
+        "queue.defer('t', queue => 'a')",
+        "queue.defer('t', queue => 'a1', options => '{\"delay\": 5}', lock => 'x')",
+        "queue.defer('t', queue => 'exact')",
+        "queue.defer('else', queue => 'a')",
+        "queue.defer_many('[{\"task\": \"t\", \"queue\": \"a\"}, {\"task\": \"t\", \"queue\": \"exact\"}]')",
+        "queue.defer_group('[{\"task\": \"t\", \"queue\": \"a\"}]', '{\"task\": \"t\", \"queue\": \"a\"}')",
+    ]
+    for call in may:
+        assert outcome(owner, f"select {call}")[0] == "[", call
+    may_not = [
+        "queue.defer('t')",
+        "queue.defer('else')",
+        "queue.defer('t', queue => 'b')",
+        "queue.defer('t', queue => 'exactly')",
+        "queue.defer_many('[{\"task\": \"t\", \"queue\": \"a\"}, {\"task\": \"t\"}]')",
+        "queue.defer_chain('[{\"task\": \"t\", \"queue\": \"a\"}, {\"task\": \"t\", \"queue\": \"b\"}]')",
+    ]
+    for call in may_not:
+        assert outcome(owner, f"select {call}").startswith("42501"), call
+    call = f"select queue.defer('t', queue => 'a', needs => array[{need[0]}])"
+    assert outcome(owner, call).startswith("QJ001")
+    owner.execute("reset session authorization")
+    row = owner.execute("select count(*) from queue.jobs where queue = 'b'").fetchone()
+    assert row == (1,)
+
+
+def test_a_limited_worker(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None:
+    for queue in ("a1", "b", "exact", "a2"):
+        owner.execute("select queue.defer('t', queue => %s)", (queue,))
+    become(owner, roles["worker"])
+    rows = owner.execute("select queue.register_worker('w')").fetchone()
+    assert rows
+    worker = rows[0]
+    fetched = owner.execute("select id, claim, queue from queue.fetch(%s, null, 10)", (worker,)).fetchall()
+    assert sorted(row[2] for row in fetched) == ["a1", "a2", "exact"]
+    done = owner.execute("select outcome from (select queue.finish_many(%s::jsonb) as outcome) x", (
+        json.dumps([{"id": i, "claim": c, "outcome": "succeeded"} for i, c, _ in fetched]),
+    )).fetchall()  # fmt: skip
+    assert len(done) == 3
+    owner.execute("select * from queue.heartbeat(%s)", (worker,))
+    owner.execute("select * from queue.before_sleep(%s)", (worker,))
+    owner.execute("select * from queue.after_sleep(%s)", (worker,))
+    owner.execute("select * from queue.tick()")
+    assert outcome(owner, "select queue.register_worker('w', '{b}')").startswith("42501")
+    assert outcome(owner, f"select queue.fetch({worker}, '{{b,c*}}')").startswith("42501")
+    assert owner.execute("select queue.deregister_worker(%s)", (worker,)).fetchone() == (0,)
+    owner.execute("reset session authorization")
+    row = owner.execute("select queues from queue.worker where id = %s", (worker,)).fetchone()
+    assert row
+    assert sorted(row[0]) == sorted(OWN)
+
+
+def test_limited_readers_and_operators(
+    owner: psycopg.Connection[Any], roles: dict[str, str]
+) -> None:
+    for queue in ("a1", "b", "exact", "a%", "ab_"):
+        owner.execute("select queue.defer('t', queue => %s)", (queue,))
+    owner.execute("select queue.tick()")
+    own = {"a1", "exact", "a%", "ab_"}
+    for kind in ("reader", "operator"):
+        become(owner, roles[kind])
+        for statement in (
+            "select queue from queue.jobs",
+            "select name from queue.queues",
+            "select queue from queue.metrics",
+            "select queue from queue.stats()",
+            "select queue_name from queue.search()",
+            "select queue from queue.peek(null, 100)",
+            "select queue from queue.peek('{*}', 100)",
+        ):
+            assert {row[0] for row in owner.execute(statement.encode())} == own, statement
+        owner.execute("reset session authorization")
+    become(owner, roles["operator"])
+    row = owner.execute("select id from queue.jobs where queue = 'a1'").fetchone()
+    assert row
+    for call in ("hold(%s)", "unhold(%s)", "why(%s)", "move(array[%s], 'exact')", "cancel(%s)"):
+        owner.execute(f"select queue.{call}".encode(), row)
+    owner.execute("select queue.pause('a*'), queue.resume('a*'), queue.pause('exact')")
+    assert outcome(owner, "select queue.pause()").startswith("42501")
+    assert outcome(owner, "select queue.pause('*')").startswith("42501")
+    assert outcome(owner, "select queue.retry_failed()").startswith("42501")
+    assert outcome(owner, "select queue.prune(1, 'failed')").startswith("42501")
+
+
+def test_the_barrier_holds(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None:
+    """A reader's own condition sees no row that is not shown."""
+    owner.execute("select queue.defer('secret', queue => 'b')")
+    owner.execute("select queue.defer('open', queue => 'a')")
+    owner.execute("select queue.tick()")
+    become(owner, roles["reader"])
+    seen: list[str] = []
+    owner.add_notice_handler(lambda diag: seen.append(str(diag.message_primary)))
+    owner.execute(
+        "create function pg_temp.spy(t text) returns boolean language plpgsql cost 0.0001 as"
+        " $$ begin raise notice '%', t; return true; end $$"
+    )
+    owner.execute("select count(*) from queue.jobs where pg_temp.spy(task)")
+    owner.execute("select count(*) from queue.queues where pg_temp.spy(name)")
+    assert set(seen) == {"open", "a"}
+    owner.execute("drop function pg_temp.spy(text)")
+
+
+def test_who_is_asked(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None:
+    """SET ROLE, membership, ownership, other roles' functions, and grants by hand."""
+    deferred = "select queue.defer('t', queue => 'b')"
+    owner.execute("create role limits_free")
+    owner.execute("select queue.grant_access('limits_free', 'producer')")
+    owner.execute("create role limits_member in role limited_producer")
+    owner.execute("create role limits_both in role limited_producer, limits_free")
+    owner.execute("create role limits_apart noinherit in role limited_producer, limits_free")
+    owner.execute("create role limits_by_hand")
+    owner.execute("grant usage on schema queue to limits_by_hand")
+    owner.execute("grant execute on all functions in schema queue to limits_by_hand")
+    owner.execute("create role limits_nobody")
+    owner.execute("create schema limits authorization limited_producer")
+    owner.execute("grant usage on schema limits to public")
+    try:
+        become(owner, "limits_free")
+        assert outcome(owner, deferred)[0] == "["
+        become(owner, "limits_member")
+        assert outcome(owner, deferred).startswith("42501")
+        assert outcome(owner, "select queue.defer('t', queue => 'a')")[0] == "["
+        become(owner, "limits_both")
+        assert outcome(owner, deferred)[0] == "["
+        # He who gives a wider role up for a limited one is limited.
+        owner.execute("set role limited_producer")
+        assert outcome(owner, deferred).startswith("42501")
+        owner.execute("reset role")
+        assert outcome(owner, deferred)[0] == "["
+        become(owner, "limits_apart")
+        assert outcome(owner, deferred).startswith("42501")
+        owner.execute("set role limits_free")
+        assert outcome(owner, deferred)[0] == "["
+        owner.execute("reset role")
+        # Once limits are in use a right needs a row of queue.access.
+        become(owner, "limits_by_hand")
+        assert outcome(owner, deferred).startswith("42501")
+        # A limited role's function gives nobody, and so not himself, what the role has not.
+        become(owner, "limited_producer")
+        owner.execute(
+            "create function limits.defer() returns bigint language sql security definer as"
+            " $$ select queue.defer('t', queue => 'b') $$"
+        )
+        assert outcome(owner, "select limits.defer()").startswith("42501")
+        become(owner, "limits_nobody")
+        assert outcome(owner, "select limits.defer()").startswith("42501")
+        assert outcome(owner, deferred).startswith("42501")
+        # Settings cannot pretend.
+        become(owner, "limited_producer")
+        assert outcome(owner, "set role = 'limits_free'").startswith("42501")
+        owner.execute("reset session authorization")
+        assert outcome(owner, deferred)[0] == "["
+        owner.execute("set role limited_producer")
+        assert outcome(owner, deferred).startswith("42501")
+        owner.execute("reset role")
+        # A role that is given another name loses its rights, but gains none.
+        owner.execute("alter role limited_producer rename to limits_renamed")
+        become(owner, "limits_renamed")
+        assert outcome(owner, deferred).startswith("42501")
+        assert outcome(owner, "select queue.defer('t', queue => 'a')").startswith("42501")
+        owner.execute("reset session authorization")
+        owner.execute("alter role limits_renamed rename to limited_producer")
+    finally:
+        drop(owner, "limits_free", "limits_member", "limits_both", "limits_apart",
+             "limits_by_hand", "limits_nobody")  # fmt: skip
+
+
+def test_triggers(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None:
+    """A trigger defers by its table's owner's rights, or by those of whoever writes."""
+    for role in ("limits_app", "limits_writer"):
+        owner.execute(f"create role {role}".encode())
+    owner.execute("select queue.grant_access('limits_app', 'producer')")
+    owner.execute("create schema limits")
+    owner.execute("grant all on schema limits to public")
+    try:
+        become(owner, "limits_app")
+        owner.execute("create table limits.free (n int)")
+        owner.execute("grant insert on limits.free to public")
+        owner.execute(
+            "create trigger d after insert on limits.free for each row"
+            " execute function queue.defer_trigger('t', '{\"queue\": \"b\"}')"
+        )
+        become(owner, "limited_producer")
+        for queue in ("a", "b"):
+            owner.execute(f"create table limits.own_{queue} (n int)".encode())
+            owner.execute(f"grant insert on limits.own_{queue} to public".encode())
+            owner.execute(
+                f"create trigger d after insert on limits.own_{queue} for each row execute"
+                f" function queue.defer_trigger('t', '{{\"queue\": \"{queue}\"}}')".encode()
+            )
+        for role in ("limited_producer", "limits_writer"):
+            become(owner, role)
+            assert outcome(owner, "insert into limits.free values (1) returning 1")[0] == "["
+            assert outcome(owner, "insert into limits.own_a values (1) returning 1")[0] == "["
+            said = outcome(owner, "insert into limits.own_b values (1) returning 1")
+            assert said.startswith("42501"), said
+        owner.execute("reset session authorization")
+        rows = owner.execute("select queue, count(*) from queue.jobs group by 1 order by 1").fetchall()
+        assert rows == [("a", 2), ("b", 2)]
+    finally:
+        owner.execute("rollback")
+        owner.execute("reset session authorization")
+        owner.execute("drop schema limits cascade")
+        drop(owner, "limits_app", "limits_writer")
+
+
+def test_schedules_run_whoever_ticks(
+    owner: psycopg.Connection[Any], roles: dict[str, str]
+) -> None:
+    owner.execute("select queue.schedule('s', 'every 1 second', 't', options => '{\"queue\": \"b\"}')")
+    owner.execute("select pg_sleep(1.1)")
+    become(owner, roles["worker"])
+    owner.execute("select * from queue.tick()")
+    owner.execute("reset session authorization")
+    row = owner.execute("select count(*) > 0 from queue.jobs where queue = 'b'").fetchone()
+    assert row == (True,)
+    owner.execute("select queue.unschedule('s')")
+
+
+def test_limits_come_and_go(owner: psycopg.Connection[Any]) -> None:
+    def marks() -> tuple[bool, int]:
+        row = owner.execute(
+            "select to_regclass('queue.unlimited') is null, (select count(*) from pg_class c where"
+            " c.relnamespace = 'queue'::regnamespace and 'security_barrier=true' = any (c.reloptions))"
+        ).fetchone()
+        assert row
+        return row[0], row[1]
+
+    owner.execute("create role limits_some")
+    try:
+        assert marks() == (False, 0)
+        owner.execute("select queue.grant_access('limits_some', 'worker')")
+        assert marks() == (False, 0)
+        owner.execute("select queue.grant_access('limits_some', 'producer', '{a}')")
+        assert marks() == (True, 5)
+        become(owner, "limits_some")
+        assert outcome(owner, "select queue.defer('t')").startswith("42501")
+        owner.execute("select queue.register_worker('w')")
+        # Its worker's rights are unlimited, and so is what both kinds have in common.
+        owner.execute("select queue.register_task('t')")
+        owner.execute("reset session authorization")
+        owner.execute("select queue.grant_access('limits_some', 'producer')")
+        assert marks() == (False, 0)
+        become(owner, "limits_some")
+        assert outcome(owner, "select queue.defer('t')")[0] == "["
+        owner.execute("reset session authorization")
+        owner.execute("select queue.grant_access('limits_some', 'producer', '{*}')")
+        assert marks() == (False, 0)
+        owner.execute("select queue.grant_access('limits_some', 'operator', '{a}')")
+        assert marks() == (True, 5)
+        owner.execute("select queue.revoke_access('limits_some')")
+        assert marks() == (False, 0)
+        for bad in ("{}", "{NULL}", '{""}'):
+            said = outcome(owner, "select queue.grant_access('limits_some', 'reader', %s)", bad)
+            assert said.startswith("22023"), bad
+    finally:
+        drop(owner, "limits_some")
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        (None, ["a*", "exact"]),
+        (["*"], ["a*", "exact"]),
+        (["e*", "a1"], ["exact", "a1"]),
+        (["b", "ab*", "exact"], ["ab*", "exact"]),
+        (["a*"], ["a*"]),
+        (["exact*"], ["exact"]),
+        (["b"], None),
+        (["exactly"], None),
+    ],
+)
+def test_what_is_left_of_a_list(
+    owner: psycopg.Connection[Any],
+    roles: dict[str, str],
+    asked: list[str] | None,
+    given: list[str] | None,
+) -> None:
+    become(owner, roles["worker"])
+    said = outcome(owner, "select queue.register_worker('w', %s::text[])", asked)
+    owner.execute("reset session authorization")
+    row = owner.execute("select queues from queue.worker").fetchone()
+    assert (row[0] if row else None) == given, said
+

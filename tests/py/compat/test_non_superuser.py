@@ -1,0 +1,194 @@
+"""As on a managed server: whoever owns the queue has no right but CREATE on the database."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from pgdefer import App, Retry, Worker
+from pgdefer._install import Form, install
+
+Connection = psycopg.Connection[Any]
+KINDS = {"web": "producer", "hand": "worker", "oncall": "operator", "grafana": "reader"}
+ROLES = ["owner", *KINDS, "stranger"]
+
+pytestmark = pytest.mark.unchecked("ends without a queue")
+
+
+class Managed:
+    """A database whose superuser has made roles and gone."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+
+    def dsn(self, role: str) -> str:
+        return make_conninfo(self._dsn, user=role)
+
+    def connect(self, role: str) -> Connection:
+        return psycopg.connect(self.dsn(role), autocommit=True)
+
+    def ask(self, role: str, query: str, *parameters: object) -> list[tuple[Any, ...]]:
+        with self.connect(role) as connection:
+            return connection.execute(query, parameters).fetchall()
+
+
+@pytest.fixture
+def managed(blank_dsn: str) -> Iterator[Managed]:
+    database = sql.Identifier(str(conninfo_to_dict(blank_dsn)["dbname"]))
+    with psycopg.connect(blank_dsn, autocommit=True) as superuser:
+        for role in ROLES:
+            superuser.execute(
+                sql.SQL("create role {} login nosuperuser nocreatedb nocreaterole").format(
+                    sql.Identifier(role)
+                )
+            )
+        superuser.execute(sql.SQL("grant create on database {} to owner").format(database))
+    yield Managed(blank_dsn)
+    with psycopg.connect(blank_dsn, autocommit=True) as superuser:
+        for role in ROLES:
+            superuser.execute(
+                sql.SQL("drop owned by {0} cascade; drop role {0}").format(sql.Identifier(role))
+            )
+
+
+def test_the_owner_has_one_right(managed: Managed) -> None:
+    ((is_super, memberships),) = managed.ask(
+        "owner",
+        "select rolsuper or rolcreaterole or rolcreatedb or rolreplication or rolbypassrls,"
+        " (select count(*) from pg_auth_members where member = r.oid)"
+        " from pg_roles r where rolname = current_user",
+    )
+    assert (is_super, memberships) == (False, 0)
+    for form in ("plain", "extension"):
+        command = [sys.executable, "-m", "pgdefer", "install", "--form", form]
+        done = subprocess.run(
+            [*command, "--dsn", managed.dsn("stranger")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode
+        assert "Traceback" not in done.stderr
+    assert managed.ask("owner", "select to_regnamespace('queue')::text") == [(None,)]
+
+
+async def test_everything(managed: Managed, form: Form) -> None:
+    done = install(managed.dsn("owner"), form)
+    assert (done.before, done.form) == (None, form)
+    assert install(managed.dsn("owner"), form).before == done.version
+    ((owners,),) = managed.ask(
+        "owner",
+        "select array_agg(distinct pg_get_userbyid(relowner)) from pg_class"
+        " where relnamespace = 'queue'::regnamespace",
+    )
+    assert owners == ["owner"]
+    for role, kind in KINDS.items():
+        managed.ask("owner", "select queue.grant_access(%s, %s)", role, kind)
+    await work(managed)
+    for role in ("oncall", "owner"):
+        operate(managed, role)
+    be_refused(managed)
+    remove(managed, form)
+    assert install(managed.dsn("owner"), form).before is None
+    managed.ask("owner", "select queue.defer('t')")
+    assert managed.ask("owner", "select * from queue.check()") == []
+
+
+async def work(managed: Managed) -> None:
+    """Defer as a producer, run as a worker, look as a reader."""
+    web, hand = App(managed.dsn("web")), App(managed.dsn("hand"))
+    tried: list[int] = []
+
+    @hand.recurring("* * * * * *", name="each second")
+    @hand.task(name="tick")
+    async def tick() -> None: ...
+
+    @hand.task(name="add", lock="sum", retry=Retry(2))
+    async def add(a: int, b: int) -> int:
+        tried.append(a)
+        if tried.count(a) < 2:
+            raise ValueError("not yet")
+        return a + b
+
+    @hand.task(name="transactional", transactional=True)
+    def transactional(connection: psycopg.Connection[Any]) -> None:
+        connection.execute("select 1")
+
+    jobs = [web.defer("add", {"a": a, "b": 1}) for a in range(3)]
+    other = web.defer("transactional", delay=dt.timedelta(milliseconds=50))
+    ticked = "select from queue.jobs where task = 'tick' and state = 'succeeded'"
+    worker = Worker(hand)
+    running = asyncio.create_task(worker.run_async())
+    try:
+        assert [await job.result_async(20) for job in jobs] == [1, 2, 3]
+        await other.result_async(20)
+        async with asyncio.timeout(20):
+            while not managed.ask("grafana", ticked):  # noqa: ASYNC110 (it lies in the database)
+                await asyncio.sleep(0.05)
+    finally:
+        worker.stop()
+        await running
+        await web.close_async()
+        await hand.close_async()
+    failed = "select count(*) from queue.attempts where outcome = 'failed'"
+    assert managed.ask("grafana", failed) == [(3,)]
+
+
+def operate(managed: Managed, role: str) -> None:
+    """Do what an operator does."""
+    ((id,),) = managed.ask("owner", "select queue.defer('idle')")
+    assert managed.ask(role, "select queue.why(%s)", id)[0][0]
+    managed.ask(role, "select * from queue.stats()")
+    assert managed.ask(role, "select * from queue.health() where status = 'fail'") == []
+    managed.ask(role, "select queue.configure_queue('q', '{\"max_running\": 3}')")
+    managed.ask(role, "select queue.pause('q'), queue.resume('q')")
+    managed.ask(role, "select queue.cancel(%s)", id)
+    managed.ask(role, "select * from queue.tick()")
+    managed.ask(role, "select queue.schedule('yearly', '@yearly', 'tick')")
+    assert managed.ask(role, "select queue.unschedule('yearly')") == [(True,)]
+    pruned = "select queue.prune(state => 'cancelled', older_than => '0')"
+    assert managed.ask(role, pruned) == [(1,)]
+    assert managed.ask(role, "select * from queue.check()") == []
+
+
+def be_refused(managed: Managed) -> None:
+    """Whoever was given nothing may do nothing, nor may the others do more."""
+    for role, query in {
+        "stranger": "select queue.defer('t')",
+        "web": "select * from queue.jobs",
+        "hand": "select queue.pause()",
+        "grafana": "select queue.defer('t')",
+        "oncall": "select * from queue.job",
+    }.items():
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            managed.ask(role, query)
+    managed.ask("owner", "select queue.revoke_access('web')")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        managed.ask("web", "select queue.defer('t')")
+
+
+def remove(managed: Managed, form: Form) -> None:
+    """Remove everything, without a trace."""
+    managed.ask("owner", "select queue.uninstall(force => true)")
+    with managed.connect("owner") as owner:
+        if form == "extension":
+            owner.execute("drop extension pgdefer")
+            owner.execute("drop schema queue")
+        else:
+            owner.execute("drop schema queue cascade")
+    ((left,),) = managed.ask(
+        "owner",
+        "select count(*) from pg_shdepend d join pg_roles r on r.oid = d.refobjid"
+        " where r.rolname = current_user and d.dbid = (select oid from pg_database"
+        " where datname = current_database())",
+    )
+    assert left == 0

@@ -1,0 +1,264 @@
+"""Through the real pgbouncer in transaction mode: by polling, or hearing past it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from sqlalchemy.ext import asyncio as sa_async
+
+from pgdefer import App, RetryLater, Worker
+from support import url_of
+
+Connection = psycopg.Connection[Any]
+PROGRAM = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
+CONFIGURATION = """
+[databases]
+* = host={host} port={port} user=postgres
+
+[pgbouncer]
+pool_mode = transaction
+default_pool_size = 3
+max_client_conn = 200
+listen_port = 6432
+unix_socket_dir = {folder}
+auth_type = any
+logfile = {folder}/log
+pidfile = {folder}/pid
+"""
+
+if PROGRAM is None and os.environ.get("PGDEFER_TEST_STRICT"):
+    pytest.fail("there is no pgbouncer here", pytrace=False)
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no pgbouncer here")
+
+
+class Bouncer:
+    """pgbouncer in front of the tests' server, with three connections to each database."""
+
+    def __init__(self, folder: Path, dsn: str) -> None:
+        given = conninfo_to_dict(dsn)
+        self._configuration = folder / "pgbouncer.ini"
+        self._configuration.write_text(
+            CONFIGURATION.format(folder=folder, host=given["host"], port=given.get("port", 5432))
+        )
+        self._folder = folder
+        self._options: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            # Neither runs as root; the server's socket is its user's alone.
+            owner = Path(str(given["host"])).stat()
+            self._options = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
+            os.chown(folder, owner.st_uid, owner.st_gid)
+        self.dsn = make_conninfo(host=str(folder), port=6432, user="any", dbname=given["dbname"])
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        assert PROGRAM is not None
+        self._process = subprocess.Popen(
+            [PROGRAM, "-q", self._configuration], cwd="/", **self._options
+        )
+        end = time.monotonic() + 20
+        while True:
+            try:
+                psycopg.connect(self.dsn, connect_timeout=5).close()
+            except psycopg.OperationalError:
+                log = self._folder / "log"
+                text = log.read_text() if log.exists() else ""
+                assert self._process.poll() is None, text
+                assert time.monotonic() < end, text
+                time.sleep(0.02)
+            else:
+                return
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)  # at once
+            self._process.wait(20)
+
+
+@pytest.fixture
+def bouncer(dsn: str) -> Iterator[Bouncer]:
+    folder = Path(tempfile.mkdtemp(prefix="pgdefer-bouncer-"))
+    bouncer = Bouncer(folder, dsn)
+    try:
+        bouncer.start()
+        yield bouncer
+    finally:
+        bouncer.stop()
+        shutil.rmtree(folder)
+
+
+@contextlib.asynccontextmanager
+async def running(app: App) -> AsyncIterator[Worker]:
+    worker = Worker(app)
+    task = asyncio.create_task(worker.run_async())
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        async with asyncio.timeout(20):
+            await task
+        await app.close_async()
+
+
+async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 (it lies in the database)
+            await asyncio.sleep(0.02)
+
+
+def held(conn: Connection) -> int:
+    """How many advisory locks are held: only sleeping listeners hold any."""
+    ((count,),) = conn.execute(
+        "select count(*) from pg_locks l join pg_database d on d.oid = l.database"
+        " where l.locktype = 'advisory' and d.datname = current_database()"
+    )
+    return int(count)
+
+
+def states(conn: Connection) -> set[str]:
+    return {row[0] for row in conn.execute("select state from queue.jobs")}
+
+
+@pytest.mark.parametrize("hears", [False, True])
+async def test_everything(dsn: str, bouncer: Bouncer, conn: Connection, hears: bool) -> None:
+    app = App(bouncer.dsn, pgbouncer=True, listen_dsn=dsn if hears else None)
+    url = url_of(bouncer.dsn)
+    engine = sa_async.create_async_engine(
+        url, poolclass=sa.NullPool, connect_args={"prepare_threshold": None}
+    )
+    conn.execute("create table done (n integer)")
+    tried: set[int] = set()
+
+    @app.task(name="add", lock="sum:{a}")
+    async def add(a: int, b: int) -> int:
+        if a not in tried:
+            tried.add(a)
+            raise RetryLater(message="once more")
+        return a + b
+
+    @app.task(name="threaded")
+    def threaded(n: int) -> str:
+        return threading.current_thread().name
+
+    @app.task(name="own", transactional=True)
+    def own(connection: psycopg.Connection[Any], n: int) -> None:
+        connection.execute("insert into done values (%s)", [n])
+
+    @app.task(name="session", transactional=sa_async.async_sessionmaker(engine))
+    async def session(session: sa_async.AsyncSession, n: int) -> None:
+        await session.execute(sa.text("insert into done values (:n)"), {"n": n})
+
+    async with running(app) as worker:
+        await until(lambda: worker.id)
+        # More at once than there are connections, each statement more often than it takes to be
+        # prepared.
+        with ThreadPoolExecutor(12) as pool:
+            jobs = list(pool.map(threaded.defer, range(60)))
+        jobs += [await own.defer_async(n) for n in range(10)]
+        async with sa_async.AsyncSession(engine) as mine:
+            await session.defer_with_async(mine, 99)
+            await mine.rollback()
+            jobs += [await session.defer_with_async(mine, n) for n in range(10, 20)]
+            assert not conn.execute("select from queue.jobs where task = 'session'").fetchall()
+            await mine.commit()
+        sums = [await add.defer_async(a, 1) for a in range(5)]
+        assert [await job.result_async(20) for job in sums] == [1, 2, 3, 4, 5]
+        for job in jobs:
+            await job.result_async(20)
+        late = await asyncio.to_thread(lambda: threaded.defer(0).result(20))
+        assert late.startswith("pgdefer")
+        assert states(conn) == {"succeeded"}
+        found = conn.execute("select n from done order by n").fetchall()
+        assert found == [(n,) for n in range(20)]
+        # Asleep: nothing that belongs to a session was left in one that others use.
+        if hears:
+            await until(lambda: held(conn) == 1)
+        else:
+            assert held(conn) == 0
+        with psycopg.connect(bouncer.dsn, autocommit=True, prepare_threshold=None) as other:
+            for _ in range(10):
+                row = other.execute("""
+                    select current_setting('pgdefer.sleeper', true),
+                      (select count(*) from pg_listening_channels()),
+                      (select count(*) from pg_prepared_statements)
+                """).fetchone()
+                assert row is not None
+                assert (row[0] or "", row[1:]) == ("", (0, 0))
+    await engine.dispose()
+    assert held(conn) == 0
+
+
+async def test_it_is_woken_past_pgbouncer(dsn: str, bouncer: Bouncer, conn: Connection) -> None:
+    app = App(bouncer.dsn, pgbouncer=True, listen_dsn=dsn)
+    heard: list[str] = []
+    started = asyncio.Event()
+
+    @app.task(name="quick")
+    async def quick() -> None: ...
+
+    @app.task(name="endless")
+    async def endless() -> None:
+        started.set()
+        await asyncio.sleep(60)
+
+    async with running(app) as worker:
+        await until(lambda: worker.id)
+        listener = worker._listener
+        on_work, on_message = listener._on_work, listener._on_message
+        listener._on_work = lambda: (heard.append("work"), on_work())  # type: ignore[assignment]
+        listener._on_message = lambda: (heard.append("message"), on_message())  # type: ignore[assignment]
+        for _ in range(5):
+            await until(lambda: listener.is_latched and worker._waiter is not None)
+            assert held(conn) == 1
+            heard.clear()
+            await (await quick.defer_async()).result_async(20)
+            await until(lambda: "work" in heard, 5)
+        job = await endless.defer_async()
+        await started.wait()
+        heard.clear()
+        conn.execute("select queue.cancel(%s, abort => true)", [job.id])
+        await until(lambda: "cancelled" in states(conn), 8)  # heartbeats are 10 s apart
+        assert "message" in heard
+
+
+@pytest.mark.parametrize("hears", [False, True])
+async def test_pgbouncer_is_restarted(
+    dsn: str, bouncer: Bouncer, conn: Connection, hears: bool
+) -> None:
+    app = App(bouncer.dsn, pgbouncer=True, listen_dsn=dsn if hears else None)
+    release = asyncio.Event()
+
+    @app.task(name="waits")
+    async def waits() -> int:
+        await release.wait()
+        return 1
+
+    async with running(app) as worker:
+        await until(lambda: worker.id)
+        before = await waits.defer_async()
+        await until(lambda: states(conn) == {"running"})
+        bouncer.stop()
+        ((during,),) = conn.execute("select queue.defer('waits')")
+        release.set()
+        bouncer.start()
+        assert await before.result_async(30) == 1
+        assert await app.result_async(during, 30) == 1
+        after = await waits.defer_async()
+        assert await after.result_async(30) == 1
+    # The outcome of the first was sent once the way was open again: nothing ran twice.
+    assert conn.execute("select claims from queue.jobs order by id").fetchall() == [(1,)] * 3

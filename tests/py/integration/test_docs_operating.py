@@ -1,0 +1,40 @@
+"""What docs/operating.md shows is typed in, and prints what it says there."""
+
+from __future__ import annotations
+
+import re
+
+import psycopg
+
+from pgdefer._server import EmbeddedServer
+
+from .test_docs import Block, Reader, blocks, reader, squeezed
+
+__all__ = ["reader"]
+
+
+def matches(output: str, shown: str) -> bool:
+    """Whether lines are the same; `...` stands for anything, a rule for one of any length."""
+    printed, wanted = (
+        [re.sub("─+", "─", line) for line in squeezed(text)] for text in (output, shown)
+    )
+    patterns = [".*".join(map(re.escape, line.split("..."))) for line in wanted]
+    return len(printed) == len(patterns) and all(map(re.fullmatch, patterns, printed))
+
+
+def test_operating(reader: Reader, server: EmbeddedServer) -> None:
+    reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
+    output = ""
+    try:
+        for block in blocks("docs/operating.md"):
+            where = f"docs/operating.md:{block.line}"
+            if block.language == "sh":
+                # what goes to stderr is seen in a terminal, too
+                output = reader.type_in(block._replace(text=f"exec 2>&1\n{block.text}"))
+            elif block.language == "sql":
+                output = reader.type_in(block)
+            elif block.language == "text":
+                assert matches(output, block.text), f"{where}:\n{output}"
+    finally:
+        with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+            connection.execute("drop database if exists shop_again with (force)")
