@@ -29,6 +29,10 @@ $(VENV)/.installed: pyproject.toml requirements.lock extension/hatch_build.py
 build: ## Assemble extension/ into build/: the extension and pgdefer.sql
 	@$(PYTHON) extension/build.py > /dev/null
 
+.PHONY: freeze
+freeze: ## Write the extension as it is released to extension/releases/, from where it never changes
+	@$(PYTHON) extension/build.py --freeze
+
 .PHONY: tools
 tools: ## Install pgTAP, plpgsql_check and a PostgreSQL by apt, where apt is and they are missing
 	@tests/install-tools postgres

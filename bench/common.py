@@ -190,7 +190,7 @@ class Case:
     name: str
     ours: Callable[[], float]
     bare: Callable[[], float]
-    limit: float
+    limit: float | None
     unit: str = "jobs/s"
 
 

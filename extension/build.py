@@ -136,7 +136,7 @@ class Step:
             raise BuildError(f"{path}: nothing but comments may stand before the first section")
         for line in path.read_text("utf-8").splitlines():
             if line.startswith("\\") or "$pgdefer_tables$" in line:
-                raise BuildError(f"{path}: psql's commands and the build's own quotes do not fit in")
+                raise BuildError(f"{path}: psql's commands and the build's own quotes don't fit in")
         for statement in self.indexes:
             if not INDEX.match(statement):
                 raise BuildError(
@@ -145,10 +145,12 @@ class Step:
                 )
 
     def section(self, name: str) -> str:
+        """Return a section's text, empty where the step has none."""
         return self._sections.get(name, "").strip()
 
     @property
     def indexes(self) -> list[str]:
+        """Return the statements of the section `concurrently`."""
         text = re.sub(r"(?m)^\s*--.*$", "", self.section("concurrently"))
         return [" ".join(part.split()) for part in text.split(";") if part.strip()]
 
@@ -229,7 +231,7 @@ def migration(chain: list[Step], number: str) -> str:
     if branches:
         indexes = INDEXES.format(branches=branches)
     else:
-        indexes = re.sub(r"case p_from\n.*?end;", "'{}'::text[];", INDEXES, flags=re.S)
+        indexes = re.sub(r"case p_from\n.*?end;", "'{}'::text[];", INDEXES, flags=re.DOTALL)
     body = "".join(
         f"  if p_from = '{step.before}' then\n"
         f"{step.section('tables') or '    null;'}\n"
@@ -346,7 +348,12 @@ def main() -> int:
         if "--freeze" in arguments:
             files = [freeze(force="--force" in arguments)]
         else:
-            files = build(*[Path(text).resolve() for text in arguments[:2]], *arguments[2:3])
+            source, target, number = [*arguments, None, None, None][:3]
+            files = build(
+                Path(source).resolve() if source else HERE,
+                Path(target).resolve() if target else BUILD,
+                number,
+            )
     except BuildError as error:
         print(f"build: {error}", file=sys.stderr)
         return 1

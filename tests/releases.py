@@ -18,7 +18,7 @@ import psycopg
 
 from support import ROOT
 
-STEP = Path(__file__).parent / "second_release.sql"
+SECOND_RELEASE = Path(__file__).parent / "second_release.sql"
 
 NEW_FUNCTION = """\
 -- Notes: a function of the second release.
@@ -49,16 +49,18 @@ def load_build() -> ModuleType:
 
 def replaced(path: Path, pattern: str, replacement: str) -> None:
     """Change a source at the one place that matches."""
-    text, count = re.subn(pattern, lambda _: replacement, path.read_text("utf-8"), flags=re.S)
+    text, count = re.subn(pattern, lambda _: replacement, path.read_text("utf-8"), flags=re.DOTALL)
     assert count == 1, (path, pattern, count)
     path.write_text(text, "utf-8")
 
 
 def second_step(views: str) -> str:
     """Return the step's text; the view that has a new column stands in tables/ only."""
-    view = re.search(r"create view queue\.jobs as\n.*?;\n", views, re.S)
+    view = re.search(r"create view queue\.jobs as\n.*?;\n", views, re.DOTALL)
     assert view is not None
-    return STEP.read_text("utf-8") + view[0].replace("create view", "create or replace view")
+    return SECOND_RELEASE.read_text("utf-8") + view[0].replace(
+        "create view", "create or replace view"
+    )
 
 
 class Releases:
@@ -87,7 +89,9 @@ class Releases:
         replaced(tables / "90_views.sql", r"as progress\nfrom queue\.job j",
                  "as progress, j.note\nfrom queue.job j")  # fmt: skip
         step = second_step((tables / "90_views.sql").read_text("utf-8"))
-        remarks = re.search(r"create table queue\.remark .*?'Remarks on jobs\.';\n", step, re.S)
+        remarks = re.search(
+            r"create table queue\.remark .*?'Remarks on jobs\.';\n", step, re.DOTALL
+        )
         assert remarks is not None
         (tables / "99_second.sql").write_text(remarks[0], "utf-8")
         replaced(sql / "86_stats.sql",
@@ -101,7 +105,9 @@ class Releases:
         )
         privileges = sql / "90_privileges.sql"
         text = privileges.read_text("utf-8").replace("autoscale_hint,", "note_of,")
-        privileges.write_text(text.replace("schedule_runs}';\n    when", "schedule_runs,remarks}';\n    when"))
+        privileges.write_text(
+            text.replace("schedule_runs}';\n    when", "schedule_runs,remarks}';\n    when")
+        )
         (source / "upgrades" / f"pgdefer--{self.first}--{self.second}.sql").write_text(step)
         second = build.freeze(source, self.second)
         self._second_files = build.render(source, self.second)

@@ -1,6 +1,7 @@
 -- The step to a second release that exists for the tests only: one of each kind of change.
 
 -- @code
+-- squawk-ignore ban-drop-function
 drop function if exists queue.autoscale_hint(interval);
 
 -- @concurrently

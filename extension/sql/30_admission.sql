@@ -140,6 +140,17 @@ begin
   has_more := has_more or v_high.backlog;
 end $$;
 
+-- Whether the log may hold what has not been admitted: a look at its end, for those who need nothing else of _admit.
+-- Locks: the caller holds ADM.
+create or replace function queue._has_news()
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  return (
+    select k.has_backlog or k.in_flight <> '{}' or (select j.id from queue.job j where j.xid >= k.next_xid limit 1) is not null
+    from queue.cursor k order by k.tick desc limit 1);
+end $$;
+
 -- Admits at most p_slice jobs of a range of the log (see queue.backlog, where the rest goes: is_cut).
 -- Plain ones go to queue.live here, the others through the gates. With p_park, jobs with an ordered lock
 -- are put aside until all backlog has been read, and then admitted in the order of ids: older ones of

@@ -7,14 +7,23 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_ids bigint[];
+  v_free bigint[];
   v_gone bigint[];
   v_flags integer;
+  v_only_locks boolean;
 begin
-  select array_agg(j.id order by j.id), bit_or(j.flags) into v_ids, v_flags
+  select array_agg(j.id order by j.id), bit_or(j.flags), bool_and(j.flags & 3 <> 0 and j.flags & (8 | 16 | 32 | 64) = 0 and s.id is null)
+  into v_ids, v_flags, v_only_locks
   from unnest(p_ids) u (id)
-  cross join lateral (select j.id, j.flags from queue.job j where j.id = u.id offset 0) j;
+  cross join lateral (select j.id, j.flags from queue.job j where j.id = u.id offset 0) j
+  left join lateral (select s.id from queue.job_state s where s.id = u.id offset 0) s on true;
   if v_flags & 3 <> 0 then
-    perform queue._join_locks(v_ids, p_high_lock_id);
+    v_free := queue._join_locks(v_ids, p_high_lock_id);
+    if v_only_locks and not exists (select from queue.pause p where p.task is not null) then
+      -- those that wait for their turn need not be looked at again
+      perform queue._to_slots(v_free) where v_free is not null;
+      return;
+    end if;
   end if;
   if v_flags & 8 <> 0 then
     perform queue._join_needs(v_ids);
@@ -118,6 +127,7 @@ end $$;
 
 -- Where jobs go in queue.live: lane, order key, flags and attempts so far. Makes lanes that are missing.
 -- The flag 2 stands for the semaphore 'm' || lock, which ordered jobs of a lock with mutex members ask too.
+-- offset 0 keeps what is looked up for a job from being looked up again wherever it is named.
 create or replace function queue._place(
   p_ids bigint[], out ids bigint[], out lanes integer[], out deadlines timestamptz[], out flags smallint[], out attempts smallint[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -126,6 +136,7 @@ declare
   v_queues text[];
   v_priorities integer[];
   v_kinds smallint[];
+  v_high_need_id bigint := (select s.last_value from queue.needed_seq s);
 begin
   for v_pass in 1 .. 2 loop
     select array_agg(x.id order by x.id), array_agg(x.deadline order by x.id),
@@ -144,14 +155,15 @@ begin
           (j.flags | coalesce(s.extra_flags, 0)) & (case when s.lock = '' then 0 else 3 end | 4 | 8 | 64 | 128 | 256 | 512 | 8192)
             | case when s.crashes > 0 then 1024 else 0 end
             | case when s.id is not null then 2048 else 0 end
-            | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end as flags,
+            | case when j.id <= v_high_need_id and (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end as flags,
           j.options,
-          case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0 and exists (select from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex)
+          case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0
+                 and (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex limit 1) is not null
                then 2 else 0 end as mixed
         from unnest(p_ids) u (id)
         cross join lateral (select j.id, j.queue, j.priority, j.deadline, j.flags, j.lock, j.options from queue.job j where j.id = u.id offset 0) j
         left join lateral (select s.id, s.queue, s.priority, s.deadline, s.lock, s.attempts, s.crashes, s.extra_flags
-                           from queue.job_state s where s.id = u.id offset 0) s on true) y) x
+                           from queue.job_state s where s.id = u.id offset 0) s on true offset 0) y offset 0) x
     left join lateral (select l.lane, l.extra_flags from queue.lane l
                        where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind limit 1) l on true;
     exit when array_position(lanes, null) is null;

@@ -8,12 +8,15 @@
 -- mutex: a member that never waits for its turn; it takes the semaphore 'm' || lock (33_semaphores.sql),
 -- as ordered jobs of a mixed lock do, one that has mutex members. An ordered job waits for every older
 -- member, so that in a mixed lock the turn is only given to the first of all.
+-- Whether a lock is mixed is asked by a subquery with limit 1: an EXISTS may be planned as a hash of all mutex
+-- members of all locks.
 -- In a mixed lock has_turn says which ordered job has the turn; else it is written only where it can't be
 -- told from the job's place: a job in queue.live has it.
 
--- Adds new jobs. The turn goes to the first of a lock that had no member.
+-- Adds new jobs. The turn goes to the first of a lock that had no member. Returns those that nothing here holds
+-- up: that have the turn, or need none.
 create or replace function queue._join_locks(p_ids bigint[], p_high_id bigint)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
@@ -34,11 +37,12 @@ begin
       x.is_passed, not x.is_mutex and x.n = 1 and not x.has_others
     from joining x)
   select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
-    array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered
+    array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered,
+    array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free
   into v
   from joining x
-  cross join lateral (select x.has_others and exists (select from queue.lock_member m where m.lock = x.lock and m.is_mutex) as is_mixed) m
-  where x.has_others;
+  left join lateral (
+    select (select m.id from queue.lock_member m where m.lock = x.lock and m.is_mutex limit 1) is not null as is_mixed offset 0) m on x.has_others;
   if v.mixed is not null then
     -- from now on has_turn counts
     update queue.lock_member m set has_turn = true
@@ -50,8 +54,9 @@ begin
     where m.lock = x.lock and m.id = x.id;
   end if;
   if v.ordered is not null then
-    perform queue._next_mixed(v.ordered);
+    return v.free || queue._next_mixed(v.ordered);
   end if;
+  return v.free;
 end $$;
 
 -- Of jobs that nothing but their lock can hold up, those that have the turn; the rest is marked.
@@ -112,7 +117,8 @@ begin
   next as materialized (
     select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed
     from gone g
-    cross join lateral (select g.is_mutex or exists (select from queue.lock_member m where m.lock = g.lock and m.is_mutex) as is_mixed) x
+    cross join lateral (
+      select g.is_mutex or (select m.id from queue.lock_member m where m.lock = g.lock and m.is_mutex limit 1) is not null as is_mixed offset 0) x
     left join lateral (
       select m.id, m.is_passed, m.is_late from (
         (select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.id > g.id order by m.id limit 1)

@@ -59,6 +59,7 @@ declare
   v_has_more boolean := false;
   v_admit record;
   v record;
+  v_lanes integer[];  -- those claimed from
   v_claimed record;
 begin
   if p_max_jobs is null or p_max_jobs < 1 then
@@ -88,6 +89,7 @@ begin
     elsif cardinality(v.lanes) > 1 or v.kind = 1 then
       v := queue._probe_lanes(v.lanes);
     end if;
+    v_lanes := coalesce(v.lanes, v_lanes);
     if v.kind = 1 and not v_has_adm then
       v_has_adm := queue._lock_admission(ids = '{}' and p_may_wait);
       if v_has_adm then
@@ -137,7 +139,7 @@ begin
   if ids = '{}' then
     ids := null;
   elsif random() < cardinality(ids) / 300.0 and (v_has_adm or queue._lock_admission(false)) then
-    perform queue._raise_low_marks(v.plain_lanes);
+    perform queue._raise_low_marks(v_lanes);
   end if;
 end $$;
 
@@ -206,6 +208,9 @@ begin
   end loop;
   if v_alone then
     update queue.live v set flags = v.flags | 16 where v.id = any (v_ids);
+  end if;
+  if random() < cardinality(v_ids) / 300.0 then
+    perform queue._raise_low_marks(v_lanes);
   end if;
   return v_ids;
 end $$;

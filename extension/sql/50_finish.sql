@@ -379,7 +379,7 @@ create or replace function queue._settle_here(p_ids bigint[], p_kinds text[], p_
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._settle_slots(p_ids, p_kinds, p_flags);
-  if 'ended' = any (p_kinds) and exists (select from unnest(p_flags) f where f & 3 <> 0) then
+  if 'ended' = any (p_kinds) and exists (select from unnest(p_flags) f where f & 3 <> 0) and queue._has_news() then
     perform queue._admit(1000);
   end if;
   perform queue._settle(p_ids, p_kinds, p_flags, p_payloads);
@@ -443,7 +443,8 @@ begin
     perform queue._leave_locks(v.locked, true);
   end if;
   for v_item in
-    select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload) where u.payload is not null
+    select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload)
+    where p_payloads is not null and u.payload is not null
   loop
     if v_item.kind = 'replace' then
       perform queue._apply_replacement(v_item.id, v_item.payload);

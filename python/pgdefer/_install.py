@@ -114,9 +114,13 @@ def install(dsn: str, form: Form = "auto") -> Installed:
     `auto` makes the extension where the server has its files and the role may, and otherwise runs
     the plain SQL, as `plain` does. Raises PgDeferError where neither is possible.
     """
+    connection: psycopg.Connection[Any]
     with psycopg.connect(dsn, autocommit=True) as connection:
         before = installed_version(connection)
         done = _run(connection, form)
+        # Large indexes of an upgrade, built without stopping anybody.
+        for (statement,) in connection.execute(_sql.MIGRATION.psycopg).fetchall():
+            connection.execute(str(statement).encode())
         with translated():
             version = installed_version(connection)
         if version is None:

@@ -25,8 +25,15 @@ class HasId(Protocol):
 class Retry:
     """A retry policy; what isn't given is left to the database's default.
 
-    `max_attempts` is at which failure to give up: None is never. `base`, `cap` and `first` are
-    delays; `wait`, `linear_wait` and `exponential_wait` are seconds, in the sense of
+    `max_attempts` is at which failure to give up: None is never. The delay after the nth failure
+    is `base`, `base * n` or `base * factor ** (n - 1)`, as `backoff` says, at most `cap`; `first`
+    is that after the first one, if it differs: the series then starts with the second. `jitter`,
+    from 0 to 1, shortens it at random by up to that share.
+
+    Crashes are counted apart: `on_crash` says what one leads to, and at `max_crashes` the job
+    fails (3; None: never).
+
+    In Procrastinate's terms: `wait`, `linear_wait` and `exponential_wait` are seconds, and make
     `wait + linear_wait * n + exponential_wait ** (n + 1)` with n failures before this one.
     """
 

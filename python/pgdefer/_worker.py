@@ -94,7 +94,11 @@ class WorkerOptions(TypedDict, total=False):
 
 
 class Worker:
-    """Runs an app's jobs, of the queues named (patterns too; None: all)."""
+    """Runs an app's jobs, of the queues named (patterns too; None: all).
+
+    `WorkerOptions` says what else can be given. A worker lives until `stop`, whatever becomes of
+    the database meanwhile; what nothing mends, such as missing rights, ends it with an exception.
+    """
 
     def __init__(
         self, app: App, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]

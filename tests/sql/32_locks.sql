@@ -1,6 +1,6 @@
 -- Locks: ordered, mutex, and both on one lock; every way out gives the turn on.
 
-select plan(33);
+select plan(39);
 
 select queue.register_worker('w') as worker \gset
 
@@ -95,6 +95,65 @@ select queue.defer('d', lock => 'X', options => '{"lock_mode": "mutex"}') as d \
 select is(pg_temp.claim(), null, 'a mutex job waits for the running ordered one');
 select pg_temp.finish_all();
 select is(pg_temp.claim(), array[:d]::bigint[], 'and goes then');
+select pg_temp.finish_all();
+
+-- Every way out of a state lets the next one in, in the same transaction.
+create temporary table told (way text, state text);
+create procedure pg_temp.leave(way text, gate jsonb) language plpgsql as $$
+declare
+  v_ids bigint[];
+  v_claim bigint;
+  v_outcomes jsonb;
+begin
+  v_ids := array(select d.id from queue.defer_many(jsonb_build_array(
+    jsonb_build_object('task', 'a', 'options', '{"retry": {"on_crash": "fail"}}'::jsonb) || gate, jsonb_build_object('task', 'b') || gate)) d (id));
+  commit;
+  perform from queue.tick();
+  commit;
+  if leave.way like 'running: %' then
+    select f.claim into v_claim from queue.fetch((select max(w.id) from queue.workers w), null, 10) f;
+    commit;
+  end if;
+  v_outcomes := jsonb_build_array(jsonb_build_object('id', v_ids[1], 'claim', v_claim, 'outcome', split_part(leave.way, ': ', 2)));
+  case split_part(leave.way, ': ', 2)
+    when 'succeeded', 'failed' then perform from queue.finish_many(v_outcomes);
+    when 'cancel' then perform queue.cancel(v_ids[1]);
+    when 'delete' then perform from queue.delete(v_ids[1:1], true);
+    when 'done' then perform from queue.done(v_ids[1:1]);
+    when 'fail_jobs' then perform from queue.fail_jobs(v_ids[1:1]);
+    when 'hold' then perform queue.hold(v_ids[1]);
+    when 'reap' then
+      perform queue.extend(v_ids[1], v_claim, '1 microsecond');
+      perform from queue.reap();
+  end case;
+  insert into told select leave.way, j.state from queue.jobs j where j.id = v_ids[2];
+  commit;
+  perform from queue.delete(v_ids, true);
+  commit;
+end $$;
+call pg_temp.leave('ready: cancel', '{"lock": "W"}');
+call pg_temp.leave('ready: delete', '{"lock": "W"}');
+call pg_temp.leave('ready: done', '{"lock": "W"}');
+call pg_temp.leave('ready: fail_jobs', '{"lock": "W"}');
+call pg_temp.leave('running: succeeded', '{"lock": "W"}');
+call pg_temp.leave('running: failed', '{"lock": "W"}');
+call pg_temp.leave('running: delete', '{"lock": "W"}');
+call pg_temp.leave('running: done', '{"lock": "W"}');
+call pg_temp.leave('running: fail_jobs', '{"lock": "W"}');
+call pg_temp.leave('running: reap', '{"lock": "W"}');
+select is_empty($$select * from told where state <> 'ready'$$, 'the next one is ready');
+select is((select count(*) from told), 10::bigint, 'each way');
+
+-- A job that crashed keeps its turn, though it is only claimed alone.
+select queue.defer('a', lock => 'L') as a \gset
+select queue.defer('b', lock => 'L') as b \gset
+select pg_temp.claim() \g /dev/null
+select queue.extend(:a, j.claim, '1 microsecond') from queue.jobs j where j.id = :a \g /dev/null
+select is((select r.reaped from queue.reap() r), 1, 'the first of a lock crashes');
+select is(pg_temp.claim(), null, 'the next one does not overtake it');
+select is((select array_agg(f.id) from queue.fetch(:worker, null, 10, '{"alone": true}') f), array[:a]::bigint[], 'it runs again, alone');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:b]::bigint[], 'and then the next');
 select pg_temp.finish_all();
 
 select is_empty('select * from queue.check()', 'sound');

@@ -1,6 +1,6 @@
 -- Concurrency: hard limits per key, several keys, discard, max_running, rates.
 
-select plan(33);
+select plan(39);
 
 select queue.register_worker('w') as worker \gset
 
@@ -108,6 +108,66 @@ select is(pg_temp.claim(), null, 'a finished job gives no start back');
 select matches(queue.why((select max(j.id) from queue.jobs j)), 'used up its rate of 3 per 01:00:00; the next start is at', 'why says when the next may start');
 select queue.configure_queue('r', '{"rate": null}');
 select is(cardinality(pg_temp.claim()), 2, 'without the rate they go');
+select pg_temp.finish_all();
+
+-- Every way out of a state lets the next one in, in the same transaction.
+create temporary table told (way text, state text);
+create procedure pg_temp.leave(way text, gate jsonb) language plpgsql as $$
+declare
+  v_ids bigint[];
+  v_claim bigint;
+  v_outcomes jsonb;
+begin
+  v_ids := array(select d.id from queue.defer_many(jsonb_build_array(
+    jsonb_build_object('task', 'a', 'options', '{"retry": {"on_crash": "fail"}}'::jsonb) || gate, jsonb_build_object('task', 'b') || gate)) d (id));
+  commit;
+  perform from queue.tick();
+  commit;
+  if leave.way like 'running: %' then
+    select f.claim into v_claim from queue.fetch((select max(w.id) from queue.workers w), null, 10) f;
+    commit;
+  end if;
+  v_outcomes := jsonb_build_array(jsonb_build_object('id', v_ids[1], 'claim', v_claim, 'outcome', split_part(leave.way, ': ', 2)));
+  case split_part(leave.way, ': ', 2)
+    when 'succeeded', 'failed' then perform from queue.finish_many(v_outcomes);
+    when 'cancel' then perform queue.cancel(v_ids[1]);
+    when 'delete' then perform from queue.delete(v_ids[1:1], true);
+    when 'done' then perform from queue.done(v_ids[1:1]);
+    when 'fail_jobs' then perform from queue.fail_jobs(v_ids[1:1]);
+    when 'hold' then perform queue.hold(v_ids[1]);
+    when 'reap' then
+      perform queue.extend(v_ids[1], v_claim, '1 microsecond');
+      perform from queue.reap();
+  end case;
+  insert into told select leave.way, j.state from queue.jobs j where j.id = v_ids[2];
+  commit;
+  perform from queue.delete(v_ids, true);
+  commit;
+end $$;
+call pg_temp.leave('ready: cancel', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('ready: delete', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('ready: done', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('ready: fail_jobs', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('running: succeeded', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('running: failed', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('running: delete', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('running: done', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('running: fail_jobs', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('running: reap', '{"concurrency_key": "W", "concurrency_limit": 1}');
+call pg_temp.leave('ready: hold', '{"concurrency_key": "W", "concurrency_limit": 1}');
+select is_empty($$select * from told where state <> 'ready'$$, 'the next one is ready');
+select is((select count(*) from told), 11::bigint, 'each way');
+
+-- on_limit is asked once, when the job is admitted: not when an operator has had it in his hands.
+select queue.defer('t', concurrency_key => 'O', concurrency_limit => 1, options => '{"on_limit": "discard"}') as a \gset
+select queue.tick() \g /dev/null
+select queue.hold(:a) \g /dev/null
+select queue.defer('t', concurrency_key => 'O', concurrency_limit => 1) as b \gset
+select is(pg_temp.claim(), array[:b]::bigint[], 'another takes the slot while it is held');
+select is(queue.unhold(:a), 'blocked', 'it waits for a slot, as it was admitted');
+select is((select r.outcome from queue.set_priority(array[:a]::bigint[], 5) r), 'blocked', 'whatever is changed');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:a]::bigint[], 'and runs');
 select pg_temp.finish_all();
 
 select is_empty('select * from queue.check()', 'sound');

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from alembic.runtime.migration import MigrationContext
 
 from pgdefer import _sql
-from pgdefer._errors import NotInstalled, PgDeferError, sqlstate_of, translated
+from pgdefer._errors import NotInstalled, PgDeferError, sqlstate_of, translate, translated
 from pgdefer._install import Form, Found, choose, is_at_least, offered_version, plain_script
 from pgdefer._sql import Statement
 
@@ -200,9 +200,12 @@ def _run(bind: sa.Connection, text: str) -> None:
 
 
 def _run_script(bind: sa.Connection, text: str) -> None:
-    """Run many statements."""
+    """Run many statements. Raises the driver's errors: SQLAlchemy's would show all of the text."""
     if bind.dialect.driver != "asyncpg":
-        _run(bind, text)
+        try:
+            _run(bind, text)
+        except sa.exc.DBAPIError as error:
+            raise (translate(error) or error.orig or error) from None
         return
     # It takes many only where there is nothing to prepare, and SQLAlchemy's way prepares.
     _run(bind, "select 1")  # begins the transaction

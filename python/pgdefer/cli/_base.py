@@ -185,7 +185,10 @@ def reported() -> Iterator[None]:
             _fail_for(better)
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             fail(Exit.FORBIDDEN, one_line(error))
-        is_lost = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
+        # without a code, or one of those of connections and of servers that shut down
+        is_lost = isinstance(error, psycopg.OperationalError) and (
+            error.sqlstate is None or error.sqlstate.startswith(("08", "57P"))
+        )
         fail(Exit.UNREACHABLE if is_lost else Exit.ERROR, one_line(error))
     except PgDeferError as error:
         _fail_for(error)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from releases import Releases
 
 from pgdefer._server import EmbeddedServer
+from releases import Releases
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,10 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
-from releases import Releases, catalog, difference
 
-from pgdefer import App, Worker
+from pgdefer import App, Worker, _install
 from pgdefer._server import EmbeddedServer
+from releases import Releases, catalog, difference
 from support import create_database
 
 # Kept low for machines that do other things; `-m soak` takes a table that matters.
@@ -129,7 +129,7 @@ def test_the_extension_made_anew_keeps_the_roles(
 def test_code_of_the_next_release_works_on_the_tables(
     blank: psycopg.Connection, releases: Releases, form: str
 ) -> None:
-    """Between ALTER EXTENSION and queue.migrate() nobody is stopped; further apart they are told."""
+    """Between ALTER EXTENSION and queue.migrate() nobody is stopped; further apart they hear."""
     if form == "plain":
         pytest.skip("the plain file migrates in the same transaction")
     releases.install(blank, form, releases.first)
@@ -318,24 +318,19 @@ def longest_of(blank_dsn: str) -> Callable[[Callable[[], object]], tuple[float, 
     return measure
 
 
-@pytest.mark.parametrize(
-    "number", [JOBS, pytest.param(SOAK_JOBS, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("number", [JOBS, pytest.param(SOAK_JOBS, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("blocked", [False, True])
-def test_nobody_who_defers_waits_long(
+def test_nobody_who_defers_waits_long(  # noqa: PLR0917
     blank: psycopg.Connection,
     blank_dsn: str,
     releases: Releases,
     longest_of: Callable[[Callable[[], object]], tuple[float, float]],
     number: int,
     blocked: bool,
-    record_property: Callable[[str, object], None],
 ) -> None:
     releases.install(blank, "plain", releases.first)
     fill(blank, number)
     holder = psycopg.connect(blank_dsn)
-    notices: list[str] = []
-    blank.add_notice_handler(lambda diag: notices.append(str(diag.message_primary)))
 
     def upgrade() -> None:
         if blocked:
@@ -393,17 +388,39 @@ def test_a_transaction_that_stays_open_is_told_of(
     releases.install(blank, "plain", releases.second)
 
 
+def make_large(connection: psycopg.Connection) -> None:
+    """Fill the log with few rows of many bytes."""
+    connection.execute("alter table queue.job alter column args set storage external")
+    connection.execute("alter table queue.job set (toast_tuple_target = 8160)")
+    connection.execute(
+        "select count(*) from queue.defer_many((select jsonb_agg(jsonb_build_object('task', 't',"
+        " 'args', jsonb_build_object('x', repeat('x', 7000)))) from generate_series(1, 3000)))"
+    )
+
+
+def test_pgdefer_upgrade_builds_large_indexes(
+    blank: psycopg.Connection,
+    blank_dsn: str,
+    releases: Releases,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    releases.install(blank, "plain", releases.first)
+    make_large(blank)
+    monkeypatch.setattr(_install, "_script", lambda: releases.plain[releases.second])
+    done = _install.install(blank_dsn)
+    assert (done.before, done.version) == (releases.first, releases.second)
+    assert blank.execute("select * from queue.migration()").fetchall() == []
+    row = blank.execute(
+        "select indisvalid from pg_index where indexrelid = 'queue.job_note_idx'::regclass"
+    ).fetchone()
+    assert row == (True,)
+
+
 def test_a_large_index_is_left_to_the_operator(
     blank: psycopg.Connection, releases: Releases, server: EmbeddedServer
 ) -> None:
     releases.install(blank, "plain", releases.first)
-    # Few rows of many bytes, so that it is quick.
-    blank.execute("alter table queue.job alter column args set storage external")
-    blank.execute("alter table queue.job set (toast_tuple_target = 8160)")
-    blank.execute(
-        "select count(*) from queue.defer_many((select jsonb_agg(jsonb_build_object('task', 't',"
-        " 'args', jsonb_build_object('x', repeat('x', 7000)))) from generate_series(1, 3000)))"
-    )
+    make_large(blank)
     notices: list[str] = []
     blank.add_notice_handler(lambda diag: notices.append(str(diag.message_primary)))
     blank.execute(releases.plain[releases.second].encode())

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from alembic.config import Config
 
 import pgdefer._install
 from pgdefer import InvalidParameter, NotInstalled, PgDeferError, __version__
+from pgdefer._errors import sqlstate_of
+from pgdefer._install import install
 from pgdefer._server import EmbeddedServer
-from support import ROOT, server_program, url_of
+from support import ROOT, create_database, server_program, url_of
 
 Connection = psycopg.Connection[Any]
 RunScript = Callable[[str, str], None]
@@ -331,9 +334,17 @@ DEFINITIONS = """
 """
 
 
+@pytest.fixture
+def other_dsn(server: EmbeddedServer) -> Iterator[str]:
+    create_database(server, "other")
+    yield server.dsn("other")
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        connection.execute("drop database other with (force)")
+
+
 @pytest.mark.parametrize("form", ["auto", "extension"])
 def test_offline(
-    project: Project, server: EmbeddedServer, dsn: str, form: str, run_script: RunScript
+    project: Project, server: EmbeddedServer, other_dsn: str, form: str, run_script: RunScript
 ) -> None:
     if form == "extension" and server.major < 18:
         pytest.skip("its server has no files of the extension")
@@ -346,7 +357,8 @@ def test_offline(
     assert_works(project.dsn)
     assert is_extension(project.dsn) == (form == "extension")
     # Nothing was lost on the way through Alembic: no %, no colon.
-    assert query(project.dsn, DEFINITIONS) == query(dsn, DEFINITIONS)
+    install(other_dsn, "extension" if form == "extension" else "plain")
+    assert query(project.dsn, DEFINITIONS) == query(other_dsn, DEFINITIONS)
     command.check(project.config())
 
     config = project.config()
@@ -388,6 +400,27 @@ def test_where_no_extension_may_be_made(project: Project, server: EmbeddedServer
     command.upgrade(project.config(), "two")
     with pytest.raises(PgDeferError, match="installed by plain SQL"):
         command.upgrade(project.config(), "three")
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_an_error_is_short(project: Project, driver: str) -> None:
+    """It does not show the whole script."""
+    name = psycopg.conninfo.conninfo_to_dict(project.dsn)["dbname"]
+    with psycopg.connect(project.dsn, autocommit=True) as connection:
+        connection.execute("create role somebody")
+        connection.execute(f"grant create on database {name} to somebody")
+        connection.execute("set role somebody")
+        connection.execute("create schema queue")
+    try:
+        make_history(project, "plain")
+        with pytest.raises(Exception, match="schema queue belongs to another role") as caught:
+            command.upgrade(project.config(driver), "head")
+        assert sqlstate_of(caught.value) == "42501"
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "create or replace function" not in shown
+    finally:
+        with psycopg.connect(project.dsn, autocommit=True) as connection:
+            connection.execute("drop owned by somebody cascade; drop role somebody")
 
 
 # Upgrades

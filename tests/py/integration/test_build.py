@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +10,7 @@ import psycopg
 import pytest
 
 from pgdefer._server import EmbeddedServer, sql_folder
+from releases import load_build
 from support import ROOT
 
 FORMS = ["extension", "plain"]
@@ -136,13 +135,7 @@ def test_a_schema_of_ones_group_is_taken(blank: psycopg.Connection, owner: str) 
 
 @pytest.fixture(scope="module")
 def build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pgdefer_build", ROOT / "extension" / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_build()
 
 
 @pytest.fixture
@@ -172,12 +165,87 @@ def test_build_puts_the_parts_in_order(build: ModuleType, source: Path, tmp_path
 
 def test_build_removes_what_is_stale(build: ModuleType, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (source / "upgrades" / "pgdefer--0.0.1--0.0.2.sql").write_text("-- upgrade\n")
+    step = source / "upgrades" / f"pgdefer--0.0.1--{build.version()}.sql"
+    step.write_text("-- a step\n")
     build.build(source, out)
-    assert (out / "extension" / "pgdefer--0.0.1--0.0.2.sql").exists()
-    (source / "upgrades" / "pgdefer--0.0.1--0.0.2.sql").unlink()
+    assert (out / "extension" / step.name).exists()
+    step.unlink()
     build.build(source, out)
-    assert not list(out.rglob("*--0.0.2.sql"))
+    assert not list(out.rglob("*--0.0.1--*.sql"))
+
+
+def add_step(source: Path, before: str, after: str, text: str = "") -> None:
+    (source / "upgrades" / f"pgdefer--{before}--{after}.sql").write_text(text)
+
+
+def test_build_leads_from_each_release_to_this(build: ModuleType, source: Path) -> None:
+    add_step(source, "0.9.0", "0.10.0", "-- @code\ndrop function if exists a();\n")
+    index = "create index concurrently i on queue.job (x)"
+    text = f"-- @tables\ncreate table one ();\n-- @concurrently\n{index};\n"
+    add_step(source, "0.10.0", "1.0.0", text)
+    files = build.render(source, "1.0.0")
+    assert {name for name in files if name.count("--") == 2} == {
+        "pgdefer--0.9.0--1.0.0.sql",
+        "pgdefer--0.10.0--1.0.0.sql",
+    }
+    assert "drop function if exists a();" in files["pgdefer--0.9.0--1.0.0.sql"]
+    assert "drop function if exists a();" in files["pgdefer.sql"]
+    assert "drop function if exists a();" not in files["pgdefer--0.10.0--1.0.0.sql"]
+    assert "drop function if exists a();" not in files["pgdefer--1.0.0.sql"]
+    for name in ("pgdefer--0.9.0--1.0.0.sql", "pgdefer--1.0.0.sql", "pgdefer.sql"):
+        code = files[name]
+        assert "return array['0.9.0', '0.10.0', '1.0.0']::text[];" in code
+        assert "when '0.10.0' then array['create index concurrently i on queue.job (x)']" in code
+        assert "if p_from = '0.10.0' then\ncreate table one ();\n    return '1.0.0';" in code
+
+
+@pytest.mark.parametrize(
+    ("steps", "complaint"),
+    [
+        ({("0.1.0", "0.2.0"): ""}, "no chain that ends with 0.3.0"),
+        ({("0.1.0", "0.2.0"): "", ("0.2.1", "0.3.0"): ""}, "no chain"),
+        ({("0.3.0", "0.3.0"): ""}, "no chain"),
+        ({("0.2.0", "0.3.0"): ""}, "leads from the release 0.1.0 to 0.3.0"),
+        ({("0.1.0", "0.3.0"): "-- @table\n"}, "each section once, of code, concurrently, tables"),
+        ({("0.1.0", "0.3.0"): "-- @code\n-- @code\n"}, "each section once"),
+        ({("0.1.0", "0.3.0"): "select 1;\n-- @code\n"}, "before the first section"),
+        ({("0.1.0", "0.3.0"): "-- @code\n\\echo\n"}, "psql's commands"),
+        (
+            {("0.1.0", "0.3.0"): "-- @concurrently\ncreate index a on queue.b (c);"},
+            "not of the form",
+        ),
+    ],
+)
+def test_build_refuses_steps(
+    build: ModuleType, source: Path, steps: dict[tuple[str, str], str], complaint: str
+) -> None:
+    build.freeze(source, "0.1.0")
+    for (before, after), text in steps.items():
+        add_step(source, before, after, text)
+    with pytest.raises(build.BuildError, match=complaint):
+        build.render(source, "0.3.0")
+
+
+def test_a_release_is_frozen(build: ModuleType, source: Path) -> None:
+    path = build.freeze(source, "1.2.3")
+    assert path == source / "releases" / "pgdefer--1.2.3.sql"
+    assert path.read_text() == build.render(source, "1.2.3")[path.name]
+    assert "@VERSION@" not in path.read_text()
+    build.freeze(source, "1.2.3")
+    (source / "sql" / "10_a.sql").write_text("-- changed\n")
+    with pytest.raises(build.BuildError, match="is frozen and differs"):
+        build.freeze(source, "1.2.3")
+    build.freeze(source, "1.2.3", force=True)
+    assert "-- changed" in path.read_text()
+
+
+def test_what_is_released_has_not_changed(build: ModuleType) -> None:
+    """The sources may differ from a frozen release only under another version."""
+    path = ROOT / "extension" / "releases" / f"pgdefer--{build.version()}.sql"
+    if not path.exists():
+        pytest.skip(f"{build.version()} is not released yet")
+    rendered = build.render(ROOT / "extension", build.version())[path.name]
+    assert rendered == path.read_text("utf-8")
 
 
 @pytest.mark.parametrize(

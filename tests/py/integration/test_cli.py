@@ -80,6 +80,18 @@ def test_install(run: Run, blank_dsn: str, form: str) -> None:
         assert connection.execute("select * from queue.check()").fetchall() == []
 
 
+@pytest.mark.unchecked("there is nothing to check")
+def test_what_is_there_keeps_its_form(run: Run, blank_dsn: str) -> None:
+    """Also where the server has the extension's files, as from PostgreSQL 18 on."""
+    assert run("install", "--dsn", blank_dsn, "--form", "plain").returncode == 0
+    for command in ("install", "upgrade"):
+        done = run(command, "--dsn", blank_dsn)
+        assert (done.returncode, done.stderr) == (0, "")
+    done = run("install", "--dsn", blank_dsn, "--form", "extension")
+    assert done.returncode == Exit.ERROR
+    assert "is installed by plain SQL here" in done.stderr
+
+
 def test_a_worker(run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path) -> None:
     (tmp_path / "mod.py").write_text(MODULE.format(dsn="postgresql://nowhere.invalid/x"))
     app.defer("add", {"a": 1, "b": 2}, queue="x1")

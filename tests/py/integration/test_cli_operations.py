@@ -410,7 +410,7 @@ def test_restart(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     assert run("job", "restart", failed, "--failed").code == Exit.USAGE
 
 
-def test_fail(run: Run, jobs: Jobs, claim: Claim) -> None:
+def test_fail(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     retry = '{"retry": {"max_attempts": 10}}'
     need = defer(run, "t", "--options", retry)
     dependent = defer(run, "t", "--needs", need)
@@ -420,6 +420,14 @@ def test_fail(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert jobs()[0]["error"] == "broken"
     assert run("job", "fail", need, "-y").code == Exit.WRONG_STATE
     assert "a need failed" in run("job", "why", dependent).out
+    running = defer(run, "t", "--options", retry)
+    ((_, number),) = claim().items()
+    assert run("job", "fail", running, "-y").out == f"{running}: failed\n"
+    with pytest.raises(psycopg.Error, match="claim lost"):
+        conn.execute("select queue.succeed(%s, %s)", [running, number])
+    assert run("db", "tick").code == 0
+    assert jobs.states()[running] == "failed", "it is not retried"
+    assert claim() == {}
 
 
 @pytest.fixture

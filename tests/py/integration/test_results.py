@@ -81,10 +81,9 @@ def test_results(app: App, conn: Connection) -> None:
             tasks.odd.defer().result(10)
         with pytest.raises(JobNotFound):
             app.result(999_999, 1)
-    with psycopg.connect(conn.info.dsn, autocommit=True) as listening:
+    with app._hearing_pool.connection() as connection:
         # What was listened to is listened to no more.
-        rows = listening.execute("select count(*) from queue.awaited").fetchone()
-    assert rows == (0,)
+        assert connection.execute("select pg_listening_channels()").fetchall() == []
 
 
 async def test_results_async(app: App, conn: Connection) -> None:
@@ -134,18 +133,25 @@ async def test_a_wait_is_short(app: App) -> None:
 
 
 async def test_a_wait_survives_a_lost_connection(app: App, conn: Connection) -> None:
-    tasks = add_tasks(app)
+    release = asyncio.Event()
+
+    @app.task
+    async def slow() -> str:
+        await release.wait()
+        return "done"
+
+    waiting_there = (
+        "from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+        " and query ilike '%await_result%' and state = 'idle'"
+    )
     async with running(app):
-        job = await tasks.slow.defer_async(1.0)
-        waiting = asyncio.create_task(job.result_async(20))
-        in_thread = asyncio.create_task(asyncio.to_thread(job.result, 20))
-        await until(lambda: conn.execute("select count(*) from queue.awaited").fetchone() == (1,))
-        conn.execute(
-            "select pg_terminate_backend(pid) from pg_stat_activity "
-            "where datname = current_database() and pid <> pg_backend_pid() "
-            "and (query ilike 'listen%' or query ilike '%await_result%')"
-        )
-        assert await waiting == await in_thread == dt.timedelta(seconds=1)
+        job = await slow.defer_async()
+        waiting = asyncio.create_task(job.result_async(60))
+        in_thread = asyncio.create_task(asyncio.to_thread(job.result, 60))
+        await until(lambda: conn.execute(f"select count(*) {waiting_there}").fetchone() == (2,))
+        conn.execute(f"select pg_terminate_backend(pid) {waiting_there}")
+        release.set()
+        assert await waiting == await in_thread == "done"
 
 
 async def test_where_nobody_can_be_woken(dsn: str) -> None:

@@ -256,14 +256,17 @@ import asyncio, ctypes, json, os, sys, time
 from pgdefer import App, Retry
 app = App({dsn!r})
 
+def say(what: str) -> None:
+    os.write(1, what.encode() + b"\\n")  # at once, whatever other threads say
+
 @app.task(name="slow")
 async def slow(seconds: float) -> None:
-    print("started", flush=True)
+    say("started")
     await asyncio.sleep(seconds)
 
 @app.task(name="deaf")
 async def deaf() -> None:
-    print("started", flush=True)
+    say("started")
     while True:
         try:
             await asyncio.sleep(60)
@@ -272,12 +275,12 @@ async def deaf() -> None:
 
 @app.task(name="stuck")
 def stuck() -> None:
-    print("started", flush=True)
+    say("started")
     time.sleep(60)
 
 @app.task(name="wait", retry=Retry(1, max_crashes=2))
 def wait(path: str, how: str) -> None:
-    print("started", flush=True)
+    say("started")
     while not os.path.exists(path):
         time.sleep(0.005)
     if how == "kill -9":  # by whomever; the kernel does so, too, where it has no memory left
@@ -289,7 +292,7 @@ def wait(path: str, how: str) -> None:
 
 if __name__ == "__main__":
     app.run_worker(**json.loads(sys.argv[1]))
-    print("ended", flush=True)
+    say("ended")
 """
 
 Program = Callable[..., subprocess.Popen[str]]
@@ -729,23 +732,24 @@ class Line:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there_reader, there = await asyncio.open_unix_connection(self._server / ".s.PGSQL.5432")
         self._writers += [writer, there]
-        with contextlib.suppress(OSError):
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._pass(reader, there, is_answer=False))
-                group.create_task(self._pass(there_reader, writer, is_answer=True))
+        await asyncio.gather(
+            self._pass(reader, there, is_answer=False),
+            self._pass(there_reader, writer, is_answer=True),
+        )
 
     async def _pass(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool
     ) -> None:
-        while data := await reader.read(1 << 16):
-            if is_answer and self.answers_to_drop and b"lost-job" in data:
-                self.answers_to_drop -= 1
-                self.dropped += 1
-                self.cut()
-                return
-            await self.is_open.wait()
-            writer.write(data)
-            await writer.drain()
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                if is_answer and self.answers_to_drop and b"lost-job" in data:
+                    self.answers_to_drop -= 1
+                    self.dropped += 1
+                    self.cut()
+                    return
+                await self.is_open.wait()
+                writer.write(data)
+                await writer.drain()
         writer.close()
 
 
