@@ -75,7 +75,7 @@ begin
   v_move := c.has_jobs or c.has_handover or c.stragglers <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if c.has_handover then
     select h.ids, h.kinds, h.flags, h.payloads into v_ended from queue._take_handovers(c.next_xid, c.ended, c.upto, c.own) h;
-    perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags);
+    perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
     admitted := 1;
   end if;
   foreach v_xid in array coalesce(c.stragglers, '{}') || case when c.has_jobs then array[c.next_xid] end loop
@@ -104,7 +104,7 @@ begin
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
   if c.has_handover then
-    perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
     select u.high_lock_id, u.n > 0 or exists (select from queue.backlog) into v_high.lock_id, v_high.backlog

@@ -204,11 +204,11 @@ begin
     where x.ready <> 0 or x.waiting <> 0) l;
 end $$;
 
--- Claims have ended: gives their slots back and lets the next jobs in.
+-- Claims have ended: gives their slots back and returns the keys, for _refill.
 -- p_flags as in queue.live: 16384 counts in its queue's max_running.
 -- Locks: the caller holds ADM.
 create or replace function queue._release_slots(p_ids bigint[], p_flags smallint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_keys text[];
@@ -223,7 +223,7 @@ begin
       where u.flags & 16384 <> 0);
   end if;
   perform queue._add_slots(v_keys, null, array_fill(-1, array[cardinality(v_keys)]), null, null, null);
-  perform queue._refill(v_keys);
+  return v_keys;
 end $$;
 
 -- Lets waiting jobs of keys with free slots in, first by id in each lane. Those with several keys may have

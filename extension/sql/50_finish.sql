@@ -378,11 +378,11 @@ end $$;
 create or replace function queue._settle_here(p_ids bigint[], p_kinds text[], p_flags smallint[], p_payloads jsonb[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  perform queue._settle_slots(p_ids, p_kinds, p_flags);
+  perform queue._settle_slots(p_ids, p_kinds, p_flags, p_payloads);
   if 'ended' = any (p_kinds) and exists (select from unnest(p_flags) f where f & 3 <> 0) and queue._has_news() then
     perform queue._admit(1000);
   end if;
-  perform queue._settle(p_ids, p_kinds, p_flags, p_payloads);
+  perform queue._settle(p_ids, p_kinds, p_flags);
 end $$;
 
 -- Reads the handovers that are new by the same snapshots as the log.
@@ -404,43 +404,24 @@ begin
   into ids, kinds, flags, payloads from gone g;
 end $$;
 
--- Gives back the slots of ended claims.
+-- Gives back the slots of ended claims and sends those of them that run again through the gates; then lets in
+-- whoever is first for these slots.
 -- Locks: the caller holds ADM.
-create or replace function queue._settle_slots(p_ids bigint[], p_kinds text[], p_flags smallint[])
+create or replace function queue._settle_slots(p_ids bigint[], p_kinds text[], p_flags smallint[], p_payloads jsonb[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
-begin
-  select array_agg(u.id) as ids, array_agg(u.flags) as flags, array_agg(u.id) filter (where u.kind = 'again') as again into v
-  from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags)
-  where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0;
-  if v.again is not null then
-    -- they keep their turn while others are let in
-    perform queue._keep_turns(v.again);
-  end if;
-  if v.ids is not null then
-    perform queue._release_slots(v.ids, v.flags);
-  end if;
-end $$;
-
--- Moves on what ended claims let go, their slots excepted: turns, dependents, retries.
--- Locks: the caller holds ADM.
-create or replace function queue._settle(p_ids bigint[], p_kinds text[], p_flags smallint[], p_payloads jsonb[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
-declare
-  v record;
+  v_keys text[];
   v_item record;
 begin
-  select array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 3 <> 0) as locked,
-    array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 4096 <> 0) as needed,
-    array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck,
-    array_agg(u.id) filter (where u.kind = 'again') as again
+  select array_agg(u.id) filter (where u.kind = 'again') as again,
+    array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as ids,
+    array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as flags
   into v
   from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
-  if v.locked is not null then
-    perform queue._leave_locks(v.locked, true);
+  if v.ids is not null then
+    v_keys := queue._release_slots(v.ids, v.flags);
   end if;
   for v_item in
     select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload)
@@ -449,7 +430,7 @@ begin
     if v_item.kind = 'replace' then
       perform queue._apply_replacement(v_item.id, v_item.payload);
     elsif v_item.kind = 'refill' then
-      perform queue._refill(array(select k from jsonb_array_elements_text(v_item.payload) k));
+      v_keys := v_keys || array(select k from jsonb_array_elements_text(v_item.payload) k);
     elsif v_item.payload ? 'change' then
       perform queue._change_on_retry(v_item.id, v_item.payload -> 'change');
       v.again := array_remove(v.again, v_item.id);
@@ -459,6 +440,27 @@ begin
   end loop;
   if v.again is not null then
     perform queue._route(v.again, true);
+  end if;
+  if v_keys is not null then
+    perform queue._refill(v_keys);
+  end if;
+end $$;
+
+-- Moves on what ended claims let go, their slots excepted: turns and dependents.
+-- Locks: the caller holds ADM.
+create or replace function queue._settle(p_ids bigint[], p_kinds text[], p_flags smallint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  select array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 3 <> 0) as locked,
+    array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 4096 <> 0) as needed,
+    array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck
+  into v
+  from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
+  if v.locked is not null then
+    perform queue._leave_locks(v.locked, true);
   end if;
   -- last: only now every job here is in a gate or in queue.live
   if v.needed is not null then

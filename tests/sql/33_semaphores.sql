@@ -1,6 +1,6 @@
 -- Concurrency: hard limits per key, several keys, discard, max_running, rates.
 
-select plan(39);
+select plan(41);
 
 select queue.register_worker('w') as worker \gset
 
@@ -168,6 +168,16 @@ select is(queue.unhold(:a), 'blocked', 'it waits for a slot, as it was admitted'
 select is((select r.outcome from queue.set_priority(array[:a]::bigint[], 5) r), 'blocked', 'whatever is changed');
 select pg_temp.finish_all();
 select is(pg_temp.claim(), array[:a]::bigint[], 'and runs');
+select pg_temp.finish_all();
+
+-- Claims that go back are first for the slots that they give back.
+select array_agg(queue.defer('t', concurrency_key => 'R', concurrency_limit => 2)) as ids from generate_series(1, 4) \gset
+select is(pg_temp.claim(), (:'ids'::bigint[])[1:2], 'two run');
+select count(*) from queue.finish_many((
+  select jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'released')) from queue.live v where v.claim is not null)) \g /dev/null
+select results_eq(
+  format('select j.state from queue.jobs j where j.id = any (%L) order by j.id', :'ids'), '{ready,ready,blocked,blocked}'::text[],
+  'given back, they are the next');
 select pg_temp.finish_all();
 
 select is_empty('select * from queue.check()', 'sound');
