@@ -76,6 +76,7 @@ begin
   if c.has_handover then
     select h.ids, h.kinds, h.flags, h.payloads into v_ended from queue._take_handovers(c.next_xid, c.ended, c.upto, c.own) h;
     perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    select s.last_value into c.high_need_id from queue.needed_seq s;  -- a yield may need what is admitted below
     admitted := 1;
   end if;
   foreach v_xid in array coalesce(c.stragglers, '{}') || case when c.has_jobs then array[c.next_xid] end loop
