@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 # A PostgreSQL of the system's, for the tests of the plain form; empty where there is none.
 SYSTEM_PG = $(shell tests/system-postgres)
 
+# Tests wait more than they compute: three files at once. Those in unit/ ask no server: once is enough.
+PYTEST := pytest -q -n 3 --dist loadfile
+
 .PHONY: help
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,9 +58,9 @@ test-sql-embedded: venv build tools
 	$(BIN)/python tests/sql/run
 
 test-py-embedded: venv build tools
-	$(BIN)/pytest -q
+	$(BIN)/$(PYTEST)
 
-test-sql-system test-py-system: command = $(if $(findstring sql,$@),python tests/sql/run,pytest -q)
+test-sql-system test-py-system: command = $(if $(findstring sql,$@),python tests/sql/run,$(PYTEST) --ignore tests/py/unit)
 test-sql-system test-py-system: venv build tools
 	@if [ -n "$(SYSTEM_PG)" ]; then \
 	  echo "PGDEFER_PG_BIN=$(SYSTEM_PG) $(BIN)/$(command)"; \
