@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The calls that every job goes through, beside the same work on a bare table.
 
-    bench/bench_hot_path.py [--runs N] [--only TEXT] [--seconds N] [--pin] [--check]
+    bench/bench_hot_path.py [--runs N] [--only TEXT] [--seconds N] [--slower-sync US] [--pin] [--check]
 
 Both sides run under pgbench with prepared statements, on one server that syncs to disk, in turn,
 each run in a fresh copy of its database. What is drained was deferred just before and has yet to be
@@ -190,8 +190,19 @@ def main() -> None:
     parser.add_argument(
         "--drained", type=int, default=200_000, help="jobs of each run that drains (200,000)"
     )
+    parser.add_argument(
+        "--slower-sync",
+        type=int,
+        default=0,
+        metavar="US",
+        help="have each commit wait so many microseconds more, as on a slower disk",
+    )
     options = parser.parse_args()
-    with bench(options) as on:
+    # With no other transaction needed for it (commit_siblings), commit_delay is a wait in each.
+    slow = {"commit_delay": str(options.slower_sync), "commit_siblings": "0"}
+    with bench(options, slow if options.slower_sync else None) as on:
+        if options.slower_sync:
+            print(f"Each commit waits {options.slower_sync} us more.\n")
         alternate(cases(on, options.seconds, options.drained), options, "pgdefer", "bare table")
 
 
