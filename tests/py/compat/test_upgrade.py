@@ -23,7 +23,7 @@ from support import create_database
 
 # Kept low for machines that do other things; `-m soak` takes a table that matters.
 JOBS = 50_000
-SOAK_JOBS = 1_000_000
+SOAK_JOBS = 10_000_000
 
 LONGEST_DEFER = 1.0
 
