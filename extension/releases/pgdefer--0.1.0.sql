@@ -342,6 +342,9 @@ create index waiting_due_idx on queue.waiting (at, id) where at is not null;
 create index waiting_slot_idx on queue.waiting (key, lane, id) where reason = 'slot';
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
+-- state: succeeded, failed or cancelled, in which check() believes no table: a constraint would be read anew
+-- in every transaction, which takes as long as writing the row. The same holds for the kinds of queue.handover:
+-- ended, again, replace, recheck, refill.
 create table queue.finished (
   id bigint not null,
   finished_at timestamptz not null,
@@ -353,8 +356,7 @@ create table queue.finished (
   reason text,
   error text,
   result jsonb,
-  constraint finished_pkey primary key (id),
-  constraint finished_state_check check (state in ('succeeded', 'failed', 'cancelled'))
+  constraint finished_pkey primary key (id)
 );
 -- Rows come in the order of time, so that a few pages of summaries do.
 create index finished_at_idx on queue.finished using brin (finished_at) with (pages_per_range = 32, autosummarize = on);
@@ -385,8 +387,7 @@ create table queue.handover (
   flags smallint not null,
   at timestamptz,
   payload jsonb,
-  constraint handover_pkey primary key (xid, seq),
-  constraint handover_kind_check check (kind in ('ended', 'again', 'replace', 'recheck', 'refill'))
+  constraint handover_pkey primary key (xid, seq)
 );
 
 -- A claim's own lease, or the end of its timeout: what reap looks at beside dead workers.
@@ -1813,24 +1814,17 @@ set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
   v_id bigint;
-  v_args jsonb := coalesce(defer.args, '{}');
-  v_is_limited boolean := to_regclass('queue.unlimited') is null;
 begin
-  if v_is_limited then
-    perform queue._not_installed();
-  end if;
-  if defer.task is null or defer.task = '' or octet_length(defer.task) > 1000 then
-    perform queue._check_name('task', defer.task);
-  elsif jsonb_typeof(v_args) <> 'object' then
-    perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(v_args));
-  elsif octet_length(defer.queue) > 1000 or right(defer.queue, 1) = '*' then
-    perform queue._check_queue(defer.queue);
-  end if;
-  if coalesce(defer.lock, defer.queueing_lock, defer.concurrency_key) is null and defer.options is null
-    and defer.scheduled_at is null and defer.deadline is null and defer.needs is null and defer.concurrency_limit is null then
-    -- nothing, unless the task has more defaults than a queue and a priority
+  -- one condition, as each is set up anew in every transaction
+  if to_regclass('queue.unlimited') is not null and defer.task <> '' and octet_length(defer.task) <= 1000
+    and (defer.args is null or jsonb_typeof(defer.args) = 'object')
+    and (defer.queue is null or octet_length(defer.queue) <= 1000 and right(defer.queue, 1) <> '*')
+    and coalesce(defer.lock, defer.queueing_lock, defer.concurrency_key) is null and defer.options is null
+    and defer.scheduled_at is null and defer.deadline is null and defer.needs is null and defer.concurrency_limit is null
+  then
+    -- nothing, where the task has more defaults than a queue and a priority
     insert into queue.job (task, args, queue, priority)
-    select defer.task, v_args,
+    select defer.task, coalesce(defer.args, '{}'),
       case when defer.queue is null then coalesce(t.queue, 'default') when defer.queue = '' then 'default' else defer.queue end,
       coalesce(defer.priority, t.priority, 0)
     from (select) x left join queue.task t on t.name = defer.task
@@ -1838,11 +1832,8 @@ begin
     returning id into v_id;
   end if;
   if v_id is null then
-    v_id := queue._defer_full(defer.task, v_args, defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
-                              defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
-  end if;
-  if v_is_limited then
-    perform queue._bound_deferred(v_id);
+    v_id := queue._defer_checked(defer.task, coalesce(defer.args, '{}'), defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
+                                 defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
   end if;
   if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
     perform queue._wake();
@@ -1852,7 +1843,32 @@ end $$;
 comment on function queue.defer(text, jsonb, text, integer, text, text, timestamptz, timestamptz, bigint[], text, integer, jsonb) is
   'Defers a job and returns its id. Workers see it if and only if the transaction commits. NULL takes the task''s registered default, then the system''s (queue default, priority 0); empty text means none. lock, queueing_lock and concurrency_key may hold {field}, filled from args.';
 
--- defer with everything that a job can have: fills defaults, checks, and appends.
+-- defer with everything that a job can have, by whoever may.
+-- Locks and errors: as defer.
+create or replace function queue._defer_checked(
+  p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text, p_scheduled_at timestamptz,
+  p_deadline timestamptz, p_needs bigint[], p_concurrency_key text, p_concurrency_limit integer, p_options jsonb)
+returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_is_limited boolean := to_regclass('queue.unlimited') is null;
+begin
+  if v_is_limited then
+    perform queue._not_installed();
+  end if;
+  perform queue._check_name('task', p_task);
+  if jsonb_typeof(p_args) <> 'object' then
+    perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(p_args));
+  end if;
+  v_id := queue._defer_full(p_task, p_args, p_queue, p_priority, p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs,
+                            p_concurrency_key, p_concurrency_limit, p_options);
+  if v_is_limited then
+    perform queue._bound_deferred(v_id);
+  end if;
+  return v_id;
+end $$;
+
+-- Fills in defaults, checks, and appends.
 -- Locks and errors: as defer.
 create or replace function queue._defer_full(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text, p_scheduled_at timestamptz,
@@ -2265,38 +2281,42 @@ begin
 end $$;
 
 -- Admits what is new: handovers, a slice of each range that is new, a slice of the oldest backlog, what is due.
+-- Where that is at most p_take plain jobs of one of p_lanes, which hold nothing ready, they are claimed at once:
+-- ids and claim, as of _claim.
 -- Locks: the caller holds ADM. has_more: another call will find more.
-create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
+create or replace function queue._admit(
+  p_slice integer, p_take integer default 0, p_worker bigint default null, p_lanes integer[] default null,
+  out admitted integer, out has_more boolean, out ids bigint[], out claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   c record;
   v_old record;
   v_ended record;
+  v_range record;
   v_xid xid8;
   v_start timestamptz := clock_timestamp();
-  v_high record;
+  v_high_id bigint;
+  v_high_lock_id bigint;
+  v_has_backlog boolean;
+  v_has_handover boolean;
+  v_ended_xids xid8[] := '{}'::xid8[];  -- those in flight then that have committed since
+  v_ranges xid8[] := '{}'::xid8[];      -- the xids from which there is something to admit
   v_gated bigint[];
   v_parked bigint[];
   v_is_read boolean := false;
   v_move boolean;
   v_due timestamptz;
 begin
-  select k.*,
+  select k.*, pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own,
     exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs,
-    case when k.ended <> '{}' then array(select x from unnest(k.ended) x where exists (select from queue.job j where j.xid = x)) end as stragglers,
-    exists (select from queue.handover h where h.xid >= k.next_xid)
-      or k.ended <> '{}' and exists (select from queue.handover h where h.xid = any (k.ended)) as has_handover,
-    (select s.last_value from queue.needed_seq s) as high_need_id, exists (select from queue.pause p where p.task is not null) as has_task_pause,
+    exists (select from queue.handover h where h.xid >= k.next_xid) as has_handover,
+    coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id,
+    exists (select from queue.pause p where p.task is not null) as has_task_pause,
     (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1) as next_due,
     (select s.due_at from queue.schedule s where s.due_at >= k.due_at order by s.due_at limit 1) as next_run
   into c
-  from (
-    select k.*, s.upto, s.own,
-      case when k.in_flight = '{}' then '{}'
-        else array(select x from unnest(k.in_flight) x where pg_visible_in_snapshot(x, s.upto) and x is distinct from s.own order by x) end as ended
-    from (select k.* from queue.cursor k order by k.tick desc limit 1) k
-    cross join (select pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own) s) k;
+  from queue.cursor k order by k.tick desc limit 1;
   if pg_snapshot_xmax(c.upto) < c.next_xid then
     perform queue._restart_cursor();
     admitted := 0;
@@ -2305,30 +2325,54 @@ begin
   end if;
   admitted := 0;
   has_more := false;
-  select c.high_id as id, c.high_lock_id as lock_id, c.has_backlog as backlog into v_high;
+  v_high_id := c.high_id;
+  v_high_lock_id := c.high_lock_id;
+  v_has_backlog := c.has_backlog;
+  v_has_handover := c.has_handover;
+  if c.in_flight <> '{}' then
+    v_ended_xids := array(select x from unnest(c.in_flight) x where pg_visible_in_snapshot(x, c.upto) and x is distinct from c.own order by x);
+    v_ranges := array(select x from unnest(v_ended_xids) x where exists (select from queue.job j where j.xid = x) order by x);
+    v_has_handover := v_has_handover or exists (select from queue.handover h where h.xid = any (v_ended_xids));
+  end if;
+  if c.has_jobs then
+    v_ranges := v_ranges || c.next_xid;
+  end if;
   -- a look that took long met many rows that are not visible yet: let the cursor pass them
-  v_move := c.has_jobs or c.has_handover or c.stragglers <> '{}' or clock_timestamp() - v_start > interval '2 ms';
-  if c.has_handover then
-    select h.ids, h.kinds, h.flags, h.payloads into v_ended from queue._take_handovers(c.next_xid, c.ended, c.upto, c.own) h;
+  v_move := v_has_handover or v_ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
+  if v_has_handover then
+    v_ended := queue._take_handovers(c.next_xid, v_ended_xids, c.upto, c.own);
     perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
-    select s.last_value into c.high_need_id from queue.needed_seq s;  -- a yield may need what is admitted below
+    c.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);  -- a yield may need what is admitted below
     admitted := 1;
   end if;
-  foreach v_xid in array coalesce(c.stragglers, '{}') || case when c.has_jobs then array[c.next_xid] end loop
-    select r.high_id, r.high_lock_id, v_high.backlog or r.is_cut, admitted + r.n, v_gated || r.gated, v_parked || r.parked
-    into v_high.id, v_high.lock_id, v_high.backlog, admitted, v_gated, v_parked
-    from queue._admit_range(v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
-                            p_slice, v_high.id, v_high.lock_id, c.high_need_id, c.has_task_pause, v_high.backlog, null) r;
+  foreach v_xid in array v_ranges loop
+    v_range := queue._admit_range(
+      v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
+      p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, v_has_backlog, null,
+      case when p_lanes is null or v_has_handover or v_has_backlog or cardinality(v_ranges) > 1 or c.next_due <= v_start or c.next_run <= v_start then 0 else p_take end,
+      p_worker, p_lanes);
+    ids := v_range.taken;
+    claim := v_range.claim;
+    v_high_id := v_range.high_id;
+    v_high_lock_id := v_range.high_lock_id;
+    v_has_backlog := v_has_backlog or v_range.is_cut;
+    admitted := admitted + v_range.n;
+    v_gated := v_gated || v_range.gated;
+    v_parked := v_parked || v_range.parked;
   end loop;
   if c.has_backlog then
     delete from queue.backlog b where b.no = (select o.no from queue.backlog o order by o.no limit 1)
     returning b.no, b.from_xid, b.from_id, b.to_xid, b.upto, b.own, b.is_first into v_old;
     v_is_read := not found;
     if not v_is_read then
-      select r.high_id, r.high_lock_id, admitted + r.n, v_gated || r.gated, v_parked || r.parked
-      into v_high.id, v_high.lock_id, admitted, v_gated, v_parked
-      from queue._admit_range(v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own, p_slice, v_high.id, v_high.lock_id,
-                              c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no) r;
+      v_range := queue._admit_range(
+        v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own,
+        p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no, 0, null, null);
+      v_high_id := v_range.high_id;
+      v_high_lock_id := v_range.high_lock_id;
+      admitted := admitted + v_range.n;
+      v_gated := v_gated || v_range.gated;
+      v_parked := v_parked || v_range.parked;
     end if;
     v_move := true;
   end if;
@@ -2339,12 +2383,12 @@ begin
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if c.has_handover then
+  if v_has_handover then
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
-    select u.high_lock_id, u.n > 0 or exists (select from queue.backlog) into v_high.lock_id, v_high.backlog
-    from queue._unpark(p_slice, v_high.lock_id) u;
+    select u.high_lock_id, u.n > 0 or exists (select from queue.backlog) into v_high_lock_id, v_has_backlog
+    from queue._unpark(p_slice, v_high_lock_id) u;
   end if;
   v_due := c.due_at;
   if c.due_at > v_start then
@@ -2366,14 +2410,28 @@ begin
     v_move := true;
   end if;
   if v_move then
-    with gone as (
-      delete from queue.cursor k where k.tick = c.tick)
-    insert into queue.cursor (tick, next_xid, in_flight, high_id, high_lock_id, has_backlog, due_at)
-    values (c.tick + 1, pg_snapshot_xmax(c.upto),
-            array(select x from pg_snapshot_xip(c.upto) x union select c.own where c.own < pg_snapshot_xmax(c.upto) order by 1),
-            v_high.id, v_high.lock_id, v_high.backlog, v_due);
+    perform queue._move_cursor(c.tick, c.upto, c.own, v_high_id, v_high_lock_id, v_has_backlog, v_due);
   end if;
-  has_more := has_more or v_high.backlog;
+  has_more := has_more or v_has_backlog;
+end $$;
+
+-- Notes that everything that is visible in p_upto has been read, the transaction p_own excepted.
+-- An update that changes the key is read newest first like a row of its own.
+-- Locks: the caller holds ADM.
+create or replace function queue._move_cursor(
+  p_tick bigint, p_upto pg_snapshot, p_own xid8, p_high_id bigint, p_high_lock_id bigint, p_has_backlog boolean, p_due_at timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_in_flight xid8[] := '{}'::xid8[];
+begin
+  if pg_snapshot_xmin(p_upto) < pg_snapshot_xmax(p_upto) then
+    v_in_flight := array(select x from pg_snapshot_xip(p_upto) x union select p_own where p_own < pg_snapshot_xmax(p_upto) order by 1);
+  end if;
+  update queue.cursor k
+  set tick = p_tick + 1, next_xid = pg_snapshot_xmax(p_upto), in_flight = v_in_flight, high_id = p_high_id, high_lock_id = p_high_lock_id,
+    has_backlog = p_has_backlog, due_at = p_due_at
+  where k.tick = p_tick;
 end $$;
 
 -- Whether the log may hold what has not been admitted: a look at its end, for those who need nothing else of _admit.
@@ -2388,48 +2446,59 @@ begin
 end $$;
 
 -- Admits at most p_slice jobs of a range of the log (see queue.backlog, where the rest goes: is_cut).
--- Plain ones go to queue.live here, the others through the gates. With p_park, jobs with an ordered lock
+-- Plain ones go to queue.live here, the others through the gates: also those that may be needed, as jobs were
+-- with ids up to p_high_need_id. With p_park, jobs with an ordered lock
 -- are put aside until all backlog has been read, and then admitted in the order of ids: older ones of
--- the same lock may be in there. Only the oldest range (is_first) need not.
+-- the same lock may be in there. Only the oldest range (is_first) need not. taken: those claimed at once, as
+-- they are all of the range, at most p_take, plain, without a timeout or a deadline, and of one of p_lanes.
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
   p_high_id bigint, p_high_lock_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
-  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
+  p_take integer, p_worker bigint, p_lanes integer[],
+  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[],
+  out taken bigint[], out claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v record;
+  v_low bigint[];
+  v_now timestamptz;
 begin
+  if p_take > 0 then
+    claim := nextval('queue.claim_seq');
+    v_now := clock_timestamp();
+  end if;
   with fresh as materialized (
-    select j.id, j.xid, j.flags, coalesce(j.deadline, 'infinity') as deadline, l.lane,
+    select j.id, j.flags, coalesce(j.deadline, 'infinity') as deadline, l.lane, l.extra_flags,
       (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) or l.is_idle as is_low,
-      j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and l.lane is not null and not p_has_task_pause
-        -- one that was needed before it was admitted is marked in _place
-        and (j.id > p_high_need_id or (select d.job_id from queue.need d where d.need_id = j.id limit 1) is null) as is_plain, l.extra_flags
-    from (select j.id, j.xid, j.flags, j.deadline, j.queue, j.priority from queue.job j
+      j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and j.id > p_high_need_id and l.lane is not null and not p_has_task_pause as is_plain
+    from (select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j
           where (j.xid, j.id) > (p_from_xid, p_from_id) and j.xid <= p_to_xid
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
           order by j.xid, j.id limit p_slice) j
     left join lateral (select l.lane, l.low_deadline, l.low_id, l.is_idle, l.extra_flags from queue.lane l
                        where l.queue = j.queue and l.priority = j.priority and l.kind = 0 limit 1) l on true),
+  claimed as (
+    select case when count(*) <= p_take and bool_and(x.is_plain and x.flags & 128 = 0 and x.lane = any (p_lanes)) and min(x.lane) = max(x.lane)
+      and min(x.deadline) = 'infinity' then _admit_range.claim end as claim
+    from fresh x where p_take > 0),
   plain as (
-    insert into queue.live (id, deadline, lane, attempt, flags)
-    select x.id, x.deadline, x.lane, 0,
-      x.flags | x.extra_flags
-    from fresh x where x.is_plain)
-  select count(*) as n, max(x.id) as high_id,
-    max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0)) as high_lock_id,
-    array_agg(x.id) filter (where not x.is_plain and not (p_park and x.flags & 1 <> 0)) as gated,
-    array_agg(x.id) filter (where p_park and x.flags & 1 <> 0) as parked,
-    array_agg(x.lane) filter (where x.is_plain and x.is_low) as low_lanes,
-    array_agg(x.deadline) filter (where x.is_plain and x.is_low) as low_deadlines,
-    array_agg(x.id) filter (where x.is_plain and x.is_low) as low_ids
-  into v from fresh x;
-  n := v.n;
+    insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
+    select x.id, x.deadline, x.lane, case when c.claim is null then 0 else 1 end, x.flags | x.extra_flags, c.claim,
+      case when c.claim is not null then v_now end, case when c.claim is not null then p_worker end
+    from claimed c cross join fresh x where x.is_plain)
+  select count(*), greatest(p_high_id, max(x.id)),
+    greatest(p_high_lock_id, max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0))),
+    array_agg(x.id) filter (where not x.is_plain and not (p_park and x.flags & 1 <> 0)),
+    array_agg(x.id) filter (where p_park and x.flags & 1 <> 0),
+    array_agg(x.id) filter (where x.is_plain and x.is_low),
+    array_agg(x.id) filter (where c.claim is not null)
+  into n, high_id, high_lock_id, gated, parked, v_low, taken
+  from claimed c cross join fresh x;
+  if taken is null then
+    claim := null;
+  end if;
   is_cut := n >= p_slice;
-  high_id := greatest(p_high_id, v.high_id);
-  high_lock_id := greatest(p_high_lock_id, v.high_lock_id);
   if is_cut then
     insert into queue.backlog (no, from_xid, from_id, to_xid, upto, own, is_first)
     select coalesce(p_no, nextval('queue.tick_seq')), x.xid, x.id, p_to_xid, p_upto, p_own, not p_park
@@ -2438,11 +2507,9 @@ begin
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
           order by j.xid, j.id offset p_slice - 1 limit 1) x;
   end if;
-  if v.low_lanes is not null then
-    perform queue._lower(v.low_lanes, v.low_deadlines, v.low_ids);
+  if v_low is not null then
+    perform queue._lower(array_agg(v.lane), array_agg(v.deadline), array_agg(v.id)) from queue.live v where v.id = any (v_low);
   end if;
-  gated := v.gated;
-  parked := v.parked;
 end $$;
 
 -- Lowers the low marks of lanes to keys that were inserted below them, (p_deadlines[i], p_ids[i]).
@@ -2680,48 +2747,52 @@ begin
   end if;
 end $$;
 
--- Where jobs go in queue.live: lane, order key, flags and attempts so far. Makes lanes that are missing.
+-- Where jobs go in queue.live: lane, order key, flags and attempts so far, in the order of ids. Makes lanes that are
+-- missing. all_flags: what any of them has; is_low: one lies below its lane's low mark.
 -- The flag 2 stands for the semaphore 'm' || lock, which ordered jobs of a lock with mutex members ask too.
 -- offset 0 keeps what is looked up for a job from being looked up again wherever it is named.
-create or replace function queue._place(
-  p_ids bigint[], out ids bigint[], out lanes integer[], out deadlines timestamptz[], out flags smallint[], out attempts smallint[])
+create or replace function queue._places(
+  p_ids bigint[], out ids bigint[], out lanes integer[], out deadlines timestamptz[], out flags smallint[], out attempts smallint[],
+  out all_flags integer, out is_low boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_queues text[];
   v_priorities integer[];
   v_kinds smallint[];
-  v_high_need_id bigint := (select s.last_value from queue.needed_seq s);
+  v_high_need_id bigint := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
+  v_is_complete boolean;
 begin
   for v_pass in 1 .. 2 loop
-    select array_agg(x.id order by x.id), array_agg(x.deadline order by x.id),
-      array_agg((x.flags | coalesce(l.extra_flags, 0))::smallint order by x.id), array_agg(x.attempts order by x.id),
-      array_agg(x.queue order by x.id), array_agg(x.priority order by x.id), array_agg(x.kind order by x.id), array_agg(l.lane order by x.id)
-    into ids, deadlines, flags, attempts, v_queues, v_priorities, v_kinds, lanes
+    select array_agg(x.id), array_agg(x.deadline), array_agg(x.flags), array_agg(x.attempts),
+      array_agg(x.queue), array_agg(x.priority), array_agg(x.kind), array_agg(x.lane), bool_and(x.lane is not null), bit_or(x.flags), bool_or(x.is_low)
+    into ids, deadlines, flags, attempts, v_queues, v_priorities, v_kinds, lanes, v_is_complete, all_flags, is_low
     from (
-      select y.id, y.deadline, y.queue, y.priority, y.attempts, y.flags | y.mixed as flags,
-        (case when y.flags & 1024 <> 0 then 2
-              when (y.flags | y.mixed) & (2 | 4 | 64 | 256 | 8192) <> 0 or y.flags & 8 <> 0 and queue._needs_mode(y.options) & 1 <> 0
-                or exists (select from queue.queue_config c where c.queue = y.queue and (c.max_running is not null or c.rate_limit is not null))
-              then 1 else 0 end)::smallint as kind
+      select x.id, x.deadline, (x.flags | coalesce(l.extra_flags, 0))::smallint as flags, x.attempts, x.queue, x.priority, x.kind, l.lane,
+        l.is_idle or (x.deadline, x.id) < (l.low_deadline, l.low_id) as is_low
       from (
-        select j.id, coalesce(s.deadline, j.deadline, 'infinity') as deadline, coalesce(s.queue, j.queue) as queue,
-          coalesce(s.priority, j.priority) as priority, least(coalesce(s.attempts, 0), 32766)::smallint as attempts,
-          (j.flags | coalesce(s.extra_flags, 0)) & (case when s.lock = '' then 0 else 3 end | 4 | 8 | 64 | 128 | 256 | 512 | 8192)
-            | case when s.crashes > 0 then 1024 else 0 end
-            | case when s.id is not null then 2048 else 0 end
-            | case when j.id <= v_high_need_id and (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end as flags,
-          j.options,
-          case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0
-                 and (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex limit 1) is not null
-               then 2 else 0 end as mixed
-        from unnest(p_ids) u (id)
-        cross join lateral (select j.id, j.queue, j.priority, j.deadline, j.flags, j.lock, j.options from queue.job j where j.id = u.id offset 0) j
-        left join lateral (select s.id, s.queue, s.priority, s.deadline, s.lock, s.attempts, s.crashes, s.extra_flags
-                           from queue.job_state s where s.id = u.id offset 0) s on true offset 0) y offset 0) x
-    left join lateral (select l.lane, l.extra_flags from queue.lane l
-                       where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind limit 1) l on true;
-    exit when array_position(lanes, null) is null;
+        select y.id, y.deadline, y.queue, y.priority, y.attempts, y.flags | y.mixed as flags,
+          (case when y.flags & 1024 <> 0 then 2
+                when (y.flags | y.mixed) & (2 | 4 | 64 | 256 | 8192) <> 0 or y.flags & 8 <> 0 and queue._needs_mode(y.options) & 1 <> 0
+                  or exists (select from queue.queue_config c where c.queue = y.queue and (c.max_running is not null or c.rate_limit is not null))
+                then 1 else 0 end)::smallint as kind
+        from (
+          select j.id, coalesce(s.deadline, j.deadline, 'infinity') as deadline, coalesce(s.queue, j.queue) as queue,
+            coalesce(s.priority, j.priority) as priority, least(coalesce(s.attempts, 0), 32766)::smallint as attempts,
+            (j.flags | coalesce(s.extra_flags, 0)) & (case when s.lock = '' then 0 else 3 end | 4 | 8 | 64 | 128 | 256 | 512 | 8192)
+              | case when s.crashes > 0 then 1024 else 0 end
+              | case when s.id is not null then 2048 else 0 end
+              | case when j.id <= v_high_need_id and (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end as flags,
+            j.options,
+            case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0
+                   and (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex limit 1) is not null
+                 then 2 else 0 end as mixed
+          from queue.job j left join queue.job_state s on s.id = j.id
+          where j.id = any (p_ids) order by j.id offset 0) y offset 0) x
+      left join lateral (select l.lane, l.extra_flags, l.is_idle, l.low_deadline, l.low_id from queue.lane l
+                         where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind limit 1) l on true
+      order by x.id) x;
+    exit when v_is_complete is not false;
     insert into queue.lane (lane, queue, priority, kind, paused_until, extra_flags)
     select queue._new_lane(), u.queue, u.priority, u.kind, queue._paused_until(u.queue),
       case when exists (select from queue.queue_config c where c.queue = u.queue and c.retain is not null) then 512 else 0 end
@@ -2743,16 +2814,18 @@ begin
   return v_lane;
 end $$;
 
--- Puts placed jobs into queue.live and lowers low marks.
+-- Puts placed jobs into queue.live and lowers low marks; p_is_low: some of them need it.
 create or replace function queue._to_live(
-  p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[])
+  p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[], p_is_low boolean default true)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   insert into queue.live (id, deadline, lane, attempt, flags)
   select u.id, u.deadline, u.lane, u.attempt, u.flags
   from unnest(p_ids, p_deadlines, p_lanes, p_attempts, p_flags) u (id, deadline, lane, attempt, flags);
-  perform queue._lower(p_lanes, p_deadlines, p_ids);
+  if p_is_low then
+    perform queue._lower(p_lanes, p_deadlines, p_ids);
+  end if;
 end $$;
 
 -- sql/32_locks.sql
@@ -2863,39 +2936,42 @@ declare
   v_pass bigint[];
   v_wait bigint[];
   v_mixed text[];
+  v_late_locks text[];
+  v_late_ids bigint[];
 begin
   with gone as (
     delete from queue.lock_member m
-    where m.ctid = any (array(
-      select m.ctid from unnest(p_ids) u (id)
-      cross join lateral (select coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id
-                          where j.id = u.id offset 0) j
-      cross join lateral (select m.ctid from queue.lock_member m where m.lock = j.lock and m.id = u.id offset 0) m))
+    using (select j.id, coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id
+           where j.id = any (p_ids) offset 0) x
+    where m.lock = x.lock and m.id = x.id
     returning m.lock, m.id, m.is_mutex, m.has_turn),
   next as materialized (
-    select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed
+    select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed, case when not x.is_mixed and (x.late_id < n.id or n.id is null) then x.late_id end as late_id
     from gone g
     cross join lateral (
-      select g.is_mutex or (select m.id from queue.lock_member m where m.lock = g.lock and m.is_mutex limit 1) is not null as is_mixed offset 0) x
+      select g.is_mutex or (select m.id from queue.lock_member m where m.lock = g.lock and m.is_mutex limit 1) is not null as is_mixed,
+        (select m.id from queue.lock_member m where m.lock = g.lock and m.is_late and m.id <> g.id order by m.id limit 1) as late_id offset 0) x
     left join lateral (
-      select m.id, m.is_passed, m.is_late from (
-        (select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.id > g.id order by m.id limit 1)
-        union all
-        (select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.is_late and m.id <> g.id order by m.id limit 1)) m
-      order by m.id limit 1) n on not x.is_mixed
+      select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.id > g.id order by m.id limit 1) n on not x.is_mixed
     where p_had_turn or g.has_turn or x.is_mixed)
-  select array_agg(n.id order by n.id) filter (where n.is_passed),
-    array_agg(n.id) filter (where n.is_late or not n.is_passed),
-    array_agg(distinct n.lock) filter (where n.is_mixed)
-  into v_pass, v_wait, v_mixed
+  select array_agg(n.id) filter (where n.is_passed and n.late_id is null),
+    array_agg(n.id) filter (where (n.is_late or not n.is_passed) and n.late_id is null),
+    array_agg(n.lock) filter (where n.is_mixed), array_agg(n.lock) filter (where n.late_id is not null), array_agg(n.late_id) filter (where n.late_id is not null)
+  into v_pass, v_wait, v_mixed, v_late_locks, v_late_ids
   from next n;
+  if v_late_ids is not null then
+    v_wait := v_wait || v_late_ids;
+    v_pass := v_pass || array(
+      select u.id from unnest(v_late_locks, v_late_ids) u (lock, id)
+      cross join lateral (select m.is_passed from queue.lock_member m where m.lock = u.lock and m.id = u.id offset 0) m where m.is_passed);
+  end if;
   if v_wait is not null then
     perform queue._keep_turns(v_wait);
   end if;
   if v_mixed is not null then
-    v_pass := v_pass || queue._next_mixed(v_mixed);
+    v_pass := v_pass || queue._next_mixed(array(select distinct u.lock from unnest(v_mixed) u (lock)));
   end if;
-  if v_pass is not null then
+  if v_pass <> '{}' then
     perform queue._to_slots(v_pass);
   end if;
 end $$;
@@ -3072,9 +3148,9 @@ declare
   v_wait_several boolean[] := '{}'::boolean[];
   v_discard bigint[] := '{}'::bigint[];
 begin
-  select x.* into v from queue._place(p_ids) x;
-  if not exists (select from unnest(v.flags) f where f & 6 <> 0) then
-    perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
+  v := queue._places(p_ids);
+  if v.all_flags & 6 = 0 then
+    perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts, v.is_low);
     return;
   elsif exists (select from unnest(v.flags) f where f & 3 = 2) then
     v_late := queue._await_turns(v.ids, v.flags);
@@ -3455,7 +3531,7 @@ begin
     return;
   end if;
   perform queue._add_slots(v.keys, v.lanes, null, null, array_fill(-1, array[cardinality(v.ids)]), null);
-  select x.* into v from queue._place(v.ids) x;
+  select x.* into v from queue._places(v.ids) x;
   perform queue._add_slots(array_agg(k.key), array_agg(v.lanes[k.n]), null, array_agg(1), null, null) from queue._keys_of(v.ids, v.flags) k;
   perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
 end $$;
@@ -3889,7 +3965,7 @@ end $$;
 -- Why no end is missed: a row that is locked here carries the mark before its finisher, who waits for the
 -- lock, deletes it. A row that its finisher (or a claimer) has locked can't be waited for under ADM: then a
 -- recheck is appended for the next admission, until the row is free or gone. A job in a gate gets the mark
--- when it enters queue.live (_place), one that is not admitted yet when it is (_admit_range), and one that is
+-- when it enters queue.live (_places), one that is not admitted yet when it is (_admit_range), and one that is
 -- finished already was seen by whoever asks next.
 create or replace function queue._mark_needed(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -4666,22 +4742,20 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v record;
 begin
-  if to_regclass('queue.unlimited') is null then
-    perform queue._not_installed();
-    perform queue._bound_worker(worker);
-    queues := queue._bound_queues('{worker,operator}', queues);
-  end if;
-  if current_setting('transaction_isolation') <> 'read committed' then
+  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
+    if to_regclass('queue.unlimited') is null then
+      perform queue._not_installed();
+      perform queue._bound_worker(worker);
+      queues := queue._bound_queues('{worker,operator}', queues);
+    end if;
   end if;
   v := queue._claim(worker, queues, max_jobs, options, true);
   -- a statement of its own: only a new snapshot shows the claims
   if v.first_claim is not null then
     return query
       select f.id, v.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent
-      from unnest(v.ids) with ordinality u (id, n)
-      cross join lateral (select f.* from queue.first_run f where f.id = u.id offset 0) f
-      order by u.n;
+      from queue.first_run f where f.id = any (v.ids) order by f.id;
   else
     return query
       select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent
@@ -4693,87 +4767,143 @@ end $$;
 comment on function queue.fetch(bigint, text[], integer, jsonb) is
   'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone, order (mixed | listed), tasks, deadline_within.';
 
--- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where all of
--- them start for the first time, so that queue.first_run tells what they are. p_may_wait: the transaction
--- holds no row that the holder of ADM could need.
+-- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where that order is
+-- the order of ids and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
+-- the transaction holds no row that the holder of ADM could need.
+-- Here are the two cases that most calls meet, in few expressions, as each is set up anew in every transaction:
+-- newcomers where nothing else is ready, and one plain lane that holds enough. The rest is up to _claim_on.
 create or replace function queue._claim(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_queues text[] := p_queues;
-  v_was_dry boolean := coalesce(current_setting('pgdefer.was_dry', true), '') = 'on';
-  v_is_dry boolean := false;
-  v_has_adm boolean := false;
   v_now timestamptz := clock_timestamp();
+  v_has_adm boolean := false;
   v_has_more boolean := false;
+  v_is_dry boolean := false;
+  v_is_claimed boolean := false;
+  v_admitted integer;
+  v_lanes integer[];
+  v_kind smallint;
+  v_low_deadlines timestamptz[];
+  v_low_ids bigint[];
+  v_is_registered boolean;
+begin
+  if p_max_jobs is null or p_max_jobs < 1 or p_options <> '{}' or p_queues is not null then
+    if p_max_jobs is null or p_max_jobs < 1 then
+      perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
+    elsif p_options <> '{}' then
+      ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
+      return;
+    end if;
+    v_queues := queue._match_queues(p_queues);
+  end if;
+  if current_setting('pgdefer.was_dry', true) = 'on' and queue._lock_admission(false) then
+    -- this session's last look took newcomers only: they come first again
+    v_has_adm := true;
+    v_lanes := queue._dry_lanes(p_worker, v_queues);
+    select a.ids, a.claim, a.has_more, a.admitted into ids, first_claim, v_has_more, v_admitted
+    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs, p_worker, v_lanes) a;
+    v_is_dry := v_lanes is not null and v_admitted <= p_max_jobs;
+    if v_is_dry and (ids is not null or v_admitted = 0) and not v_has_more then
+      if random() * 300 < cardinality(ids) then
+        perform queue._raise_low_marks(v_lanes);
+      end if;
+      return;
+    end if;
+  else
+    select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
+      exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
+    into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
+    from queue.lane l
+    where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
+    if v_is_registered and v_kind = 0 and cardinality(v_lanes) = 1 then
+      select c.ids, c.first_claim into ids, first_claim from queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs, v_now) c;
+      v_is_claimed := true;
+      if cardinality(ids) = p_max_jobs and not queue._is_admission_due(v_now) then
+        if random() * 300 < p_max_jobs and queue._lock_admission(false) then
+          perform queue._raise_low_marks(v_lanes);
+        end if;
+        return;
+      end if;
+    end if;
+  end if;
+  select c.ids, c.first_claim into ids, first_claim
+  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed, v_has_adm, v_has_more, v_is_dry) c;
+end $$;
+
+-- Goes on with what _claim has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
+-- be admitted first; p_has_adm: ADM is held and was used, p_has_more: and would find more, p_is_dry: there were
+-- newcomers only.
+create or replace function queue._claim_on(
+  p_worker bigint, p_queues text[], p_max_jobs integer, p_may_wait boolean, p_now timestamptz, p_ids bigint[], p_first_claim bigint,
+  p_is_claimed boolean, p_has_adm boolean, p_has_more boolean, p_is_dry boolean, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_queues text[] := p_queues;
+  v_has_adm boolean := p_has_adm;
+  v_has_more boolean := p_has_more;
+  v_is_dry boolean := p_is_dry;
   v_admit record;
   v record;
   v_lanes integer[];  -- those claimed from
   v_claimed record;
 begin
-  if p_max_jobs is null or p_max_jobs < 1 then
-    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
-  elsif p_options <> '{}' then
-    ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
-    return;
-  elsif v_was_dry and queue._lock_admission(false) then
-    -- this session's last look took newcomers only: they come first again
-    v_has_adm := true;
-    v_admit := queue._admit(greatest(1000, p_max_jobs));
-    v_has_more := v_admit.has_more;
-    v_is_dry := v_admit.admitted <= p_max_jobs;
-  end if;
+  ids := p_ids;
+  first_claim := p_first_claim;
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);
   end if;
-  ids := '{}';
   for v_pass in 1 .. 100 loop
-    select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes, array_agg(l.low_deadline) as low_deadlines,
-      array_agg(l.low_id) as low_ids, exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) as is_registered
-    into v
-    from queue.lane l
-    where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
-    if not v.is_registered then
-      perform queue._worker_gone(p_worker);
-    elsif cardinality(v.lanes) > 1 or v.kind = 1 then
-      v := queue._probe_lanes(v.lanes);
-    end if;
-    v_lanes := coalesce(v.lanes, v_lanes);
-    if v.kind = 1 and not v_has_adm then
-      v_has_adm := queue._lock_admission(ids = '{}' and p_may_wait);
-      if v_has_adm then
-        v_admit := queue._admit(greatest(1000, p_max_jobs));
-        v_has_more := v_admit.has_more;
-        if v_queues is distinct from p_queues then
-          v_queues := queue._match_queues(p_queues);
-        end if;
-        continue;
+    if v_pass > 1 or not p_is_claimed then
+      select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes, array_agg(l.low_deadline) as low_deadlines,
+        array_agg(l.low_id) as low_ids, exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) as is_registered
+      into v
+      from queue.lane l
+      where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= p_now) and l.kind < 2;
+      if not v.is_registered then
+        perform queue._worker_gone(p_worker);
+      elsif cardinality(v.lanes) > 1 or v.kind = 1 then
+        v := queue._probe_lanes(v.lanes);
       end if;
-    end if;
-    if v.kind = 1 and v_has_adm then
-      ids := ids || queue._claim_limited(p_worker, v.lanes, p_max_jobs - cardinality(ids));
-      first_claim := null;
-    elsif v.plain_lanes is not null then
-      v_claimed := queue._claim_plain(p_worker, v.plain_lanes, v.low_deadlines, v.low_ids, p_max_jobs - cardinality(ids));
-      if v_claimed.ids is not null then
-        first_claim := case when ids = '{}' then v_claimed.first_claim end;
-        ids := ids || v_claimed.ids;
+      v_lanes := coalesce(v.lanes, v_lanes);
+      if v.kind = 1 and not v_has_adm then
+        v_has_adm := queue._lock_admission(ids is null and p_may_wait);
+        if v_has_adm then
+          v_admit := queue._admit(greatest(1000, p_max_jobs));
+          v_has_more := v_admit.has_more;
+          if v_queues is distinct from p_queues then
+            v_queues := queue._match_queues(p_queues);
+          end if;
+          continue;
+        end if;
+      end if;
+      if v.kind = 1 and v_has_adm then
+        ids := ids || nullif(queue._claim_limited(p_worker, v.lanes, p_max_jobs - coalesce(cardinality(ids), 0)), '{}');
+        first_claim := null;
+      elsif v.plain_lanes is not null then
+        v_claimed := queue._claim_plain(p_worker, v.plain_lanes, v.low_deadlines, v.low_ids, p_max_jobs - coalesce(cardinality(ids), 0), p_now);
+        if v_claimed.ids is not null then
+          first_claim := case when ids is null then v_claimed.first_claim end;
+          ids := ids || v_claimed.ids;
+        end if;
       end if;
     end if;
     if cardinality(ids) >= p_max_jobs then
       -- enough to do: look for newcomers at most every 10 ms per session, one may be of higher priority
-      if not v_has_adm and queue._is_admission_due(v_now) and queue._lock_admission(false) then
+      if not v_has_adm and queue._is_admission_due(p_now) and queue._lock_admission(false) then
         v_has_adm := true;
         perform queue._admit(1000);
-        perform set_config('pgdefer.looked_at', extract(epoch from v_now)::text, false);
+        perform set_config('pgdefer.looked_at', extract(epoch from p_now)::text, false);
       end if;
       exit;
     end if;
-    exit when v_has_adm and not v_has_more or clock_timestamp() > v_now + interval '100 ms';
+    exit when v_has_adm and not v_has_more or clock_timestamp() > p_now + interval '100 ms';
     if not v_has_adm then
       -- while rows are held ADM is not waited for
-      v_has_adm := queue._lock_admission(ids = '{}' and p_may_wait);
+      v_has_adm := queue._lock_admission(ids is null and p_may_wait);
       exit when not v_has_adm;
     end if;
     v_admit := queue._admit(greatest(1000, p_max_jobs));
@@ -4783,14 +4913,27 @@ begin
       v_queues := queue._match_queues(p_queues);  -- admission may have met a new queue
     end if;
   end loop;
-  if v_is_dry <> v_was_dry then
+  if v_is_dry is distinct from (current_setting('pgdefer.was_dry', true) = 'on') then
     perform set_config('pgdefer.was_dry', case when v_is_dry then 'on' else 'off' end, false);
   end if;
-  if ids = '{}' then
-    ids := null;
-  elsif random() < cardinality(ids) / 300.0 and (v_has_adm or queue._lock_admission(false)) then
+  if random() * 300 < cardinality(ids) and v_lanes is not null and (v_has_adm or queue._lock_admission(false)) then
     perform queue._raise_low_marks(v_lanes);
   end if;
+end $$;
+
+-- The plain lanes that a worker may claim from, where they and the limited ones hold nothing ready; else NULL.
+create or replace function queue._dry_lanes(p_worker bigint, p_queues text[])
+returns integer[] language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  return (
+    select case when not bool_or((
+        select v.id from queue.live v
+        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+        order by v.deadline, v.id limit 1) is not null) then array_agg(l.lane) filter (where l.kind = 0) end
+    from queue.lane l
+    where not l.is_idle and (p_queues is null or l.queue = any (p_queues)) and (l.paused_until is null or l.paused_until <= clock_timestamp()) and l.kind < 2
+      and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null));
 end $$;
 
 -- fetch with options: ids, alone, order, tasks, deadline_within.
@@ -4859,7 +5002,7 @@ begin
   if v_alone then
     update queue.live v set flags = v.flags | 16 where v.id = any (v_ids);
   end if;
-  if random() < cardinality(v_ids) / 300.0 then
+  if random() * 300 < cardinality(v_ids) then
     perform queue._raise_low_marks(v_lanes);
   end if;
   return v_ids;
@@ -4900,16 +5043,17 @@ end $$;
 -- Locks: rows of queue.live by skip locked.
 -- Why a job's claims rise: a row that this statement sees was made ready by one that had its number before.
 create or replace function queue._claim_plain(
-  p_worker bigint, p_lanes integer[], p_low_deadlines timestamptz[], p_low_ids bigint[], p_n integer, out ids bigint[], out first_claim bigint)
+  p_worker bigint, p_lanes integer[], p_low_deadlines timestamptz[], p_low_ids bigint[], p_n integer, p_now timestamptz,
+  out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_now timestamptz := clock_timestamp();
-  v record;
+  v_flags integer;
+  v_is_mixed boolean;
 begin
   with claimed as (
     update queue.live v
-    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1
+    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = p_now, attempt = v.attempt + 1
     where v.ctid = any (array(
       select c.ctid
       from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
@@ -4919,14 +5063,18 @@ begin
         order by v.deadline, v.id limit p_n for update of v skip locked) c
       limit p_n))
     returning v.id, v.claim, v.lane, v.deadline, v.attempt, v.flags)
-  select array_agg(c.id order by array_position(p_lanes, c.lane), c.deadline, c.id) as ids, max(c.claim) as claim, bit_or(c.flags) as flags,
-    max(c.attempt) as attempt
-  into v
+  select array_agg(c.id order by c.id), max(c.claim), bit_or(c.flags | case when c.attempt > 1 then 2048 else 0 end),
+    bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
+  into ids, first_claim, v_flags, v_is_mixed
   from claimed c;
-  ids := v.ids;
-  first_claim := case when v.attempt = 1 and v.flags & 2048 = 0 then v.claim end;
-  if v.flags & 128 <> 0 then
-    perform queue._lease_timeouts(v.ids, v.claim, v_now);
+  if v_flags & (128 | 2048) <> 0 or v_is_mixed then
+    if v_flags & 128 <> 0 then
+      perform queue._lease_timeouts(ids, first_claim, p_now);
+    end if;
+    ids := array(select v.id from queue.live v where v.id = any (ids) order by array_position(p_lanes, v.lane), v.deadline, v.id);
+    if v_is_mixed or v_flags & 2048 <> 0 then
+      first_claim := null;
+    end if;
   end if;
 end $$;
 
@@ -4943,7 +5091,7 @@ end $$;
 create or replace function queue._is_admission_due(p_now timestamptz)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
-  return abs(extract(epoch from p_now)::double precision
+  return abs(date_part('epoch', p_now)
              - coalesce(nullif(current_setting('pgdefer.looked_at', true), ''), '0')::double precision) >= 0.01;
 end $$;
 
@@ -4986,12 +5134,12 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.unlimited') is null then
-    perform queue._not_installed();
-    perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
-  end if;
-  if current_setting('transaction_isolation') <> 'read committed' then
+  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
+    if to_regclass('queue.unlimited') is null then
+      perform queue._not_installed();
+      perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
+    end if;
   end if;
   if queue._succeed(array[succeed.id], array[succeed.claim], array[succeed.result], false) is null then
     perform queue._refuse(succeed.id, succeed.claim);
@@ -5066,12 +5214,12 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_ended record;
 begin
-  if to_regclass('queue.unlimited') is null then
-    perform queue._not_installed();
-    perform queue._bound_outcomes(finish_many.outcomes);
-  end if;
-  if current_setting('transaction_isolation') <> 'read committed' then
+  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
+    if to_regclass('queue.unlimited') is null then
+      perform queue._not_installed();
+      perform queue._bound_outcomes(finish_many.outcomes);
+    end if;
   end if;
   v_ended := queue._finish(finish_many.outcomes);
   return query
@@ -5095,14 +5243,14 @@ declare
   v record;
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
 begin
-  if to_regclass('queue.unlimited') is null then
-    perform queue._not_installed();
-    perform queue._bound_worker(worker);
-    perform queue._bound_outcomes(finish_and_fetch.outcomes);
-    queues := queue._bound_queues('{worker,operator}', queues);
-  end if;
-  if current_setting('transaction_isolation') <> 'read committed' then
+  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
+    if to_regclass('queue.unlimited') is null then
+      perform queue._not_installed();
+      perform queue._bound_worker(worker);
+      perform queue._bound_outcomes(finish_and_fetch.outcomes);
+      queues := queue._bound_queues('{worker,operator}', queues);
+    end if;
   end if;
   if not v_may_wait then
     v_ended := queue._finish(finish_and_fetch.outcomes);
@@ -5118,9 +5266,7 @@ begin
     return query
       select f.id, v.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent,
         null::text
-      from unnest(v.ids) with ordinality u (id, n)
-      cross join lateral (select f.* from queue.first_run f where f.id = u.id offset 0) f
-      order by u.n;
+      from queue.first_run f where f.id = any (v.ids) order by f.id;
   else
     return query
       select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent,
@@ -5142,44 +5288,46 @@ create or replace function queue._finish(
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v record;
+  v_outcomes text[];
+  v_results jsonb[];
+  v_has_results boolean;
+  v_has_others boolean;
+  v_is_bad boolean;
   v_done bigint[];
   v_outcome jsonb;
   v_state text;
   v_error text;
 begin
-  if jsonb_typeof(p_outcomes) is distinct from 'array' then
-    perform queue._invalid('outcomes must be a JSON array', 'Pass [{"id": number, "claim": number, "outcome": text, ...}, ...].');
-  end if;
   begin
-    select array_agg(o.id) filter (where o.outcome = 'succeeded') as ids, array_agg(o.claim) filter (where o.outcome = 'succeeded') as claims,
-      case when count(o.result) > 0 then array_agg(o.result) filter (where o.outcome = 'succeeded') end as results,
-      bool_or(o.outcome <> 'succeeded') as has_others, bool_or(o.id is null or o.claim is null or o.outcome is null) as is_bad
-    into v
+    select array_agg(o.id), array_agg(o.claim), array_agg(o.outcome), array_agg(o.result), bool_or(o.result is not null),
+      bool_or(o.outcome <> 'succeeded'), bool_or(o.id is null or o.claim is null or o.outcome is null)
+    into ids, claims, v_outcomes, v_results, v_has_results, v_has_others, v_is_bad
     from (select o.id, o.claim, o.result, o.outcome
           from jsonb_to_recordset(p_outcomes) o (id bigint, claim bigint, outcome text, result jsonb) order by o.id, o.claim) o;
   exception when data_exception then
+    perform queue._check_is_list(p_outcomes);
     perform queue._invalid('an outcome is malformed', 'id and claim are numbers, outcome is text.', sqlerrm);
   end;
-  if v.is_bad then
-    perform queue._invalid('an outcome lacks id, claim or outcome', 'Each needs {"id", "claim", "outcome"}.');
-  end if;
   -- a key that is not known: lists are made by a loop, so of those that succeeded the first is looked at
-  if v.has_others or (p_outcomes -> 0) - '{id,claim,outcome,result}'::text[] <> '{}' then
+  if v_is_bad or v_has_others or (p_outcomes -> 0) - '{id,claim,outcome,result}'::text[] = '{}' is not true then
+    perform queue._check_is_list(p_outcomes);
+    if v_is_bad then
+      perform queue._invalid('an outcome lacks id, claim or outcome', 'Each needs {"id", "claim", "outcome"}.');
+    end if;
     perform queue._check_outcome(o) from jsonb_array_elements(p_outcomes) o;
   end if;
-  if v.has_others then
+  has_refused := false;
+  if v_has_others then
+    select array_agg(o.id order by o.n), array_agg(o.claim order by o.n), array_agg(o.result order by o.n) into ids, claims, v_results
+    from unnest(ids, claims, v_results, v_outcomes) with ordinality o (id, claim, result, outcome, n) where o.outcome = 'succeeded';
     perform from queue.live l
     where l.id = any (array(select (o ->> 'id')::bigint from jsonb_array_elements(p_outcomes) o))
       and l.claim = any (array(select (o ->> 'claim')::bigint from jsonb_array_elements(p_outcomes) o))
     order by l.id for update;
   end if;
-  has_refused := false;
-  if v.ids is not null then
-    v_done := queue._succeed(v.ids, v.claims, v.results, true);
-    ids := v.ids;
-    claims := v.claims;
-    if v.has_others then
+  if ids is not null then
+    v_done := queue._succeed(ids, claims, case when v_has_results then v_results end, true);
+    if v_has_others then
       states := array_fill('succeeded'::text, array[cardinality(ids)]);
       errors := array_fill(null::text, array[cardinality(ids)]);
     end if;
@@ -5187,11 +5335,11 @@ begin
       has_refused := true;
       select array_agg(case when r.ok then 'succeeded' end order by u.n), array_agg(case when not r.ok then 'QJ002' end order by u.n)
       into states, errors
-      from unnest(v.ids) with ordinality u (id, n)
-      cross join lateral (select coalesce(u.id = any (v_done), false) and v.ids[u.n + 1] is distinct from u.id as ok) r;
+      from unnest(ids) with ordinality u (id, n)
+      cross join lateral (select coalesce(u.id = any (v_done), false) and ids[u.n + 1] is distinct from u.id as ok) r;
     end if;
   end if;
-  if v.has_others then
+  if v_has_others then
     for v_outcome in select o from jsonb_array_elements(p_outcomes) o where o ->> 'outcome' <> 'succeeded' order by (o ->> 'id')::bigint loop
       v_state := null;
       v_error := null;
@@ -5207,6 +5355,15 @@ begin
       errors := errors || v_error;
     end loop;
     perform queue._settle_own(ids);
+  end if;
+end $$;
+
+-- Raises: 22023 unless it is a list.
+create or replace function queue._check_is_list(p_outcomes jsonb)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  if jsonb_typeof(p_outcomes) is distinct from 'array' then
+    perform queue._invalid('outcomes must be a JSON array', 'Pass [{"id": number, "claim": number, "outcome": text, ...}, ...].');
   end if;
 end $$;
 
@@ -5248,6 +5405,7 @@ declare
   v_done bigint[];
   v_special bigint[];
   v_flags smallint[];
+  v_all_flags smallint;
   v_may_be_awaited boolean;
 begin
   with gone as (
@@ -5256,16 +5414,18 @@ begin
     returning v.id, v.attempt, v.flags, v.claimed_at, v.worker_id),
   kept as (
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
-    select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', p_results[width_bucket(g.id, p_ids)] from gone g)
-  select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0),
-    min(g.id) <= (select s.last_value from queue.awaited_seq s)
-  into v_done, v_special, v_flags, v_may_be_awaited
+    select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', case when p_results is not null then p_results[width_bucket(g.id, p_ids)] end from gone g)
+  select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0), bit_or(g.flags),
+    min(g.id) <= coalesce(pg_sequence_last_value('queue.awaited_seq'), 0)
+  into v_done, v_special, v_flags, v_all_flags, v_may_be_awaited
   from gone g;
   if v_may_be_awaited then
     perform queue._tell_waiters(v_done);
   end if;
-  if v_special is not null then
-    perform queue._close(v_special, v_flags, v_now);
+  if v_all_flags <> 0 then
+    if v_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
+      perform queue._close(v_special, v_flags, v_now);
+    end if;
     perform queue._hand_over(v_special, v_flags, 'ended', null, p_settle);
   end if;
   return v_done;
@@ -5304,19 +5464,26 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[] := p_ids;
   v_flags smallint[] := p_flags;
+  v_all_flags smallint;
 begin
   if p_kind = 'ended' then
-    select array_agg(u.id), array_agg(u.flags) into v_ids, v_flags
+    select array_agg(u.id), array_agg(u.flags), bit_or(u.flags) into v_ids, v_flags, v_all_flags
     from unnest(p_ids, p_flags) u (id, flags) where u.flags & (1 | 2 | 4 | 4096 | 16384) <> 0;
     if v_ids is null then
       return;
     end if;
   end if;
-  if p_settle and queue._lock_admission(false) then
-    perform queue._settle_here(v_ids, array_fill(p_kind, array[cardinality(v_ids)]), v_flags, case when p_payload is not null then array[p_payload] end);
-  else
+  if not p_settle or not queue._lock_admission(false) then
     insert into queue.handover (job_id, kind, flags, at, payload)
     select u.id, p_kind, u.flags, p_at, p_payload from unnest(v_ids, v_flags) u (id, flags);
+  elsif v_all_flags & (2 | 4 | 4096 | 16384) = 0 then
+    -- what _settle_here does for those that have nothing but an ordered lock
+    if queue._has_news() then
+      perform queue._admit(1000);
+    end if;
+    perform queue._leave_locks(v_ids, true);
+  else
+    perform queue._settle_here(v_ids, array_fill(p_kind, array[cardinality(v_ids)]), v_flags, case when p_payload is not null then array[p_payload] end);
   end if;
   if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
     perform queue._wake();
@@ -8994,6 +9161,10 @@ begin
           select s.id, 'job_state' from queue.job_state s union all
           select a.job_id, 'attempt' from queue.attempt a) x
     where not exists (select from queue.job j where j.id = x.id);
+  return query
+    select 'of no known state or kind'::text, f.id, f.state from queue.finished f where f.state not in ('succeeded', 'failed', 'cancelled')
+    union all
+    select 'of no known state or kind', h.job_id, h.kind from queue.handover h where h.kind not in ('ended', 'again', 'replace', 'recheck', 'refill');
   return query
     select 'admitted and nowhere'::text, j.id, format('flags %s', j.flags)
     from queue.job j

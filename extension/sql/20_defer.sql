@@ -20,24 +20,17 @@ set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
   v_id bigint;
-  v_args jsonb := coalesce(defer.args, '{}');
-  v_is_limited boolean := to_regclass('queue.unlimited') is null;
 begin
-  if v_is_limited then
-    perform queue._not_installed();
-  end if;
-  if defer.task is null or defer.task = '' or octet_length(defer.task) > 1000 then
-    perform queue._check_name('task', defer.task);
-  elsif jsonb_typeof(v_args) <> 'object' then
-    perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(v_args));
-  elsif octet_length(defer.queue) > 1000 or right(defer.queue, 1) = '*' then
-    perform queue._check_queue(defer.queue);
-  end if;
-  if coalesce(defer.lock, defer.queueing_lock, defer.concurrency_key) is null and defer.options is null
-    and defer.scheduled_at is null and defer.deadline is null and defer.needs is null and defer.concurrency_limit is null then
-    -- nothing, unless the task has more defaults than a queue and a priority
+  -- one condition, as each is set up anew in every transaction
+  if to_regclass('queue.unlimited') is not null and defer.task <> '' and octet_length(defer.task) <= 1000
+    and (defer.args is null or jsonb_typeof(defer.args) = 'object')
+    and (defer.queue is null or octet_length(defer.queue) <= 1000 and right(defer.queue, 1) <> '*')
+    and coalesce(defer.lock, defer.queueing_lock, defer.concurrency_key) is null and defer.options is null
+    and defer.scheduled_at is null and defer.deadline is null and defer.needs is null and defer.concurrency_limit is null
+  then
+    -- nothing, where the task has more defaults than a queue and a priority
     insert into queue.job (task, args, queue, priority)
-    select defer.task, v_args,
+    select defer.task, coalesce(defer.args, '{}'),
       case when defer.queue is null then coalesce(t.queue, 'default') when defer.queue = '' then 'default' else defer.queue end,
       coalesce(defer.priority, t.priority, 0)
     from (select) x left join queue.task t on t.name = defer.task
@@ -45,11 +38,8 @@ begin
     returning id into v_id;
   end if;
   if v_id is null then
-    v_id := queue._defer_full(defer.task, v_args, defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
-                              defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
-  end if;
-  if v_is_limited then
-    perform queue._bound_deferred(v_id);
+    v_id := queue._defer_checked(defer.task, coalesce(defer.args, '{}'), defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
+                                 defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
   end if;
   if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
     perform queue._wake();
@@ -59,7 +49,32 @@ end $$;
 comment on function queue.defer(text, jsonb, text, integer, text, text, timestamptz, timestamptz, bigint[], text, integer, jsonb) is
   'Defers a job and returns its id. Workers see it if and only if the transaction commits. NULL takes the task''s registered default, then the system''s (queue default, priority 0); empty text means none. lock, queueing_lock and concurrency_key may hold {field}, filled from args.';
 
--- defer with everything that a job can have: fills defaults, checks, and appends.
+-- defer with everything that a job can have, by whoever may.
+-- Locks and errors: as defer.
+create or replace function queue._defer_checked(
+  p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text, p_scheduled_at timestamptz,
+  p_deadline timestamptz, p_needs bigint[], p_concurrency_key text, p_concurrency_limit integer, p_options jsonb)
+returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_is_limited boolean := to_regclass('queue.unlimited') is null;
+begin
+  if v_is_limited then
+    perform queue._not_installed();
+  end if;
+  perform queue._check_name('task', p_task);
+  if jsonb_typeof(p_args) <> 'object' then
+    perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(p_args));
+  end if;
+  v_id := queue._defer_full(p_task, p_args, p_queue, p_priority, p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs,
+                            p_concurrency_key, p_concurrency_limit, p_options);
+  if v_is_limited then
+    perform queue._bound_deferred(v_id);
+  end if;
+  return v_id;
+end $$;
+
+-- Fills in defaults, checks, and appends.
 -- Locks and errors: as defer.
 create or replace function queue._defer_full(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text, p_scheduled_at timestamptz,

@@ -30,38 +30,42 @@ begin
 end $$;
 
 -- Admits what is new: handovers, a slice of each range that is new, a slice of the oldest backlog, what is due.
+-- Where that is at most p_take plain jobs of one of p_lanes, which hold nothing ready, they are claimed at once:
+-- ids and claim, as of _claim.
 -- Locks: the caller holds ADM. has_more: another call will find more.
-create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
+create or replace function queue._admit(
+  p_slice integer, p_take integer default 0, p_worker bigint default null, p_lanes integer[] default null,
+  out admitted integer, out has_more boolean, out ids bigint[], out claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   c record;
   v_old record;
   v_ended record;
+  v_range record;
   v_xid xid8;
   v_start timestamptz := clock_timestamp();
-  v_high record;
+  v_high_id bigint;
+  v_high_lock_id bigint;
+  v_has_backlog boolean;
+  v_has_handover boolean;
+  v_ended_xids xid8[] := '{}'::xid8[];  -- those in flight then that have committed since
+  v_ranges xid8[] := '{}'::xid8[];      -- the xids from which there is something to admit
   v_gated bigint[];
   v_parked bigint[];
   v_is_read boolean := false;
   v_move boolean;
   v_due timestamptz;
 begin
-  select k.*,
+  select k.*, pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own,
     exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs,
-    case when k.ended <> '{}' then array(select x from unnest(k.ended) x where exists (select from queue.job j where j.xid = x)) end as stragglers,
-    exists (select from queue.handover h where h.xid >= k.next_xid)
-      or k.ended <> '{}' and exists (select from queue.handover h where h.xid = any (k.ended)) as has_handover,
-    (select s.last_value from queue.needed_seq s) as high_need_id, exists (select from queue.pause p where p.task is not null) as has_task_pause,
+    exists (select from queue.handover h where h.xid >= k.next_xid) as has_handover,
+    coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id,
+    exists (select from queue.pause p where p.task is not null) as has_task_pause,
     (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1) as next_due,
     (select s.due_at from queue.schedule s where s.due_at >= k.due_at order by s.due_at limit 1) as next_run
   into c
-  from (
-    select k.*, s.upto, s.own,
-      case when k.in_flight = '{}' then '{}'
-        else array(select x from unnest(k.in_flight) x where pg_visible_in_snapshot(x, s.upto) and x is distinct from s.own order by x) end as ended
-    from (select k.* from queue.cursor k order by k.tick desc limit 1) k
-    cross join (select pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own) s) k;
+  from queue.cursor k order by k.tick desc limit 1;
   if pg_snapshot_xmax(c.upto) < c.next_xid then
     perform queue._restart_cursor();
     admitted := 0;
@@ -70,30 +74,54 @@ begin
   end if;
   admitted := 0;
   has_more := false;
-  select c.high_id as id, c.high_lock_id as lock_id, c.has_backlog as backlog into v_high;
+  v_high_id := c.high_id;
+  v_high_lock_id := c.high_lock_id;
+  v_has_backlog := c.has_backlog;
+  v_has_handover := c.has_handover;
+  if c.in_flight <> '{}' then
+    v_ended_xids := array(select x from unnest(c.in_flight) x where pg_visible_in_snapshot(x, c.upto) and x is distinct from c.own order by x);
+    v_ranges := array(select x from unnest(v_ended_xids) x where exists (select from queue.job j where j.xid = x) order by x);
+    v_has_handover := v_has_handover or exists (select from queue.handover h where h.xid = any (v_ended_xids));
+  end if;
+  if c.has_jobs then
+    v_ranges := v_ranges || c.next_xid;
+  end if;
   -- a look that took long met many rows that are not visible yet: let the cursor pass them
-  v_move := c.has_jobs or c.has_handover or c.stragglers <> '{}' or clock_timestamp() - v_start > interval '2 ms';
-  if c.has_handover then
-    select h.ids, h.kinds, h.flags, h.payloads into v_ended from queue._take_handovers(c.next_xid, c.ended, c.upto, c.own) h;
+  v_move := v_has_handover or v_ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
+  if v_has_handover then
+    v_ended := queue._take_handovers(c.next_xid, v_ended_xids, c.upto, c.own);
     perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
-    select s.last_value into c.high_need_id from queue.needed_seq s;  -- a yield may need what is admitted below
+    c.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);  -- a yield may need what is admitted below
     admitted := 1;
   end if;
-  foreach v_xid in array coalesce(c.stragglers, '{}') || case when c.has_jobs then array[c.next_xid] end loop
-    select r.high_id, r.high_lock_id, v_high.backlog or r.is_cut, admitted + r.n, v_gated || r.gated, v_parked || r.parked
-    into v_high.id, v_high.lock_id, v_high.backlog, admitted, v_gated, v_parked
-    from queue._admit_range(v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
-                            p_slice, v_high.id, v_high.lock_id, c.high_need_id, c.has_task_pause, v_high.backlog, null) r;
+  foreach v_xid in array v_ranges loop
+    v_range := queue._admit_range(
+      v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
+      p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, v_has_backlog, null,
+      case when p_lanes is null or v_has_handover or v_has_backlog or cardinality(v_ranges) > 1 or c.next_due <= v_start or c.next_run <= v_start then 0 else p_take end,
+      p_worker, p_lanes);
+    ids := v_range.taken;
+    claim := v_range.claim;
+    v_high_id := v_range.high_id;
+    v_high_lock_id := v_range.high_lock_id;
+    v_has_backlog := v_has_backlog or v_range.is_cut;
+    admitted := admitted + v_range.n;
+    v_gated := v_gated || v_range.gated;
+    v_parked := v_parked || v_range.parked;
   end loop;
   if c.has_backlog then
     delete from queue.backlog b where b.no = (select o.no from queue.backlog o order by o.no limit 1)
     returning b.no, b.from_xid, b.from_id, b.to_xid, b.upto, b.own, b.is_first into v_old;
     v_is_read := not found;
     if not v_is_read then
-      select r.high_id, r.high_lock_id, admitted + r.n, v_gated || r.gated, v_parked || r.parked
-      into v_high.id, v_high.lock_id, admitted, v_gated, v_parked
-      from queue._admit_range(v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own, p_slice, v_high.id, v_high.lock_id,
-                              c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no) r;
+      v_range := queue._admit_range(
+        v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own,
+        p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no, 0, null, null);
+      v_high_id := v_range.high_id;
+      v_high_lock_id := v_range.high_lock_id;
+      admitted := admitted + v_range.n;
+      v_gated := v_gated || v_range.gated;
+      v_parked := v_parked || v_range.parked;
     end if;
     v_move := true;
   end if;
@@ -104,12 +132,12 @@ begin
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if c.has_handover then
+  if v_has_handover then
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
-    select u.high_lock_id, u.n > 0 or exists (select from queue.backlog) into v_high.lock_id, v_high.backlog
-    from queue._unpark(p_slice, v_high.lock_id) u;
+    select u.high_lock_id, u.n > 0 or exists (select from queue.backlog) into v_high_lock_id, v_has_backlog
+    from queue._unpark(p_slice, v_high_lock_id) u;
   end if;
   v_due := c.due_at;
   if c.due_at > v_start then
@@ -131,14 +159,28 @@ begin
     v_move := true;
   end if;
   if v_move then
-    with gone as (
-      delete from queue.cursor k where k.tick = c.tick)
-    insert into queue.cursor (tick, next_xid, in_flight, high_id, high_lock_id, has_backlog, due_at)
-    values (c.tick + 1, pg_snapshot_xmax(c.upto),
-            array(select x from pg_snapshot_xip(c.upto) x union select c.own where c.own < pg_snapshot_xmax(c.upto) order by 1),
-            v_high.id, v_high.lock_id, v_high.backlog, v_due);
+    perform queue._move_cursor(c.tick, c.upto, c.own, v_high_id, v_high_lock_id, v_has_backlog, v_due);
   end if;
-  has_more := has_more or v_high.backlog;
+  has_more := has_more or v_has_backlog;
+end $$;
+
+-- Notes that everything that is visible in p_upto has been read, the transaction p_own excepted.
+-- An update that changes the key is read newest first like a row of its own.
+-- Locks: the caller holds ADM.
+create or replace function queue._move_cursor(
+  p_tick bigint, p_upto pg_snapshot, p_own xid8, p_high_id bigint, p_high_lock_id bigint, p_has_backlog boolean, p_due_at timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_in_flight xid8[] := '{}'::xid8[];
+begin
+  if pg_snapshot_xmin(p_upto) < pg_snapshot_xmax(p_upto) then
+    v_in_flight := array(select x from pg_snapshot_xip(p_upto) x union select p_own where p_own < pg_snapshot_xmax(p_upto) order by 1);
+  end if;
+  update queue.cursor k
+  set tick = p_tick + 1, next_xid = pg_snapshot_xmax(p_upto), in_flight = v_in_flight, high_id = p_high_id, high_lock_id = p_high_lock_id,
+    has_backlog = p_has_backlog, due_at = p_due_at
+  where k.tick = p_tick;
 end $$;
 
 -- Whether the log may hold what has not been admitted: a look at its end, for those who need nothing else of _admit.
@@ -153,48 +195,59 @@ begin
 end $$;
 
 -- Admits at most p_slice jobs of a range of the log (see queue.backlog, where the rest goes: is_cut).
--- Plain ones go to queue.live here, the others through the gates. With p_park, jobs with an ordered lock
+-- Plain ones go to queue.live here, the others through the gates: also those that may be needed, as jobs were
+-- with ids up to p_high_need_id. With p_park, jobs with an ordered lock
 -- are put aside until all backlog has been read, and then admitted in the order of ids: older ones of
--- the same lock may be in there. Only the oldest range (is_first) need not.
+-- the same lock may be in there. Only the oldest range (is_first) need not. taken: those claimed at once, as
+-- they are all of the range, at most p_take, plain, without a timeout or a deadline, and of one of p_lanes.
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
   p_high_id bigint, p_high_lock_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
-  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
+  p_take integer, p_worker bigint, p_lanes integer[],
+  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[],
+  out taken bigint[], out claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v record;
+  v_low bigint[];
+  v_now timestamptz;
 begin
+  if p_take > 0 then
+    claim := nextval('queue.claim_seq');
+    v_now := clock_timestamp();
+  end if;
   with fresh as materialized (
-    select j.id, j.xid, j.flags, coalesce(j.deadline, 'infinity') as deadline, l.lane,
+    select j.id, j.flags, coalesce(j.deadline, 'infinity') as deadline, l.lane, l.extra_flags,
       (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) or l.is_idle as is_low,
-      j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and l.lane is not null and not p_has_task_pause
-        -- one that was needed before it was admitted is marked in _place
-        and (j.id > p_high_need_id or (select d.job_id from queue.need d where d.need_id = j.id limit 1) is null) as is_plain, l.extra_flags
-    from (select j.id, j.xid, j.flags, j.deadline, j.queue, j.priority from queue.job j
+      j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and j.id > p_high_need_id and l.lane is not null and not p_has_task_pause as is_plain
+    from (select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j
           where (j.xid, j.id) > (p_from_xid, p_from_id) and j.xid <= p_to_xid
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
           order by j.xid, j.id limit p_slice) j
     left join lateral (select l.lane, l.low_deadline, l.low_id, l.is_idle, l.extra_flags from queue.lane l
                        where l.queue = j.queue and l.priority = j.priority and l.kind = 0 limit 1) l on true),
+  claimed as (
+    select case when count(*) <= p_take and bool_and(x.is_plain and x.flags & 128 = 0 and x.lane = any (p_lanes)) and min(x.lane) = max(x.lane)
+      and min(x.deadline) = 'infinity' then _admit_range.claim end as claim
+    from fresh x where p_take > 0),
   plain as (
-    insert into queue.live (id, deadline, lane, attempt, flags)
-    select x.id, x.deadline, x.lane, 0,
-      x.flags | x.extra_flags
-    from fresh x where x.is_plain)
-  select count(*) as n, max(x.id) as high_id,
-    max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0)) as high_lock_id,
-    array_agg(x.id) filter (where not x.is_plain and not (p_park and x.flags & 1 <> 0)) as gated,
-    array_agg(x.id) filter (where p_park and x.flags & 1 <> 0) as parked,
-    array_agg(x.lane) filter (where x.is_plain and x.is_low) as low_lanes,
-    array_agg(x.deadline) filter (where x.is_plain and x.is_low) as low_deadlines,
-    array_agg(x.id) filter (where x.is_plain and x.is_low) as low_ids
-  into v from fresh x;
-  n := v.n;
+    insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
+    select x.id, x.deadline, x.lane, case when c.claim is null then 0 else 1 end, x.flags | x.extra_flags, c.claim,
+      case when c.claim is not null then v_now end, case when c.claim is not null then p_worker end
+    from claimed c cross join fresh x where x.is_plain)
+  select count(*), greatest(p_high_id, max(x.id)),
+    greatest(p_high_lock_id, max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0))),
+    array_agg(x.id) filter (where not x.is_plain and not (p_park and x.flags & 1 <> 0)),
+    array_agg(x.id) filter (where p_park and x.flags & 1 <> 0),
+    array_agg(x.id) filter (where x.is_plain and x.is_low),
+    array_agg(x.id) filter (where c.claim is not null)
+  into n, high_id, high_lock_id, gated, parked, v_low, taken
+  from claimed c cross join fresh x;
+  if taken is null then
+    claim := null;
+  end if;
   is_cut := n >= p_slice;
-  high_id := greatest(p_high_id, v.high_id);
-  high_lock_id := greatest(p_high_lock_id, v.high_lock_id);
   if is_cut then
     insert into queue.backlog (no, from_xid, from_id, to_xid, upto, own, is_first)
     select coalesce(p_no, nextval('queue.tick_seq')), x.xid, x.id, p_to_xid, p_upto, p_own, not p_park
@@ -203,11 +256,9 @@ begin
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
           order by j.xid, j.id offset p_slice - 1 limit 1) x;
   end if;
-  if v.low_lanes is not null then
-    perform queue._lower(v.low_lanes, v.low_deadlines, v.low_ids);
+  if v_low is not null then
+    perform queue._lower(array_agg(v.lane), array_agg(v.deadline), array_agg(v.id)) from queue.live v where v.id = any (v_low);
   end if;
-  gated := v.gated;
-  parked := v.parked;
 end $$;
 
 -- Lowers the low marks of lanes to keys that were inserted below them, (p_deadlines[i], p_ids[i]).

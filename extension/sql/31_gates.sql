@@ -125,48 +125,52 @@ begin
   end if;
 end $$;
 
--- Where jobs go in queue.live: lane, order key, flags and attempts so far. Makes lanes that are missing.
+-- Where jobs go in queue.live: lane, order key, flags and attempts so far, in the order of ids. Makes lanes that are
+-- missing. all_flags: what any of them has; is_low: one lies below its lane's low mark.
 -- The flag 2 stands for the semaphore 'm' || lock, which ordered jobs of a lock with mutex members ask too.
 -- offset 0 keeps what is looked up for a job from being looked up again wherever it is named.
-create or replace function queue._place(
-  p_ids bigint[], out ids bigint[], out lanes integer[], out deadlines timestamptz[], out flags smallint[], out attempts smallint[])
+create or replace function queue._places(
+  p_ids bigint[], out ids bigint[], out lanes integer[], out deadlines timestamptz[], out flags smallint[], out attempts smallint[],
+  out all_flags integer, out is_low boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_queues text[];
   v_priorities integer[];
   v_kinds smallint[];
-  v_high_need_id bigint := (select s.last_value from queue.needed_seq s);
+  v_high_need_id bigint := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
+  v_is_complete boolean;
 begin
   for v_pass in 1 .. 2 loop
-    select array_agg(x.id order by x.id), array_agg(x.deadline order by x.id),
-      array_agg((x.flags | coalesce(l.extra_flags, 0))::smallint order by x.id), array_agg(x.attempts order by x.id),
-      array_agg(x.queue order by x.id), array_agg(x.priority order by x.id), array_agg(x.kind order by x.id), array_agg(l.lane order by x.id)
-    into ids, deadlines, flags, attempts, v_queues, v_priorities, v_kinds, lanes
+    select array_agg(x.id), array_agg(x.deadline), array_agg(x.flags), array_agg(x.attempts),
+      array_agg(x.queue), array_agg(x.priority), array_agg(x.kind), array_agg(x.lane), bool_and(x.lane is not null), bit_or(x.flags), bool_or(x.is_low)
+    into ids, deadlines, flags, attempts, v_queues, v_priorities, v_kinds, lanes, v_is_complete, all_flags, is_low
     from (
-      select y.id, y.deadline, y.queue, y.priority, y.attempts, y.flags | y.mixed as flags,
-        (case when y.flags & 1024 <> 0 then 2
-              when (y.flags | y.mixed) & (2 | 4 | 64 | 256 | 8192) <> 0 or y.flags & 8 <> 0 and queue._needs_mode(y.options) & 1 <> 0
-                or exists (select from queue.queue_config c where c.queue = y.queue and (c.max_running is not null or c.rate_limit is not null))
-              then 1 else 0 end)::smallint as kind
+      select x.id, x.deadline, (x.flags | coalesce(l.extra_flags, 0))::smallint as flags, x.attempts, x.queue, x.priority, x.kind, l.lane,
+        l.is_idle or (x.deadline, x.id) < (l.low_deadline, l.low_id) as is_low
       from (
-        select j.id, coalesce(s.deadline, j.deadline, 'infinity') as deadline, coalesce(s.queue, j.queue) as queue,
-          coalesce(s.priority, j.priority) as priority, least(coalesce(s.attempts, 0), 32766)::smallint as attempts,
-          (j.flags | coalesce(s.extra_flags, 0)) & (case when s.lock = '' then 0 else 3 end | 4 | 8 | 64 | 128 | 256 | 512 | 8192)
-            | case when s.crashes > 0 then 1024 else 0 end
-            | case when s.id is not null then 2048 else 0 end
-            | case when j.id <= v_high_need_id and (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end as flags,
-          j.options,
-          case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0
-                 and (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex limit 1) is not null
-               then 2 else 0 end as mixed
-        from unnest(p_ids) u (id)
-        cross join lateral (select j.id, j.queue, j.priority, j.deadline, j.flags, j.lock, j.options from queue.job j where j.id = u.id offset 0) j
-        left join lateral (select s.id, s.queue, s.priority, s.deadline, s.lock, s.attempts, s.crashes, s.extra_flags
-                           from queue.job_state s where s.id = u.id offset 0) s on true offset 0) y offset 0) x
-    left join lateral (select l.lane, l.extra_flags from queue.lane l
-                       where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind limit 1) l on true;
-    exit when array_position(lanes, null) is null;
+        select y.id, y.deadline, y.queue, y.priority, y.attempts, y.flags | y.mixed as flags,
+          (case when y.flags & 1024 <> 0 then 2
+                when (y.flags | y.mixed) & (2 | 4 | 64 | 256 | 8192) <> 0 or y.flags & 8 <> 0 and queue._needs_mode(y.options) & 1 <> 0
+                  or exists (select from queue.queue_config c where c.queue = y.queue and (c.max_running is not null or c.rate_limit is not null))
+                then 1 else 0 end)::smallint as kind
+        from (
+          select j.id, coalesce(s.deadline, j.deadline, 'infinity') as deadline, coalesce(s.queue, j.queue) as queue,
+            coalesce(s.priority, j.priority) as priority, least(coalesce(s.attempts, 0), 32766)::smallint as attempts,
+            (j.flags | coalesce(s.extra_flags, 0)) & (case when s.lock = '' then 0 else 3 end | 4 | 8 | 64 | 128 | 256 | 512 | 8192)
+              | case when s.crashes > 0 then 1024 else 0 end
+              | case when s.id is not null then 2048 else 0 end
+              | case when j.id <= v_high_need_id and (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end as flags,
+            j.options,
+            case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0
+                   and (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex limit 1) is not null
+                 then 2 else 0 end as mixed
+          from queue.job j left join queue.job_state s on s.id = j.id
+          where j.id = any (p_ids) order by j.id offset 0) y offset 0) x
+      left join lateral (select l.lane, l.extra_flags, l.is_idle, l.low_deadline, l.low_id from queue.lane l
+                         where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind limit 1) l on true
+      order by x.id) x;
+    exit when v_is_complete is not false;
     insert into queue.lane (lane, queue, priority, kind, paused_until, extra_flags)
     select queue._new_lane(), u.queue, u.priority, u.kind, queue._paused_until(u.queue),
       case when exists (select from queue.queue_config c where c.queue = u.queue and c.retain is not null) then 512 else 0 end
@@ -188,14 +192,16 @@ begin
   return v_lane;
 end $$;
 
--- Puts placed jobs into queue.live and lowers low marks.
+-- Puts placed jobs into queue.live and lowers low marks; p_is_low: some of them need it.
 create or replace function queue._to_live(
-  p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[])
+  p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[], p_is_low boolean default true)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   insert into queue.live (id, deadline, lane, attempt, flags)
   select u.id, u.deadline, u.lane, u.attempt, u.flags
   from unnest(p_ids, p_deadlines, p_lanes, p_attempts, p_flags) u (id, deadline, lane, attempt, flags);
-  perform queue._lower(p_lanes, p_deadlines, p_ids);
+  if p_is_low then
+    perform queue._lower(p_lanes, p_deadlines, p_ids);
+  end if;
 end $$;

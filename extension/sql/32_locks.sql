@@ -105,39 +105,42 @@ declare
   v_pass bigint[];
   v_wait bigint[];
   v_mixed text[];
+  v_late_locks text[];
+  v_late_ids bigint[];
 begin
   with gone as (
     delete from queue.lock_member m
-    where m.ctid = any (array(
-      select m.ctid from unnest(p_ids) u (id)
-      cross join lateral (select coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id
-                          where j.id = u.id offset 0) j
-      cross join lateral (select m.ctid from queue.lock_member m where m.lock = j.lock and m.id = u.id offset 0) m))
+    using (select j.id, coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id
+           where j.id = any (p_ids) offset 0) x
+    where m.lock = x.lock and m.id = x.id
     returning m.lock, m.id, m.is_mutex, m.has_turn),
   next as materialized (
-    select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed
+    select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed, case when not x.is_mixed and (x.late_id < n.id or n.id is null) then x.late_id end as late_id
     from gone g
     cross join lateral (
-      select g.is_mutex or (select m.id from queue.lock_member m where m.lock = g.lock and m.is_mutex limit 1) is not null as is_mixed offset 0) x
+      select g.is_mutex or (select m.id from queue.lock_member m where m.lock = g.lock and m.is_mutex limit 1) is not null as is_mixed,
+        (select m.id from queue.lock_member m where m.lock = g.lock and m.is_late and m.id <> g.id order by m.id limit 1) as late_id offset 0) x
     left join lateral (
-      select m.id, m.is_passed, m.is_late from (
-        (select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.id > g.id order by m.id limit 1)
-        union all
-        (select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.is_late and m.id <> g.id order by m.id limit 1)) m
-      order by m.id limit 1) n on not x.is_mixed
+      select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.id > g.id order by m.id limit 1) n on not x.is_mixed
     where p_had_turn or g.has_turn or x.is_mixed)
-  select array_agg(n.id order by n.id) filter (where n.is_passed),
-    array_agg(n.id) filter (where n.is_late or not n.is_passed),
-    array_agg(distinct n.lock) filter (where n.is_mixed)
-  into v_pass, v_wait, v_mixed
+  select array_agg(n.id) filter (where n.is_passed and n.late_id is null),
+    array_agg(n.id) filter (where (n.is_late or not n.is_passed) and n.late_id is null),
+    array_agg(n.lock) filter (where n.is_mixed), array_agg(n.lock) filter (where n.late_id is not null), array_agg(n.late_id) filter (where n.late_id is not null)
+  into v_pass, v_wait, v_mixed, v_late_locks, v_late_ids
   from next n;
+  if v_late_ids is not null then
+    v_wait := v_wait || v_late_ids;
+    v_pass := v_pass || array(
+      select u.id from unnest(v_late_locks, v_late_ids) u (lock, id)
+      cross join lateral (select m.is_passed from queue.lock_member m where m.lock = u.lock and m.id = u.id offset 0) m where m.is_passed);
+  end if;
   if v_wait is not null then
     perform queue._keep_turns(v_wait);
   end if;
   if v_mixed is not null then
-    v_pass := v_pass || queue._next_mixed(v_mixed);
+    v_pass := v_pass || queue._next_mixed(array(select distinct u.lock from unnest(v_mixed) u (lock)));
   end if;
-  if v_pass is not null then
+  if v_pass <> '{}' then
     perform queue._to_slots(v_pass);
   end if;
 end $$;

@@ -55,9 +55,9 @@ declare
   v_wait_several boolean[] := '{}'::boolean[];
   v_discard bigint[] := '{}'::bigint[];
 begin
-  select x.* into v from queue._place(p_ids) x;
-  if not exists (select from unnest(v.flags) f where f & 6 <> 0) then
-    perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
+  v := queue._places(p_ids);
+  if v.all_flags & 6 = 0 then
+    perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts, v.is_low);
     return;
   elsif exists (select from unnest(v.flags) f where f & 3 = 2) then
     v_late := queue._await_turns(v.ids, v.flags);
@@ -438,7 +438,7 @@ begin
     return;
   end if;
   perform queue._add_slots(v.keys, v.lanes, null, null, array_fill(-1, array[cardinality(v.ids)]), null);
-  select x.* into v from queue._place(v.ids) x;
+  select x.* into v from queue._places(v.ids) x;
   perform queue._add_slots(array_agg(k.key), array_agg(v.lanes[k.n]), null, array_agg(1), null, null) from queue._keys_of(v.ids, v.flags) k;
   perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
 end $$;

@@ -16,22 +16,20 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v record;
 begin
-  if to_regclass('queue.unlimited') is null then
-    perform queue._not_installed();
-    perform queue._bound_worker(worker);
-    queues := queue._bound_queues('{worker,operator}', queues);
-  end if;
-  if current_setting('transaction_isolation') <> 'read committed' then
+  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
+    if to_regclass('queue.unlimited') is null then
+      perform queue._not_installed();
+      perform queue._bound_worker(worker);
+      queues := queue._bound_queues('{worker,operator}', queues);
+    end if;
   end if;
   v := queue._claim(worker, queues, max_jobs, options, true);
   -- a statement of its own: only a new snapshot shows the claims
   if v.first_claim is not null then
     return query
       select f.id, v.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent
-      from unnest(v.ids) with ordinality u (id, n)
-      cross join lateral (select f.* from queue.first_run f where f.id = u.id offset 0) f
-      order by u.n;
+      from queue.first_run f where f.id = any (v.ids) order by f.id;
   else
     return query
       select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent
@@ -43,87 +41,143 @@ end $$;
 comment on function queue.fetch(bigint, text[], integer, jsonb) is
   'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone, order (mixed | listed), tasks, deadline_within.';
 
--- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where all of
--- them start for the first time, so that queue.first_run tells what they are. p_may_wait: the transaction
--- holds no row that the holder of ADM could need.
+-- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where that order is
+-- the order of ids and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
+-- the transaction holds no row that the holder of ADM could need.
+-- Here are the two cases that most calls meet, in few expressions, as each is set up anew in every transaction:
+-- newcomers where nothing else is ready, and one plain lane that holds enough. The rest is up to _claim_on.
 create or replace function queue._claim(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_queues text[] := p_queues;
-  v_was_dry boolean := coalesce(current_setting('pgdefer.was_dry', true), '') = 'on';
-  v_is_dry boolean := false;
-  v_has_adm boolean := false;
   v_now timestamptz := clock_timestamp();
+  v_has_adm boolean := false;
   v_has_more boolean := false;
+  v_is_dry boolean := false;
+  v_is_claimed boolean := false;
+  v_admitted integer;
+  v_lanes integer[];
+  v_kind smallint;
+  v_low_deadlines timestamptz[];
+  v_low_ids bigint[];
+  v_is_registered boolean;
+begin
+  if p_max_jobs is null or p_max_jobs < 1 or p_options <> '{}' or p_queues is not null then
+    if p_max_jobs is null or p_max_jobs < 1 then
+      perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
+    elsif p_options <> '{}' then
+      ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
+      return;
+    end if;
+    v_queues := queue._match_queues(p_queues);
+  end if;
+  if current_setting('pgdefer.was_dry', true) = 'on' and queue._lock_admission(false) then
+    -- this session's last look took newcomers only: they come first again
+    v_has_adm := true;
+    v_lanes := queue._dry_lanes(p_worker, v_queues);
+    select a.ids, a.claim, a.has_more, a.admitted into ids, first_claim, v_has_more, v_admitted
+    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs, p_worker, v_lanes) a;
+    v_is_dry := v_lanes is not null and v_admitted <= p_max_jobs;
+    if v_is_dry and (ids is not null or v_admitted = 0) and not v_has_more then
+      if random() * 300 < cardinality(ids) then
+        perform queue._raise_low_marks(v_lanes);
+      end if;
+      return;
+    end if;
+  else
+    select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
+      exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
+    into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
+    from queue.lane l
+    where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
+    if v_is_registered and v_kind = 0 and cardinality(v_lanes) = 1 then
+      select c.ids, c.first_claim into ids, first_claim from queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs, v_now) c;
+      v_is_claimed := true;
+      if cardinality(ids) = p_max_jobs and not queue._is_admission_due(v_now) then
+        if random() * 300 < p_max_jobs and queue._lock_admission(false) then
+          perform queue._raise_low_marks(v_lanes);
+        end if;
+        return;
+      end if;
+    end if;
+  end if;
+  select c.ids, c.first_claim into ids, first_claim
+  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed, v_has_adm, v_has_more, v_is_dry) c;
+end $$;
+
+-- Goes on with what _claim has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
+-- be admitted first; p_has_adm: ADM is held and was used, p_has_more: and would find more, p_is_dry: there were
+-- newcomers only.
+create or replace function queue._claim_on(
+  p_worker bigint, p_queues text[], p_max_jobs integer, p_may_wait boolean, p_now timestamptz, p_ids bigint[], p_first_claim bigint,
+  p_is_claimed boolean, p_has_adm boolean, p_has_more boolean, p_is_dry boolean, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_queues text[] := p_queues;
+  v_has_adm boolean := p_has_adm;
+  v_has_more boolean := p_has_more;
+  v_is_dry boolean := p_is_dry;
   v_admit record;
   v record;
   v_lanes integer[];  -- those claimed from
   v_claimed record;
 begin
-  if p_max_jobs is null or p_max_jobs < 1 then
-    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
-  elsif p_options <> '{}' then
-    ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
-    return;
-  elsif v_was_dry and queue._lock_admission(false) then
-    -- this session's last look took newcomers only: they come first again
-    v_has_adm := true;
-    v_admit := queue._admit(greatest(1000, p_max_jobs));
-    v_has_more := v_admit.has_more;
-    v_is_dry := v_admit.admitted <= p_max_jobs;
-  end if;
+  ids := p_ids;
+  first_claim := p_first_claim;
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);
   end if;
-  ids := '{}';
   for v_pass in 1 .. 100 loop
-    select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes, array_agg(l.low_deadline) as low_deadlines,
-      array_agg(l.low_id) as low_ids, exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) as is_registered
-    into v
-    from queue.lane l
-    where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
-    if not v.is_registered then
-      perform queue._worker_gone(p_worker);
-    elsif cardinality(v.lanes) > 1 or v.kind = 1 then
-      v := queue._probe_lanes(v.lanes);
-    end if;
-    v_lanes := coalesce(v.lanes, v_lanes);
-    if v.kind = 1 and not v_has_adm then
-      v_has_adm := queue._lock_admission(ids = '{}' and p_may_wait);
-      if v_has_adm then
-        v_admit := queue._admit(greatest(1000, p_max_jobs));
-        v_has_more := v_admit.has_more;
-        if v_queues is distinct from p_queues then
-          v_queues := queue._match_queues(p_queues);
-        end if;
-        continue;
+    if v_pass > 1 or not p_is_claimed then
+      select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes, array_agg(l.low_deadline) as low_deadlines,
+        array_agg(l.low_id) as low_ids, exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) as is_registered
+      into v
+      from queue.lane l
+      where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= p_now) and l.kind < 2;
+      if not v.is_registered then
+        perform queue._worker_gone(p_worker);
+      elsif cardinality(v.lanes) > 1 or v.kind = 1 then
+        v := queue._probe_lanes(v.lanes);
       end if;
-    end if;
-    if v.kind = 1 and v_has_adm then
-      ids := ids || queue._claim_limited(p_worker, v.lanes, p_max_jobs - cardinality(ids));
-      first_claim := null;
-    elsif v.plain_lanes is not null then
-      v_claimed := queue._claim_plain(p_worker, v.plain_lanes, v.low_deadlines, v.low_ids, p_max_jobs - cardinality(ids));
-      if v_claimed.ids is not null then
-        first_claim := case when ids = '{}' then v_claimed.first_claim end;
-        ids := ids || v_claimed.ids;
+      v_lanes := coalesce(v.lanes, v_lanes);
+      if v.kind = 1 and not v_has_adm then
+        v_has_adm := queue._lock_admission(ids is null and p_may_wait);
+        if v_has_adm then
+          v_admit := queue._admit(greatest(1000, p_max_jobs));
+          v_has_more := v_admit.has_more;
+          if v_queues is distinct from p_queues then
+            v_queues := queue._match_queues(p_queues);
+          end if;
+          continue;
+        end if;
+      end if;
+      if v.kind = 1 and v_has_adm then
+        ids := ids || nullif(queue._claim_limited(p_worker, v.lanes, p_max_jobs - coalesce(cardinality(ids), 0)), '{}');
+        first_claim := null;
+      elsif v.plain_lanes is not null then
+        v_claimed := queue._claim_plain(p_worker, v.plain_lanes, v.low_deadlines, v.low_ids, p_max_jobs - coalesce(cardinality(ids), 0), p_now);
+        if v_claimed.ids is not null then
+          first_claim := case when ids is null then v_claimed.first_claim end;
+          ids := ids || v_claimed.ids;
+        end if;
       end if;
     end if;
     if cardinality(ids) >= p_max_jobs then
       -- enough to do: look for newcomers at most every 10 ms per session, one may be of higher priority
-      if not v_has_adm and queue._is_admission_due(v_now) and queue._lock_admission(false) then
+      if not v_has_adm and queue._is_admission_due(p_now) and queue._lock_admission(false) then
         v_has_adm := true;
         perform queue._admit(1000);
-        perform set_config('pgdefer.looked_at', extract(epoch from v_now)::text, false);
+        perform set_config('pgdefer.looked_at', extract(epoch from p_now)::text, false);
       end if;
       exit;
     end if;
-    exit when v_has_adm and not v_has_more or clock_timestamp() > v_now + interval '100 ms';
+    exit when v_has_adm and not v_has_more or clock_timestamp() > p_now + interval '100 ms';
     if not v_has_adm then
       -- while rows are held ADM is not waited for
-      v_has_adm := queue._lock_admission(ids = '{}' and p_may_wait);
+      v_has_adm := queue._lock_admission(ids is null and p_may_wait);
       exit when not v_has_adm;
     end if;
     v_admit := queue._admit(greatest(1000, p_max_jobs));
@@ -133,14 +187,27 @@ begin
       v_queues := queue._match_queues(p_queues);  -- admission may have met a new queue
     end if;
   end loop;
-  if v_is_dry <> v_was_dry then
+  if v_is_dry is distinct from (current_setting('pgdefer.was_dry', true) = 'on') then
     perform set_config('pgdefer.was_dry', case when v_is_dry then 'on' else 'off' end, false);
   end if;
-  if ids = '{}' then
-    ids := null;
-  elsif random() < cardinality(ids) / 300.0 and (v_has_adm or queue._lock_admission(false)) then
+  if random() * 300 < cardinality(ids) and v_lanes is not null and (v_has_adm or queue._lock_admission(false)) then
     perform queue._raise_low_marks(v_lanes);
   end if;
+end $$;
+
+-- The plain lanes that a worker may claim from, where they and the limited ones hold nothing ready; else NULL.
+create or replace function queue._dry_lanes(p_worker bigint, p_queues text[])
+returns integer[] language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  return (
+    select case when not bool_or((
+        select v.id from queue.live v
+        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+        order by v.deadline, v.id limit 1) is not null) then array_agg(l.lane) filter (where l.kind = 0) end
+    from queue.lane l
+    where not l.is_idle and (p_queues is null or l.queue = any (p_queues)) and (l.paused_until is null or l.paused_until <= clock_timestamp()) and l.kind < 2
+      and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null));
 end $$;
 
 -- fetch with options: ids, alone, order, tasks, deadline_within.
@@ -209,7 +276,7 @@ begin
   if v_alone then
     update queue.live v set flags = v.flags | 16 where v.id = any (v_ids);
   end if;
-  if random() < cardinality(v_ids) / 300.0 then
+  if random() * 300 < cardinality(v_ids) then
     perform queue._raise_low_marks(v_lanes);
   end if;
   return v_ids;
@@ -250,16 +317,17 @@ end $$;
 -- Locks: rows of queue.live by skip locked.
 -- Why a job's claims rise: a row that this statement sees was made ready by one that had its number before.
 create or replace function queue._claim_plain(
-  p_worker bigint, p_lanes integer[], p_low_deadlines timestamptz[], p_low_ids bigint[], p_n integer, out ids bigint[], out first_claim bigint)
+  p_worker bigint, p_lanes integer[], p_low_deadlines timestamptz[], p_low_ids bigint[], p_n integer, p_now timestamptz,
+  out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_now timestamptz := clock_timestamp();
-  v record;
+  v_flags integer;
+  v_is_mixed boolean;
 begin
   with claimed as (
     update queue.live v
-    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = v_now, attempt = v.attempt + 1
+    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = p_now, attempt = v.attempt + 1
     where v.ctid = any (array(
       select c.ctid
       from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
@@ -269,14 +337,18 @@ begin
         order by v.deadline, v.id limit p_n for update of v skip locked) c
       limit p_n))
     returning v.id, v.claim, v.lane, v.deadline, v.attempt, v.flags)
-  select array_agg(c.id order by array_position(p_lanes, c.lane), c.deadline, c.id) as ids, max(c.claim) as claim, bit_or(c.flags) as flags,
-    max(c.attempt) as attempt
-  into v
+  select array_agg(c.id order by c.id), max(c.claim), bit_or(c.flags | case when c.attempt > 1 then 2048 else 0 end),
+    bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
+  into ids, first_claim, v_flags, v_is_mixed
   from claimed c;
-  ids := v.ids;
-  first_claim := case when v.attempt = 1 and v.flags & 2048 = 0 then v.claim end;
-  if v.flags & 128 <> 0 then
-    perform queue._lease_timeouts(v.ids, v.claim, v_now);
+  if v_flags & (128 | 2048) <> 0 or v_is_mixed then
+    if v_flags & 128 <> 0 then
+      perform queue._lease_timeouts(ids, first_claim, p_now);
+    end if;
+    ids := array(select v.id from queue.live v where v.id = any (ids) order by array_position(p_lanes, v.lane), v.deadline, v.id);
+    if v_is_mixed or v_flags & 2048 <> 0 then
+      first_claim := null;
+    end if;
   end if;
 end $$;
 
@@ -293,7 +365,7 @@ end $$;
 create or replace function queue._is_admission_due(p_now timestamptz)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
-  return abs(extract(epoch from p_now)::double precision
+  return abs(date_part('epoch', p_now)
              - coalesce(nullif(current_setting('pgdefer.looked_at', true), ''), '0')::double precision) >= 0.01;
 end $$;
 

@@ -13,12 +13,12 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 begin
-  if to_regclass('queue.unlimited') is null then
-    perform queue._not_installed();
-    perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
-  end if;
-  if current_setting('transaction_isolation') <> 'read committed' then
+  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
+    if to_regclass('queue.unlimited') is null then
+      perform queue._not_installed();
+      perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
+    end if;
   end if;
   if queue._succeed(array[succeed.id], array[succeed.claim], array[succeed.result], false) is null then
     perform queue._refuse(succeed.id, succeed.claim);
@@ -93,12 +93,12 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_ended record;
 begin
-  if to_regclass('queue.unlimited') is null then
-    perform queue._not_installed();
-    perform queue._bound_outcomes(finish_many.outcomes);
-  end if;
-  if current_setting('transaction_isolation') <> 'read committed' then
+  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
+    if to_regclass('queue.unlimited') is null then
+      perform queue._not_installed();
+      perform queue._bound_outcomes(finish_many.outcomes);
+    end if;
   end if;
   v_ended := queue._finish(finish_many.outcomes);
   return query
@@ -122,14 +122,14 @@ declare
   v record;
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
 begin
-  if to_regclass('queue.unlimited') is null then
-    perform queue._not_installed();
-    perform queue._bound_worker(worker);
-    perform queue._bound_outcomes(finish_and_fetch.outcomes);
-    queues := queue._bound_queues('{worker,operator}', queues);
-  end if;
-  if current_setting('transaction_isolation') <> 'read committed' then
+  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
+    if to_regclass('queue.unlimited') is null then
+      perform queue._not_installed();
+      perform queue._bound_worker(worker);
+      perform queue._bound_outcomes(finish_and_fetch.outcomes);
+      queues := queue._bound_queues('{worker,operator}', queues);
+    end if;
   end if;
   if not v_may_wait then
     v_ended := queue._finish(finish_and_fetch.outcomes);
@@ -145,9 +145,7 @@ begin
     return query
       select f.id, v.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent,
         null::text
-      from unnest(v.ids) with ordinality u (id, n)
-      cross join lateral (select f.* from queue.first_run f where f.id = u.id offset 0) f
-      order by u.n;
+      from queue.first_run f where f.id = any (v.ids) order by f.id;
   else
     return query
       select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent,
@@ -169,44 +167,46 @@ create or replace function queue._finish(
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v record;
+  v_outcomes text[];
+  v_results jsonb[];
+  v_has_results boolean;
+  v_has_others boolean;
+  v_is_bad boolean;
   v_done bigint[];
   v_outcome jsonb;
   v_state text;
   v_error text;
 begin
-  if jsonb_typeof(p_outcomes) is distinct from 'array' then
-    perform queue._invalid('outcomes must be a JSON array', 'Pass [{"id": number, "claim": number, "outcome": text, ...}, ...].');
-  end if;
   begin
-    select array_agg(o.id) filter (where o.outcome = 'succeeded') as ids, array_agg(o.claim) filter (where o.outcome = 'succeeded') as claims,
-      case when count(o.result) > 0 then array_agg(o.result) filter (where o.outcome = 'succeeded') end as results,
-      bool_or(o.outcome <> 'succeeded') as has_others, bool_or(o.id is null or o.claim is null or o.outcome is null) as is_bad
-    into v
+    select array_agg(o.id), array_agg(o.claim), array_agg(o.outcome), array_agg(o.result), bool_or(o.result is not null),
+      bool_or(o.outcome <> 'succeeded'), bool_or(o.id is null or o.claim is null or o.outcome is null)
+    into ids, claims, v_outcomes, v_results, v_has_results, v_has_others, v_is_bad
     from (select o.id, o.claim, o.result, o.outcome
           from jsonb_to_recordset(p_outcomes) o (id bigint, claim bigint, outcome text, result jsonb) order by o.id, o.claim) o;
   exception when data_exception then
+    perform queue._check_is_list(p_outcomes);
     perform queue._invalid('an outcome is malformed', 'id and claim are numbers, outcome is text.', sqlerrm);
   end;
-  if v.is_bad then
-    perform queue._invalid('an outcome lacks id, claim or outcome', 'Each needs {"id", "claim", "outcome"}.');
-  end if;
   -- a key that is not known: lists are made by a loop, so of those that succeeded the first is looked at
-  if v.has_others or (p_outcomes -> 0) - '{id,claim,outcome,result}'::text[] <> '{}' then
+  if v_is_bad or v_has_others or (p_outcomes -> 0) - '{id,claim,outcome,result}'::text[] = '{}' is not true then
+    perform queue._check_is_list(p_outcomes);
+    if v_is_bad then
+      perform queue._invalid('an outcome lacks id, claim or outcome', 'Each needs {"id", "claim", "outcome"}.');
+    end if;
     perform queue._check_outcome(o) from jsonb_array_elements(p_outcomes) o;
   end if;
-  if v.has_others then
+  has_refused := false;
+  if v_has_others then
+    select array_agg(o.id order by o.n), array_agg(o.claim order by o.n), array_agg(o.result order by o.n) into ids, claims, v_results
+    from unnest(ids, claims, v_results, v_outcomes) with ordinality o (id, claim, result, outcome, n) where o.outcome = 'succeeded';
     perform from queue.live l
     where l.id = any (array(select (o ->> 'id')::bigint from jsonb_array_elements(p_outcomes) o))
       and l.claim = any (array(select (o ->> 'claim')::bigint from jsonb_array_elements(p_outcomes) o))
     order by l.id for update;
   end if;
-  has_refused := false;
-  if v.ids is not null then
-    v_done := queue._succeed(v.ids, v.claims, v.results, true);
-    ids := v.ids;
-    claims := v.claims;
-    if v.has_others then
+  if ids is not null then
+    v_done := queue._succeed(ids, claims, case when v_has_results then v_results end, true);
+    if v_has_others then
       states := array_fill('succeeded'::text, array[cardinality(ids)]);
       errors := array_fill(null::text, array[cardinality(ids)]);
     end if;
@@ -214,11 +214,11 @@ begin
       has_refused := true;
       select array_agg(case when r.ok then 'succeeded' end order by u.n), array_agg(case when not r.ok then 'QJ002' end order by u.n)
       into states, errors
-      from unnest(v.ids) with ordinality u (id, n)
-      cross join lateral (select coalesce(u.id = any (v_done), false) and v.ids[u.n + 1] is distinct from u.id as ok) r;
+      from unnest(ids) with ordinality u (id, n)
+      cross join lateral (select coalesce(u.id = any (v_done), false) and ids[u.n + 1] is distinct from u.id as ok) r;
     end if;
   end if;
-  if v.has_others then
+  if v_has_others then
     for v_outcome in select o from jsonb_array_elements(p_outcomes) o where o ->> 'outcome' <> 'succeeded' order by (o ->> 'id')::bigint loop
       v_state := null;
       v_error := null;
@@ -234,6 +234,15 @@ begin
       errors := errors || v_error;
     end loop;
     perform queue._settle_own(ids);
+  end if;
+end $$;
+
+-- Raises: 22023 unless it is a list.
+create or replace function queue._check_is_list(p_outcomes jsonb)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  if jsonb_typeof(p_outcomes) is distinct from 'array' then
+    perform queue._invalid('outcomes must be a JSON array', 'Pass [{"id": number, "claim": number, "outcome": text, ...}, ...].');
   end if;
 end $$;
 
@@ -275,6 +284,7 @@ declare
   v_done bigint[];
   v_special bigint[];
   v_flags smallint[];
+  v_all_flags smallint;
   v_may_be_awaited boolean;
 begin
   with gone as (
@@ -283,16 +293,18 @@ begin
     returning v.id, v.attempt, v.flags, v.claimed_at, v.worker_id),
   kept as (
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
-    select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', p_results[width_bucket(g.id, p_ids)] from gone g)
-  select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0),
-    min(g.id) <= (select s.last_value from queue.awaited_seq s)
-  into v_done, v_special, v_flags, v_may_be_awaited
+    select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', case when p_results is not null then p_results[width_bucket(g.id, p_ids)] end from gone g)
+  select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0), bit_or(g.flags),
+    min(g.id) <= coalesce(pg_sequence_last_value('queue.awaited_seq'), 0)
+  into v_done, v_special, v_flags, v_all_flags, v_may_be_awaited
   from gone g;
   if v_may_be_awaited then
     perform queue._tell_waiters(v_done);
   end if;
-  if v_special is not null then
-    perform queue._close(v_special, v_flags, v_now);
+  if v_all_flags <> 0 then
+    if v_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
+      perform queue._close(v_special, v_flags, v_now);
+    end if;
     perform queue._hand_over(v_special, v_flags, 'ended', null, p_settle);
   end if;
   return v_done;
@@ -331,19 +343,26 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[] := p_ids;
   v_flags smallint[] := p_flags;
+  v_all_flags smallint;
 begin
   if p_kind = 'ended' then
-    select array_agg(u.id), array_agg(u.flags) into v_ids, v_flags
+    select array_agg(u.id), array_agg(u.flags), bit_or(u.flags) into v_ids, v_flags, v_all_flags
     from unnest(p_ids, p_flags) u (id, flags) where u.flags & (1 | 2 | 4 | 4096 | 16384) <> 0;
     if v_ids is null then
       return;
     end if;
   end if;
-  if p_settle and queue._lock_admission(false) then
-    perform queue._settle_here(v_ids, array_fill(p_kind, array[cardinality(v_ids)]), v_flags, case when p_payload is not null then array[p_payload] end);
-  else
+  if not p_settle or not queue._lock_admission(false) then
     insert into queue.handover (job_id, kind, flags, at, payload)
     select u.id, p_kind, u.flags, p_at, p_payload from unnest(v_ids, v_flags) u (id, flags);
+  elsif v_all_flags & (2 | 4 | 4096 | 16384) = 0 then
+    -- what _settle_here does for those that have nothing but an ordered lock
+    if queue._has_news() then
+      perform queue._admit(1000);
+    end if;
+    perform queue._leave_locks(v_ids, true);
+  else
+    perform queue._settle_here(v_ids, array_fill(p_kind, array[cardinality(v_ids)]), v_flags, case when p_payload is not null then array[p_payload] end);
   end if;
   if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
     perform queue._wake();

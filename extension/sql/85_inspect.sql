@@ -177,6 +177,10 @@ begin
           select a.job_id, 'attempt' from queue.attempt a) x
     where not exists (select from queue.job j where j.id = x.id);
   return query
+    select 'of no known state or kind'::text, f.id, f.state from queue.finished f where f.state not in ('succeeded', 'failed', 'cancelled')
+    union all
+    select 'of no known state or kind', h.job_id, h.kind from queue.handover h where h.kind not in ('ended', 'again', 'replace', 'recheck', 'refill');
+  return query
     select 'admitted and nowhere'::text, j.id, format('flags %s', j.flags)
     from queue.job j
     cross join (select c.next_xid, c.in_flight from queue.cursor c order by c.tick desc limit 1) c

@@ -1,6 +1,6 @@
 -- Fetching: order, patterns, options, refusals, and plans on a large, skewed table.
 
-select plan(72);
+select plan(91);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -52,6 +52,50 @@ select is(pg_temp.run(), 'a b c d e f g h', 'priority, then deadline, then id');
 select queue.defer_many('[{"task": "e"}, {"task": "c", "deadline": "2998-01-01Z"}, {"task": "f"}, {"task": "b", "deadline": "2997-01-01Z"}, {"task": "a", "priority": 1}]') \g /dev/null
 select is(concat_ws(' ', pg_temp.run(1), pg_temp.run(1), pg_temp.run(1), pg_temp.run(1), pg_temp.run(1)), 'a b c e f', 'one by one as well');
 select pg_temp.run() \g /dev/null
+
+-- Newcomers are claimed as they are admitted, where nothing else is ready and they are few enough. The session
+-- has pgdefer.was_dry on, when its last look found newcomers only.
+create function pg_temp.is_dry() returns boolean language sql as $$ select current_setting('pgdefer.was_dry') = 'on' $$;
+select is(pg_temp.run(), null, 'nothing is left');
+select ok(pg_temp.is_dry(), 'and newcomers are all that is expected');
+select queue.defer('n') as newcomer \gset
+create temp table newcomers as select f.* from queue.fetch(:worker) f;
+select is((select row (n.id, n.task, n.attempt)::text from newcomers n), format('(%s,n,1)', :newcomer), 'a newcomer is claimed');
+select is((select row (j.state, j.attempts, j.claim = n.claim, j.worker_id, j.started_at <= clock_timestamp())::text from queue.jobs j join newcomers n using (id)),
+          format('(running,1,t,%s,t)', :worker), 'and runs');
+select lives_ok(format('select queue.release(%s, (select n.claim from newcomers n))', :newcomer), 'it can be given back');
+select cmp_ok((select f.claim from queue.fetch(:worker) f), '>', (select n.claim from newcomers n), 'claims rise');
+select pg_temp.run(), pg_temp.run() \g /dev/null
+select queue.defer('low'), queue.defer('high', priority => 5) \g /dev/null
+select is(concat_ws(' ', pg_temp.run(1), pg_temp.run(1), pg_temp.run(1)), 'high low', 'of two newcomers the one of higher priority comes first');
+select queue.defer('1'), queue.defer('2'), queue.defer('3') \g /dev/null
+select is(concat_ws(' ', pg_temp.run(2), pg_temp.run(2), pg_temp.run(2)), '1 2 3', 'of three the oldest');
+select queue.defer('late'), queue.defer('soon', deadline => '2999-01-01Z') \g /dev/null
+select is(pg_temp.run(), 'soon late', 'or the one with a deadline');
+select queue.defer('1'), queue.defer('2', lock => 'n'), queue.defer('3') \g /dev/null
+select is(pg_temp.run(), '1 2 3', 'newcomers with a lock stand in the same order');
+select pg_temp.run() \g /dev/null
+select queue.pause('default') \g /dev/null
+select queue.defer('paused') \g /dev/null
+select is(pg_temp.run(), null, 'none of a paused queue');
+select queue.resume('default') \g /dev/null
+select is(pg_temp.run(queues => '{other,else*}'), null, 'none of another queue');
+select is(pg_temp.run(), 'paused', 'until it is asked for');
+select pg_temp.run() \g /dev/null
+select queue.defer('t', options => '{"timeout": "5 min"}') as timed \gset
+select f.id from queue.fetch(:worker) f \g /dev/null
+select is((select count(*) from queue.lease l where l.id = :timed), 1::bigint, 'one with a timeout has a lease');
+select pg_temp.run(), pg_temp.run() \g /dev/null
+select queue.register_worker('gone') as gone \gset
+select queue.deregister_worker(:gone) \g /dev/null
+select queue.defer('n') \g /dev/null
+select ok(pg_temp.is_dry(), 'newcomers are expected');
+select is(pg_temp.refusal(format('select queue.fetch(%s)', :gone)), 'QJ007', 'a worker that is gone gets none');
+select is(pg_temp.run(), 'n', 'which another gets');
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'n')) from generate_series(1, 5))) \g /dev/null
+select is(pg_temp.run(2), 'n n', 'more than it asks for');
+select ok(not pg_temp.is_dry(), 'are no newcomers only');
+select pg_temp.run(), pg_temp.run() \g /dev/null
 
 -- Jobs of every kind stand in one order.
 select queue.defer('1'), queue.defer('2', concurrency_key => 'k', concurrency_limit => 9), queue.defer('3', lock => 'a'), queue.defer('4', queueing_lock => 'q'),
