@@ -385,7 +385,6 @@ create table queue.handover (
   job_id bigint not null,
   kind text not null,
   flags smallint not null,
-  at timestamptz,
   payload jsonb,
   constraint handover_pkey primary key (xid, seq)
 );
@@ -5426,7 +5425,7 @@ begin
     if v_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
       perform queue._close(v_special, v_flags, v_now);
     end if;
-    perform queue._hand_over(v_special, v_flags, 'ended', null, p_settle);
+    perform queue._hand_over(v_special, v_flags, 'ended', p_settle);
   end if;
   return v_done;
 end $$;
@@ -5458,7 +5457,7 @@ begin
 end $$;
 
 -- Passes ended claims on: settles them at once where ADM is free (p_settle), or appends a handover.
-create or replace function queue._hand_over(p_ids bigint[], p_flags smallint[], p_kind text, p_at timestamptz, p_settle boolean, p_payload jsonb default null)
+create or replace function queue._hand_over(p_ids bigint[], p_flags smallint[], p_kind text, p_settle boolean, p_payload jsonb default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -5474,8 +5473,8 @@ begin
     end if;
   end if;
   if not p_settle or not queue._lock_admission(false) then
-    insert into queue.handover (job_id, kind, flags, at, payload)
-    select u.id, p_kind, u.flags, p_at, p_payload from unnest(v_ids, v_flags) u (id, flags);
+    insert into queue.handover (job_id, kind, flags, payload)
+    select u.id, p_kind, u.flags, p_payload from unnest(v_ids, v_flags) u (id, flags);
   elsif v_all_flags & (2 | 4 | 4096 | 16384) = 0 then
     -- what _settle_here does for those that have nothing but an ordered lock
     if queue._has_news() then
@@ -5720,7 +5719,7 @@ begin
     values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_final, v_reason, v_error);
     perform queue._close(array[p_id], array[v_live.flags], v_now);
     perform queue._tell_waiters(array[p_id]);
-    perform queue._hand_over(array[p_id], array[v_live.flags], 'ended', null, p_settle);
+    perform queue._hand_over(array[p_id], array[v_live.flags], 'ended', p_settle);
     return v_final;
   end if;
   if v_live.flags & 128 <> 0 then
@@ -5729,7 +5728,7 @@ begin
   if v_kind = 'retried' then
     perform queue._start_over(array[p_id]);
   end if;
-  perform queue._hand_over(array[p_id], array[v_live.flags], 'again', v_at, p_settle, v_payload);
+  perform queue._hand_over(array[p_id], array[v_live.flags], 'again', p_settle, v_payload);
   return case when v_kind = 'retry_later' and queue._yield_waits(p_id, v_payload) then 'waiting'
               when v_at > v_now then 'scheduled'
               else 'ready' end;
@@ -6079,6 +6078,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_up_since timestamptz := pg_postmaster_start_time();  -- nobody could be heard while the server was down
   v_last bigint[];
   v_gone bigint[];
   v_left bigint[] := '{}'::bigint[];
@@ -6091,7 +6091,7 @@ begin
   perform queue._check_isolation();
   reaped := 0;
   update queue.worker w set gone_at = v_now
-  where w.id = any (array(select w.id from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after < v_now for update skip locked));
+  where w.id = any (array(select w.id from queue.worker w where w.gone_at is null and greatest(w.last_seen_at, v_up_since) + w.dead_after < v_now for update skip locked));
   update queue.worker w
   set waits_for = array(
     select l.virtualtransaction from pg_locks l join pg_stat_activity a on a.pid = l.pid
@@ -6145,11 +6145,11 @@ begin
       case when v_claim.is_timed_out then format('not done within its timeout of %s', v_claim.timeout)
            else format('its lease ended at %s', v_claim.expires_at) end);
   end loop;
-  next_expiry := least((select min(w.last_seen_at + w.dead_after) from queue.worker w where w.gone_at is null), (select min(l.expires_at) from queue.lease l));
+  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after) from queue.worker w where w.gone_at is null), (select min(l.expires_at) from queue.lease l));
   return next;
 end $$;
 comment on function queue.reap() is
-  'Ends what is dead: claims of workers without a heartbeat, leases and timeouts that have passed. Returns how many, and when the next may expire.';
+  'Ends what is dead: claims of workers without a heartbeat for dead_after, since the server was started at the earliest, and leases and timeouts that have passed. Returns how many, and when the next may expire.';
 
 -- Ends one dead claim; 0 when another has ended it, holds it, or it can't be ended now.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)

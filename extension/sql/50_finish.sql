@@ -305,7 +305,7 @@ begin
     if v_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
       perform queue._close(v_special, v_flags, v_now);
     end if;
-    perform queue._hand_over(v_special, v_flags, 'ended', null, p_settle);
+    perform queue._hand_over(v_special, v_flags, 'ended', p_settle);
   end if;
   return v_done;
 end $$;
@@ -337,7 +337,7 @@ begin
 end $$;
 
 -- Passes ended claims on: settles them at once where ADM is free (p_settle), or appends a handover.
-create or replace function queue._hand_over(p_ids bigint[], p_flags smallint[], p_kind text, p_at timestamptz, p_settle boolean, p_payload jsonb default null)
+create or replace function queue._hand_over(p_ids bigint[], p_flags smallint[], p_kind text, p_settle boolean, p_payload jsonb default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -353,8 +353,8 @@ begin
     end if;
   end if;
   if not p_settle or not queue._lock_admission(false) then
-    insert into queue.handover (job_id, kind, flags, at, payload)
-    select u.id, p_kind, u.flags, p_at, p_payload from unnest(v_ids, v_flags) u (id, flags);
+    insert into queue.handover (job_id, kind, flags, payload)
+    select u.id, p_kind, u.flags, p_payload from unnest(v_ids, v_flags) u (id, flags);
   elsif v_all_flags & (2 | 4 | 4096 | 16384) = 0 then
     -- what _settle_here does for those that have nothing but an ordered lock
     if queue._has_news() then

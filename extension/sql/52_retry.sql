@@ -94,7 +94,7 @@ begin
     values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_final, v_reason, v_error);
     perform queue._close(array[p_id], array[v_live.flags], v_now);
     perform queue._tell_waiters(array[p_id]);
-    perform queue._hand_over(array[p_id], array[v_live.flags], 'ended', null, p_settle);
+    perform queue._hand_over(array[p_id], array[v_live.flags], 'ended', p_settle);
     return v_final;
   end if;
   if v_live.flags & 128 <> 0 then
@@ -103,7 +103,7 @@ begin
   if v_kind = 'retried' then
     perform queue._start_over(array[p_id]);
   end if;
-  perform queue._hand_over(array[p_id], array[v_live.flags], 'again', v_at, p_settle, v_payload);
+  perform queue._hand_over(array[p_id], array[v_live.flags], 'again', p_settle, v_payload);
   return case when v_kind = 'retry_later' and queue._yield_waits(p_id, v_payload) then 'waiting'
               when v_at > v_now then 'scheduled'
               else 'ready' end;

@@ -144,6 +144,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_up_since timestamptz := pg_postmaster_start_time();  -- nobody could be heard while the server was down
   v_last bigint[];
   v_gone bigint[];
   v_left bigint[] := '{}'::bigint[];
@@ -156,7 +157,7 @@ begin
   perform queue._check_isolation();
   reaped := 0;
   update queue.worker w set gone_at = v_now
-  where w.id = any (array(select w.id from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after < v_now for update skip locked));
+  where w.id = any (array(select w.id from queue.worker w where w.gone_at is null and greatest(w.last_seen_at, v_up_since) + w.dead_after < v_now for update skip locked));
   update queue.worker w
   set waits_for = array(
     select l.virtualtransaction from pg_locks l join pg_stat_activity a on a.pid = l.pid
@@ -210,11 +211,11 @@ begin
       case when v_claim.is_timed_out then format('not done within its timeout of %s', v_claim.timeout)
            else format('its lease ended at %s', v_claim.expires_at) end);
   end loop;
-  next_expiry := least((select min(w.last_seen_at + w.dead_after) from queue.worker w where w.gone_at is null), (select min(l.expires_at) from queue.lease l));
+  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after) from queue.worker w where w.gone_at is null), (select min(l.expires_at) from queue.lease l));
   return next;
 end $$;
 comment on function queue.reap() is
-  'Ends what is dead: claims of workers without a heartbeat, leases and timeouts that have passed. Returns how many, and when the next may expire.';
+  'Ends what is dead: claims of workers without a heartbeat for dead_after, since the server was started at the earliest, and leases and timeouts that have passed. Returns how many, and when the next may expire.';
 
 -- Ends one dead claim; 0 when another has ended it, holds it, or it can't be ended now.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)

@@ -144,7 +144,6 @@ create table queue.handover (
   job_id bigint not null,
   kind text not null,
   flags smallint not null,
-  at timestamptz,
   payload jsonb,
   constraint handover_pkey primary key (xid, seq)
 );

@@ -152,7 +152,7 @@ rollback;
 
 -- What was running before is running still, by a worker of before, until it is reaped
 select is((select count(*) from queue.jobs j where j.task like '_ running' and j.state = 'running'), 5::bigint, 'claims last');
-update queue.worker set last_seen_at = now() - interval '1 hour';
+update queue.worker set last_seen_at = now() - interval '1 hour', dead_after = '0';
 select queue.reap() \g /dev/null
 select is((select string_agg(distinct j.state, ', ') from queue.jobs j where j.task like '_ running'), 'ready', 'until their worker is reaped');
 select is_empty('select * from queue.check()', 'every invariant holds');

@@ -22,9 +22,9 @@ create function pg_temp.history(id bigint) returns text language sql as $$
   select string_agg(a.outcome, ' ' order by a.claim) from queue.attempts a where a.job_id = history.id
 $$;
 
--- Its last heartbeat was long ago.
+-- Its last heartbeat was long ago. (A server that was started just now has nobody die before dead_after.)
 create function pg_temp.kill(worker bigint) returns void language sql as $$
-  update queue.worker w set last_seen_at = w.last_seen_at - interval '1 hour' where w.id = kill.worker
+  update queue.worker w set last_seen_at = w.last_seen_at - interval '1 hour', dead_after = '0' where w.id = kill.worker
 $$;
 
 -- register_worker
@@ -58,6 +58,7 @@ select pg_temp.kill(:w1);
 select is((select is_alive from queue.workers where id = :w1), false, 'without a heartbeat it is not alive');
 select is((select count(*) from queue.fetch(:w2, null, 10)), 0::bigint, 'until it is reaped its jobs are its own');
 select is_empty(format('select * from queue.heartbeat(%s)', :w1), 'a heartbeat that comes before the reaper');
+update queue.worker set dead_after = '30 s' where id = :w1;
 select is((select reaped from queue.reap()), 0, 'saves it');
 select pg_temp.kill(:w1);
 select is((select reaped from queue.reap()), 2, 'reap ends both claims');

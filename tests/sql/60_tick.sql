@@ -32,7 +32,7 @@ select id, claim from queue.fetch(:worker) \gset
 select queue.register_worker('victim') as victim \gset
 select queue.release(:id, :claim) \g /dev/null
 select count(*) from queue.fetch(:victim, null, 5) \g /dev/null
-update queue.worker set last_seen_at = last_seen_at - interval '1 hour' where id = :victim;
+update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0' where id = :victim;
 select results_eq('select admitted >= 0, reaped, next_due from queue.tick()', 'values (true, 2, null::timestamptz)', 'it reaps');
 select queue.cancel(id) from queue.jobs where state in ('ready', 'blocked', 'scheduled') order by id \g /dev/null
 
@@ -81,7 +81,7 @@ select results_eq(
   format($$select id - %1$s, state from queue.finish_many((select jsonb_agg(jsonb_build_object('id', %1$s + n, 'claim', %2$s, 'outcome', o)) from unnest('{succeeded,failed,retry_later,released,aborted}'::text[]) with ordinality u (o, m) cross join lateral (select m - 1) x (n))) order by id$$, :e, :claim),
   $$values (0::bigint, 'succeeded'), (1, 'cancelled'), (2, 'cancelled'), (3, 'cancelled'), (4, 'cancelled')$$, 'and may succeed; in any other case it is not run again');
 select is((select string_agg(reason, ' ' order by id) from queue.jobs where id between :e + 1 and :e + 4), 'expired expired expired aborted', 'with that reason');
-update queue.worker set last_seen_at = last_seen_at - interval '1 hour' where id = :worker;
+update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0' where id = :worker;
 select is((select reaped from queue.tick()), 1, 'nor when it crashes');
 select is(pg_temp.job(:e + 5), 'cancelled expired 1 0', 'cancelled as well');
 select is_empty('select * from queue.expiry', 'nothing is left to expire');
@@ -113,7 +113,7 @@ select queue.defer('poisoned', options => '{"expires_at": "2999-01-01T00:00:00Z"
   queue.defer('victim') as other \gset
 select queue.register_worker('victim') as victim \gset
 select claim from queue.fetch(:victim, options => jsonb_build_object('ids', jsonb_build_array(:other))) \gset
-update queue.worker set last_seen_at = last_seen_at - interval '1 hour' where id = :victim;
+update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0' where id = :victim;
 select pg_temp.expire(:bad);
 select pg_temp.expire(:good);
 set client_min_messages = error;

@@ -123,7 +123,7 @@ declare
   v_id bigint;
 begin
   select f.id into v_id from queue.fetch(v_worker, null, 1, '{"alone": true}') f;
-  update queue.worker w set last_seen_at = w.last_seen_at - interval '1 hour' where w.id = v_worker;
+  update queue.worker w set last_seen_at = w.last_seen_at - interval '1 hour', dead_after = '0' where w.id = v_worker;
   perform queue.reap();
   return pg_temp.job(v_id);
 end $$;

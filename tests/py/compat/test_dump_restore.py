@@ -187,7 +187,7 @@ def carry_on(connection: psycopg.Connection[Any]) -> None:
     connection.execute("select queue.unhold(id) from queue.jobs where task = 'held'")
     # The worker of before has died: its claim ends, and nobody else's.
     connection.execute(
-        "update queue.worker set last_seen_at = now() - interval '1 hour' where name = 'dead'"
+        "update queue.worker set last_seen_at = now() - interval '1 hour', dead_after = '0' where name = 'dead'"
     )
     reaped = connection.execute("select reaped from queue.tick()").fetchone()
     assert reaped == (1,)

@@ -57,7 +57,9 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
 def give_up(conn: psycopg.Connection[Any]) -> None:
     """Have all workers taken for dead."""
     with conn.transaction():  # or a heartbeat comes between
-        conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 h'")
+        conn.execute(
+            "update queue.worker set last_seen_at = last_seen_at - interval '1 h', dead_after = '0'"
+        )
         conn.execute("select queue.reap()")
 
 

@@ -847,7 +847,9 @@ def test_upkeep(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     assert run("db", "prune", "-s", "nonsense", "--yes").code == Exit.USAGE
     assert len(jobs()) == 1
     assert run("db", "prune", "-s", "succeeded", "--yes", "--json").json == {"jobs": 1}
-    conn.execute("update queue.worker set last_seen_at = now() - interval '1 hour'")
+    conn.execute(
+        "update queue.worker set last_seen_at = now() - interval '1 hour', dead_after = '0'"
+    )
     defer(run, "t")
     conn.execute("update queue.job set created_at = now() - interval '1 hour'")
     unwell = run("db", "health")

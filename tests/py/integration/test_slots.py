@@ -78,7 +78,8 @@ def crash(conn: Connection, count: int) -> None:
     assert len(found) == count
     with conn.transaction():
         conn.execute(
-            "update queue.worker set last_seen_at = now() - interval '1 h' where name = 'dead'"
+            "update queue.worker set last_seen_at = now() - interval '1 h', dead_after = '0'"
+            " where name = 'dead'"
         )
         conn.execute("select queue.reap()")
 

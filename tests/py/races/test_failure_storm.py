@@ -235,7 +235,7 @@ class Reaper(Actor):
         if self.dice.random() < 0.3:
             self.ask(
                 """
-                update queue.worker set last_seen_at = last_seen_at - interval '1 hour'
+                update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0'
                 where id = (select w.id from queue.worker w where w.gone_at is null
                             order by random() limit 1 for update skip locked)
                 returning id
@@ -267,7 +267,9 @@ def storm(connect: Connect, seconds: float, seed: int) -> None:
 
 def drain(conn: Connection) -> None:
     """Run what is left to its end: nothing may be stuck, but behind a need that has failed."""
-    conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 hour'")
+    conn.execute(
+        "update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0'"
+    )
     conn.execute("update queue.lease set expires_at = clock_timestamp()")
     patient = '{"dead_after": "1 hour"}'
     row = conn.execute(

@@ -13,6 +13,9 @@ from typing import Any
 import psycopg
 import pytest
 
+from pgdefer._server import temporary_server
+from support import install
+
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
 
@@ -51,6 +54,33 @@ class Together:
         assert self._errors == []
 
 
+def test_a_long_outage_is_nobodys_death() -> None:
+    """Whoever calls first after the server's restart must not end what others still run."""
+    with temporary_server(durable=True) as server:
+        install(server, "postgres")
+        with psycopg.connect(server.dsn("postgres"), autocommit=True) as conn:
+            conn.execute("select queue.defer('t')")
+            conn.execute("select queue.register_worker('w', null, '{\"dead_after\": 2}')")
+            conn.execute("select * from queue.fetch(1)")
+            # As long ago as if the server had been down for an hour.
+            conn.execute("update queue.worker set last_seen_at = now() - interval '1 hour'")
+        server._stop("fast")
+        server.ensure_running()
+        with psycopg.connect(server.dsn("postgres"), autocommit=True) as conn:
+            begun = time.monotonic()
+            reaped, next_expiry = conn.execute("select * from queue.reap()").fetchall()[0]
+            assert reaped == 0
+            while reaped == 0:
+                conn.execute("select pg_sleep_until(%s)", [next_expiry])
+                reaped, next_expiry = conn.execute("select * from queue.reap()").fetchall()[0]
+                assert time.monotonic() < begun + 30
+            [up_for] = conn.execute(
+                "select clock_timestamp() - pg_postmaster_start_time()"
+            ).fetchall()
+            assert up_for[0].total_seconds() >= 2
+            assert reaped == 1
+
+
 def claim_all(conn: Connection) -> list[tuple[int, int, int]]:
     """Many workers with claims on jobs of every kind; return (id, claim, worker)."""
     conn.execute(
@@ -80,7 +110,9 @@ def claim_all(conn: Connection) -> list[tuple[int, int, int]]:
 
 def kill_all(conn: Connection, *, are_known: bool = False) -> None:
     """Let every worker be dead; with `are_known` all reapers see the same ones, and compete."""
-    conn.execute("update queue.worker set last_seen_at = last_seen_at - interval '1 hour'")
+    conn.execute(
+        "update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0'"
+    )
     if are_known:
         conn.execute("update queue.worker set gone_at = clock_timestamp()")
 
