@@ -197,10 +197,13 @@ class App:
                 hint="Import the module that defines it: App(imports=[...]).",
             ) from None
 
-    def move(self, dsn: str, listen_dsn: str | None = None) -> None:
-        """Use another database from now on."""
+    def move(
+        self, dsn: str, listen_dsn: str | None = None, *, pgbouncer: bool | None = None
+    ) -> None:
+        """Use another database from now on; `pgbouncer` None: as before."""
         self.close()
-        self.source = Source(dsn, pgbouncer=self.source.pgbouncer, listen_dsn=listen_dsn)
+        pgbouncer = self.source.pgbouncer if pgbouncer is None else pgbouncer
+        self.source = Source(dsn, pgbouncer=pgbouncer, listen_dsn=listen_dsn)
         self._open_pools()
         self._registered.clear()
 

@@ -48,6 +48,21 @@ def worker(
         ),
     ] = None,
     dsn: DSN = None,
+    pgbouncer: Annotated[
+        bool,
+        typer.Option(
+            "--pgbouncer", help="--dsn leads through pgbouncer in transaction mode: poll."
+        ),
+    ] = False,
+    listen_dsn: Annotated[
+        str | None,
+        typer.Option(
+            "--listen-dsn",
+            envvar="PGDEFER_LISTEN_DSN",
+            help="The same database past pgbouncer: be woken there.",
+            show_default=False,
+        ),
+    ] = None,
     queues: Annotated[
         list[str] | None,
         typer.Option(
@@ -109,7 +124,9 @@ def worker(
     )
     found = _load(app)
     if dsn is not None:
-        found.move(dsn)
+        found.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
+    elif pgbouncer or listen_dsn is not None:
+        fail(Exit.USAGE, "--pgbouncer and --listen-dsn go with --dsn; else the App says them.")
     wanted = [part for item in queues or [] for part in item.split(",") if part] or None
     options: WorkerOptions = {
         "name": name,

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -234,6 +235,30 @@ async def test_it_is_woken_past_pgbouncer(dsn: str, bouncer: Bouncer, conn: Conn
         conn.execute("select queue.cancel(%s, abort => true)", [job.id])
         await until(lambda: "cancelled" in states(conn), 8)  # heartbeats are 10 s apart
         assert "message" in heard
+
+
+@pytest.mark.parametrize("hears", [False, True])
+def test_the_command_line(
+    dsn: str, bouncer: Bouncer, conn: Connection, tmp_path: Path, hears: bool
+) -> None:
+    (tmp_path / "shop.py").write_text(
+        "import pgdefer\napp = pgdefer.App()\n@app.task(name='quick')\ndef quick(): ...\n"
+    )
+    conn.execute("select queue.defer('quick') from generate_series(1, 3)")
+    command = [sys.executable, "-m", "pgdefer", "worker", "-A", "shop", "--drain", "--pgbouncer"]
+    way_past = ["--listen-dsn", dsn] if hears else []
+    plain = {name: value for name, value in os.environ.items() if name != "PGDEFER_DSN"}
+    refused = subprocess.run(
+        [*command, *way_past], cwd=tmp_path, env=plain, capture_output=True, check=False
+    )
+    assert refused.returncode == 2
+    assert b"--dsn" in refused.stderr
+    subprocess.run(
+        [*command, "--dsn", bouncer.dsn, *way_past], cwd=tmp_path, timeout=60, check=True
+    )
+    assert states(conn) == {"succeeded"}
+    [listens] = conn.execute("select info -> 'listen' from queue.worker").fetchall()
+    assert listens == (hears,)
 
 
 @pytest.mark.parametrize("hears", [False, True])
