@@ -58,6 +58,7 @@ declare
   v_is_dry boolean := false;
   v_is_claimed boolean := false;
   v_admitted integer;
+  v_claimed record;
   v_lanes integer[];
   v_kind smallint;
   v_low_deadlines timestamptz[];
@@ -81,7 +82,8 @@ begin
     from queue._admit(greatest(1000, p_max_jobs), p_max_jobs, p_worker, v_lanes) a;
     v_is_dry := v_lanes is not null and v_admitted <= p_max_jobs;
     if v_is_dry and (ids is not null or v_admitted = 0) and not v_has_more then
-      if random() * 300 < cardinality(ids) then
+      -- about every 300 jobs, and no more often than every 15th time
+      if random() * 300 < least(cardinality(ids), 20) then
         perform queue._raise_low_marks(v_lanes);
       end if;
       return;
@@ -93,10 +95,12 @@ begin
     from queue.lane l
     where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
     if v_is_registered and v_kind = 0 and cardinality(v_lanes) = 1 then
-      select c.ids, c.first_claim into ids, first_claim from queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs, v_now) c;
+      v_claimed := queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs, v_now);
+      ids := v_claimed.ids;
+      first_claim := v_claimed.first_claim;
       v_is_claimed := true;
       if cardinality(ids) = p_max_jobs and not queue._is_admission_due(v_now) then
-        if random() * 300 < p_max_jobs and queue._lock_admission(false) then
+        if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
           perform queue._raise_low_marks(v_lanes);
         end if;
         return;
@@ -190,7 +194,7 @@ begin
   if v_is_dry is distinct from (current_setting('pgdefer.was_dry', true) = 'on') then
     perform set_config('pgdefer.was_dry', case when v_is_dry then 'on' else 'off' end, false);
   end if;
-  if random() * 300 < cardinality(ids) and v_lanes is not null and (v_has_adm or queue._lock_admission(false)) then
+  if random() * 300 < least(cardinality(ids), 20) and v_lanes is not null and (v_has_adm or queue._lock_admission(false)) then
     perform queue._raise_low_marks(v_lanes);
   end if;
 end $$;
@@ -276,7 +280,7 @@ begin
   if v_alone then
     update queue.live v set flags = v.flags | 16 where v.id = any (v_ids);
   end if;
-  if random() * 300 < cardinality(v_ids) then
+  if random() * 300 < least(cardinality(v_ids), 20) then
     perform queue._raise_low_marks(v_lanes);
   end if;
   return v_ids;
