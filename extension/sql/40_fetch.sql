@@ -95,7 +95,7 @@ begin
     from queue.lane l
     where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
     if v_is_registered and v_kind = 0 and cardinality(v_lanes) = 1 then
-      v_claimed := queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs, v_now);
+      v_claimed := queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs);
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
       v_is_claimed := true;
@@ -162,7 +162,7 @@ begin
         ids := ids || nullif(queue._claim_limited(p_worker, v.lanes, p_max_jobs - coalesce(cardinality(ids), 0)), '{}');
         first_claim := null;
       elsif v.plain_lanes is not null then
-        v_claimed := queue._claim_plain(p_worker, v.plain_lanes, v.low_deadlines, v.low_ids, p_max_jobs - coalesce(cardinality(ids), 0), p_now);
+        v_claimed := queue._claim_plain(p_worker, v.plain_lanes, v.low_deadlines, v.low_ids, p_max_jobs - coalesce(cardinality(ids), 0));
         if v_claimed.ids is not null then
           first_claim := case when ids is null then v_claimed.first_claim end;
           ids := ids || v_claimed.ids;
@@ -320,9 +320,9 @@ end $$;
 -- below a mark since it was read is found by the next look. first_claim: as of _claim.
 -- Locks: rows of queue.live by skip locked.
 -- Why a job's claims rise: a row that this statement sees was made ready by one that had its number before.
+-- Why it starts after what it needed or followed has ended: the clock is read after the snapshot.
 create or replace function queue._claim_plain(
-  p_worker bigint, p_lanes integer[], p_low_deadlines timestamptz[], p_low_ids bigint[], p_n integer, p_now timestamptz,
-  out ids bigint[], out first_claim bigint)
+  p_worker bigint, p_lanes integer[], p_low_deadlines timestamptz[], p_low_ids bigint[], p_n integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -331,7 +331,7 @@ declare
 begin
   with claimed as (
     update queue.live v
-    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = p_now, attempt = v.attempt + 1
+    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = (select clock_timestamp()), attempt = v.attempt + 1
     where v.ctid = any (array(
       select c.ctid
       from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
@@ -347,7 +347,7 @@ begin
   from claimed c;
   if v_flags & (128 | 2048) <> 0 or v_is_mixed then
     if v_flags & 128 <> 0 then
-      perform queue._lease_timeouts(ids, first_claim, p_now);
+      perform queue._lease_timeouts(ids, first_claim, clock_timestamp());
     end if;
     ids := array(select v.id from queue.live v where v.id = any (ids) order by array_position(p_lanes, v.lane), v.deadline, v.id);
     if v_is_mixed or v_flags & 2048 <> 0 then

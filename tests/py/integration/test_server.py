@@ -119,6 +119,13 @@ def test_backends_orphaned_by_a_kill_do_not_keep_it_down(own: EmbeddedServer) ->
     thread = threading.Thread(target=spin)
     thread.start()
     backend = busy.info.backend_pid
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        # One that is idle still would end at once.
+        is_busy = (
+            "select from pg_stat_activity where pid = %s and state = 'active' and query like 'do%%'"
+        )
+        while not conn.execute(is_busy, [backend]).fetchall():
+            pass
     os.kill(pid, signal.SIGKILL)
     assert alive(backend)
     own.ensure_running()
