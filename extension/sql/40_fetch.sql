@@ -347,7 +347,7 @@ begin
   from claimed c;
   if v_flags & (128 | 2048) <> 0 or v_is_mixed then
     if v_flags & 128 <> 0 then
-      perform queue._lease_timeouts(ids, first_claim, clock_timestamp());
+      perform queue._lease_timeouts(ids, first_claim, (select v.claimed_at from queue.live v where v.id = ids[1]));
     end if;
     ids := array(select v.id from queue.live v where v.id = any (ids) order by array_position(p_lanes, v.lane), v.deadline, v.id);
     if v_is_mixed or v_flags & 2048 <> 0 then
