@@ -2446,10 +2446,10 @@ end $$;
 
 -- Admits at most p_slice jobs of a range of the log (see queue.backlog, where the rest goes: is_cut).
 -- Plain ones go to queue.live here, the others through the gates: also those that may be needed, as jobs were
--- with ids up to p_high_need_id. With p_park, jobs with an ordered lock
--- are put aside until all backlog has been read, and then admitted in the order of ids: older ones of
--- the same lock may be in there. Only the oldest range (is_first) need not. taken: those claimed at once, as
--- they are all of the range, at most p_take, plain, without a timeout or a deadline, and of one of p_lanes.
+-- with ids up to p_high_need_id. With p_park, jobs with an ordered lock are put aside until all backlog has
+-- been read, and then admitted in the order of ids: older ones of the same lock may be in there. Only the
+-- oldest range (is_first) need not. taken: those claimed at once, as they are all of the range, at most
+-- p_take, plain, without a timeout or a deadline, and of one of p_lanes.
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
@@ -3964,8 +3964,8 @@ end $$;
 -- Why no end is missed: a row that is locked here carries the mark before its finisher, who waits for the
 -- lock, deletes it. A row that its finisher (or a claimer) has locked can't be waited for under ADM: then a
 -- recheck is appended for the next admission, until the row is free or gone. A job in a gate gets the mark
--- when it enters queue.live (_places), one that is not admitted yet when it is (_admit_range), and one that is
--- finished already was seen by whoever asks next.
+-- when it enters queue.live (_places), and so does one that is not admitted yet, as it goes through the gates
+-- (_admit_range); one that is finished already was seen by whoever asks next.
 create or replace function queue._mark_needed(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -4771,6 +4771,9 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 -- the transaction holds no row that the holder of ADM could need.
 -- Here are the two cases that most calls meet, in few expressions, as each is set up anew in every transaction:
 -- newcomers where nothing else is ready, and one plain lane that holds enough. The rest is up to _claim_on.
+-- Locks: with the hint was_dry ADM by try, before any row; else rows of queue.live by skip locked, then ADM by try.
+-- Why newcomers can be claimed as they are inserted: under ADM nothing becomes ready beside them, so what
+-- _dry_lanes saw holds. Claims and cursor commit together: taken back, the next admitter finds them new.
 create or replace function queue._claim(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -4839,6 +4842,8 @@ end $$;
 -- Goes on with what _claim has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
 -- be admitted first; p_has_adm: ADM is held and was used, p_has_more: and would find more, p_is_dry: there were
 -- newcomers only.
+-- Locks: as fetch. Why no wake-up is lost: one that finds nothing has looked under ADM, or was refused ADM by one
+-- who looks, and rows that others hold are theirs to finish or to hand over.
 create or replace function queue._claim_on(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_may_wait boolean, p_now timestamptz, p_ids bigint[], p_first_claim bigint,
   p_is_claimed boolean, p_has_adm boolean, p_has_more boolean, p_is_dry boolean, out ids bigint[], out first_claim bigint)
@@ -4924,7 +4929,9 @@ begin
   end if;
 end $$;
 
--- The plain lanes that a worker may claim from, where they and the limited ones hold nothing ready; else NULL.
+-- The plain lanes that a worker may claim from, where they and the limited ones hold nothing ready; else NULL, as
+-- for a worker that is gone. A row that another is just claiming counts as ready, as it may be given up.
+-- Locks: the caller holds ADM.
 create or replace function queue._dry_lanes(p_worker bigint, p_queues text[])
 returns integer[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
@@ -5461,6 +5468,7 @@ begin
 end $$;
 
 -- Passes ended claims on: settles them at once where ADM is free (p_settle), or appends a handover.
+-- Locks: ADM by try, after the claims' rows. Why no wake-up is lost: see 30_admission.sql.
 create or replace function queue._hand_over(p_ids bigint[], p_flags smallint[], p_kind text, p_settle boolean, p_payload jsonb default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column

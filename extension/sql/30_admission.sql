@@ -196,10 +196,10 @@ end $$;
 
 -- Admits at most p_slice jobs of a range of the log (see queue.backlog, where the rest goes: is_cut).
 -- Plain ones go to queue.live here, the others through the gates: also those that may be needed, as jobs were
--- with ids up to p_high_need_id. With p_park, jobs with an ordered lock
--- are put aside until all backlog has been read, and then admitted in the order of ids: older ones of
--- the same lock may be in there. Only the oldest range (is_first) need not. taken: those claimed at once, as
--- they are all of the range, at most p_take, plain, without a timeout or a deadline, and of one of p_lanes.
+-- with ids up to p_high_need_id. With p_park, jobs with an ordered lock are put aside until all backlog has
+-- been read, and then admitted in the order of ids: older ones of the same lock may be in there. Only the
+-- oldest range (is_first) need not. taken: those claimed at once, as they are all of the range, at most
+-- p_take, plain, without a timeout or a deadline, and of one of p_lanes.
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,

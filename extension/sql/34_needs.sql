@@ -105,8 +105,8 @@ end $$;
 -- Why no end is missed: a row that is locked here carries the mark before its finisher, who waits for the
 -- lock, deletes it. A row that its finisher (or a claimer) has locked can't be waited for under ADM: then a
 -- recheck is appended for the next admission, until the row is free or gone. A job in a gate gets the mark
--- when it enters queue.live (_places), one that is not admitted yet when it is (_admit_range), and one that is
--- finished already was seen by whoever asks next.
+-- when it enters queue.live (_places), and so does one that is not admitted yet, as it goes through the gates
+-- (_admit_range); one that is finished already was seen by whoever asks next.
 create or replace function queue._mark_needed(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column

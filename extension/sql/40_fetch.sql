@@ -46,6 +46,9 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 -- the transaction holds no row that the holder of ADM could need.
 -- Here are the two cases that most calls meet, in few expressions, as each is set up anew in every transaction:
 -- newcomers where nothing else is ready, and one plain lane that holds enough. The rest is up to _claim_on.
+-- Locks: with the hint was_dry ADM by try, before any row; else rows of queue.live by skip locked, then ADM by try.
+-- Why newcomers can be claimed as they are inserted: under ADM nothing becomes ready beside them, so what
+-- _dry_lanes saw holds. Claims and cursor commit together: taken back, the next admitter finds them new.
 create or replace function queue._claim(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -114,6 +117,8 @@ end $$;
 -- Goes on with what _claim has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
 -- be admitted first; p_has_adm: ADM is held and was used, p_has_more: and would find more, p_is_dry: there were
 -- newcomers only.
+-- Locks: as fetch. Why no wake-up is lost: one that finds nothing has looked under ADM, or was refused ADM by one
+-- who looks, and rows that others hold are theirs to finish or to hand over.
 create or replace function queue._claim_on(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_may_wait boolean, p_now timestamptz, p_ids bigint[], p_first_claim bigint,
   p_is_claimed boolean, p_has_adm boolean, p_has_more boolean, p_is_dry boolean, out ids bigint[], out first_claim bigint)
@@ -199,7 +204,9 @@ begin
   end if;
 end $$;
 
--- The plain lanes that a worker may claim from, where they and the limited ones hold nothing ready; else NULL.
+-- The plain lanes that a worker may claim from, where they and the limited ones hold nothing ready; else NULL, as
+-- for a worker that is gone. A row that another is just claiming counts as ready, as it may be given up.
+-- Locks: the caller holds ADM.
 create or replace function queue._dry_lanes(p_worker bigint, p_queues text[])
 returns integer[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column

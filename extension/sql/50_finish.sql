@@ -337,6 +337,7 @@ begin
 end $$;
 
 -- Passes ended claims on: settles them at once where ADM is free (p_settle), or appends a handover.
+-- Locks: ADM by try, after the claims' rows. Why no wake-up is lost: see 30_admission.sql.
 create or replace function queue._hand_over(p_ids bigint[], p_flags smallint[], p_kind text, p_settle boolean, p_payload jsonb default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
