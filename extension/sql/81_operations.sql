@@ -312,6 +312,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_ids bigint[];
   v_done bigint[];
+  v_deleted integer := 0;
   v_open bigint;
   v_running bigint;
   v_need record;
@@ -325,39 +326,45 @@ begin
   perform from queue.live v
   where v.lane = any (array(select l.lane from queue.lane l where l.queue = delete_queue.name)) order by v.id for update;
   perform queue._admit_all();
-  v_ids := array(
-    select j.id from queue.job j left join queue.job_state s on s.id = j.id
-    where coalesce(s.queue, j.queue) = delete_queue.name
-      -- what was committed since is deferred later
-      and j.id not in (select u.id from queue.unadmitted u) order by j.id);
-  if v_ids = '{}' and not exists (select from queue.queue_config c where c.queue = delete_queue.name)
-    and not exists (select from queue.lane l where l.queue = delete_queue.name) then
+  if not exists (select from queue.queue_config c where c.queue = delete_queue.name)
+    and not exists (select from queue.lane l where l.queue = delete_queue.name)
+    and not exists (select from queue.job j left join queue.job_state s on s.id = j.id where coalesce(s.queue, j.queue) = delete_queue.name) then
     perform queue._invalid('no such queue', 'queue.queues lists them.', 'queue: ' || delete_queue.name);
   end if;
-  if delete_queue.force is not true then
-    select count(*), count(*) filter (where v.claim is not null) into v_open, v_running
-    from unnest(v_ids) u (id) left join queue.finished f on f.id = u.id left join queue.live v on v.id = u.id where f.id is null;
-    if v_open > 0 then
-      perform queue._queue_not_empty(delete_queue.name, format('unfinished jobs: %s, of these running: %s', v_open, v_running));
+  -- again, as the end of a claim admits what was committed meanwhile
+  loop
+    v_ids := array(
+      select j.id from queue.job j left join queue.job_state s on s.id = j.id
+      where coalesce(s.queue, j.queue) = delete_queue.name
+        -- what was committed since is deferred later
+        and j.id not in (select u.id from queue.unadmitted u) order by j.id);
+    exit when v_ids = '{}';
+    if delete_queue.force is not true then
+      select count(*), count(*) filter (where v.claim is not null) into v_open, v_running
+      from unnest(v_ids) u (id) left join queue.finished f on f.id = u.id left join queue.live v on v.id = u.id where f.id is null;
+      if v_open > 0 then
+        perform queue._queue_not_empty(delete_queue.name, format('unfinished jobs: %s, of these running: %s', v_open, v_running));
+      end if;
+      select d.job_id, d.need_id into v_need
+      from queue.need d
+      where d.need_id = any (v_ids) and not exists (select from queue.finished f where f.id = d.job_id) limit 1;
+      if found then
+        perform queue._queue_not_empty(delete_queue.name, format('job %s of another queue needs job %s', v_need.job_id, v_need.need_id));
+      end if;
     end if;
-    select d.job_id, d.need_id into v_need
-    from queue.need d
-    where d.need_id = any (v_ids) and not exists (select from queue.finished f where f.id = d.job_id) limit 1;
-    if found then
-      perform queue._queue_not_empty(delete_queue.name, format('job %s of another queue needs job %s', v_need.job_id, v_need.need_id));
+    v_done := queue._delete(v_ids, true);
+    if cardinality(v_done) < cardinality(v_ids) then
+      perform queue._queue_not_empty(delete_queue.name, format('jobs that another transaction is at just now: %s', cardinality(v_ids) - cardinality(v_done)));
     end if;
-  end if;
-  v_done := queue._delete(v_ids, true);
-  if cardinality(v_done) < cardinality(v_ids) then
-    perform queue._queue_not_empty(delete_queue.name, format('jobs that another transaction is at just now: %s', cardinality(v_ids) - cardinality(v_done)));
-  end if;
+    v_deleted := v_deleted + cardinality(v_done);
+  end loop;
   delete from queue.lane l where l.queue = delete_queue.name;
   delete from queue.queue_config c where c.queue = delete_queue.name;
   delete from queue.pause p where p.queue = delete_queue.name;
   delete from queue.rate_start r where r.queue = delete_queue.name;
   delete from queue.semaphore s where s.key = 'q' || delete_queue.name;
   perform queue._announce();
-  return cardinality(v_done);
+  return v_deleted;
 end $$;
 comment on function queue.delete_queue(text, boolean) is
   'Removes a queue with its settings and all its finished jobs. With unfinished jobs in it, or one that another queue''s needs, it is refused (QJ006) without force, which removes them as queue.delete does. Returns how many jobs. A job deferred later makes the queue anew, without settings.';
