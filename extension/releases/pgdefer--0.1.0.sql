@@ -1813,28 +1813,34 @@ set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
   v_id bigint;
+  v_is_awake boolean;
 begin
-  -- one condition, as each is set up anew in every transaction
-  if to_regclass('queue.unlimited') is not null and defer.task <> '' and octet_length(defer.task) <= 1000
-    and (defer.args is null or jsonb_typeof(defer.args) = 'object')
-    and (defer.queue is null or octet_length(defer.queue) <= 1000 and right(defer.queue, 1) <> '*')
-    and coalesce(defer.lock, defer.queueing_lock, defer.concurrency_key) is null and defer.options is null
-    and defer.scheduled_at is null and defer.deadline is null and defer.needs is null and defer.concurrency_limit is null
+  -- one condition and one statement for most calls, as each is set up anew in every transaction: a task that is registered
+  -- with no more than a queue and a priority, and a call that names no more than these
+  if to_regclass('queue.unlimited') is not null and defer.args @> '{}' and (defer.queue is null or defer.queue <> '' and right(defer.queue, 1) <> '*' and octet_length(defer.queue) <= 1000)
+    and num_nonnulls(defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs, defer.concurrency_key,
+                     defer.concurrency_limit, defer.options) = 0
   then
-    -- nothing, where the task has more defaults than a queue and a priority
     insert into queue.job (task, args, queue, priority)
-    select defer.task, coalesce(defer.args, '{}'),
-      case when defer.queue is null then coalesce(t.queue, 'default') when defer.queue = '' then 'default' else defer.queue end,
-      coalesce(defer.priority, t.priority, 0)
-    from (select) x left join queue.task t on t.name = defer.task
-    where t.is_plain is not false
-    returning id into v_id;
+    select t.name, defer.args, coalesce(defer.queue, t.queue, 'default'), coalesce(defer.priority, t.priority, 0)
+    from queue.task t where t.name = defer.task and t.is_plain
+    returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
+    if v_is_awake then
+      return v_id;
+    elsif v_id is null then
+      -- or one that is not
+      insert into queue.job (task, args, queue, priority)
+      select defer.task, defer.args, coalesce(nullif(defer.queue, ''), 'default'), coalesce(defer.priority, 0)
+      where defer.task <> '' and octet_length(defer.task) <= 1000 and (select t.is_plain from queue.task t where t.name = defer.task) is null
+      returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
+    end if;
   end if;
   if v_id is null then
     v_id := queue._defer_checked(defer.task, coalesce(defer.args, '{}'), defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
                                  defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
+    v_is_awake := pg_try_advisory_xact_lock_shared(1885824102, 1);
   end if;
-  if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
+  if not v_is_awake then
     perform queue._wake();
   end if;
   return v_id;
@@ -2280,12 +2286,8 @@ begin
 end $$;
 
 -- Admits what is new: handovers, a slice of each range that is new, a slice of the oldest backlog, what is due.
--- Where that is at most p_take plain jobs of one of p_lanes, which hold nothing ready, they are claimed at once:
--- ids and claim, as of _claim.
 -- Locks: the caller holds ADM. has_more: another call will find more.
-create or replace function queue._admit(
-  p_slice integer, p_take integer default 0, p_worker bigint default null, p_lanes integer[] default null,
-  out admitted integer, out has_more boolean, out ids bigint[], out claim bigint)
+create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -2347,11 +2349,7 @@ begin
   foreach v_xid in array v_ranges loop
     v_range := queue._admit_range(
       v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
-      p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, v_has_backlog, null,
-      case when p_lanes is null or v_has_handover or v_has_backlog or cardinality(v_ranges) > 1 or c.next_due <= v_start or c.next_run <= v_start then 0 else p_take end,
-      p_worker, p_lanes);
-    ids := v_range.taken;
-    claim := v_range.claim;
+      p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, v_has_backlog, null);
     v_high_id := v_range.high_id;
     v_high_lock_id := v_range.high_lock_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
@@ -2366,7 +2364,7 @@ begin
     if not v_is_read then
       v_range := queue._admit_range(
         v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own,
-        p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no, 0, null, null);
+        p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no);
       v_high_id := v_range.high_id;
       v_high_lock_id := v_range.high_lock_id;
       admitted := admitted + v_range.n;
@@ -2421,16 +2419,21 @@ create or replace function queue._move_cursor(
   p_tick bigint, p_upto pg_snapshot, p_own xid8, p_high_id bigint, p_high_lock_id bigint, p_has_backlog boolean, p_due_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v_in_flight xid8[] := '{}'::xid8[];
 begin
-  if pg_snapshot_xmin(p_upto) < pg_snapshot_xmax(p_upto) then
-    v_in_flight := array(select x from pg_snapshot_xip(p_upto) x union select p_own where p_own < pg_snapshot_xmax(p_upto) order by 1);
-  end if;
   update queue.cursor k
-  set tick = p_tick + 1, next_xid = pg_snapshot_xmax(p_upto), in_flight = v_in_flight, high_id = p_high_id, high_lock_id = p_high_lock_id,
-    has_backlog = p_has_backlog, due_at = p_due_at
+  set tick = p_tick + 1, next_xid = pg_snapshot_xmax(p_upto), in_flight = queue._in_flight(p_upto, p_own), high_id = p_high_id,
+    high_lock_id = p_high_lock_id, has_backlog = p_has_backlog, due_at = p_due_at
   where k.tick = p_tick;
+end $$;
+
+-- The transactions that a snapshot saw in flight, p_own among them.
+create or replace function queue._in_flight(p_upto pg_snapshot, p_own xid8)
+returns xid8[] language plpgsql immutable parallel safe security invoker as $$
+begin
+  if pg_snapshot_xmin(p_upto) = pg_snapshot_xmax(p_upto) then
+    return '{}'::xid8[];
+  end if;
+  return array(select x from pg_snapshot_xip(p_upto) x union select p_own where p_own < pg_snapshot_xmax(p_upto) order by 1);
 end $$;
 
 -- Whether the log may hold what has not been admitted: a look at its end, for those who need nothing else of _admit.
@@ -2448,25 +2451,17 @@ end $$;
 -- Plain ones go to queue.live here, the others through the gates: also those that may be needed, as jobs were
 -- with ids up to p_high_need_id. With p_park, jobs with an ordered lock are put aside until all backlog has
 -- been read, and then admitted in the order of ids: older ones of the same lock may be in there. Only the
--- oldest range (is_first) need not. taken: those claimed at once, as they are all of the range, at most
--- p_take, plain, without a timeout or a deadline, and of one of p_lanes.
+-- oldest range (is_first) need not.
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
   p_high_id bigint, p_high_lock_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
-  p_take integer, p_worker bigint, p_lanes integer[],
-  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[],
-  out taken bigint[], out claim bigint)
+  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_low bigint[];
-  v_now timestamptz;
 begin
-  if p_take > 0 then
-    claim := nextval('queue.claim_seq');
-    v_now := clock_timestamp();
-  end if;
   with fresh as materialized (
     select j.id, j.flags, coalesce(j.deadline, 'infinity') as deadline, l.lane, l.extra_flags,
       (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) or l.is_idle as is_low,
@@ -2477,26 +2472,16 @@ begin
           order by j.xid, j.id limit p_slice) j
     left join lateral (select l.lane, l.low_deadline, l.low_id, l.is_idle, l.extra_flags from queue.lane l
                        where l.queue = j.queue and l.priority = j.priority and l.kind = 0 limit 1) l on true),
-  claimed as (
-    select case when count(*) <= p_take and bool_and(x.is_plain and x.flags & 128 = 0 and x.lane = any (p_lanes)) and min(x.lane) = max(x.lane)
-      and min(x.deadline) = 'infinity' then _admit_range.claim end as claim
-    from fresh x where p_take > 0),
   plain as (
-    insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
-    select x.id, x.deadline, x.lane, case when c.claim is null then 0 else 1 end, x.flags | x.extra_flags, c.claim,
-      case when c.claim is not null then v_now end, case when c.claim is not null then p_worker end
-    from claimed c cross join fresh x where x.is_plain)
+    insert into queue.live (id, deadline, lane, attempt, flags)
+    select x.id, x.deadline, x.lane, 0, x.flags | x.extra_flags from fresh x where x.is_plain)
   select count(*), greatest(p_high_id, max(x.id)),
     greatest(p_high_lock_id, max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0))),
     array_agg(x.id) filter (where not x.is_plain and not (p_park and x.flags & 1 <> 0)),
     array_agg(x.id) filter (where p_park and x.flags & 1 <> 0),
-    array_agg(x.id) filter (where x.is_plain and x.is_low),
-    array_agg(x.id) filter (where c.claim is not null)
-  into n, high_id, high_lock_id, gated, parked, v_low, taken
-  from claimed c cross join fresh x;
-  if taken is null then
-    claim := null;
-  end if;
+    array_agg(x.id) filter (where x.is_plain and x.is_low)
+  into n, high_id, high_lock_id, gated, parked, v_low
+  from fresh x;
   is_cut := n >= p_slice;
   if is_cut then
     insert into queue.backlog (no, from_xid, from_id, to_xid, upto, own, is_first)
@@ -4772,20 +4757,17 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 -- Here are the two cases that most calls meet, in few expressions, as each is set up anew in every transaction:
 -- newcomers where nothing else is ready, and one plain lane that holds enough. The rest is up to _claim_on.
 -- Locks: with the hint was_dry ADM by try, before any row; else rows of queue.live by skip locked, then ADM by try.
--- Why newcomers can be claimed as they are inserted: under ADM nothing becomes ready beside them, so what
--- _dry_lanes saw holds. Claims and cursor commit together: taken back, the next admitter finds them new.
 create or replace function queue._claim(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_queues text[] := p_queues;
-  v_now timestamptz := clock_timestamp();
-  v_has_adm boolean := false;
-  v_has_more boolean := false;
-  v_is_dry boolean := false;
-  v_is_claimed boolean := false;
-  v_admitted integer;
+  v_queues text[];
+  v_now timestamptz;
+  v_has_adm boolean;
+  v_has_more boolean;
+  v_is_dry boolean;
+  v_is_claimed boolean;
   v_claimed record;
   v_lanes integer[];
   v_kind smallint;
@@ -4804,19 +4786,17 @@ begin
   end if;
   if current_setting('pgdefer.was_dry', true) = 'on' and queue._lock_admission(false) then
     -- this session's last look took newcomers only: they come first again
-    v_has_adm := true;
-    v_lanes := queue._dry_lanes(p_worker, v_queues);
-    select a.ids, a.claim, a.has_more, a.admitted into ids, first_claim, v_has_more, v_admitted
-    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs, p_worker, v_lanes) a;
-    v_is_dry := v_lanes is not null and v_admitted <= p_max_jobs;
-    if v_is_dry and (ids is not null or v_admitted = 0) and not v_has_more then
-      -- about every 300 jobs, and no more often than every 15th time
-      if random() * 300 < least(cardinality(ids), 20) then
-        perform queue._raise_low_marks(v_lanes);
-      end if;
+    v_claimed := queue._claim_newcomers(p_worker, v_queues, p_max_jobs);
+    if v_claimed.is_all then
+      ids := v_claimed.ids;
+      first_claim := v_claimed.first_claim;
       return;
     end if;
+    v_now := clock_timestamp();
+    v_has_adm := true;
+    select a.has_more, a.admitted <= p_max_jobs into v_has_more, v_is_dry from queue._admit(greatest(1000, p_max_jobs)) a;
   else
+    v_now := clock_timestamp();
     select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
       exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
     into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
@@ -4836,7 +4816,7 @@ begin
     end if;
   end if;
   select c.ids, c.first_claim into ids, first_claim
-  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed, v_has_adm, v_has_more, v_is_dry) c;
+  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed is true, v_has_adm is true, v_has_more is true, v_is_dry is true) c;
 end $$;
 
 -- Goes on with what _claim has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
@@ -4929,21 +4909,82 @@ begin
   end if;
 end $$;
 
--- The plain lanes that a worker may claim from, where they and the limited ones hold nothing ready; else NULL, as
--- for a worker that is gone. A row that another is just claiming counts as ready, as it may be given up.
+-- Claims what is new in the log as it admits it, where nothing else is to be done: no lane holds anything ready, nothing
+-- is due, handed over or left from before, and at most p_max_jobs are new, all of them plain, without a timeout or a
+-- deadline, and of one lane. is_all: that was so (ids NULL: nothing is new); else nothing was done. One statement
+-- in place of _admit, _admit_range and _claim_plain, as setting up statements is most of what a single job costs.
 -- Locks: the caller holds ADM.
-create or replace function queue._dry_lanes(p_worker bigint, p_queues text[])
-returns integer[] language plpgsql stable parallel safe security invoker as $$
+-- Why they can be claimed as they are inserted: under ADM nothing becomes ready beside them, so that what the statement
+-- sees holds. Claims and cursor commit together: taken back, the next admitter finds them new. A row that another is just
+-- claiming counts as ready, as it may be given up. The clock of the claim is read after the snapshot.
+create or replace function queue._claim_newcomers(
+  p_worker bigint, p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint, out is_all boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
+declare
+  v_lanes integer[];
 begin
-  return (
-    select case when not bool_or((
-        select v.id from queue.live v
-        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-        order by v.deadline, v.id limit 1) is not null) then array_agg(l.lane) filter (where l.kind = 0) end
-    from queue.lane l
-    where not l.is_idle and (p_queues is null or l.queue = any (p_queues)) and (l.paused_until is null or l.paused_until <= clock_timestamp()) and l.kind < 2
-      and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null));
+  with seen as materialized (
+    select k.tick, k.next_xid, k.in_flight, s.upto, s.own, s.at, d.lanes, coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id
+    from (select pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own, clock_timestamp() as at offset 0) s
+    cross join (select k.* from queue.cursor k order by k.tick desc limit 1) k
+    cross join lateral (
+      select case when not bool_or((
+          select v.id from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+          order by v.deadline, v.id limit 1) is not null) then array_agg(l.lane) filter (where l.kind = 0) end as lanes
+      from queue.lane l
+      where not l.is_idle and (p_queues is null or l.queue = any (p_queues)) and (l.paused_until is null or l.paused_until <= s.at) and l.kind < 2 offset 0) d
+    where not k.has_backlog and k.due_at <= s.at and pg_snapshot_xmax(s.upto) >= k.next_xid
+      and (select w.id from queue.worker w where w.id = p_worker and w.gone_at is null) is not null
+      and (select h.seq from queue.handover h where h.xid >= coalesce(k.in_flight[1], k.next_xid) limit 1) is null
+      and (select w.id from queue.waiting w where w.at >= k.due_at and w.at <= s.at limit 1) is null
+      and (select c.name from queue.schedule c where c.due_at >= k.due_at and c.due_at <= s.at limit 1) is null
+      and (select p.no from queue.pause p where p.task is not null limit 1) is null),
+  fresh as materialized (
+    select j.id, j.flags, j.deadline, j.queue, j.priority
+    from seen s
+    cross join lateral (
+      select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j
+      where (j.xid, j.id) > (s.next_xid, -9223372036854775808) and j.xid <= pg_snapshot_xmax(s.upto)
+        and pg_visible_in_snapshot(j.xid, s.upto) and j.xid is distinct from s.own
+      order by j.xid, j.id limit p_max_jobs::bigint + 1) j
+    union all
+    select j.id, j.flags, j.deadline, j.queue, j.priority
+    from seen s
+    cross join lateral unnest(s.in_flight) x (xid)
+    cross join lateral (
+      select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j where j.xid = x.xid order by j.id limit p_max_jobs::bigint + 1) j
+    where pg_visible_in_snapshot(x.xid, s.upto) and x.xid is distinct from s.own),
+  taken as materialized (
+    select x.ids, x.high_id, x.lane, x.extra_flags, case when x.ids is not null then nextval('queue.claim_seq') end as claim, clock_timestamp() as at
+    from (
+      select array_agg(f.id) as ids, max(f.id) as high_id, min(l.lane) as lane, min(l.extra_flags) as extra_flags,
+        bool_and((f.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192) = 0 and f.id > s.high_need_id and f.deadline is null
+                  and l.lane = any (s.lanes) and ('infinity', f.id) >= (l.low_deadline, l.low_id)) is true)
+          and min(l.lane) = max(l.lane) and count(*) <= p_max_jobs as is_plain
+      from seen s
+      cross join fresh f
+      left join lateral (select l.lane, l.low_deadline, l.low_id, l.extra_flags from queue.lane l
+                         where l.queue = f.queue and l.priority = f.priority and l.kind = 0 limit 1) l on true) x
+    where x.is_plain is not false),
+  claimed as (
+    insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
+    select f.id, 'infinity', t.lane, 1, f.flags | t.extra_flags, t.claim, t.at, p_worker from taken t cross join fresh f),
+  moved as (
+    update queue.cursor k
+    set tick = k.tick + 1, next_xid = pg_snapshot_xmax(s.upto), high_id = greatest(k.high_id, t.high_id),
+      in_flight = case when pg_snapshot_xmin(s.upto) < pg_snapshot_xmax(s.upto) then queue._in_flight(s.upto, s.own) else '{}' end
+    from seen s cross join taken t
+    where t.ids is not null and k.tick = s.tick)
+  -- a look that took long met many rows that are not visible yet: _admit lets the cursor pass them
+  select t.ids, t.claim, t.ids is not null or s.lanes is not null and clock_timestamp() - s.at < interval '2 ms', s.lanes
+  into ids, first_claim, is_all, v_lanes
+  from seen s cross join taken t;
+  -- about every 300 jobs, and no more often than every 15th time
+  if first_claim % 300 < least(cardinality(ids), 20) then
+    perform queue._raise_low_marks(v_lanes);
+  end if;
 end $$;
 
 -- fetch with options: ids, alone, order, tasks, deadline_within.
@@ -5411,7 +5452,6 @@ create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_r
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_now timestamptz := clock_timestamp();
   v_done bigint[];
   v_special bigint[];
   v_flags smallint[];
@@ -5424,7 +5464,7 @@ begin
     returning v.id, v.attempt, v.flags, v.claimed_at, v.worker_id),
   kept as (
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
-    select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', case when p_results is not null then p_results[width_bucket(g.id, p_ids)] end from gone g)
+    select g.id, clock_timestamp(), g.claimed_at, g.worker_id, g.attempt, 'succeeded', case when p_results is not null then p_results[width_bucket(g.id, p_ids)] end from gone g)
   select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0), bit_or(g.flags),
     min(g.id) <= coalesce(pg_sequence_last_value('queue.awaited_seq'), 0)
   into v_done, v_special, v_flags, v_all_flags, v_may_be_awaited
@@ -5434,7 +5474,7 @@ begin
   end if;
   if v_all_flags <> 0 then
     if v_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
-      perform queue._close(v_special, v_flags, v_now);
+      perform queue._close(v_special, v_flags);
     end if;
     perform queue._hand_over(v_special, v_flags, 'ended', p_settle);
   end if;
@@ -5442,7 +5482,7 @@ begin
 end $$;
 
 -- What jobs that have reached their end leave beside the gates: leases, aborts, queueing locks, retention.
-create or replace function queue._close(p_ids bigint[], p_flags smallint[], p_now timestamptz)
+create or replace function queue._close(p_ids bigint[], p_flags smallint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -5463,7 +5503,7 @@ begin
     delete from queue.expiry e where e.id = any (p_ids);
   end if;
   if v_all & 512 <> 0 then
-    update queue.finished f set purge_at = p_now + queue._retention(f.id) where f.id = any (p_ids);
+    update queue.finished f set purge_at = f.finished_at + queue._retention(f.id) where f.id = any (p_ids);
   end if;
 end $$;
 
@@ -5729,7 +5769,7 @@ begin
   if v_final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
     values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_final, v_reason, v_error);
-    perform queue._close(array[p_id], array[v_live.flags], v_now);
+    perform queue._close(array[p_id], array[v_live.flags]);
     perform queue._tell_waiters(array[p_id]);
     perform queue._hand_over(array[p_id], array[v_live.flags], 'ended', p_settle);
     return v_final;
@@ -6247,9 +6287,7 @@ end $$;
 create or replace function queue._wake()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  if current_setting('pgdefer.notify', true) is distinct from 'off' then
-    perform pg_notify('pgdefer', '');
-  end if;
+  perform pg_notify('pgdefer', '') where current_setting('pgdefer.notify', true) is distinct from 'off';
 end $$;
 
 -- When something is due that no commit announces: a schedule, a lease, a recurring run. now() for what
@@ -7843,7 +7881,7 @@ begin
   left join queue.job_state s on s.id = j.id
   left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue)
   where j.id = p_id;
-  perform queue._close(array[p_id], array[v_flags], v_now);
+  perform queue._close(array[p_id], array[v_flags]);
   perform queue._tell_waiters(array[p_id]);
   if v_flags & 3 <> 0 then
     perform queue._leave_locks(array[p_id], false);
@@ -8368,6 +8406,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_ids bigint[];
   v_done bigint[];
+  v_deleted integer := 0;
   v_open bigint;
   v_running bigint;
   v_need record;
@@ -8381,39 +8420,45 @@ begin
   perform from queue.live v
   where v.lane = any (array(select l.lane from queue.lane l where l.queue = delete_queue.name)) order by v.id for update;
   perform queue._admit_all();
-  v_ids := array(
-    select j.id from queue.job j left join queue.job_state s on s.id = j.id
-    where coalesce(s.queue, j.queue) = delete_queue.name
-      -- what was committed since is deferred later
-      and j.id not in (select u.id from queue.unadmitted u) order by j.id);
-  if v_ids = '{}' and not exists (select from queue.queue_config c where c.queue = delete_queue.name)
-    and not exists (select from queue.lane l where l.queue = delete_queue.name) then
+  if not exists (select from queue.queue_config c where c.queue = delete_queue.name)
+    and not exists (select from queue.lane l where l.queue = delete_queue.name)
+    and not exists (select from queue.job j left join queue.job_state s on s.id = j.id where coalesce(s.queue, j.queue) = delete_queue.name) then
     perform queue._invalid('no such queue', 'queue.queues lists them.', 'queue: ' || delete_queue.name);
   end if;
-  if delete_queue.force is not true then
-    select count(*), count(*) filter (where v.claim is not null) into v_open, v_running
-    from unnest(v_ids) u (id) left join queue.finished f on f.id = u.id left join queue.live v on v.id = u.id where f.id is null;
-    if v_open > 0 then
-      perform queue._queue_not_empty(delete_queue.name, format('unfinished jobs: %s, of these running: %s', v_open, v_running));
+  -- again, as the end of a claim admits what was committed meanwhile
+  loop
+    v_ids := array(
+      select j.id from queue.job j left join queue.job_state s on s.id = j.id
+      where coalesce(s.queue, j.queue) = delete_queue.name
+        -- what was committed since is deferred later
+        and j.id not in (select u.id from queue.unadmitted u) order by j.id);
+    exit when v_ids = '{}';
+    if delete_queue.force is not true then
+      select count(*), count(*) filter (where v.claim is not null) into v_open, v_running
+      from unnest(v_ids) u (id) left join queue.finished f on f.id = u.id left join queue.live v on v.id = u.id where f.id is null;
+      if v_open > 0 then
+        perform queue._queue_not_empty(delete_queue.name, format('unfinished jobs: %s, of these running: %s', v_open, v_running));
+      end if;
+      select d.job_id, d.need_id into v_need
+      from queue.need d
+      where d.need_id = any (v_ids) and not exists (select from queue.finished f where f.id = d.job_id) limit 1;
+      if found then
+        perform queue._queue_not_empty(delete_queue.name, format('job %s of another queue needs job %s', v_need.job_id, v_need.need_id));
+      end if;
     end if;
-    select d.job_id, d.need_id into v_need
-    from queue.need d
-    where d.need_id = any (v_ids) and not exists (select from queue.finished f where f.id = d.job_id) limit 1;
-    if found then
-      perform queue._queue_not_empty(delete_queue.name, format('job %s of another queue needs job %s', v_need.job_id, v_need.need_id));
+    v_done := queue._delete(v_ids, true);
+    if cardinality(v_done) < cardinality(v_ids) then
+      perform queue._queue_not_empty(delete_queue.name, format('jobs that another transaction is at just now: %s', cardinality(v_ids) - cardinality(v_done)));
     end if;
-  end if;
-  v_done := queue._delete(v_ids, true);
-  if cardinality(v_done) < cardinality(v_ids) then
-    perform queue._queue_not_empty(delete_queue.name, format('jobs that another transaction is at just now: %s', cardinality(v_ids) - cardinality(v_done)));
-  end if;
+    v_deleted := v_deleted + cardinality(v_done);
+  end loop;
   delete from queue.lane l where l.queue = delete_queue.name;
   delete from queue.queue_config c where c.queue = delete_queue.name;
   delete from queue.pause p where p.queue = delete_queue.name;
   delete from queue.rate_start r where r.queue = delete_queue.name;
   delete from queue.semaphore s where s.key = 'q' || delete_queue.name;
   perform queue._announce();
-  return cardinality(v_done);
+  return v_deleted;
 end $$;
 comment on function queue.delete_queue(text, boolean) is
   'Removes a queue with its settings and all its finished jobs. With unfinished jobs in it, or one that another queue''s needs, it is refused (QJ006) without force, which removes them as queue.delete does. Returns how many jobs. A job deferred later makes the queue anew, without settings.';

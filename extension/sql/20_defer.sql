@@ -20,28 +20,34 @@ set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
   v_id bigint;
+  v_is_awake boolean;
 begin
-  -- one condition, as each is set up anew in every transaction
-  if to_regclass('queue.unlimited') is not null and defer.task <> '' and octet_length(defer.task) <= 1000
-    and (defer.args is null or jsonb_typeof(defer.args) = 'object')
-    and (defer.queue is null or octet_length(defer.queue) <= 1000 and right(defer.queue, 1) <> '*')
-    and coalesce(defer.lock, defer.queueing_lock, defer.concurrency_key) is null and defer.options is null
-    and defer.scheduled_at is null and defer.deadline is null and defer.needs is null and defer.concurrency_limit is null
+  -- one condition and one statement for most calls, as each is set up anew in every transaction: a task that is registered
+  -- with no more than a queue and a priority, and a call that names no more than these
+  if to_regclass('queue.unlimited') is not null and defer.args @> '{}' and (defer.queue is null or defer.queue <> '' and right(defer.queue, 1) <> '*' and octet_length(defer.queue) <= 1000)
+    and num_nonnulls(defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs, defer.concurrency_key,
+                     defer.concurrency_limit, defer.options) = 0
   then
-    -- nothing, where the task has more defaults than a queue and a priority
     insert into queue.job (task, args, queue, priority)
-    select defer.task, coalesce(defer.args, '{}'),
-      case when defer.queue is null then coalesce(t.queue, 'default') when defer.queue = '' then 'default' else defer.queue end,
-      coalesce(defer.priority, t.priority, 0)
-    from (select) x left join queue.task t on t.name = defer.task
-    where t.is_plain is not false
-    returning id into v_id;
+    select t.name, defer.args, coalesce(defer.queue, t.queue, 'default'), coalesce(defer.priority, t.priority, 0)
+    from queue.task t where t.name = defer.task and t.is_plain
+    returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
+    if v_is_awake then
+      return v_id;
+    elsif v_id is null then
+      -- or one that is not
+      insert into queue.job (task, args, queue, priority)
+      select defer.task, defer.args, coalesce(nullif(defer.queue, ''), 'default'), coalesce(defer.priority, 0)
+      where defer.task <> '' and octet_length(defer.task) <= 1000 and (select t.is_plain from queue.task t where t.name = defer.task) is null
+      returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
+    end if;
   end if;
   if v_id is null then
     v_id := queue._defer_checked(defer.task, coalesce(defer.args, '{}'), defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
                                  defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
+    v_is_awake := pg_try_advisory_xact_lock_shared(1885824102, 1);
   end if;
-  if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
+  if not v_is_awake then
     perform queue._wake();
   end if;
   return v_id;

@@ -30,12 +30,8 @@ begin
 end $$;
 
 -- Admits what is new: handovers, a slice of each range that is new, a slice of the oldest backlog, what is due.
--- Where that is at most p_take plain jobs of one of p_lanes, which hold nothing ready, they are claimed at once:
--- ids and claim, as of _claim.
 -- Locks: the caller holds ADM. has_more: another call will find more.
-create or replace function queue._admit(
-  p_slice integer, p_take integer default 0, p_worker bigint default null, p_lanes integer[] default null,
-  out admitted integer, out has_more boolean, out ids bigint[], out claim bigint)
+create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -97,11 +93,7 @@ begin
   foreach v_xid in array v_ranges loop
     v_range := queue._admit_range(
       v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
-      p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, v_has_backlog, null,
-      case when p_lanes is null or v_has_handover or v_has_backlog or cardinality(v_ranges) > 1 or c.next_due <= v_start or c.next_run <= v_start then 0 else p_take end,
-      p_worker, p_lanes);
-    ids := v_range.taken;
-    claim := v_range.claim;
+      p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, v_has_backlog, null);
     v_high_id := v_range.high_id;
     v_high_lock_id := v_range.high_lock_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
@@ -116,7 +108,7 @@ begin
     if not v_is_read then
       v_range := queue._admit_range(
         v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own,
-        p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no, 0, null, null);
+        p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no);
       v_high_id := v_range.high_id;
       v_high_lock_id := v_range.high_lock_id;
       admitted := admitted + v_range.n;
@@ -171,16 +163,21 @@ create or replace function queue._move_cursor(
   p_tick bigint, p_upto pg_snapshot, p_own xid8, p_high_id bigint, p_high_lock_id bigint, p_has_backlog boolean, p_due_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v_in_flight xid8[] := '{}'::xid8[];
 begin
-  if pg_snapshot_xmin(p_upto) < pg_snapshot_xmax(p_upto) then
-    v_in_flight := array(select x from pg_snapshot_xip(p_upto) x union select p_own where p_own < pg_snapshot_xmax(p_upto) order by 1);
-  end if;
   update queue.cursor k
-  set tick = p_tick + 1, next_xid = pg_snapshot_xmax(p_upto), in_flight = v_in_flight, high_id = p_high_id, high_lock_id = p_high_lock_id,
-    has_backlog = p_has_backlog, due_at = p_due_at
+  set tick = p_tick + 1, next_xid = pg_snapshot_xmax(p_upto), in_flight = queue._in_flight(p_upto, p_own), high_id = p_high_id,
+    high_lock_id = p_high_lock_id, has_backlog = p_has_backlog, due_at = p_due_at
   where k.tick = p_tick;
+end $$;
+
+-- The transactions that a snapshot saw in flight, p_own among them.
+create or replace function queue._in_flight(p_upto pg_snapshot, p_own xid8)
+returns xid8[] language plpgsql immutable parallel safe security invoker as $$
+begin
+  if pg_snapshot_xmin(p_upto) = pg_snapshot_xmax(p_upto) then
+    return '{}'::xid8[];
+  end if;
+  return array(select x from pg_snapshot_xip(p_upto) x union select p_own where p_own < pg_snapshot_xmax(p_upto) order by 1);
 end $$;
 
 -- Whether the log may hold what has not been admitted: a look at its end, for those who need nothing else of _admit.
@@ -198,25 +195,17 @@ end $$;
 -- Plain ones go to queue.live here, the others through the gates: also those that may be needed, as jobs were
 -- with ids up to p_high_need_id. With p_park, jobs with an ordered lock are put aside until all backlog has
 -- been read, and then admitted in the order of ids: older ones of the same lock may be in there. Only the
--- oldest range (is_first) need not. taken: those claimed at once, as they are all of the range, at most
--- p_take, plain, without a timeout or a deadline, and of one of p_lanes.
+-- oldest range (is_first) need not.
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
   p_high_id bigint, p_high_lock_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
-  p_take integer, p_worker bigint, p_lanes integer[],
-  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[],
-  out taken bigint[], out claim bigint)
+  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_low bigint[];
-  v_now timestamptz;
 begin
-  if p_take > 0 then
-    claim := nextval('queue.claim_seq');
-    v_now := clock_timestamp();
-  end if;
   with fresh as materialized (
     select j.id, j.flags, coalesce(j.deadline, 'infinity') as deadline, l.lane, l.extra_flags,
       (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) or l.is_idle as is_low,
@@ -227,26 +216,16 @@ begin
           order by j.xid, j.id limit p_slice) j
     left join lateral (select l.lane, l.low_deadline, l.low_id, l.is_idle, l.extra_flags from queue.lane l
                        where l.queue = j.queue and l.priority = j.priority and l.kind = 0 limit 1) l on true),
-  claimed as (
-    select case when count(*) <= p_take and bool_and(x.is_plain and x.flags & 128 = 0 and x.lane = any (p_lanes)) and min(x.lane) = max(x.lane)
-      and min(x.deadline) = 'infinity' then _admit_range.claim end as claim
-    from fresh x where p_take > 0),
   plain as (
-    insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
-    select x.id, x.deadline, x.lane, case when c.claim is null then 0 else 1 end, x.flags | x.extra_flags, c.claim,
-      case when c.claim is not null then v_now end, case when c.claim is not null then p_worker end
-    from claimed c cross join fresh x where x.is_plain)
+    insert into queue.live (id, deadline, lane, attempt, flags)
+    select x.id, x.deadline, x.lane, 0, x.flags | x.extra_flags from fresh x where x.is_plain)
   select count(*), greatest(p_high_id, max(x.id)),
     greatest(p_high_lock_id, max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0))),
     array_agg(x.id) filter (where not x.is_plain and not (p_park and x.flags & 1 <> 0)),
     array_agg(x.id) filter (where p_park and x.flags & 1 <> 0),
-    array_agg(x.id) filter (where x.is_plain and x.is_low),
-    array_agg(x.id) filter (where c.claim is not null)
-  into n, high_id, high_lock_id, gated, parked, v_low, taken
-  from claimed c cross join fresh x;
-  if taken is null then
-    claim := null;
-  end if;
+    array_agg(x.id) filter (where x.is_plain and x.is_low)
+  into n, high_id, high_lock_id, gated, parked, v_low
+  from fresh x;
   is_cut := n >= p_slice;
   if is_cut then
     insert into queue.backlog (no, from_xid, from_id, to_xid, upto, own, is_first)

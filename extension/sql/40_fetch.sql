@@ -47,20 +47,17 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 -- Here are the two cases that most calls meet, in few expressions, as each is set up anew in every transaction:
 -- newcomers where nothing else is ready, and one plain lane that holds enough. The rest is up to _claim_on.
 -- Locks: with the hint was_dry ADM by try, before any row; else rows of queue.live by skip locked, then ADM by try.
--- Why newcomers can be claimed as they are inserted: under ADM nothing becomes ready beside them, so what
--- _dry_lanes saw holds. Claims and cursor commit together: taken back, the next admitter finds them new.
 create or replace function queue._claim(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_queues text[] := p_queues;
-  v_now timestamptz := clock_timestamp();
-  v_has_adm boolean := false;
-  v_has_more boolean := false;
-  v_is_dry boolean := false;
-  v_is_claimed boolean := false;
-  v_admitted integer;
+  v_queues text[];
+  v_now timestamptz;
+  v_has_adm boolean;
+  v_has_more boolean;
+  v_is_dry boolean;
+  v_is_claimed boolean;
   v_claimed record;
   v_lanes integer[];
   v_kind smallint;
@@ -79,19 +76,17 @@ begin
   end if;
   if current_setting('pgdefer.was_dry', true) = 'on' and queue._lock_admission(false) then
     -- this session's last look took newcomers only: they come first again
-    v_has_adm := true;
-    v_lanes := queue._dry_lanes(p_worker, v_queues);
-    select a.ids, a.claim, a.has_more, a.admitted into ids, first_claim, v_has_more, v_admitted
-    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs, p_worker, v_lanes) a;
-    v_is_dry := v_lanes is not null and v_admitted <= p_max_jobs;
-    if v_is_dry and (ids is not null or v_admitted = 0) and not v_has_more then
-      -- about every 300 jobs, and no more often than every 15th time
-      if random() * 300 < least(cardinality(ids), 20) then
-        perform queue._raise_low_marks(v_lanes);
-      end if;
+    v_claimed := queue._claim_newcomers(p_worker, v_queues, p_max_jobs);
+    if v_claimed.is_all then
+      ids := v_claimed.ids;
+      first_claim := v_claimed.first_claim;
       return;
     end if;
+    v_now := clock_timestamp();
+    v_has_adm := true;
+    select a.has_more, a.admitted <= p_max_jobs into v_has_more, v_is_dry from queue._admit(greatest(1000, p_max_jobs)) a;
   else
+    v_now := clock_timestamp();
     select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
       exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
     into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
@@ -111,7 +106,7 @@ begin
     end if;
   end if;
   select c.ids, c.first_claim into ids, first_claim
-  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed, v_has_adm, v_has_more, v_is_dry) c;
+  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed is true, v_has_adm is true, v_has_more is true, v_is_dry is true) c;
 end $$;
 
 -- Goes on with what _claim has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
@@ -204,21 +199,82 @@ begin
   end if;
 end $$;
 
--- The plain lanes that a worker may claim from, where they and the limited ones hold nothing ready; else NULL, as
--- for a worker that is gone. A row that another is just claiming counts as ready, as it may be given up.
+-- Claims what is new in the log as it admits it, where nothing else is to be done: no lane holds anything ready, nothing
+-- is due, handed over or left from before, and at most p_max_jobs are new, all of them plain, without a timeout or a
+-- deadline, and of one lane. is_all: that was so (ids NULL: nothing is new); else nothing was done. One statement
+-- in place of _admit, _admit_range and _claim_plain, as setting up statements is most of what a single job costs.
 -- Locks: the caller holds ADM.
-create or replace function queue._dry_lanes(p_worker bigint, p_queues text[])
-returns integer[] language plpgsql stable parallel safe security invoker as $$
+-- Why they can be claimed as they are inserted: under ADM nothing becomes ready beside them, so that what the statement
+-- sees holds. Claims and cursor commit together: taken back, the next admitter finds them new. A row that another is just
+-- claiming counts as ready, as it may be given up. The clock of the claim is read after the snapshot.
+create or replace function queue._claim_newcomers(
+  p_worker bigint, p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint, out is_all boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
+declare
+  v_lanes integer[];
 begin
-  return (
-    select case when not bool_or((
-        select v.id from queue.live v
-        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-        order by v.deadline, v.id limit 1) is not null) then array_agg(l.lane) filter (where l.kind = 0) end
-    from queue.lane l
-    where not l.is_idle and (p_queues is null or l.queue = any (p_queues)) and (l.paused_until is null or l.paused_until <= clock_timestamp()) and l.kind < 2
-      and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null));
+  with seen as materialized (
+    select k.tick, k.next_xid, k.in_flight, s.upto, s.own, s.at, d.lanes, coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id
+    from (select pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own, clock_timestamp() as at offset 0) s
+    cross join (select k.* from queue.cursor k order by k.tick desc limit 1) k
+    cross join lateral (
+      select case when not bool_or((
+          select v.id from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+          order by v.deadline, v.id limit 1) is not null) then array_agg(l.lane) filter (where l.kind = 0) end as lanes
+      from queue.lane l
+      where not l.is_idle and (p_queues is null or l.queue = any (p_queues)) and (l.paused_until is null or l.paused_until <= s.at) and l.kind < 2 offset 0) d
+    where not k.has_backlog and k.due_at <= s.at and pg_snapshot_xmax(s.upto) >= k.next_xid
+      and (select w.id from queue.worker w where w.id = p_worker and w.gone_at is null) is not null
+      and (select h.seq from queue.handover h where h.xid >= coalesce(k.in_flight[1], k.next_xid) limit 1) is null
+      and (select w.id from queue.waiting w where w.at >= k.due_at and w.at <= s.at limit 1) is null
+      and (select c.name from queue.schedule c where c.due_at >= k.due_at and c.due_at <= s.at limit 1) is null
+      and (select p.no from queue.pause p where p.task is not null limit 1) is null),
+  fresh as materialized (
+    select j.id, j.flags, j.deadline, j.queue, j.priority
+    from seen s
+    cross join lateral (
+      select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j
+      where (j.xid, j.id) > (s.next_xid, -9223372036854775808) and j.xid <= pg_snapshot_xmax(s.upto)
+        and pg_visible_in_snapshot(j.xid, s.upto) and j.xid is distinct from s.own
+      order by j.xid, j.id limit p_max_jobs::bigint + 1) j
+    union all
+    select j.id, j.flags, j.deadline, j.queue, j.priority
+    from seen s
+    cross join lateral unnest(s.in_flight) x (xid)
+    cross join lateral (
+      select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j where j.xid = x.xid order by j.id limit p_max_jobs::bigint + 1) j
+    where pg_visible_in_snapshot(x.xid, s.upto) and x.xid is distinct from s.own),
+  taken as materialized (
+    select x.ids, x.high_id, x.lane, x.extra_flags, case when x.ids is not null then nextval('queue.claim_seq') end as claim, clock_timestamp() as at
+    from (
+      select array_agg(f.id) as ids, max(f.id) as high_id, min(l.lane) as lane, min(l.extra_flags) as extra_flags,
+        bool_and((f.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192) = 0 and f.id > s.high_need_id and f.deadline is null
+                  and l.lane = any (s.lanes) and ('infinity', f.id) >= (l.low_deadline, l.low_id)) is true)
+          and min(l.lane) = max(l.lane) and count(*) <= p_max_jobs as is_plain
+      from seen s
+      cross join fresh f
+      left join lateral (select l.lane, l.low_deadline, l.low_id, l.extra_flags from queue.lane l
+                         where l.queue = f.queue and l.priority = f.priority and l.kind = 0 limit 1) l on true) x
+    where x.is_plain is not false),
+  claimed as (
+    insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
+    select f.id, 'infinity', t.lane, 1, f.flags | t.extra_flags, t.claim, t.at, p_worker from taken t cross join fresh f),
+  moved as (
+    update queue.cursor k
+    set tick = k.tick + 1, next_xid = pg_snapshot_xmax(s.upto), high_id = greatest(k.high_id, t.high_id),
+      in_flight = case when pg_snapshot_xmin(s.upto) < pg_snapshot_xmax(s.upto) then queue._in_flight(s.upto, s.own) else '{}' end
+    from seen s cross join taken t
+    where t.ids is not null and k.tick = s.tick)
+  -- a look that took long met many rows that are not visible yet: _admit lets the cursor pass them
+  select t.ids, t.claim, t.ids is not null or s.lanes is not null and clock_timestamp() - s.at < interval '2 ms', s.lanes
+  into ids, first_claim, is_all, v_lanes
+  from seen s cross join taken t;
+  -- about every 300 jobs, and no more often than every 15th time
+  if first_claim % 300 < least(cardinality(ids), 20) then
+    perform queue._raise_low_marks(v_lanes);
+  end if;
 end $$;
 
 -- fetch with options: ids, alone, order, tasks, deadline_within.

@@ -280,7 +280,6 @@ create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_r
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_now timestamptz := clock_timestamp();
   v_done bigint[];
   v_special bigint[];
   v_flags smallint[];
@@ -293,7 +292,7 @@ begin
     returning v.id, v.attempt, v.flags, v.claimed_at, v.worker_id),
   kept as (
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
-    select g.id, v_now, g.claimed_at, g.worker_id, g.attempt, 'succeeded', case when p_results is not null then p_results[width_bucket(g.id, p_ids)] end from gone g)
+    select g.id, clock_timestamp(), g.claimed_at, g.worker_id, g.attempt, 'succeeded', case when p_results is not null then p_results[width_bucket(g.id, p_ids)] end from gone g)
   select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0), array_agg(g.flags) filter (where g.flags <> 0), bit_or(g.flags),
     min(g.id) <= coalesce(pg_sequence_last_value('queue.awaited_seq'), 0)
   into v_done, v_special, v_flags, v_all_flags, v_may_be_awaited
@@ -303,7 +302,7 @@ begin
   end if;
   if v_all_flags <> 0 then
     if v_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
-      perform queue._close(v_special, v_flags, v_now);
+      perform queue._close(v_special, v_flags);
     end if;
     perform queue._hand_over(v_special, v_flags, 'ended', p_settle);
   end if;
@@ -311,7 +310,7 @@ begin
 end $$;
 
 -- What jobs that have reached their end leave beside the gates: leases, aborts, queueing locks, retention.
-create or replace function queue._close(p_ids bigint[], p_flags smallint[], p_now timestamptz)
+create or replace function queue._close(p_ids bigint[], p_flags smallint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -332,7 +331,7 @@ begin
     delete from queue.expiry e where e.id = any (p_ids);
   end if;
   if v_all & 512 <> 0 then
-    update queue.finished f set purge_at = p_now + queue._retention(f.id) where f.id = any (p_ids);
+    update queue.finished f set purge_at = f.finished_at + queue._retention(f.id) where f.id = any (p_ids);
   end if;
 end $$;
 

@@ -92,7 +92,7 @@ begin
   if v_final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
     values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_final, v_reason, v_error);
-    perform queue._close(array[p_id], array[v_live.flags], v_now);
+    perform queue._close(array[p_id], array[v_live.flags]);
     perform queue._tell_waiters(array[p_id]);
     perform queue._hand_over(array[p_id], array[v_live.flags], 'ended', p_settle);
     return v_final;

@@ -14,9 +14,7 @@
 create or replace function queue._wake()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  if current_setting('pgdefer.notify', true) is distinct from 'off' then
-    perform pg_notify('pgdefer', '');
-  end if;
+  perform pg_notify('pgdefer', '') where current_setting('pgdefer.notify', true) is distinct from 'off';
 end $$;
 
 -- When something is due that no commit announces: a schedule, a lease, a recurring run. now() for what

@@ -68,7 +68,7 @@ begin
   left join queue.job_state s on s.id = j.id
   left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue)
   where j.id = p_id;
-  perform queue._close(array[p_id], array[v_flags], v_now);
+  perform queue._close(array[p_id], array[v_flags]);
   perform queue._tell_waiters(array[p_id]);
   if v_flags & 3 <> 0 then
     perform queue._leave_locks(array[p_id], false);

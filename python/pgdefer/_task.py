@@ -131,6 +131,9 @@ class _Parameters:
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of a call by name. Raises TypeError as the call itself would."""
+        is_simple = not (args or self.positional or self.rest or self.keywords)
+        if is_simple and self.required <= kwargs.keys() <= self.allowed:
+            return kwargs
         bound = self.signature.bind(*args, **kwargs).arguments
         if self.rest is not None and self.rest in bound:
             bound[self.rest] = list(bound[self.rest])

@@ -1,6 +1,6 @@
 -- Deferring: every argument of defer, defer_many, defer_trigger; what they may not be. Defaults: 10_tasks.
 
-select plan(201);
+select plan(272);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -214,8 +214,7 @@ from (values ('statement', '''t'''), ('row', ''), ('row', '''t'', ''{}'', ''x'''
 
 -- Refusals
 create temp table before as select (select count(*) from queue.job) as jobs, (select count(*) from queue.queueing_lock) as locks, (select count(*) from queue.handover) as handovers;
-select is(pg_temp.refusal(call), '22023', left(call, 100))
-from (values
+create temp table bad as select v.call from (values
   ($$select queue.defer(null)$$),
   ($$select queue.defer('')$$),
   ($$select queue.defer(repeat('x', 1001))$$),
@@ -323,6 +322,8 @@ from (values
   ($$select queue.defer_many(jsonb_build_array(jsonb_build_object('task', repeat('x', 1001))))$$),
   ($$select queue.defer_many(jsonb_build_array(jsonb_build_object('task', 't', 'queue', repeat('x', 1001))))$$)
 ) v (call);
+select is(pg_temp.refusal(b.call), '22023', left(b.call, 100)) from bad b;
+select is(pg_temp.refusal(replace(b.call, $$defer('t'$$, $$defer('has defaults'$$)), '22023', 'of a registered task: ' || left(b.call, 100)) from bad b where b.call like $$%defer('t'%$$;
 select is(pg_temp.refusal(call), code, left(call, 100))
 from (values
   ($$select queue.defer('t', needs => '{999999999}')$$, 'QJ001'),

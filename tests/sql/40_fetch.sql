@@ -1,6 +1,6 @@
 -- Fetching: order, patterns, options, refusals, and plans on a large, skewed table.
 
-select plan(91);
+select plan(93);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -82,6 +82,12 @@ select queue.resume('default') \g /dev/null
 select is(pg_temp.run(queues => '{other,else*}'), null, 'none of another queue');
 select is(pg_temp.run(), 'paused', 'until it is asked for');
 select pg_temp.run() \g /dev/null
+select queue.defer('first', queue => 'new') \g /dev/null
+select pg_temp.run() \g /dev/null
+select pg_temp.run() \g /dev/null
+select queue.defer('of a pattern', queue => 'new') \g /dev/null
+select ok(pg_temp.is_dry(), 'newcomers are expected');
+select is(pg_temp.run(queues => '{ne*,other}'), 'of a pattern', 'a pattern finds them too');
 select queue.defer('t', options => '{"timeout": "5 min"}') as timed \gset
 select f.id from queue.fetch(:worker) f \g /dev/null
 select is((select count(*) from queue.lease l where l.id = :timed), 1::bigint, 'one with a timeout has a lease');
