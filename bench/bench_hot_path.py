@@ -4,9 +4,10 @@
     bench/bench_hot_path.py [--runs N] [--only TEXT] [--seconds N] [--slower-sync US] [--pin] [--check]
 
 Both sides run under pgbench with prepared statements, on one server that syncs to disk, in turn,
-each run in a fresh copy of its database. What is drained was deferred just before and has yet to be
-admitted, so that admission is part of the figures. The bare table has a key, a state with a partial
-index, and args; nothing is claimed twice by SKIP LOCKED, and finishing is deleting.
+each run in a fresh copy of its database. The task is registered, as those of workers are. What is
+drained was deferred just before and has yet to be admitted, so that admission is part of the
+figures. The bare table has a key, a state with a partial index, and args; nothing is claimed twice
+by SKIP LOCKED, and finishing is deleting.
 """
 
 from __future__ import annotations
@@ -70,9 +71,8 @@ def fill_bare(on: Bench, database: str, n: int) -> None:
 
 
 def fill_ours(on: Bench, database: str, n: int) -> str:
-    """Defer n jobs of a task that is registered, as a worker's are; return the id of a worker."""
+    """Defer n jobs; return the id of a worker."""
     with on.connect(database) as connection:
-        connection.execute("select queue.register_task('noop')")
         for _ in range(n // JOBS):
             connection.execute("select count(*) from queue.defer_many(%s)", [jobs(JOBS)])
         row = connection.execute("select queue.register_worker('bench')").fetchone()
