@@ -1712,6 +1712,7 @@ begin
     where v_queue is null or queue._matches(l.queue, v_queue);
   end if;
   if p_task is not null and p_is_paused then
+    perform queue._recall(p_task, v_queue, p_until);
     -- what is ready of the task leaves queue.live, so that fetch does not meet it
     v_ids := array(
       select v.id from queue.live v join queue.job j on j.id = v.id left join queue.job_state s on s.id = v.id
@@ -1737,6 +1738,40 @@ begin
   perform queue._resume_schedules();
   perform queue._announce();
   return queue._count_open(v_queue, p_task);
+end $$;
+
+-- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.
+-- Locks: the caller holds ADM.
+create or replace function queue._recall(p_task text, p_queue text, p_until timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker
+set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  select array_agg(w.id) as ids, array_agg(w.key) filter (where w.lane is not null) as keys, array_agg(w.lane) filter (where w.lane is not null) as lanes,
+    array_agg(-1) filter (where w.lane is not null) as fewer
+  into v
+  from queue.waiting w join queue.job j on j.id = w.id left join queue.job_state s on s.id = w.id
+  where w.reason = 'slot' and j.task = p_task and (p_queue is null or queue._matches(coalesce(s.queue, j.queue), p_queue));
+  if v.ids is not null then
+    update queue.waiting w
+    set reason = 'task_paused', at = p_until, key = null, lane = null, deadline = null, flags = null, attempt = null, has_several = null
+    where w.id = any (v.ids);
+    perform queue._never_discard(v.ids);
+  end if;
+  if v.keys is not null then
+    perform queue._add_slots(v.keys, v.lanes, null, null, v.fewer, null);
+  end if;
+  with recalled as (
+    update queue.lock_member m set is_passed = false
+    from queue.job j left join queue.job_state s on s.id = j.id
+    where j.id = m.id and m.is_passed and m.lock = coalesce(s.lock, j.lock) and j.task = p_task
+      and (p_queue is null or queue._matches(coalesce(s.queue, j.queue), p_queue))
+      and not exists (select from queue.live v where v.id = m.id) and not exists (select from queue.waiting w where w.id = m.id)
+      and not exists (select from queue.handover h where h.job_id = m.id and h.kind in ('ended', 'again'))
+    returning m.id)
+  insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
 end $$;
 
 -- How many jobs of queues and of a task are unfinished and not running. Reads whole tables.
@@ -2839,7 +2874,8 @@ begin
   with joining as materialized (
     select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.lock is not null as has_others
     from (
-      select j.id, j.lock, j.flags & 2 <> 0 as is_mutex, j.flags & (8 | 16 | 32) = 0 as is_passed,
+      select j.id, j.lock, j.flags & 2 <> 0 as is_mutex,
+        j.flags & (8 | 16 | 32) = 0 and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
         row_number() over (partition by j.lock order by j.id) as n
       from unnest(p_ids) u (id)
       cross join lateral (select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.lock, j.lock) as lock
@@ -3371,14 +3407,14 @@ begin
   perform queue._refill(v.keys);
 end $$;
 
--- Notes of a job that is taken from its slots, and that would have been discarded there (on_limit), that it
--- was not: it comes back to them, but is not admitted again.
-create or replace function queue._never_discard(p_id bigint)
+-- Notes of jobs that are taken from their slots, and that would have been discarded there (on_limit), that they
+-- were not: they come back to them, but are not admitted again.
+create or replace function queue._never_discard(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   insert into queue.job_state as s (id, extra_flags)
-  select j.id, 32 from queue.job j where j.id = p_id and j.options ->> 'on_limit' = 'discard'
+  select j.id, 32 from queue.job j where j.id = any (p_ids) and j.options ->> 'on_limit' = 'discard'
   on conflict on constraint job_state_pkey do update set extra_flags = s.extra_flags | 32;
 end $$;
 
@@ -7838,7 +7874,7 @@ begin
     end if;
     if v_live.flags & 6 <> 0 then
       perform queue._unready(array[p_id], array[v_live.lane], array[v_live.flags]);
-      perform queue._never_discard(p_id);
+      perform queue._never_discard(array[p_id]);
     end if;
     return 'live';
   elsif exists (select from queue.live v where v.id = p_id) or exists (select from queue.finished f where f.id = p_id) then
@@ -7848,7 +7884,7 @@ begin
   if found then
     if v_waiting.reason = 'slot' then
       perform queue._unwait(v_waiting.key, v_waiting.lane);
-      perform queue._never_discard(p_id);
+      perform queue._never_discard(array[p_id]);
     end if;
     return v_waiting.reason;
   end if;

@@ -196,6 +196,7 @@ begin
     where v_queue is null or queue._matches(l.queue, v_queue);
   end if;
   if p_task is not null and p_is_paused then
+    perform queue._recall(p_task, v_queue, p_until);
     -- what is ready of the task leaves queue.live, so that fetch does not meet it
     v_ids := array(
       select v.id from queue.live v join queue.job j on j.id = v.id left join queue.job_state s on s.id = v.id
@@ -221,6 +222,40 @@ begin
   perform queue._resume_schedules();
   perform queue._announce();
   return queue._count_open(v_queue, p_task);
+end $$;
+
+-- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.
+-- Locks: the caller holds ADM.
+create or replace function queue._recall(p_task text, p_queue text, p_until timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker
+set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  select array_agg(w.id) as ids, array_agg(w.key) filter (where w.lane is not null) as keys, array_agg(w.lane) filter (where w.lane is not null) as lanes,
+    array_agg(-1) filter (where w.lane is not null) as fewer
+  into v
+  from queue.waiting w join queue.job j on j.id = w.id left join queue.job_state s on s.id = w.id
+  where w.reason = 'slot' and j.task = p_task and (p_queue is null or queue._matches(coalesce(s.queue, j.queue), p_queue));
+  if v.ids is not null then
+    update queue.waiting w
+    set reason = 'task_paused', at = p_until, key = null, lane = null, deadline = null, flags = null, attempt = null, has_several = null
+    where w.id = any (v.ids);
+    perform queue._never_discard(v.ids);
+  end if;
+  if v.keys is not null then
+    perform queue._add_slots(v.keys, v.lanes, null, null, v.fewer, null);
+  end if;
+  with recalled as (
+    update queue.lock_member m set is_passed = false
+    from queue.job j left join queue.job_state s on s.id = j.id
+    where j.id = m.id and m.is_passed and m.lock = coalesce(s.lock, j.lock) and j.task = p_task
+      and (p_queue is null or queue._matches(coalesce(s.queue, j.queue), p_queue))
+      and not exists (select from queue.live v where v.id = m.id) and not exists (select from queue.waiting w where w.id = m.id)
+      and not exists (select from queue.handover h where h.job_id = m.id and h.kind in ('ended', 'again'))
+    returning m.id)
+  insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
 end $$;
 
 -- How many jobs of queues and of a task are unfinished and not running. Reads whole tables.

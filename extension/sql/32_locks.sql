@@ -24,7 +24,8 @@ begin
   with joining as materialized (
     select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.lock is not null as has_others
     from (
-      select j.id, j.lock, j.flags & 2 <> 0 as is_mutex, j.flags & (8 | 16 | 32) = 0 as is_passed,
+      select j.id, j.lock, j.flags & 2 <> 0 as is_mutex,
+        j.flags & (8 | 16 | 32) = 0 and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
         row_number() over (partition by j.lock order by j.id) as n
       from unnest(p_ids) u (id)
       cross join lateral (select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.lock, j.lock) as lock

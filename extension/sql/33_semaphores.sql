@@ -294,14 +294,14 @@ begin
   perform queue._refill(v.keys);
 end $$;
 
--- Notes of a job that is taken from its slots, and that would have been discarded there (on_limit), that it
--- was not: it comes back to them, but is not admitted again.
-create or replace function queue._never_discard(p_id bigint)
+-- Notes of jobs that are taken from their slots, and that would have been discarded there (on_limit), that they
+-- were not: they come back to them, but are not admitted again.
+create or replace function queue._never_discard(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   insert into queue.job_state as s (id, extra_flags)
-  select j.id, 32 from queue.job j where j.id = p_id and j.options ->> 'on_limit' = 'discard'
+  select j.id, 32 from queue.job j where j.id = any (p_ids) and j.options ->> 'on_limit' = 'discard'
   on conflict on constraint job_state_pkey do update set extra_flags = s.extra_flags | 32;
 end $$;
 

@@ -25,7 +25,7 @@ begin
     end if;
     if v_live.flags & 6 <> 0 then
       perform queue._unready(array[p_id], array[v_live.lane], array[v_live.flags]);
-      perform queue._never_discard(p_id);
+      perform queue._never_discard(array[p_id]);
     end if;
     return 'live';
   elsif exists (select from queue.live v where v.id = p_id) or exists (select from queue.finished f where f.id = p_id) then
@@ -35,7 +35,7 @@ begin
   if found then
     if v_waiting.reason = 'slot' then
       perform queue._unwait(v_waiting.key, v_waiting.lane);
-      perform queue._never_discard(p_id);
+      perform queue._never_discard(array[p_id]);
     end if;
     return v_waiting.reason;
   end if;

@@ -1,6 +1,6 @@
 -- Queues: pausing with patterns, times and tasks; creating and configuring.
 
-select plan(29);
+select plan(35);
 
 select queue.register_worker('w') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
@@ -64,6 +64,25 @@ select is(pg_temp.run(), 'y', 'its jobs do not start, old or new');
 select is((select string_agg(distinct j.state || ' ' || j.reason, ', ') from queue.jobs j where j.task = 'x'), 'ready paused', 'and say so');
 select is(queue.resume(task => 'x'), 2, 'resumed');
 select is(pg_temp.run(), 'x x', 'they go');
+
+-- What waits behind the gate of paused tasks, for its turn or for a slot, does not start either.
+select queue.defer('x', lock => 'L'), queue.defer('x', concurrency_key => 'K', concurrency_limit => 1) \g /dev/null
+select queue.defer('x', lock => 'L'), queue.defer('y', lock => 'L'), queue.defer('x', concurrency_key => 'K', concurrency_limit => 1),
+  queue.defer('y', concurrency_key => 'K', concurrency_limit => 1) \g /dev/null
+create temp table first as select f.id, f.claim from queue.fetch((select max(w.id) from queue.workers w), null, 10) f;
+select is((select count(*) from first), 2::bigint, 'of each one runs');
+select queue.pause(task => 'x') \g /dev/null
+select queue.defer('x', lock => 'L2') as head \gset
+select queue.defer('x', lock => 'L2') \g /dev/null
+select queue.cancel(:head) \g /dev/null
+select is((select count(*) from queue.finish_many((select jsonb_agg(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded')) from first f)) m where m.error is null),
+          2::bigint, 'they end');
+select is(pg_temp.run(), 'y', 'the limit lets another task pass, the lock keeps its order');
+select is((select string_agg(concat_ws(' ', j.task, j.state, j.reason), ', ' order by j.id) from queue.jobs j where j.state not in ('succeeded', 'cancelled')),
+          'x ready paused, y blocked lock, x ready paused, x ready paused', 'the others say what they wait for');
+select is_empty('select * from queue.check()', 'sound');
+select queue.resume(task => 'x') \g /dev/null
+select is(concat_ws(' ', pg_temp.run(), pg_temp.run(), pg_temp.run()), 'x x x y', 'resumed, they go');
 
 -- A running job goes on.
 select queue.defer('r') as r \gset
