@@ -4792,7 +4792,7 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 -- the transaction holds no row that the holder of ADM could need.
 -- Here are the two cases that most calls meet, in few expressions, as each is set up anew in every transaction:
 -- newcomers where nothing else is ready, and one plain lane that holds enough. The rest is up to _claim_on.
--- Locks: with the hint was_dry ADM by try, before any row; else rows of queue.live by skip locked, then ADM by try.
+-- Locks: ADM by try, with the hint was_dry or every 10 ms; then rows of queue.live by skip locked, then ADM by try.
 create or replace function queue._claim(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -4833,6 +4833,12 @@ begin
     select a.has_more, a.admitted <= p_max_jobs into v_has_more, v_is_dry from queue._admit(greatest(1000, p_max_jobs)) a;
   else
     v_now := clock_timestamp();
+    -- newcomers may be of higher priority: this session looks for them at most every 10 ms
+    if queue._is_admission_due(v_now) and queue._lock_admission(false) then
+      v_has_adm := true;
+      select a.has_more, a.admitted <= p_max_jobs into v_has_more, v_is_dry from queue._admit(greatest(1000, p_max_jobs)) a;
+      perform set_config('pgdefer.looked_at', extract(epoch from v_now)::text, false);
+    end if;
     select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
       exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
     into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
@@ -4843,7 +4849,7 @@ begin
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
       v_is_claimed := true;
-      if cardinality(ids) = p_max_jobs and not queue._is_admission_due(v_now) then
+      if cardinality(ids) = p_max_jobs then
         if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
           perform queue._raise_low_marks(v_lanes);
         end if;
@@ -4915,15 +4921,7 @@ begin
         end if;
       end if;
     end if;
-    if cardinality(ids) >= p_max_jobs then
-      -- enough to do: look for newcomers at most every 10 ms per session, one may be of higher priority
-      if not v_has_adm and queue._is_admission_due(p_now) and queue._lock_admission(false) then
-        v_has_adm := true;
-        perform queue._admit(1000);
-        perform set_config('pgdefer.looked_at', extract(epoch from p_now)::text, false);
-      end if;
-      exit;
-    end if;
+    exit when cardinality(ids) >= p_max_jobs;
     exit when v_has_adm and not v_has_more or clock_timestamp() > p_now + interval '100 ms';
     if not v_has_adm then
       -- while rows are held ADM is not waited for

@@ -175,9 +175,9 @@ select is(pg_temp.run(1), 'low', 'the first slice of a backlog is admitted');
 select isnt_empty('select * from queue.backlog', 'and more waits');
 select queue.defer('high', priority => 5) \g /dev/null
 select pg_sleep(0.011) \g /dev/null
-select is(pg_temp.run(1), 'low', 'the first fetch that starts 10 ms after a commit, with enough to do, admits it');
+select is(pg_temp.run(1), 'high', 'the first fetch that starts 10 ms after a commit, with enough to do, admits it and claims it');
 select isnt_empty('select * from queue.backlog', 'though a backlog is before it');
-select is(pg_temp.run(1), 'high', 'so the next fetch claims it');
+select is(pg_temp.run(1), 'low', 'then the backlog goes on');
 select pg_temp.run(1000) \g /dev/null
 select pg_temp.run(1000) \g /dev/null
 select pg_temp.run(1000) \g /dev/null
