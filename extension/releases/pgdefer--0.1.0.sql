@@ -5788,6 +5788,8 @@ begin
     v_final := 'cancelled';
     v_reason := 'expired';
   end if;
+  -- one that was rescheduled to a time before its own does not go back to that
+  v_at := coalesce(v_at, (select '-infinity'::timestamptz from queue.job j where j.id = p_id and j.scheduled_at > v_now));
   insert into queue.attempt (job_id, claim, attempt, worker_id, started_at, finished_at, outcome, error, details)
   values (p_id, p_claim, v_live.attempt, v_live.worker_id, v_live.claimed_at, v_now, v_label, v_error,
           queue._cut_details(nullif(p_outcome -> 'details', 'null')));

@@ -1,6 +1,6 @@
 -- Retry policies and their tables, options of fail, crashes, and the limits of what is kept.
 
-select plan(183);
+select plan(185);
 
 select queue.register_worker('w') as worker \gset
 
@@ -287,5 +287,12 @@ select queue.retry_later(:id, :claim, message => repeat('x', 20000)) \g /dev/nul
 select is((select length(error) from queue.attempts where job_id = :id), 10000, 'a message too');
 select id, claim from queue.fetch(:worker) \gset
 select queue.succeed(:id, :claim) \g /dev/null
+
+-- A job that was rescheduled to a time before its own does not go back to that when it yields.
+select queue.defer('early', scheduled_at => '2999-01-01Z') as id \gset
+select queue.reschedule(:id) \g /dev/null
+select f.claim from queue.fetch(:worker) f where f.id = :id \gset
+select is(queue.retry_later(:id, :claim), 'ready', 'one that was rescheduled and yields');
+select is((select row (f.id, f.attempt)::text from queue.fetch(:worker) f), format('(%s,2)', :id), 'runs again at once');
 
 select * from finish();
