@@ -1667,7 +1667,7 @@ begin
   return queue._set_pause(pause.queue, pause.task, true, pause.until);
 end $$;
 comment on function queue.pause(text, timestamptz, text) is
-  'Lets no job of the queue (a name, prefix* or *; NULL: all) or of the task start until resumed, or until a time. Running jobs go on. Jobs keep their state, with reason paused. Returns how many unfinished, not running jobs it concerns.';
+  'Lets no job of the queue (a name, prefix* or *; NULL: all) or of the task start until resumed, or until a time. Running jobs go on. Jobs keep their state, with reason paused; those of a paused task that waited for a lock or a limit are ready meanwhile. Returns how many unfinished, not running jobs it concerns.';
 
 -- Locks: ADM, waited for. Raises: 22023, QJ008.
 create or replace function queue.resume(queue text default null, task text default null)
@@ -1741,7 +1741,9 @@ begin
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.
--- Locks: the caller holds ADM.
+-- Locks: the caller holds ADM. Why nothing slips by: who waits behind the gate can be let on under ADM only; a job whose
+-- claim has ended and is not settled yet (handover) comes to the gate itself, by _route. Why nothing is forgotten: a row of
+-- queue.waiting is found by resume, or at its time by _admit_due. Two sessions: pause_fetch.spec.
 create or replace function queue._recall(p_task text, p_queue text, p_until timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker
 set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
@@ -2863,7 +2865,8 @@ end $$;
 -- In a mixed lock has_turn says which ordered job has the turn; else it is written only where it can't be
 -- told from the job's place: a job in queue.live has it.
 
--- Adds new jobs. The turn goes to the first of a lock that had no member. Returns those that nothing here holds
+-- Adds new jobs. The turn goes to the first of a lock that had no member. While any task is paused none counts as passed
+-- before it has been at that gate, after which _wait_for_turn notes it. Returns those that nothing here holds
 -- up: that have the turn, or need none.
 create or replace function queue._join_locks(p_ids bigint[], p_high_id bigint)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -4951,6 +4954,8 @@ end $$;
 -- Why they can be claimed as they are inserted: under ADM nothing becomes ready beside them, so that what the statement
 -- sees holds. Claims and cursor commit together: taken back, the next admitter finds them new. A row that another is just
 -- claiming counts as ready, as it may be given up. The clock of the claim is read after the snapshot.
+-- Why no wake-up is lost: what is not new, or not visible yet, stays in front of the cursor or among its in_flight.
+-- Two sessions: newcomers.spec.
 create or replace function queue._claim_newcomers(
   p_worker bigint, p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint, out is_all boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -5742,7 +5747,7 @@ begin
   if not found then
     perform queue._refuse(p_id, p_claim);
   end if;
-  select j.options, coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy into v_job
+  select j.options, j.scheduled_at, coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy into v_job
   from queue.job j left join queue.task t on t.name = j.task where j.id = p_id;
   select coalesce(max(s.failures), 0) as failures, coalesce(max(s.crashes), 0) as crashes, coalesce(max(s.progress), 0) as progress
   into v_state from queue.job_state s where s.id = p_id;
@@ -5789,7 +5794,7 @@ begin
     v_reason := 'expired';
   end if;
   -- one that was rescheduled to a time before its own does not go back to that
-  v_at := coalesce(v_at, (select '-infinity'::timestamptz from queue.job j where j.id = p_id and j.scheduled_at > v_now));
+  v_at := coalesce(v_at, case when v_job.scheduled_at > v_now then '-infinity'::timestamptz end);
   insert into queue.attempt (job_id, claim, attempt, worker_id, started_at, finished_at, outcome, error, details)
   values (p_id, p_claim, v_live.attempt, v_live.worker_id, v_live.claimed_at, v_now, v_label, v_error,
           queue._cut_details(nullif(p_outcome -> 'details', 'null')));
@@ -8461,7 +8466,8 @@ begin
     and not exists (select from queue.job j left join queue.job_state s on s.id = j.id where coalesce(s.queue, j.queue) = delete_queue.name) then
     perform queue._invalid('no such queue', 'queue.queues lists them.', 'queue: ' || delete_queue.name);
   end if;
-  -- again, as the end of a claim admits what was committed meanwhile
+  -- again, as the end of a claim admits what was committed meanwhile (delete_queue_defer.spec); that ends, as nothing
+  -- that is admitted under this ADM can run
   loop
     v_ids := array(
       select j.id from queue.job j left join queue.job_state s on s.id = j.id

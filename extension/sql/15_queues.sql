@@ -151,7 +151,7 @@ begin
   return queue._set_pause(pause.queue, pause.task, true, pause.until);
 end $$;
 comment on function queue.pause(text, timestamptz, text) is
-  'Lets no job of the queue (a name, prefix* or *; NULL: all) or of the task start until resumed, or until a time. Running jobs go on. Jobs keep their state, with reason paused. Returns how many unfinished, not running jobs it concerns.';
+  'Lets no job of the queue (a name, prefix* or *; NULL: all) or of the task start until resumed, or until a time. Running jobs go on. Jobs keep their state, with reason paused; those of a paused task that waited for a lock or a limit are ready meanwhile. Returns how many unfinished, not running jobs it concerns.';
 
 -- Locks: ADM, waited for. Raises: 22023, QJ008.
 create or replace function queue.resume(queue text default null, task text default null)
@@ -225,7 +225,9 @@ begin
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.
--- Locks: the caller holds ADM.
+-- Locks: the caller holds ADM. Why nothing slips by: who waits behind the gate can be let on under ADM only; a job whose
+-- claim has ended and is not settled yet (handover) comes to the gate itself, by _route. Why nothing is forgotten: a row of
+-- queue.waiting is found by resume, or at its time by _admit_due. Two sessions: pause_fetch.spec.
 create or replace function queue._recall(p_task text, p_queue text, p_until timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker
 set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$

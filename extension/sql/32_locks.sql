@@ -13,7 +13,8 @@
 -- In a mixed lock has_turn says which ordered job has the turn; else it is written only where it can't be
 -- told from the job's place: a job in queue.live has it.
 
--- Adds new jobs. The turn goes to the first of a lock that had no member. Returns those that nothing here holds
+-- Adds new jobs. The turn goes to the first of a lock that had no member. While any task is paused none counts as passed
+-- before it has been at that gate, after which _wait_for_turn notes it. Returns those that nothing here holds
 -- up: that have the turn, or need none.
 create or replace function queue._join_locks(p_ids bigint[], p_high_id bigint)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$

@@ -205,6 +205,8 @@ end $$;
 -- Why they can be claimed as they are inserted: under ADM nothing becomes ready beside them, so that what the statement
 -- sees holds. Claims and cursor commit together: taken back, the next admitter finds them new. A row that another is just
 -- claiming counts as ready, as it may be given up. The clock of the claim is read after the snapshot.
+-- Why no wake-up is lost: what is not new, or not visible yet, stays in front of the cursor or among its in_flight.
+-- Two sessions: newcomers.spec.
 create or replace function queue._claim_newcomers(
   p_worker bigint, p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint, out is_all boolean)
 language plpgsql volatile parallel unsafe security invoker as $$

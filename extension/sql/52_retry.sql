@@ -31,7 +31,7 @@ begin
   if not found then
     perform queue._refuse(p_id, p_claim);
   end if;
-  select j.options, coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy into v_job
+  select j.options, j.scheduled_at, coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy into v_job
   from queue.job j left join queue.task t on t.name = j.task where j.id = p_id;
   select coalesce(max(s.failures), 0) as failures, coalesce(max(s.crashes), 0) as crashes, coalesce(max(s.progress), 0) as progress
   into v_state from queue.job_state s where s.id = p_id;
@@ -78,7 +78,7 @@ begin
     v_reason := 'expired';
   end if;
   -- one that was rescheduled to a time before its own does not go back to that
-  v_at := coalesce(v_at, (select '-infinity'::timestamptz from queue.job j where j.id = p_id and j.scheduled_at > v_now));
+  v_at := coalesce(v_at, case when v_job.scheduled_at > v_now then '-infinity'::timestamptz end);
   insert into queue.attempt (job_id, claim, attempt, worker_id, started_at, finished_at, outcome, error, details)
   values (p_id, p_claim, v_live.attempt, v_live.worker_id, v_live.claimed_at, v_now, v_label, v_error,
           queue._cut_details(nullif(p_outcome -> 'details', 'null')));

@@ -331,7 +331,8 @@ begin
     and not exists (select from queue.job j left join queue.job_state s on s.id = j.id where coalesce(s.queue, j.queue) = delete_queue.name) then
     perform queue._invalid('no such queue', 'queue.queues lists them.', 'queue: ' || delete_queue.name);
   end if;
-  -- again, as the end of a claim admits what was committed meanwhile
+  -- again, as the end of a claim admits what was committed meanwhile (delete_queue_defer.spec); that ends, as nothing
+  -- that is admitted under this ADM can run
   loop
     v_ids := array(
       select j.id from queue.job j left join queue.job_state s on s.id = j.id
