@@ -83,7 +83,8 @@ begin
   left join queue.waiting w on w.id = j.id and w.reason = 'held'
   cross join lateral (
     select nullif(coalesce(s.lock, j.lock), '') as lock,
-      nullif(coalesce(case when s.claims = 0 then s.scheduled_at end, j.scheduled_at), '-infinity') as scheduled_at,
+      nullif(case when s.claims > 0 then case when j.scheduled_at <= v_now then j.scheduled_at end
+                  else coalesce(s.scheduled_at, j.scheduled_at) end, '-infinity') as scheduled_at,
       coalesce((j.options ->> 'expires_at')::timestamptz > v_now, false) as is_expiring) x
   where j.id = copy.id
   returning id into v_id;

@@ -1,6 +1,6 @@
 -- Operating on many jobs by hand: move, copy, delete, fail_jobs, done, set_priority, reschedule, delete_queue.
 
-select plan(229);
+select plan(231);
 
 set pgdefer.notify = off;
 
@@ -242,6 +242,11 @@ select queue.defer('t', lock => 'a', options => '{"retry": {"max_attempts": 3}}'
 select pg_temp.run(:id, 'failed', '{"options": {"lock": "", "queue": "changed", "priority": 9}}') \g /dev/null
 select queue.copy(:id) as copy \gset
 select is((select string_agg(concat_ws(' ', lock, queue, priority), ', ') from queue.jobs where id in (:id, :copy)), 'changed 9, changed 9', 'what a retry has changed');
+select queue.defer('t', scheduled_at => '2999-01-01Z') as id \gset
+select queue.reschedule(:id) \g /dev/null
+select is(pg_temp.run(:id, 'failed', '{"options": {"retry_in": "1 h"}}'), 'scheduled', 'one that was to run later, was rescheduled and has run');
+select queue.copy(:id) as copy \gset
+select is((select concat_ws(' ', state, scheduled_at) from queue.jobs where id = :copy), 'ready', 'does not go back to its first time in the copy');
 select queue.tick() \g /dev/null
 select is_empty('select * from queue.check()', 'in order');
 select queue.defer('need') as need, queue.defer('lost need') as lost \gset
