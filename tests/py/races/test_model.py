@@ -531,7 +531,6 @@ class Machine(RuleBasedStateMachine):
             def appear() -> None:
                 self.model.jobs[id] = job
                 self.model.spread(job, job.own_deadline)
-                self.must_tick |= job.discards
 
             self.effect(client, appear)
         elif what == "replaced":
@@ -853,6 +852,7 @@ class Machine(RuleBasedStateMachine):
             assert sorted(refused) == sorted(
                 [(10**9, "QJ002")] + [(id, "QJ002") for id in expected if id != 10**9]
             )
+            self.decide(self.found())  # a turn may have come to one that is discarded, and gone on
             self.fetched([row[:-1] for row in rows if not row[-1]], worker, None, n, {}, set())
         else:
             rows = client.conn.execute(
@@ -949,12 +949,13 @@ class Machine(RuleBasedStateMachine):
                 case "set_priority":
                     refused = False
                 case "retry":
-                    refused = not (job.final or job.waits_for_retry or (is_running and force))
+                    waits = job.waits_for_retry and model.states(job) == {"scheduled"}
+                    refused = not (job.final or waits or (is_running and force))
                 case "done":
                     refused = job.final == "succeeded"
                 case _:
                     refused = bool(job.final)
-            if what == "retry" and refused and not is_running and job.claims and job.is_later:
+            if what == "retry" and refused and job.claims and model.states(job) == {"scheduled"}:
                 refused = errors[job.id] is not None  # waits after its start: for a retry or not
             assert errors[job.id] == ("QJ003" if refused else None), f"{what}: {job}"
             if refused:
@@ -969,7 +970,6 @@ class Machine(RuleBasedStateMachine):
                         model.give_back(job)
                         job.is_later = False
                     model.retry(job)
-                    self.must_tick |= job.discards
                 case "done":
                     model.end(job, "succeeded")
                 case _:
@@ -1014,6 +1014,7 @@ class Machine(RuleBasedStateMachine):
         given = [("queue", pattern), ("task", task)] + ([("until", until)] if is_pause else [])
         ((n,),) = client.call("pause" if is_pause else "resume", *given)
         self.model.pauses.append((pattern, task, is_pause))
+        self.compare()  # what it lets go may be discarded
         assert n == sum(
             matches(job.queue, pattern) and task in (None, job.task)
             for job in self.model.jobs.values()
@@ -1076,7 +1077,11 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.steps += 1
-        if self.must_tick or self.steps % 3:
+        is_undecided = any(
+            job.discards and not job.is_admitted and self.model.is_at_slots(job)
+            for job in self.model.jobs.values()
+        )
+        if self.must_tick or is_undecided or self.steps % 3:
             self.operator.call("tick")
             self.compare()
             self.must_tick = False
@@ -1086,15 +1091,18 @@ class Machine(RuleBasedStateMachine):
         broken = self.operator.conn.execute("select * from queue.check()").fetchall()
         assert not broken, broken
 
-    def compare(self) -> None:
+    def found(self) -> dict[int, tuple[Any, ...]]:
         rows = self.operator.conn.execute(
             "select id, state, reason, task, queue, priority, args, lock, claim, attempts, failures,"
             " crashes from queue.jobs order by id"
         ).fetchall()
-        found = {row[0]: row for row in rows}
+        return {row[0]: row for row in rows}
+
+    def compare(self) -> None:
+        found = self.found()
         assert found.keys() == self.model.jobs.keys()
         self.decide(found)
-        for id, state, _, *rest in rows:
+        for id, state, _, *rest in found.values():
             job = self.model.jobs[id]
             expected = self.model.states(job)
             assert state in expected, f"{job} is {state}, expected {expected}"
@@ -1130,8 +1138,9 @@ class Machine(RuleBasedStateMachine):
                 )
                 model.end(job, "cancelled")
                 model.give_turns()
-            else:
-                job.is_admitted = True
+                self.decide(found)  # the turn may have gone to one with a lesser id
+                return
+            job.is_admitted = True
 
     # The end
 
@@ -1153,6 +1162,7 @@ class Machine(RuleBasedStateMachine):
         call, model = self.operator.call, self.model
         call("resume")
         model.pauses.append((None, None, False))
+        self.compare()  # what it lets go may be discarded before the next call holds it up again
         for queue in QUEUES:
             call(
                 "configure_queue", ("name", queue), ("options", {"max_running": None, "rate": None})
@@ -1162,6 +1172,7 @@ class Machine(RuleBasedStateMachine):
             if job.is_held:
                 call("unhold", ("id", job.id))
                 job.is_held = False
+                self.compare()
         call("tick")
         self.compare()
         for job in model.jobs.values():
