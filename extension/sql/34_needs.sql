@@ -196,7 +196,7 @@ end $$;
 
 -- The state of jobs has changed: looks at those that need them, and on from those that thereby fail or can
 -- be hoped for again. One that has passed and has not started goes back to wait when a need that let it go
--- is pending again.
+-- is pending again, or has failed: one that succeeded may be retried while what it needs has failed.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
 -- Invariant: state decides, so that looking once too often does no harm.
 create or replace function queue._needs_changed(p_ids bigint[])
@@ -227,7 +227,7 @@ begin
         when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
         when coalesce(f.state, d.deleted_state) is not null or n.reason in ('held', 'upstream_failed') then 'f'
         else 'p' end as class) c
-      where w.reason in ('needs', 'upstream_failed') or c.class = 'p'),
+      where w.reason in ('needs', 'upstream_failed') or c.class = 'p' or c.class = 'f' and d.mode & 2 = 0),
     found as materialized (
       select e.job_id, max(e.need_id) filter (where x.is_next) as at, bool_or(x.is_asked) as is_asked, bool_or(x.is_back) as is_back
       from edge e
@@ -240,7 +240,7 @@ begin
           else e.holder = e.need_id and e.class <> 'f'
         end as is_asked,
         e.mode & 1 = 0 and e.reason = 'needs' and e.holder = e.need_id and e.is_satisfied as is_next,
-        e.class = 'p' and e.reason is distinct from 'needs' and e.reason is distinct from 'upstream_failed' as is_back) x
+        not e.is_satisfied and e.reason is distinct from 'needs' and e.reason is distinct from 'upstream_failed' as is_back) x
       group by e.job_id)
     select array_agg(f.job_id) filter (where f.is_asked), array_agg(f.job_id) filter (where f.at is not null and not f.is_asked),
       array_agg(f.at) filter (where f.at is not null and not f.is_asked), array_agg(f.job_id) filter (where f.is_back)
@@ -315,7 +315,8 @@ begin
       v_failed := v_failed || case v_job.standing when 'failed' then v_job.id end;
     elsif exists (select from queue.live v where v.id = v_job.id and v.claim is null) then
       -- its row is locked by a claim, which may be rolled back
-      insert into queue.handover (job_id, kind, flags) values (v_job.holder, 'recheck', 4096);
+      insert into queue.handover (job_id, kind, flags)
+      values (coalesce(v_job.holder, (select d.need_id from queue.need d where d.job_id = v_job.id limit 1)), 'recheck', 4096);
     end if;
   end loop;
   return array_remove(v_failed, null);

@@ -1,7 +1,7 @@
 -- Needs: modes, failures, their withdrawal, yields, circles, deadlines, what is kept for them.
 -- The full table is in tests/py/races/test_needs_oracle.py, the races are in isolation/needs_*.spec.
 
-select plan(179);
+select plan(186);
 
 select queue.register_worker('w') as worker \gset
 
@@ -113,6 +113,19 @@ select is(queue.hold(pg_temp.id('any_block')), 'held', 'a dependent is held');
 select is((select r.outcome from queue.retry(array[pg_temp.id('a')]) r), 'ready', 'the first is retried');
 select is(pg_temp.run('a'), 'succeeded', 'and succeeds');
 select is(pg_temp.states(), 'a:succeeded b:succeeded all_block:ready all_proceed:ready any_block:held any_proceed:ready', 'all go');
+call pg_temp.clear();
+
+-- One that has succeeded is retried while what it needs has failed
+select pg_temp.defer('a'), pg_temp.defer('b', 'a') \g /dev/null
+select is(pg_temp.run('a', 'failed'), 'failed', 'a need fails');
+select is((select d.outcome from queue.done(array[pg_temp.id('b')]) d), 'succeeded', 'its dependent is done by hand');
+select pg_temp.defer(m || '_' || f, 'b', m, f) from unnest('{all,any}'::text[]) m, unnest('{block,proceed}'::text[]) f \g /dev/null
+select is(pg_temp.states(), 'a:failed b:succeeded all_block:ready all_proceed:ready any_block:ready any_proceed:ready', 'which lets others go');
+select is((select r.outcome from queue.retry(array[pg_temp.id('b')]) r), 'upstream_failed', 'retried, it can not run');
+select is(pg_temp.states(), 'a:failed b:upstream_failed all_block:upstream_failed all_proceed:ready any_block:upstream_failed any_proceed:ready',
+          'nor can those that it had let go');
+select is((select r.outcome from queue.retry(array[pg_temp.id('a')]) r), 'ready', 'the need is retried');
+select is(pg_temp.states(), 'a:ready b:waiting all_block:waiting all_proceed:waiting any_block:waiting any_proceed:waiting', 'all wait again');
 call pg_temp.clear();
 
 -- held counts as failed, and only as long
