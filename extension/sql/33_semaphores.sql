@@ -359,6 +359,9 @@ begin
     v_left := v_left || v.rest;
     v_full := v_full || v.full_queues;
     exit when cardinality(v_won) >= p_n or clock_timestamp() > v_start + interval '100 ms';
+    if v.rest <> '{}' then
+      perform queue._pass_by(v_left);
+    end if;
     v_take := greatest(p_n - cardinality(v_won), least(2 * v_take, 1000));
   end loop;
   return v_won;
@@ -441,6 +444,38 @@ begin
   select x.* into v from queue._places(v.ids) x;
   perform queue._add_slots(array_agg(k.key), array_agg(v.lanes[k.n]), null, array_agg(1), null, null) from queue._keys_of(v.ids, v.flags) k;
   perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
+end $$;
+
+-- Where a defer is replacing ready jobs of p_ids, which may take long: lets as many others of their keys and lanes in
+-- as there are free slots that no other ready job is there for.
+-- Locks: the caller holds ADM; rows of queue.queueing_lock by skip locked.
+create or replace function queue._pass_by(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[];
+  v record;
+begin
+  v_ids := array(
+    select v.id from queue.live v where v.id = any (p_ids) and v.claim is null and v.flags & 6 <> 0 and v.flags & (256 | 8192) <> 0);
+  if v_ids <> '{}' then
+    v_ids := queue._lock_queueing_locks(v_ids);
+  end if;
+  if v_ids = '{}' then
+    return;
+  end if;
+  select array_agg(v.id) as ids, array_agg(v.flags) as flags, array_agg(v.lane) as lanes into v from queue.live v where v.id = any (v_ids);
+  perform queue._bring_forward(array(
+    select w.id
+    from (select k.key, v.lanes[k.n] as lane, count(*) as n from queue._keys_of(v.ids, v.flags) k group by 1, 2) k
+    cross join lateral (
+      select s.slots, s.used, s.lanes, s.ready, s.lows from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s
+    cross join lateral unnest(s.lanes, s.ready, s.lows) l (lane, ready, low)
+    cross join lateral (
+      select w.id from queue.waiting w
+      where w.reason = 'slot' and w.key = k.key and w.lane = k.lane and w.id >= l.low
+      order by w.id limit greatest(s.slots - s.used - (l.ready - k.n), 0)) w
+    where l.lane = k.lane));
 end $$;
 
 -- Claims those of p_ids, at most p_n, that limits let start. Ready jobs that meet a full key go to wait;
