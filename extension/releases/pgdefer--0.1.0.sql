@@ -1851,13 +1851,17 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_id bigint;
   v_is_awake boolean;
+  v_is_short boolean;
 begin
-  -- one condition and one statement for most calls, as each is set up anew in every transaction: a task that is registered
+  -- few expressions and one statement for most calls, as each is set up anew in every transaction: a task that is registered
   -- with no more than a queue and a priority, and a call that names no more than these
-  if to_regclass('queue.unlimited') is not null and defer.args @> '{}' and (defer.queue is null or defer.queue <> '' and right(defer.queue, 1) <> '*' and octet_length(defer.queue) <= 1000)
+  v_is_short := to_regclass('queue.unlimited') is not null and defer.args @> '{}'
     and num_nonnulls(defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs, defer.concurrency_key,
-                     defer.concurrency_limit, defer.options) = 0
-  then
+                     defer.concurrency_limit, defer.options) = 0;
+  if defer.queue is not null then
+    v_is_short := v_is_short and defer.queue <> '' and right(defer.queue, 1) <> '*' and octet_length(defer.queue) <= 1000;
+  end if;
+  if v_is_short then
     insert into queue.job (task, args, queue, priority)
     select t.name, defer.args, coalesce(defer.queue, t.queue, 'default'), coalesce(defer.priority, t.priority, 0)
     from queue.task t where t.name = defer.task and t.is_plain
@@ -3475,6 +3479,9 @@ begin
     v_left := v_left || v.rest;
     v_full := v_full || v.full_queues;
     exit when cardinality(v_won) >= p_n or clock_timestamp() > v_start + interval '100 ms';
+    if v.rest <> '{}' then
+      perform queue._pass_by(v_left);
+    end if;
     v_take := greatest(p_n - cardinality(v_won), least(2 * v_take, 1000));
   end loop;
   return v_won;
@@ -3557,6 +3564,38 @@ begin
   select x.* into v from queue._places(v.ids) x;
   perform queue._add_slots(array_agg(k.key), array_agg(v.lanes[k.n]), null, array_agg(1), null, null) from queue._keys_of(v.ids, v.flags) k;
   perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts);
+end $$;
+
+-- Where a defer is replacing ready jobs of p_ids, which may take long: lets as many others of their keys and lanes in
+-- as there are free slots that no other ready job is there for.
+-- Locks: the caller holds ADM; rows of queue.queueing_lock by skip locked.
+create or replace function queue._pass_by(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[];
+  v record;
+begin
+  v_ids := array(
+    select v.id from queue.live v where v.id = any (p_ids) and v.claim is null and v.flags & 6 <> 0 and v.flags & (256 | 8192) <> 0);
+  if v_ids <> '{}' then
+    v_ids := queue._lock_queueing_locks(v_ids);
+  end if;
+  if v_ids = '{}' then
+    return;
+  end if;
+  select array_agg(v.id) as ids, array_agg(v.flags) as flags, array_agg(v.lane) as lanes into v from queue.live v where v.id = any (v_ids);
+  perform queue._bring_forward(array(
+    select w.id
+    from (select k.key, v.lanes[k.n] as lane, count(*) as n from queue._keys_of(v.ids, v.flags) k group by 1, 2) k
+    cross join lateral (
+      select s.slots, s.used, s.lanes, s.ready, s.lows from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s
+    cross join lateral unnest(s.lanes, s.ready, s.lows) l (lane, ready, low)
+    cross join lateral (
+      select w.id from queue.waiting w
+      where w.reason = 'slot' and w.key = k.key and w.lane = k.lane and w.id >= l.low
+      order by w.id limit greatest(s.slots - s.used - (l.ready - k.n), 0)) w
+    where l.lane = k.lane));
 end $$;
 
 -- Claims those of p_ids, at most p_n, that limits let start. Ready jobs that meet a full key go to wait;
@@ -4079,7 +4118,7 @@ end $$;
 
 -- The state of jobs has changed: looks at those that need them, and on from those that thereby fail or can
 -- be hoped for again. One that has passed and has not started goes back to wait when a need that let it go
--- is pending again.
+-- is pending again, or has failed: one that succeeded may be retried while what it needs has failed.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
 -- Invariant: state decides, so that looking once too often does no harm.
 create or replace function queue._needs_changed(p_ids bigint[])
@@ -4110,7 +4149,7 @@ begin
         when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
         when coalesce(f.state, d.deleted_state) is not null or n.reason in ('held', 'upstream_failed') then 'f'
         else 'p' end as class) c
-      where w.reason in ('needs', 'upstream_failed') or c.class = 'p'),
+      where w.reason in ('needs', 'upstream_failed') or c.class = 'p' or c.class = 'f' and d.mode & 2 = 0),
     found as materialized (
       select e.job_id, max(e.need_id) filter (where x.is_next) as at, bool_or(x.is_asked) as is_asked, bool_or(x.is_back) as is_back
       from edge e
@@ -4123,7 +4162,7 @@ begin
           else e.holder = e.need_id and e.class <> 'f'
         end as is_asked,
         e.mode & 1 = 0 and e.reason = 'needs' and e.holder = e.need_id and e.is_satisfied as is_next,
-        e.class = 'p' and e.reason is distinct from 'needs' and e.reason is distinct from 'upstream_failed' as is_back) x
+        not e.is_satisfied and e.reason is distinct from 'needs' and e.reason is distinct from 'upstream_failed' as is_back) x
       group by e.job_id)
     select array_agg(f.job_id) filter (where f.is_asked), array_agg(f.job_id) filter (where f.at is not null and not f.is_asked),
       array_agg(f.at) filter (where f.at is not null and not f.is_asked), array_agg(f.job_id) filter (where f.is_back)
@@ -4198,7 +4237,8 @@ begin
       v_failed := v_failed || case v_job.standing when 'failed' then v_job.id end;
     elsif exists (select from queue.live v where v.id = v_job.id and v.claim is null) then
       -- its row is locked by a claim, which may be rolled back
-      insert into queue.handover (job_id, kind, flags) values (v_job.holder, 'recheck', 4096);
+      insert into queue.handover (job_id, kind, flags)
+      values (coalesce(v_job.holder, (select d.need_id from queue.need d where d.job_id = v_job.id limit 1)), 'recheck', 4096);
     end if;
   end loop;
   return array_remove(v_failed, null);
@@ -4793,20 +4833,102 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where that order is
 -- the order of ids and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
 -- the transaction holds no row that the holder of ADM could need.
--- Here are the two cases that most calls meet, in few expressions, as each is set up anew in every transaction:
--- newcomers where nothing else is ready, and one plain lane that holds enough. The rest is up to _claim_on.
--- Locks: ADM by try, with the hint was_dry or every 10 ms; then rows of queue.live by skip locked, then ADM by try.
+-- Here is what a worker meets that is mostly idle: one newcomer, or none, and nothing else to be done: no lane holds anything
+-- ready, nothing is due, handed over or left from before, no task is paused, and the newcomer is plain, without a timeout or
+-- a deadline. It is claimed as it is admitted, in three short statements: to set up statements and expressions, anew in every
+-- transaction, is most of what a single job costs, and that of a WITH is twice as much. All else is up to _claim_ready.
+-- Locks: ADM by try, where this session's last look took newcomers only (the hint was_dry); then as _claim_ready.
+-- Why the newcomer can be claimed as it is inserted: under ADM nothing becomes ready beside it, so that what the first
+-- statement sees holds for the others. Claim and cursor commit together: taken back, the next admitter finds it new. A row
+-- that another is just claiming counts as ready, as it may be given up. The clock of the claim is read after the snapshot.
+-- Why no wake-up is lost: what is not new, or not visible yet, stays in front of the cursor or among its in_flight.
+-- Two sessions: newcomers.spec.
 create or replace function queue._claim(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
+  v_now timestamptz := clock_timestamp();
+  v_has_adm boolean := false;
   v_queues text[];
-  v_now timestamptz;
-  v_has_adm boolean;
-  v_has_more boolean;
-  v_is_dry boolean;
-  v_is_claimed boolean;
+  v_tick bigint;
+  v_upto pg_snapshot;
+  v_own xid8;
+begin
+  if current_setting('pgdefer.was_dry', true) = 'on' and p_max_jobs > 0 and p_options is null and queue._lock_admission(false) then
+    v_has_adm := true;
+    if p_queues is not null then
+      v_queues := queue._match_queues(p_queues);
+    end if;
+    select k.tick, pg_current_snapshot(), pg_current_xact_id_if_assigned(),
+      array(
+        select j.id
+        from unnest(k.in_flight || k.next_xid) x (xid)
+        cross join lateral (
+          select j.id from queue.job j
+          where (j.xid, j.id) > (x.xid, -9223372036854775808) and j.xid <= case when x.xid < k.next_xid then x.xid else pg_snapshot_xmax(pg_current_snapshot()) end
+            and pg_visible_in_snapshot(j.xid, pg_current_snapshot()) and j.xid is distinct from pg_current_xact_id_if_assigned()
+          limit 2) j
+        limit 2)
+    into v_tick, v_upto, v_own, ids
+    from queue.cursor k
+    where not k.has_backlog and k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid
+      and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) is true
+      and exists (select from queue.handover h where h.xid >= coalesce(k.in_flight[1], k.next_xid)) is false
+      and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false
+      and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false
+      and exists (select from queue.pause p where p.task is not null) is false
+      and exists (
+        select from queue.lane l
+        cross join lateral (
+          select from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null limit 1) r
+        where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2) is false
+    order by k.tick desc limit 1;
+    if cardinality(ids) = 1 then
+      insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
+      select j.id, 'infinity', l.lane, 1, j.flags | l.extra_flags, nextval('queue.claim_seq'), clock_timestamp(), p_worker
+      from queue.job j
+      cross join lateral (
+        select l.lane, l.extra_flags from queue.lane l
+        where l.queue = j.queue and l.priority = j.priority and l.kind = 0 and not l.is_idle and l.paused_until is null
+          and (v_queues is null or l.queue = any (v_queues)) and ('infinity', j.id) >= (l.low_deadline, l.low_id) limit 1) l
+      where j.id = ids[1] and j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192) = 0 and j.deadline is null
+        and j.id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
+      returning claim into first_claim;
+      if first_claim is not null then
+        update queue.cursor k
+        set tick = v_tick + 1, next_xid = pg_snapshot_xmax(v_upto), high_id = greatest(k.high_id, ids[1]),
+          in_flight = case when pg_snapshot_xmin(v_upto) < pg_snapshot_xmax(v_upto) then queue._in_flight(v_upto, v_own) else '{}' end
+        where k.tick = v_tick;
+        if first_claim % 300 = 0 then  -- now and then
+          perform queue._raise_low_marks(array(select l.lane from queue.lane l where not l.is_idle and l.kind = 0));
+        end if;
+        return;
+      end if;
+    elsif ids = '{}' and clock_timestamp() - v_now < interval '2 ms' then
+      -- a look that took longer met many rows that are not visible yet: _admit lets the cursor pass them
+      ids := null;
+      return;
+    end if;
+  end if;
+  select c.ids, c.first_claim into ids, first_claim from queue._claim_ready(p_worker, p_queues, p_max_jobs, p_options, p_may_wait, v_has_adm) c;
+end $$;
+
+-- Claims what is ready, and admits where that is due: every 10 ms, as newcomers may be of higher priority, or with ADM held
+-- already (p_has_adm). Here is the case that most calls meet, one plain lane that holds enough; the rest is up to _claim_on.
+-- Locks: ADM by try; then rows of queue.live by skip locked, then ADM by try.
+create or replace function queue._claim_ready(
+  p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, p_has_adm boolean, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_queues text[];
+  v_now timestamptz := clock_timestamp();
+  v_has_adm boolean := p_has_adm;
+  v_has_more boolean := false;
+  v_admitted integer;
+  v_is_claimed boolean := false;
   v_claimed record;
   v_lanes integer[];
   v_kind smallint;
@@ -4814,57 +4936,48 @@ declare
   v_low_ids bigint[];
   v_is_registered boolean;
 begin
-  if p_max_jobs is null or p_max_jobs < 1 or p_options <> '{}' or p_queues is not null then
-    if p_max_jobs is null or p_max_jobs < 1 then
-      perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
-    elsif p_options <> '{}' then
-      ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
-      return;
-    end if;
-    v_queues := queue._match_queues(p_queues);
+  if p_max_jobs is null or p_max_jobs < 1 then
+    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
+  elsif p_options <> '{}' then
+    ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
+    return;
   end if;
-  if current_setting('pgdefer.was_dry', true) = 'on' and queue._lock_admission(false) then
-    -- this session's last look took newcomers only: they come first again
-    v_claimed := queue._claim_newcomers(p_worker, v_queues, p_max_jobs);
-    if v_claimed.is_all then
-      ids := v_claimed.ids;
-      first_claim := v_claimed.first_claim;
-      return;
-    end if;
-    v_now := clock_timestamp();
+  if v_has_adm
+    or abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01
+      and queue._lock_admission(false)
+  then
     v_has_adm := true;
-    select a.has_more, a.admitted <= p_max_jobs into v_has_more, v_is_dry from queue._admit(greatest(1000, p_max_jobs)) a;
-  else
-    v_now := clock_timestamp();
-    -- newcomers may be of higher priority: this session looks for them at most every 10 ms
-    if queue._is_admission_due(v_now) and queue._lock_admission(false) then
-      v_has_adm := true;
-      select a.has_more, a.admitted <= p_max_jobs into v_has_more, v_is_dry from queue._admit(greatest(1000, p_max_jobs)) a;
-      perform set_config('pgdefer.looked_at', extract(epoch from v_now)::text, false);
-    end if;
-    select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
-      exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
-    into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
-    from queue.lane l
-    where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
-    if v_is_registered and v_kind = 0 and cardinality(v_lanes) = 1 then
-      v_claimed := queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs);
-      ids := v_claimed.ids;
-      first_claim := v_claimed.first_claim;
-      v_is_claimed := true;
-      if cardinality(ids) = p_max_jobs then
-        if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
-          perform queue._raise_low_marks(v_lanes);
-        end if;
-        return;
+    select a.has_more, a.admitted into v_has_more, v_admitted from queue._admit(greatest(1000, p_max_jobs)) a;
+    perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
+  end if;
+  if p_queues is not null then
+    v_queues := queue._match_queues(p_queues);  -- admission may have met a new queue
+  end if;
+  select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
+    exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
+  into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
+  from queue.lane l
+  where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
+  if v_is_registered and v_kind = 0 and cardinality(v_lanes) = 1 then
+    v_claimed := queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs);
+    ids := v_claimed.ids;
+    first_claim := v_claimed.first_claim;
+    v_is_claimed := true;
+    if cardinality(ids) = p_max_jobs then
+      if v_has_adm then
+        perform set_config('pgdefer.was_dry', case when v_admitted between 1 and p_max_jobs then 'on' else 'off' end, false);
       end if;
+      if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
+        perform queue._raise_low_marks(v_lanes);
+      end if;
+      return;
     end if;
   end if;
   select c.ids, c.first_claim into ids, first_claim
-  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed is true, v_has_adm is true, v_has_more is true, v_is_dry is true) c;
+  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed, v_has_adm, v_has_more, v_admitted <= p_max_jobs is true) c;
 end $$;
 
--- Goes on with what _claim has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
+-- Goes on with what _claim_ready has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
 -- be admitted first; p_has_adm: ADM is held and was used, p_has_more: and would find more, p_is_dry: there were
 -- newcomers only.
 -- Locks: as fetch. Why no wake-up is lost: one that finds nothing has looked under ADM, or was refused ADM by one
@@ -4942,86 +5055,6 @@ begin
     perform set_config('pgdefer.was_dry', case when v_is_dry then 'on' else 'off' end, false);
   end if;
   if random() * 300 < least(cardinality(ids), 20) and v_lanes is not null and (v_has_adm or queue._lock_admission(false)) then
-    perform queue._raise_low_marks(v_lanes);
-  end if;
-end $$;
-
--- Claims what is new in the log as it admits it, where nothing else is to be done: no lane holds anything ready, nothing
--- is due, handed over or left from before, and at most p_max_jobs are new, all of them plain, without a timeout or a
--- deadline, and of one lane. is_all: that was so (ids NULL: nothing is new); else nothing was done. One statement
--- in place of _admit, _admit_range and _claim_plain, as setting up statements is most of what a single job costs.
--- Locks: the caller holds ADM.
--- Why they can be claimed as they are inserted: under ADM nothing becomes ready beside them, so that what the statement
--- sees holds. Claims and cursor commit together: taken back, the next admitter finds them new. A row that another is just
--- claiming counts as ready, as it may be given up. The clock of the claim is read after the snapshot.
--- Why no wake-up is lost: what is not new, or not visible yet, stays in front of the cursor or among its in_flight.
--- Two sessions: newcomers.spec.
-create or replace function queue._claim_newcomers(
-  p_worker bigint, p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint, out is_all boolean)
-language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
-declare
-  v_lanes integer[];
-begin
-  with seen as materialized (
-    select k.tick, k.next_xid, k.in_flight, s.upto, s.own, s.at, d.lanes, coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id
-    from (select pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own, clock_timestamp() as at offset 0) s
-    cross join (select k.* from queue.cursor k order by k.tick desc limit 1) k
-    cross join lateral (
-      select case when not bool_or((
-          select v.id from queue.live v
-          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-          order by v.deadline, v.id limit 1) is not null) then array_agg(l.lane) filter (where l.kind = 0) end as lanes
-      from queue.lane l
-      where not l.is_idle and (p_queues is null or l.queue = any (p_queues)) and (l.paused_until is null or l.paused_until <= s.at) and l.kind < 2 offset 0) d
-    where not k.has_backlog and k.due_at <= s.at and pg_snapshot_xmax(s.upto) >= k.next_xid
-      and (select w.id from queue.worker w where w.id = p_worker and w.gone_at is null) is not null
-      and (select h.seq from queue.handover h where h.xid >= coalesce(k.in_flight[1], k.next_xid) limit 1) is null
-      and (select w.id from queue.waiting w where w.at >= k.due_at and w.at <= s.at limit 1) is null
-      and (select c.name from queue.schedule c where c.due_at >= k.due_at and c.due_at <= s.at limit 1) is null
-      and (select p.no from queue.pause p where p.task is not null limit 1) is null),
-  fresh as materialized (
-    select j.id, j.flags, j.deadline, j.queue, j.priority
-    from seen s
-    cross join lateral (
-      select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j
-      where (j.xid, j.id) > (s.next_xid, -9223372036854775808) and j.xid <= pg_snapshot_xmax(s.upto)
-        and pg_visible_in_snapshot(j.xid, s.upto) and j.xid is distinct from s.own
-      order by j.xid, j.id limit p_max_jobs::bigint + 1) j
-    union all
-    select j.id, j.flags, j.deadline, j.queue, j.priority
-    from seen s
-    cross join lateral unnest(s.in_flight) x (xid)
-    cross join lateral (
-      select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j where j.xid = x.xid order by j.id limit p_max_jobs::bigint + 1) j
-    where pg_visible_in_snapshot(x.xid, s.upto) and x.xid is distinct from s.own),
-  taken as materialized (
-    select x.ids, x.high_id, x.lane, x.extra_flags, case when x.ids is not null then nextval('queue.claim_seq') end as claim, clock_timestamp() as at
-    from (
-      select array_agg(f.id) as ids, max(f.id) as high_id, min(l.lane) as lane, min(l.extra_flags) as extra_flags,
-        bool_and((f.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192) = 0 and f.id > s.high_need_id and f.deadline is null
-                  and l.lane = any (s.lanes) and ('infinity', f.id) >= (l.low_deadline, l.low_id)) is true)
-          and min(l.lane) = max(l.lane) and count(*) <= p_max_jobs as is_plain
-      from seen s
-      cross join fresh f
-      left join lateral (select l.lane, l.low_deadline, l.low_id, l.extra_flags from queue.lane l
-                         where l.queue = f.queue and l.priority = f.priority and l.kind = 0 limit 1) l on true) x
-    where x.is_plain is not false),
-  claimed as (
-    insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
-    select f.id, 'infinity', t.lane, 1, f.flags | t.extra_flags, t.claim, t.at, p_worker from taken t cross join fresh f),
-  moved as (
-    update queue.cursor k
-    set tick = k.tick + 1, next_xid = pg_snapshot_xmax(s.upto), high_id = greatest(k.high_id, t.high_id),
-      in_flight = case when pg_snapshot_xmin(s.upto) < pg_snapshot_xmax(s.upto) then queue._in_flight(s.upto, s.own) else '{}' end
-    from seen s cross join taken t
-    where t.ids is not null and k.tick = s.tick)
-  -- a look that took long met many rows that are not visible yet: _admit lets the cursor pass them
-  select t.ids, t.claim, t.ids is not null or s.lanes is not null and clock_timestamp() - s.at < interval '2 ms', s.lanes
-  into ids, first_claim, is_all, v_lanes
-  from seen s cross join taken t;
-  -- about every 300 jobs, and no more often than every 15th time
-  if first_claim % 300 < least(cardinality(ids), 20) then
     perform queue._raise_low_marks(v_lanes);
   end if;
 end $$;
@@ -5141,22 +5174,34 @@ declare
   v_flags integer;
   v_is_mixed boolean;
 begin
-  with claimed as (
+  if p_n = 1 and cardinality(p_lanes) = 1 then
+    -- as below for one, set up in half the time
     update queue.live v
-    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = (select clock_timestamp()), attempt = v.attempt + 1
-    where v.ctid = any (array(
-      select c.ctid
-      from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
-      cross join lateral (
-        select v.ctid from queue.live v
-        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-        order by v.deadline, v.id limit p_n for update of v skip locked) c
-      limit p_n))
-    returning v.id, v.claim, v.lane, v.deadline, v.attempt, v.flags)
-  select array_agg(c.id order by c.id), max(c.claim), bit_or(c.flags | case when c.attempt > 1 then 2048 else 0 end),
-    bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
-  into ids, first_claim, v_flags, v_is_mixed
-  from claimed c;
+    set claim = nextval('queue.claim_seq'), worker_id = p_worker, claimed_at = clock_timestamp(), attempt = v.attempt + 1
+    where v.ctid = (
+      select v.ctid from queue.live v
+      where v.lane = p_lanes[1] and (v.deadline, v.id) >= (p_low_deadlines[1], p_low_ids[1]) and v.claim is null
+      order by v.deadline, v.id limit 1 for update of v skip locked)
+    returning array[v.id], v.claim, v.flags | case when v.attempt > 1 then 2048 else 0 end
+    into ids, first_claim, v_flags;
+  else
+    with claimed as (
+      update queue.live v
+      set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = (select clock_timestamp()), attempt = v.attempt + 1
+      where v.ctid = any (array(
+        select c.ctid
+        from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
+        cross join lateral (
+          select v.ctid from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+          order by v.deadline, v.id limit p_n for update of v skip locked) c
+        limit p_n))
+      returning v.id, v.claim, v.lane, v.deadline, v.attempt, v.flags)
+    select array_agg(c.id order by c.id), max(c.claim), bit_or(c.flags | case when c.attempt > 1 then 2048 else 0 end),
+      bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
+    into ids, first_claim, v_flags, v_is_mixed
+    from claimed c;
+  end if;
   if v_flags & (128 | 2048) <> 0 or v_is_mixed then
     if v_flags & 128 <> 0 then
       perform queue._lease_timeouts(ids, first_claim, (select v.claimed_at from queue.live v where v.id = ids[1]));
@@ -5175,14 +5220,6 @@ begin
   insert into queue.lease (id, claim, expires_at, is_own)
   select j.id, p_claim, p_now + (j.options ->> 'timeout')::interval + interval '10 s', false
   from queue.job j where j.id = any (p_ids) and j.flags & 128 <> 0;
-end $$;
-
--- Whether this session looked for newcomers more than 10 ms ago.
-create or replace function queue._is_admission_due(p_now timestamptz)
-returns boolean language plpgsql stable parallel safe security invoker as $$
-begin
-  return abs(date_part('epoch', p_now)
-             - coalesce(nullif(current_setting('pgdefer.looked_at', true), ''), '0')::double precision) >= 0.01;
 end $$;
 
 -- The queues that a list of names and patterns selects among those that may hold something ready; NULL is all.
@@ -5223,6 +5260,11 @@ returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
+declare
+  v_attempt smallint;
+  v_flags smallint;
+  v_claimed_at timestamptz;
+  v_worker_id bigint;
 begin
   if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
@@ -5231,8 +5273,19 @@ begin
       perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
     end if;
   end if;
-  if queue._succeed(array[succeed.id], array[succeed.claim], array[succeed.result], false) is null then
+  -- as _succeed for one, set up in half the time
+  delete from queue.live v where v.id = succeed.id and v.claim = succeed.claim
+  returning v.attempt, v.flags, v.claimed_at, v.worker_id into v_attempt, v_flags, v_claimed_at, v_worker_id;
+  if v_flags is null then
     perform queue._refuse(succeed.id, succeed.claim);
+  end if;
+  insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
+  values (succeed.id, clock_timestamp(), v_claimed_at, v_worker_id, v_attempt, 'succeeded', succeed.result);
+  if succeed.id <= pg_sequence_last_value('queue.awaited_seq') then
+    perform queue._tell_waiters(array[succeed.id]);
+  end if;
+  if v_flags <> 0 then
+    perform queue._leave(array[succeed.id], array[v_flags], v_flags, false);
   end if;
 end $$;
 comment on function queue.succeed(bigint, bigint, jsonb) is
@@ -5416,7 +5469,7 @@ begin
     order by l.id for update;
   end if;
   if ids is not null then
-    v_done := queue._succeed(ids, claims, case when v_has_results then v_results end, true);
+    v_done := queue._succeed(ids, claims, case when v_has_results then v_results end);
     if v_has_others then
       states := array_fill('succeeded'::text, array[cardinality(ids)]);
       errors := array_fill(null::text, array[cardinality(ids)]);
@@ -5487,7 +5540,7 @@ end $$;
 
 -- Ends claims as succeeded. Returns the ids whose claim was the current one, NULL for none. p_ids ascend,
 -- so that width_bucket finds an id's place in them; p_results NULL: none has one.
-create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[], p_settle boolean)
+create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -5512,12 +5565,20 @@ begin
     perform queue._tell_waiters(v_done);
   end if;
   if v_all_flags <> 0 then
-    if v_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
-      perform queue._close(v_special, v_flags);
-    end if;
-    perform queue._hand_over(v_special, v_flags, 'ended', p_settle);
+    perform queue._leave(v_special, v_flags, v_all_flags, true);
   end if;
   return v_done;
+end $$;
+
+-- What jobs that have succeeded leave, by their flags, of which p_all_flags has each.
+-- Locks: as _hand_over.
+create or replace function queue._leave(p_ids bigint[], p_flags smallint[], p_all_flags smallint, p_settle boolean)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
+    perform queue._close(p_ids, p_flags);
+  end if;
+  perform queue._hand_over(p_ids, p_flags, 'ended', p_settle);
 end $$;
 
 -- What jobs that have reached their end leave beside the gates: leases, aborts, queueing locks, retention.
@@ -8218,7 +8279,8 @@ begin
   left join queue.waiting w on w.id = j.id and w.reason = 'held'
   cross join lateral (
     select nullif(coalesce(s.lock, j.lock), '') as lock,
-      nullif(coalesce(case when s.claims = 0 then s.scheduled_at end, j.scheduled_at), '-infinity') as scheduled_at,
+      nullif(case when s.claims > 0 then case when j.scheduled_at <= v_now then j.scheduled_at end
+                  else coalesce(s.scheduled_at, j.scheduled_at) end, '-infinity') as scheduled_at,
       coalesce((j.options ->> 'expires_at')::timestamptz > v_now, false) as is_expiring) x
   where j.id = copy.id
   returning id into v_id;
@@ -8318,7 +8380,7 @@ begin
   for v_job in select distinct u.id from unnest(done.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
     if v_job.standing = 'running' then
-      perform queue._succeed(array[v_job.id], array[v_job.claim], array[null::jsonb], true);
+      perform queue._succeed(array[v_job.id], array[v_job.claim], null);
       update queue.finished f set reason = 'operator' where f.id = v_job.id;
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
     elsif v_job.standing = 'open' then
@@ -8426,7 +8488,7 @@ begin
     if id is null then
       return;
     end if;
-    perform queue._succeed(array[id], array[claim], array[null::jsonb], true);
+    perform queue._succeed(array[id], array[claim], null);
     update queue.finished f set reason = 'operator' where f.id = next.id;
   else
     expires_at := queue.extend(id, claim, next.lease);

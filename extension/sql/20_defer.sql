@@ -21,13 +21,17 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_id bigint;
   v_is_awake boolean;
+  v_is_short boolean;
 begin
-  -- one condition and one statement for most calls, as each is set up anew in every transaction: a task that is registered
+  -- few expressions and one statement for most calls, as each is set up anew in every transaction: a task that is registered
   -- with no more than a queue and a priority, and a call that names no more than these
-  if to_regclass('queue.unlimited') is not null and defer.args @> '{}' and (defer.queue is null or defer.queue <> '' and right(defer.queue, 1) <> '*' and octet_length(defer.queue) <= 1000)
+  v_is_short := to_regclass('queue.unlimited') is not null and defer.args @> '{}'
     and num_nonnulls(defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs, defer.concurrency_key,
-                     defer.concurrency_limit, defer.options) = 0
-  then
+                     defer.concurrency_limit, defer.options) = 0;
+  if defer.queue is not null then
+    v_is_short := v_is_short and defer.queue <> '' and right(defer.queue, 1) <> '*' and octet_length(defer.queue) <= 1000;
+  end if;
+  if v_is_short then
     insert into queue.job (task, args, queue, priority)
     select t.name, defer.args, coalesce(defer.queue, t.queue, 'default'), coalesce(defer.priority, t.priority, 0)
     from queue.task t where t.name = defer.task and t.is_plain

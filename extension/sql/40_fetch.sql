@@ -44,20 +44,102 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where that order is
 -- the order of ids and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
 -- the transaction holds no row that the holder of ADM could need.
--- Here are the two cases that most calls meet, in few expressions, as each is set up anew in every transaction:
--- newcomers where nothing else is ready, and one plain lane that holds enough. The rest is up to _claim_on.
--- Locks: ADM by try, with the hint was_dry or every 10 ms; then rows of queue.live by skip locked, then ADM by try.
+-- Here is what a worker meets that is mostly idle: one newcomer, or none, and nothing else to be done: no lane holds anything
+-- ready, nothing is due, handed over or left from before, no task is paused, and the newcomer is plain, without a timeout or
+-- a deadline. It is claimed as it is admitted, in three short statements: to set up statements and expressions, anew in every
+-- transaction, is most of what a single job costs, and that of a WITH is twice as much. All else is up to _claim_ready.
+-- Locks: ADM by try, where this session's last look took newcomers only (the hint was_dry); then as _claim_ready.
+-- Why the newcomer can be claimed as it is inserted: under ADM nothing becomes ready beside it, so that what the first
+-- statement sees holds for the others. Claim and cursor commit together: taken back, the next admitter finds it new. A row
+-- that another is just claiming counts as ready, as it may be given up. The clock of the claim is read after the snapshot.
+-- Why no wake-up is lost: what is not new, or not visible yet, stays in front of the cursor or among its in_flight.
+-- Two sessions: newcomers.spec.
 create or replace function queue._claim(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
+  v_now timestamptz := clock_timestamp();
+  v_has_adm boolean := false;
   v_queues text[];
-  v_now timestamptz;
-  v_has_adm boolean;
-  v_has_more boolean;
-  v_is_dry boolean;
-  v_is_claimed boolean;
+  v_tick bigint;
+  v_upto pg_snapshot;
+  v_own xid8;
+begin
+  if current_setting('pgdefer.was_dry', true) = 'on' and p_max_jobs > 0 and p_options is null and queue._lock_admission(false) then
+    v_has_adm := true;
+    if p_queues is not null then
+      v_queues := queue._match_queues(p_queues);
+    end if;
+    select k.tick, pg_current_snapshot(), pg_current_xact_id_if_assigned(),
+      array(
+        select j.id
+        from unnest(k.in_flight || k.next_xid) x (xid)
+        cross join lateral (
+          select j.id from queue.job j
+          where (j.xid, j.id) > (x.xid, -9223372036854775808) and j.xid <= case when x.xid < k.next_xid then x.xid else pg_snapshot_xmax(pg_current_snapshot()) end
+            and pg_visible_in_snapshot(j.xid, pg_current_snapshot()) and j.xid is distinct from pg_current_xact_id_if_assigned()
+          limit 2) j
+        limit 2)
+    into v_tick, v_upto, v_own, ids
+    from queue.cursor k
+    where not k.has_backlog and k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid
+      and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) is true
+      and exists (select from queue.handover h where h.xid >= coalesce(k.in_flight[1], k.next_xid)) is false
+      and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false
+      and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false
+      and exists (select from queue.pause p where p.task is not null) is false
+      and exists (
+        select from queue.lane l
+        cross join lateral (
+          select from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null limit 1) r
+        where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2) is false
+    order by k.tick desc limit 1;
+    if cardinality(ids) = 1 then
+      insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
+      select j.id, 'infinity', l.lane, 1, j.flags | l.extra_flags, nextval('queue.claim_seq'), clock_timestamp(), p_worker
+      from queue.job j
+      cross join lateral (
+        select l.lane, l.extra_flags from queue.lane l
+        where l.queue = j.queue and l.priority = j.priority and l.kind = 0 and not l.is_idle and l.paused_until is null
+          and (v_queues is null or l.queue = any (v_queues)) and ('infinity', j.id) >= (l.low_deadline, l.low_id) limit 1) l
+      where j.id = ids[1] and j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192) = 0 and j.deadline is null
+        and j.id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
+      returning claim into first_claim;
+      if first_claim is not null then
+        update queue.cursor k
+        set tick = v_tick + 1, next_xid = pg_snapshot_xmax(v_upto), high_id = greatest(k.high_id, ids[1]),
+          in_flight = case when pg_snapshot_xmin(v_upto) < pg_snapshot_xmax(v_upto) then queue._in_flight(v_upto, v_own) else '{}' end
+        where k.tick = v_tick;
+        if first_claim % 300 = 0 then  -- now and then
+          perform queue._raise_low_marks(array(select l.lane from queue.lane l where not l.is_idle and l.kind = 0));
+        end if;
+        return;
+      end if;
+    elsif ids = '{}' and clock_timestamp() - v_now < interval '2 ms' then
+      -- a look that took longer met many rows that are not visible yet: _admit lets the cursor pass them
+      ids := null;
+      return;
+    end if;
+  end if;
+  select c.ids, c.first_claim into ids, first_claim from queue._claim_ready(p_worker, p_queues, p_max_jobs, p_options, p_may_wait, v_has_adm) c;
+end $$;
+
+-- Claims what is ready, and admits where that is due: every 10 ms, as newcomers may be of higher priority, or with ADM held
+-- already (p_has_adm). Here is the case that most calls meet, one plain lane that holds enough; the rest is up to _claim_on.
+-- Locks: ADM by try; then rows of queue.live by skip locked, then ADM by try.
+create or replace function queue._claim_ready(
+  p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, p_has_adm boolean, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_queues text[];
+  v_now timestamptz := clock_timestamp();
+  v_has_adm boolean := p_has_adm;
+  v_has_more boolean := false;
+  v_admitted integer;
+  v_is_claimed boolean := false;
   v_claimed record;
   v_lanes integer[];
   v_kind smallint;
@@ -65,57 +147,48 @@ declare
   v_low_ids bigint[];
   v_is_registered boolean;
 begin
-  if p_max_jobs is null or p_max_jobs < 1 or p_options <> '{}' or p_queues is not null then
-    if p_max_jobs is null or p_max_jobs < 1 then
-      perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
-    elsif p_options <> '{}' then
-      ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
-      return;
-    end if;
-    v_queues := queue._match_queues(p_queues);
+  if p_max_jobs is null or p_max_jobs < 1 then
+    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
+  elsif p_options <> '{}' then
+    ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
+    return;
   end if;
-  if current_setting('pgdefer.was_dry', true) = 'on' and queue._lock_admission(false) then
-    -- this session's last look took newcomers only: they come first again
-    v_claimed := queue._claim_newcomers(p_worker, v_queues, p_max_jobs);
-    if v_claimed.is_all then
-      ids := v_claimed.ids;
-      first_claim := v_claimed.first_claim;
-      return;
-    end if;
-    v_now := clock_timestamp();
+  if v_has_adm
+    or abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01
+      and queue._lock_admission(false)
+  then
     v_has_adm := true;
-    select a.has_more, a.admitted <= p_max_jobs into v_has_more, v_is_dry from queue._admit(greatest(1000, p_max_jobs)) a;
-  else
-    v_now := clock_timestamp();
-    -- newcomers may be of higher priority: this session looks for them at most every 10 ms
-    if queue._is_admission_due(v_now) and queue._lock_admission(false) then
-      v_has_adm := true;
-      select a.has_more, a.admitted <= p_max_jobs into v_has_more, v_is_dry from queue._admit(greatest(1000, p_max_jobs)) a;
-      perform set_config('pgdefer.looked_at', extract(epoch from v_now)::text, false);
-    end if;
-    select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
-      exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
-    into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
-    from queue.lane l
-    where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
-    if v_is_registered and v_kind = 0 and cardinality(v_lanes) = 1 then
-      v_claimed := queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs);
-      ids := v_claimed.ids;
-      first_claim := v_claimed.first_claim;
-      v_is_claimed := true;
-      if cardinality(ids) = p_max_jobs then
-        if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
-          perform queue._raise_low_marks(v_lanes);
-        end if;
-        return;
+    select a.has_more, a.admitted into v_has_more, v_admitted from queue._admit(greatest(1000, p_max_jobs)) a;
+    perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
+  end if;
+  if p_queues is not null then
+    v_queues := queue._match_queues(p_queues);  -- admission may have met a new queue
+  end if;
+  select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
+    exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
+  into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
+  from queue.lane l
+  where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
+  if v_is_registered and v_kind = 0 and cardinality(v_lanes) = 1 then
+    v_claimed := queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs);
+    ids := v_claimed.ids;
+    first_claim := v_claimed.first_claim;
+    v_is_claimed := true;
+    if cardinality(ids) = p_max_jobs then
+      if v_has_adm then
+        perform set_config('pgdefer.was_dry', case when v_admitted between 1 and p_max_jobs then 'on' else 'off' end, false);
       end if;
+      if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
+        perform queue._raise_low_marks(v_lanes);
+      end if;
+      return;
     end if;
   end if;
   select c.ids, c.first_claim into ids, first_claim
-  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed is true, v_has_adm is true, v_has_more is true, v_is_dry is true) c;
+  from queue._claim_on(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed, v_has_adm, v_has_more, v_admitted <= p_max_jobs is true) c;
 end $$;
 
--- Goes on with what _claim has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
+-- Goes on with what _claim_ready has begun: p_ids are claimed so far, p_is_claimed: all that was ready, so that more has to
 -- be admitted first; p_has_adm: ADM is held and was used, p_has_more: and would find more, p_is_dry: there were
 -- newcomers only.
 -- Locks: as fetch. Why no wake-up is lost: one that finds nothing has looked under ADM, or was refused ADM by one
@@ -193,86 +266,6 @@ begin
     perform set_config('pgdefer.was_dry', case when v_is_dry then 'on' else 'off' end, false);
   end if;
   if random() * 300 < least(cardinality(ids), 20) and v_lanes is not null and (v_has_adm or queue._lock_admission(false)) then
-    perform queue._raise_low_marks(v_lanes);
-  end if;
-end $$;
-
--- Claims what is new in the log as it admits it, where nothing else is to be done: no lane holds anything ready, nothing
--- is due, handed over or left from before, and at most p_max_jobs are new, all of them plain, without a timeout or a
--- deadline, and of one lane. is_all: that was so (ids NULL: nothing is new); else nothing was done. One statement
--- in place of _admit, _admit_range and _claim_plain, as setting up statements is most of what a single job costs.
--- Locks: the caller holds ADM.
--- Why they can be claimed as they are inserted: under ADM nothing becomes ready beside them, so that what the statement
--- sees holds. Claims and cursor commit together: taken back, the next admitter finds them new. A row that another is just
--- claiming counts as ready, as it may be given up. The clock of the claim is read after the snapshot.
--- Why no wake-up is lost: what is not new, or not visible yet, stays in front of the cursor or among its in_flight.
--- Two sessions: newcomers.spec.
-create or replace function queue._claim_newcomers(
-  p_worker bigint, p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint, out is_all boolean)
-language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
-declare
-  v_lanes integer[];
-begin
-  with seen as materialized (
-    select k.tick, k.next_xid, k.in_flight, s.upto, s.own, s.at, d.lanes, coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id
-    from (select pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own, clock_timestamp() as at offset 0) s
-    cross join (select k.* from queue.cursor k order by k.tick desc limit 1) k
-    cross join lateral (
-      select case when not bool_or((
-          select v.id from queue.live v
-          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-          order by v.deadline, v.id limit 1) is not null) then array_agg(l.lane) filter (where l.kind = 0) end as lanes
-      from queue.lane l
-      where not l.is_idle and (p_queues is null or l.queue = any (p_queues)) and (l.paused_until is null or l.paused_until <= s.at) and l.kind < 2 offset 0) d
-    where not k.has_backlog and k.due_at <= s.at and pg_snapshot_xmax(s.upto) >= k.next_xid
-      and (select w.id from queue.worker w where w.id = p_worker and w.gone_at is null) is not null
-      and (select h.seq from queue.handover h where h.xid >= coalesce(k.in_flight[1], k.next_xid) limit 1) is null
-      and (select w.id from queue.waiting w where w.at >= k.due_at and w.at <= s.at limit 1) is null
-      and (select c.name from queue.schedule c where c.due_at >= k.due_at and c.due_at <= s.at limit 1) is null
-      and (select p.no from queue.pause p where p.task is not null limit 1) is null),
-  fresh as materialized (
-    select j.id, j.flags, j.deadline, j.queue, j.priority
-    from seen s
-    cross join lateral (
-      select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j
-      where (j.xid, j.id) > (s.next_xid, -9223372036854775808) and j.xid <= pg_snapshot_xmax(s.upto)
-        and pg_visible_in_snapshot(j.xid, s.upto) and j.xid is distinct from s.own
-      order by j.xid, j.id limit p_max_jobs::bigint + 1) j
-    union all
-    select j.id, j.flags, j.deadline, j.queue, j.priority
-    from seen s
-    cross join lateral unnest(s.in_flight) x (xid)
-    cross join lateral (
-      select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j where j.xid = x.xid order by j.id limit p_max_jobs::bigint + 1) j
-    where pg_visible_in_snapshot(x.xid, s.upto) and x.xid is distinct from s.own),
-  taken as materialized (
-    select x.ids, x.high_id, x.lane, x.extra_flags, case when x.ids is not null then nextval('queue.claim_seq') end as claim, clock_timestamp() as at
-    from (
-      select array_agg(f.id) as ids, max(f.id) as high_id, min(l.lane) as lane, min(l.extra_flags) as extra_flags,
-        bool_and((f.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192) = 0 and f.id > s.high_need_id and f.deadline is null
-                  and l.lane = any (s.lanes) and ('infinity', f.id) >= (l.low_deadline, l.low_id)) is true)
-          and min(l.lane) = max(l.lane) and count(*) <= p_max_jobs as is_plain
-      from seen s
-      cross join fresh f
-      left join lateral (select l.lane, l.low_deadline, l.low_id, l.extra_flags from queue.lane l
-                         where l.queue = f.queue and l.priority = f.priority and l.kind = 0 limit 1) l on true) x
-    where x.is_plain is not false),
-  claimed as (
-    insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
-    select f.id, 'infinity', t.lane, 1, f.flags | t.extra_flags, t.claim, t.at, p_worker from taken t cross join fresh f),
-  moved as (
-    update queue.cursor k
-    set tick = k.tick + 1, next_xid = pg_snapshot_xmax(s.upto), high_id = greatest(k.high_id, t.high_id),
-      in_flight = case when pg_snapshot_xmin(s.upto) < pg_snapshot_xmax(s.upto) then queue._in_flight(s.upto, s.own) else '{}' end
-    from seen s cross join taken t
-    where t.ids is not null and k.tick = s.tick)
-  -- a look that took long met many rows that are not visible yet: _admit lets the cursor pass them
-  select t.ids, t.claim, t.ids is not null or s.lanes is not null and clock_timestamp() - s.at < interval '2 ms', s.lanes
-  into ids, first_claim, is_all, v_lanes
-  from seen s cross join taken t;
-  -- about every 300 jobs, and no more often than every 15th time
-  if first_claim % 300 < least(cardinality(ids), 20) then
     perform queue._raise_low_marks(v_lanes);
   end if;
 end $$;
@@ -392,22 +385,34 @@ declare
   v_flags integer;
   v_is_mixed boolean;
 begin
-  with claimed as (
+  if p_n = 1 and cardinality(p_lanes) = 1 then
+    -- as below for one, set up in half the time
     update queue.live v
-    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = (select clock_timestamp()), attempt = v.attempt + 1
-    where v.ctid = any (array(
-      select c.ctid
-      from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
-      cross join lateral (
-        select v.ctid from queue.live v
-        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-        order by v.deadline, v.id limit p_n for update of v skip locked) c
-      limit p_n))
-    returning v.id, v.claim, v.lane, v.deadline, v.attempt, v.flags)
-  select array_agg(c.id order by c.id), max(c.claim), bit_or(c.flags | case when c.attempt > 1 then 2048 else 0 end),
-    bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
-  into ids, first_claim, v_flags, v_is_mixed
-  from claimed c;
+    set claim = nextval('queue.claim_seq'), worker_id = p_worker, claimed_at = clock_timestamp(), attempt = v.attempt + 1
+    where v.ctid = (
+      select v.ctid from queue.live v
+      where v.lane = p_lanes[1] and (v.deadline, v.id) >= (p_low_deadlines[1], p_low_ids[1]) and v.claim is null
+      order by v.deadline, v.id limit 1 for update of v skip locked)
+    returning array[v.id], v.claim, v.flags | case when v.attempt > 1 then 2048 else 0 end
+    into ids, first_claim, v_flags;
+  else
+    with claimed as (
+      update queue.live v
+      set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = (select clock_timestamp()), attempt = v.attempt + 1
+      where v.ctid = any (array(
+        select c.ctid
+        from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
+        cross join lateral (
+          select v.ctid from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+          order by v.deadline, v.id limit p_n for update of v skip locked) c
+        limit p_n))
+      returning v.id, v.claim, v.lane, v.deadline, v.attempt, v.flags)
+    select array_agg(c.id order by c.id), max(c.claim), bit_or(c.flags | case when c.attempt > 1 then 2048 else 0 end),
+      bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
+    into ids, first_claim, v_flags, v_is_mixed
+    from claimed c;
+  end if;
   if v_flags & (128 | 2048) <> 0 or v_is_mixed then
     if v_flags & 128 <> 0 then
       perform queue._lease_timeouts(ids, first_claim, (select v.claimed_at from queue.live v where v.id = ids[1]));
@@ -426,14 +431,6 @@ begin
   insert into queue.lease (id, claim, expires_at, is_own)
   select j.id, p_claim, p_now + (j.options ->> 'timeout')::interval + interval '10 s', false
   from queue.job j where j.id = any (p_ids) and j.flags & 128 <> 0;
-end $$;
-
--- Whether this session looked for newcomers more than 10 ms ago.
-create or replace function queue._is_admission_due(p_now timestamptz)
-returns boolean language plpgsql stable parallel safe security invoker as $$
-begin
-  return abs(date_part('epoch', p_now)
-             - coalesce(nullif(current_setting('pgdefer.looked_at', true), ''), '0')::double precision) >= 0.01;
 end $$;
 
 -- The queues that a list of names and patterns selects among those that may hold something ready; NULL is all.

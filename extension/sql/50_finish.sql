@@ -12,6 +12,11 @@ returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
+declare
+  v_attempt smallint;
+  v_flags smallint;
+  v_claimed_at timestamptz;
+  v_worker_id bigint;
 begin
   if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
@@ -20,8 +25,19 @@ begin
       perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
     end if;
   end if;
-  if queue._succeed(array[succeed.id], array[succeed.claim], array[succeed.result], false) is null then
+  -- as _succeed for one, set up in half the time
+  delete from queue.live v where v.id = succeed.id and v.claim = succeed.claim
+  returning v.attempt, v.flags, v.claimed_at, v.worker_id into v_attempt, v_flags, v_claimed_at, v_worker_id;
+  if v_flags is null then
     perform queue._refuse(succeed.id, succeed.claim);
+  end if;
+  insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
+  values (succeed.id, clock_timestamp(), v_claimed_at, v_worker_id, v_attempt, 'succeeded', succeed.result);
+  if succeed.id <= pg_sequence_last_value('queue.awaited_seq') then
+    perform queue._tell_waiters(array[succeed.id]);
+  end if;
+  if v_flags <> 0 then
+    perform queue._leave(array[succeed.id], array[v_flags], v_flags, false);
   end if;
 end $$;
 comment on function queue.succeed(bigint, bigint, jsonb) is
@@ -205,7 +221,7 @@ begin
     order by l.id for update;
   end if;
   if ids is not null then
-    v_done := queue._succeed(ids, claims, case when v_has_results then v_results end, true);
+    v_done := queue._succeed(ids, claims, case when v_has_results then v_results end);
     if v_has_others then
       states := array_fill('succeeded'::text, array[cardinality(ids)]);
       errors := array_fill(null::text, array[cardinality(ids)]);
@@ -276,7 +292,7 @@ end $$;
 
 -- Ends claims as succeeded. Returns the ids whose claim was the current one, NULL for none. p_ids ascend,
 -- so that width_bucket finds an id's place in them; p_results NULL: none has one.
-create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[], p_settle boolean)
+create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -301,12 +317,20 @@ begin
     perform queue._tell_waiters(v_done);
   end if;
   if v_all_flags <> 0 then
-    if v_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
-      perform queue._close(v_special, v_flags);
-    end if;
-    perform queue._hand_over(v_special, v_flags, 'ended', p_settle);
+    perform queue._leave(v_special, v_flags, v_all_flags, true);
   end if;
   return v_done;
+end $$;
+
+-- What jobs that have succeeded leave, by their flags, of which p_all_flags has each.
+-- Locks: as _hand_over.
+create or replace function queue._leave(p_ids bigint[], p_flags smallint[], p_all_flags smallint, p_settle boolean)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_all_flags & (32 | 64 | 128 | 256 | 512 | 8192) <> 0 then
+    perform queue._close(p_ids, p_flags);
+  end if;
+  perform queue._hand_over(p_ids, p_flags, 'ended', p_settle);
 end $$;
 
 -- What jobs that have reached their end leave beside the gates: leases, aborts, queueing locks, retention.

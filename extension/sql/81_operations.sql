@@ -184,7 +184,7 @@ begin
   for v_job in select distinct u.id from unnest(done.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
     if v_job.standing = 'running' then
-      perform queue._succeed(array[v_job.id], array[v_job.claim], array[null::jsonb], true);
+      perform queue._succeed(array[v_job.id], array[v_job.claim], null);
       update queue.finished f set reason = 'operator' where f.id = v_job.id;
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
     elsif v_job.standing = 'open' then
@@ -292,7 +292,7 @@ begin
     if id is null then
       return;
     end if;
-    perform queue._succeed(array[id], array[claim], array[null::jsonb], true);
+    perform queue._succeed(array[id], array[claim], null);
     update queue.finished f set reason = 'operator' where f.id = next.id;
   else
     expires_at := queue.extend(id, claim, next.lease);
