@@ -37,10 +37,13 @@ begin
       insert into queue.waiting (id, reason) select j.id, 'held' from queue.job j where j.id = any (v_ids) and j.flags & 32 <> 0
       returning id)
     select array_agg(h.id) into v_gone from held h;
-    perform queue._needs_changed(v_gone);
     v_ids := array(select u.id from unnest(v_ids) u (id) where u.id <> all (v_gone));
   end if;
   perform queue._route(v_ids, false);
+  if v_gone is not null then
+    -- last: only now every job here is in a gate or in queue.live
+    perform queue._needs_changed(v_gone);
+  end if;
 end $$;
 
 -- Sends jobs that are in no gate to the first that is shut for them, or to queue.live.

@@ -1,7 +1,7 @@
 -- Needs: modes, failures, their withdrawal, yields, circles, deadlines, what is kept for them.
 -- The full table is in tests/py/races/test_needs_oracle.py, the races are in isolation/needs_*.spec.
 
-select plan(186);
+select plan(187);
 
 select queue.register_worker('w') as worker \gset
 
@@ -139,6 +139,12 @@ select is(pg_temp.states(), 'a:ready b:held d:upstream_failed p:waiting e:upstre
 select is(queue.cancel(pg_temp.id('e')), 'cancelled', 'a dependent may be cancelled meanwhile');
 select is(queue.unhold(pg_temp.id('b')), 'ready', 'let go');
 select is(pg_temp.states(), 'a:ready b:ready d:waiting p:waiting e:cancelled', 'and stays so');
+call pg_temp.clear();
+
+-- Deferred together with what needs it
+select pg_temp.defer('a', more => '{"held": true}') as a \gset
+select queue.defer('d', lock => 'l', needs => array[:a]), queue.defer('any', lock => 'l', needs => array[:a], options => '{"needs_mode": "any"}') \g /dev/null
+select is(pg_temp.states(), 'a:held d:upstream_failed any:upstream_failed', 'a held need has failed for those with a lock too');
 call pg_temp.clear();
 
 -- State decides, never counters: failed, retried, succeeded is one success
