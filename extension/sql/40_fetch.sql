@@ -63,25 +63,23 @@ declare
   v_has_adm boolean := false;
   v_queues text[];
   v_tick bigint;
+  v_in_flight xid8[];
   v_upto pg_snapshot;
   v_own xid8;
+  v_claimed record;
 begin
   if current_setting('pgdefer.was_dry', true) = 'on' and p_max_jobs > 0 and p_options is null and queue._lock_admission(false) then
     v_has_adm := true;
     if p_queues is not null then
       v_queues := queue._match_queues(p_queues);
     end if;
-    select k.tick, pg_current_snapshot(), pg_current_xact_id_if_assigned(),
+    select k.tick, k.in_flight, pg_current_snapshot(), pg_current_xact_id_if_assigned(),
       array(
-        select j.id
-        from unnest(k.in_flight || k.next_xid) x (xid)
-        cross join lateral (
-          select j.id from queue.job j
-          where (j.xid, j.id) > (x.xid, -9223372036854775808) and j.xid <= case when x.xid < k.next_xid then x.xid else pg_snapshot_xmax(pg_current_snapshot()) end
-            and pg_visible_in_snapshot(j.xid, pg_current_snapshot()) and j.xid is distinct from pg_current_xact_id_if_assigned()
-          limit 2) j
+        select j.id from queue.job j
+        where (j.xid, j.id) > (k.next_xid, -9223372036854775808) and j.xid <= pg_snapshot_xmax(pg_current_snapshot())
+          and pg_visible_in_snapshot(j.xid, pg_current_snapshot()) and j.xid is distinct from pg_current_xact_id_if_assigned()
         limit 2)
-    into v_tick, v_upto, v_own, ids
+    into v_tick, v_in_flight, v_upto, v_own, ids
     from queue.cursor k
     where not k.has_backlog and k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid
       and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) is true
@@ -96,6 +94,12 @@ begin
           where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null limit 1) r
         where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2) is false
     order by k.tick desc limit 1;
+    if v_in_flight <> '{}' then
+      if exists (select from unnest(v_in_flight) x (xid)
+                 where pg_visible_in_snapshot(x.xid, v_upto) and x.xid is distinct from v_own and exists (select from queue.job j where j.xid = x.xid)) then
+        ids := null;  -- what was deferred in a transaction that was in flight is new too
+      end if;
+    end if;
     if cardinality(ids) = 1 then
       insert into queue.live (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
       select j.id, 'infinity', l.lane, 1, j.flags | l.extra_flags, nextval('queue.claim_seq'), clock_timestamp(), p_worker
@@ -123,12 +127,15 @@ begin
       return;
     end if;
   end if;
-  select c.ids, c.first_claim into ids, first_claim from queue._claim_ready(p_worker, p_queues, p_max_jobs, p_options, p_may_wait, v_has_adm) c;
+  v_claimed := queue._claim_ready(p_worker, p_queues, p_max_jobs, p_options, p_may_wait, v_has_adm);
+  ids := v_claimed.ids;
+  first_claim := v_claimed.first_claim;
 end $$;
 
 -- Claims what is ready, and admits where that is due: every 10 ms, as newcomers may be of higher priority, or with ADM held
 -- already (p_has_adm). Here is the case that most calls meet, one plain lane that holds enough; the rest is up to _claim_on.
 -- Locks: ADM by try; then rows of queue.live by skip locked, then ADM by try.
+-- Why claims rise, and come after what they follow: as in _claim_plain.
 create or replace function queue._claim_ready(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean, p_has_adm boolean, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -141,11 +148,12 @@ declare
   v_admitted integer;
   v_is_claimed boolean := false;
   v_claimed record;
-  v_lanes integer[];
-  v_kind smallint;
-  v_low_deadlines timestamptz[];
-  v_low_ids bigint[];
-  v_is_registered boolean;
+  v_lane integer;
+  v_low_deadline timestamptz;
+  v_low_id bigint;
+  v_attempt smallint;
+  v_flags smallint;
+  v_claimed_at timestamptz;
 begin
   if p_max_jobs is null or p_max_jobs < 1 then
     perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
@@ -164,22 +172,43 @@ begin
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);  -- admission may have met a new queue
   end if;
-  select array_agg(l.lane), max(l.kind), array_agg(l.low_deadline), array_agg(l.low_id),
-    exists (select from queue.worker w where w.id = p_worker and w.gone_at is null)
-  into v_lanes, v_kind, v_low_deadlines, v_low_ids, v_is_registered
+  select l.lane, l.low_deadline, l.low_id into v_lane, v_low_deadline, v_low_id
   from queue.lane l
-  where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2;
-  if v_is_registered and v_kind = 0 and cardinality(v_lanes) = 1 then
-    v_claimed := queue._claim_plain(p_worker, v_lanes, v_low_deadlines, v_low_ids, p_max_jobs);
-    ids := v_claimed.ids;
-    first_claim := v_claimed.first_claim;
+  where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind = 0
+    and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) is true
+    and exists (
+      select from queue.lane o
+      where not o.is_idle and (v_queues is null or o.queue = any (v_queues)) and (o.paused_until is null or o.paused_until <= v_now) and o.kind < 2
+        and o.lane <> l.lane) is false
+  limit 1;
+  if v_lane is not null then
     v_is_claimed := true;
+    if p_max_jobs = 1 then
+      -- as _claim_plain for one
+      update queue.live v
+      set claim = nextval('queue.claim_seq'), worker_id = p_worker, claimed_at = clock_timestamp(), attempt = v.attempt + 1
+      where v.ctid = (
+        select v.ctid from queue.live v
+        where v.lane = v_lane and (v.deadline, v.id) >= (v_low_deadline, v_low_id) and v.claim is null
+        order by v.deadline, v.id limit 1 for update of v skip locked)
+      returning array[v.id], v.claim, v.attempt, v.flags, v.claimed_at into ids, first_claim, v_attempt, v_flags, v_claimed_at;
+      if v_flags & 128 <> 0 then
+        perform queue._lease_timeouts(ids, first_claim, v_claimed_at);
+      end if;
+      if v_attempt > 1 or v_flags & 2048 <> 0 then
+        first_claim := null;
+      end if;
+    else
+      v_claimed := queue._claim_plain(p_worker, array[v_lane], array[v_low_deadline], array[v_low_id], p_max_jobs);
+      ids := v_claimed.ids;
+      first_claim := v_claimed.first_claim;
+    end if;
     if cardinality(ids) = p_max_jobs then
       if v_has_adm then
         perform set_config('pgdefer.was_dry', case when v_admitted between 1 and p_max_jobs then 'on' else 'off' end, false);
       end if;
       if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
-        perform queue._raise_low_marks(v_lanes);
+        perform queue._raise_low_marks(array[v_lane]);
       end if;
       return;
     end if;
@@ -385,34 +414,22 @@ declare
   v_flags integer;
   v_is_mixed boolean;
 begin
-  if p_n = 1 and cardinality(p_lanes) = 1 then
-    -- as below for one, set up in half the time
+  with claimed as (
     update queue.live v
-    set claim = nextval('queue.claim_seq'), worker_id = p_worker, claimed_at = clock_timestamp(), attempt = v.attempt + 1
-    where v.ctid = (
-      select v.ctid from queue.live v
-      where v.lane = p_lanes[1] and (v.deadline, v.id) >= (p_low_deadlines[1], p_low_ids[1]) and v.claim is null
-      order by v.deadline, v.id limit 1 for update of v skip locked)
-    returning array[v.id], v.claim, v.flags | case when v.attempt > 1 then 2048 else 0 end
-    into ids, first_claim, v_flags;
-  else
-    with claimed as (
-      update queue.live v
-      set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = (select clock_timestamp()), attempt = v.attempt + 1
-      where v.ctid = any (array(
-        select c.ctid
-        from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
-        cross join lateral (
-          select v.ctid from queue.live v
-          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
-          order by v.deadline, v.id limit p_n for update of v skip locked) c
-        limit p_n))
-      returning v.id, v.claim, v.lane, v.deadline, v.attempt, v.flags)
-    select array_agg(c.id order by c.id), max(c.claim), bit_or(c.flags | case when c.attempt > 1 then 2048 else 0 end),
-      bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
-    into ids, first_claim, v_flags, v_is_mixed
-    from claimed c;
-  end if;
+    set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = (select clock_timestamp()), attempt = v.attempt + 1
+    where v.ctid = any (array(
+      select c.ctid
+      from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
+      cross join lateral (
+        select v.ctid from queue.live v
+        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+        order by v.deadline, v.id limit p_n for update of v skip locked) c
+      limit p_n))
+    returning v.id, v.claim, v.lane, v.deadline, v.attempt, v.flags)
+  select array_agg(c.id order by c.id), max(c.claim), bit_or(c.flags | case when c.attempt > 1 then 2048 else 0 end),
+    bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
+  into ids, first_claim, v_flags, v_is_mixed
+  from claimed c;
   if v_flags & (128 | 2048) <> 0 or v_is_mixed then
     if v_flags & 128 <> 0 then
       perform queue._lease_timeouts(ids, first_claim, (select v.claimed_at from queue.live v where v.id = ids[1]));
