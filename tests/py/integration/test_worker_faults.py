@@ -645,7 +645,12 @@ async def test_going_to_sleep_while_the_connection_is_cut(
     async def listen(self: Listener, channel: str) -> None:
         if len(cuts) < 2:
             cuts.append(channel)
+            assert self._connection is not None
+            session = [self._connection.info.backend_pid]
             self.close()
+            # until its session has ended it keeps the latch from the next
+            alive = "select from pg_stat_activity where pid = %s"
+            await until(lambda: conn.execute(alive, session).fetchone() is None)
         await real(self, channel)
 
     monkeypatch.setattr(Listener, "listen", listen)

@@ -190,7 +190,7 @@ def test_changes_against_tickers(dsn: str, connect: Connect, conn: Connection) -
         for thread in threads:
             thread.join()
     assert errors == []
-    assert sum(len(runs) for runs in sound(conn).values()) >= 5
+    assert any(sound(conn).values())
 
 
 def test_paused_queue(dsn: str, conn: Connection) -> None:
