@@ -199,7 +199,7 @@ def test_operators_amid_the_traffic(dsn: str, conn: Connection, seconds: float) 
         if idle == 5:
             # those that crashed, as their worker was thought dead, start alone
             alone = "select id, claim from queue.fetch(%s, options => '{\"alone\": true}')"
-            rows = conn.execute(alone, [row[0]]).fetchall()
+            rows += conn.execute(alone, [row[0]]).fetchall()
         outcomes = [{"id": id, "claim": claim, "outcome": "succeeded"} for id, claim in rows]
         idle = 0 if rows else idle + 1
         conn.execute("select * from queue.tick()")

@@ -160,6 +160,8 @@ def test_fetches_and_ticks(dsn: str, conn: Connection, start_sleepers: StartSlee
 def test_changes_against_tickers(dsn: str, connect: Connect, conn: Connection) -> None:
     """Workers that start register the same schedules while others run, change and remove them."""
     errors: list[BaseException] = []
+    is_short = threading.Event()
+    is_short.set()
     changes: list[Callable[[Connection, str], object]] = [
         lambda conn, name: conn.execute("select queue.unschedule(%s)", (name,)),
         lambda conn, name: conn.execute(
@@ -176,7 +178,7 @@ def test_changes_against_tickers(dsn: str, connect: Connect, conn: Connection) -
         generator = random.Random(seed)
         end = time.monotonic() + 3
         try:
-            while time.monotonic() < end:
+            while time.monotonic() < end or is_short.is_set():
                 # Another may remove it just then.
                 with contextlib.suppress(psycopg.errors.InvalidParameterValue):
                     generator.choice(changes)(conn, f"s{generator.randrange(5)}")
@@ -187,10 +189,14 @@ def test_changes_against_tickers(dsn: str, connect: Connect, conn: Connection) -
         threads = [threading.Thread(target=register, args=(connect(), i)) for i in range(4)]
         for thread in threads:
             thread.start()
+        try:
+            until(lambda: errors or len(conn.execute(JOBS).fetchall()) >= 5)
+        finally:
+            is_short.clear()
         for thread in threads:
             thread.join()
     assert errors == []
-    assert any(sound(conn).values())
+    assert sum(len(runs) for runs in sound(conn).values()) >= 5
 
 
 def test_paused_queue(dsn: str, conn: Connection) -> None:
