@@ -3571,7 +3571,9 @@ end $$;
 
 -- Where a defer is replacing ready jobs of p_ids, which may take long: lets as many others of their keys and lanes in
 -- as there are free slots that no other ready job is there for.
--- Locks: the caller holds ADM; rows of queue.queueing_lock by skip locked.
+-- Locks: the caller holds ADM; rows of queue.queueing_lock by skip locked. Why no wake-up is lost: who is let in is ready for
+-- this loop's next turn, and one that is replaced stays ready; limits are looked at again as each is claimed.
+-- Two sessions: replace_fetch.spec.
 create or replace function queue._pass_by(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -4839,7 +4841,7 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 -- Here is what a worker meets that is mostly idle: one newcomer, or none, and nothing else to be done: no lane holds anything
 -- ready, nothing is due, handed over or left from before, no task is paused, and the newcomer is plain, without a timeout or
 -- a deadline. It is claimed as it is admitted, in three short statements: to set up statements and expressions, anew in every
--- transaction, is most of what a single job costs, and that of a WITH is twice as much. All else is up to _claim_ready.
+-- transaction, is most of what a single job costs, and a WITH makes it more (ADR 1). All else is up to _claim_ready.
 -- Locks: ADM by try, where this session's last look took newcomers only (the hint was_dry); then as _claim_ready.
 -- Why the newcomer can be claimed as it is inserted: under ADM nothing becomes ready beside it, so that what the first
 -- statement sees holds for the others. Claim and cursor commit together: taken back, the next admitter finds it new. A row
@@ -4851,7 +4853,7 @@ create or replace function queue._claim(
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_now timestamptz := clock_timestamp();
+  v_now timestamptz;
   v_has_adm boolean := false;
   v_queues text[];
   v_tick bigint;
@@ -4862,9 +4864,11 @@ declare
 begin
   if current_setting('pgdefer.was_dry', true) = 'on' and p_max_jobs > 0 and p_options is null and queue._lock_admission(false) then
     v_has_adm := true;
+    v_now := clock_timestamp();
     if p_queues is not null then
       v_queues := queue._match_queues(p_queues);
     end if;
+    -- "is true" and "is false" leave the probes subplans, where joins would be set up
     select k.tick, k.in_flight, pg_current_snapshot(), pg_current_xact_id_if_assigned(),
       array(
         select j.id from queue.job j
@@ -5293,7 +5297,7 @@ begin
       perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
     end if;
   end if;
-  -- as _succeed for one, set up in half the time
+  -- as _succeed for one, in short statements (ADR 1)
   delete from queue.live v where v.id = succeed.id and v.claim = succeed.claim
   returning v.attempt, v.flags, v.claimed_at, v.worker_id into v_attempt, v_flags, v_claimed_at, v_worker_id;
   if v_flags is null then
@@ -5591,7 +5595,7 @@ begin
 end $$;
 
 -- What jobs that have succeeded leave, by their flags, of which p_all_flags has each.
--- Locks: as _hand_over.
+-- Locks: those of _close, on rows of these jobs alone, then as _hand_over, which says why no wake-up is lost.
 create or replace function queue._leave(p_ids bigint[], p_flags smallint[], p_all_flags smallint, p_settle boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -448,7 +448,9 @@ end $$;
 
 -- Where a defer is replacing ready jobs of p_ids, which may take long: lets as many others of their keys and lanes in
 -- as there are free slots that no other ready job is there for.
--- Locks: the caller holds ADM; rows of queue.queueing_lock by skip locked.
+-- Locks: the caller holds ADM; rows of queue.queueing_lock by skip locked. Why no wake-up is lost: who is let in is ready for
+-- this loop's next turn, and one that is replaced stays ready; limits are looked at again as each is claimed.
+-- Two sessions: replace_fetch.spec.
 create or replace function queue._pass_by(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column

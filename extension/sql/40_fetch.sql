@@ -47,7 +47,7 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 -- Here is what a worker meets that is mostly idle: one newcomer, or none, and nothing else to be done: no lane holds anything
 -- ready, nothing is due, handed over or left from before, no task is paused, and the newcomer is plain, without a timeout or
 -- a deadline. It is claimed as it is admitted, in three short statements: to set up statements and expressions, anew in every
--- transaction, is most of what a single job costs, and that of a WITH is twice as much. All else is up to _claim_ready.
+-- transaction, is most of what a single job costs, and a WITH makes it more (ADR 1). All else is up to _claim_ready.
 -- Locks: ADM by try, where this session's last look took newcomers only (the hint was_dry); then as _claim_ready.
 -- Why the newcomer can be claimed as it is inserted: under ADM nothing becomes ready beside it, so that what the first
 -- statement sees holds for the others. Claim and cursor commit together: taken back, the next admitter finds it new. A row
@@ -59,7 +59,7 @@ create or replace function queue._claim(
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_now timestamptz := clock_timestamp();
+  v_now timestamptz;
   v_has_adm boolean := false;
   v_queues text[];
   v_tick bigint;
@@ -70,9 +70,11 @@ declare
 begin
   if current_setting('pgdefer.was_dry', true) = 'on' and p_max_jobs > 0 and p_options is null and queue._lock_admission(false) then
     v_has_adm := true;
+    v_now := clock_timestamp();
     if p_queues is not null then
       v_queues := queue._match_queues(p_queues);
     end if;
+    -- "is true" and "is false" leave the probes subplans, where joins would be set up
     select k.tick, k.in_flight, pg_current_snapshot(), pg_current_xact_id_if_assigned(),
       array(
         select j.id from queue.job j

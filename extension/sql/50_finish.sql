@@ -25,7 +25,7 @@ begin
       perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
     end if;
   end if;
-  -- as _succeed for one, set up in half the time
+  -- as _succeed for one, in short statements (ADR 1)
   delete from queue.live v where v.id = succeed.id and v.claim = succeed.claim
   returning v.attempt, v.flags, v.claimed_at, v.worker_id into v_attempt, v_flags, v_claimed_at, v_worker_id;
   if v_flags is null then
@@ -323,7 +323,7 @@ begin
 end $$;
 
 -- What jobs that have succeeded leave, by their flags, of which p_all_flags has each.
--- Locks: as _hand_over.
+-- Locks: those of _close, on rows of these jobs alone, then as _hand_over, which says why no wake-up is lost.
 create or replace function queue._leave(p_ids bigint[], p_flags smallint[], p_all_flags smallint, p_settle boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
