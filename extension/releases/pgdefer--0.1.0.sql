@@ -344,7 +344,7 @@ create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
 -- state: succeeded, failed or cancelled, in which check() believes no table: a constraint would be read anew
 -- in every transaction, which takes as long as writing the row. The same holds for the kinds of queue.handover:
--- ended, again, replace, recheck, refill.
+-- ended, again, replace, recheck, regate, refill.
 create table queue.finished (
   id bigint not null,
   finished_at timestamptz not null,
@@ -1530,7 +1530,8 @@ begin
   return v_until;
 end $$;
 
--- Locks: ADM, waited for. Raises: 22023, QJ008.
+-- Locks: the queue's row, which one who creates it may hold (not under ADM, so that nobody else waits for him); then ADM,
+-- waited for. Raises: 22023, QJ008.
 -- Running jobs count at once; a lower limit lets them end.
 create or replace function queue.configure_queue(name text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
@@ -1565,6 +1566,7 @@ begin
   v_rate_limit := (v_rate ->> 'limit')::integer;
   v_rate_per := queue._interval('per', v_rate -> 'per');
   v_retain := queue._interval('retain', configure_queue.options -> 'retain');
+  insert into queue.queue_config (queue) values (configure_queue.name) on conflict on constraint queue_config_pkey do nothing;
   perform queue._admit_all();
   insert into queue.queue_config as c (queue, max_running, rate_limit, rate_per, retain, limited_at)
   values (configure_queue.name, v_max_running, v_rate_limit, v_rate_per, v_retain, clock_timestamp())
@@ -1684,14 +1686,19 @@ end $$;
 comment on function queue.resume(text, text) is
   'Ends a pause of the queue or task; the latest call of pause and resume that matches a queue wins. Without a task it ends the pauses of tasks on those queues too; with one, a pause of the queue stays. Returns how many unfinished, not running jobs it concerns.';
 
--- The calls whose queues and tasks a later one covers need not be kept.
+-- The calls whose queues and tasks a later one covers need not be kept. A pause whose time is over is one that has ended:
+-- what an earlier one set aside goes on.
 -- Locks: ADM, waited for; rows of queue.live by skip locked. Raises: 22023, QJ008.
+-- Why nothing slips by: a ready job whose row another transaction holds is handed over (_regate) until the row is free. A
+-- call that waits for ADM admits what is new first, and so sets it aside itself; what a fetch has claimed starts, and if
+-- that is taken back the next admission finds it.
 create or replace function queue._set_pause(p_queue text, p_task text, p_is_paused boolean, p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_queue text := nullif(p_queue, '*');
   v_ids bigint[];
+  v_is_over boolean;
 begin
   perform queue._check_isolation();
   if p_queue is not null then
@@ -1711,8 +1718,13 @@ begin
     update queue.lane l set paused_until = queue._paused_until(l.queue)
     where v_queue is null or queue._matches(l.queue, v_queue);
   end if;
-  if p_task is not null and p_is_paused then
-    perform queue._recall(p_task, v_queue, p_until);
+  v_is_over := not p_is_paused or coalesce(p_until <= clock_timestamp(), false);
+  if p_task is not null and not v_is_over then
+    update queue.waiting w set at = nullif(p_until, 'infinity')
+    where w.reason = 'task_paused'
+      and exists (select from queue.job j left join queue.job_state s on s.id = j.id
+                  where j.id = w.id and j.task = p_task and (v_queue is null or queue._matches(coalesce(s.queue, j.queue), v_queue)));
+    perform queue._recall(p_task, v_queue, nullif(p_until, 'infinity'));
     -- what is ready of the task leaves queue.live, so that fetch does not meet it
     v_ids := array(
       select v.id from queue.live v join queue.job j on j.id = v.id left join queue.job_state s on s.id = v.id
@@ -1721,10 +1733,10 @@ begin
       delete from queue.live v
       where v.id = any (array(select v.id from queue.live v where v.id = any (v_ids) and v.claim is null and v.flags & 7 = 0 for update skip locked))
       returning v.id)
-    insert into queue.waiting (id, reason, at) select g.id, 'task_paused', p_until from gone g;
-    v_ids := array(select v.id from queue.live v where v.id = any (v_ids) and queue._take_out(v.id) is not null);
-    perform queue._route(v_ids, false);
-  elsif not p_is_paused then
+    insert into queue.waiting (id, reason, at) select g.id, 'task_paused', nullif(p_until, 'infinity') from gone g;
+    perform queue._regate(array(select v.id from queue.live v where v.id = any (v_ids) and v.claim is null));
+    perform queue._heed_clock();
+  elsif p_task is not null or not p_is_paused then
     with gone as (
       delete from queue.waiting w
       where w.reason = 'task_paused'
@@ -1738,6 +1750,20 @@ begin
   perform queue._resume_schedules();
   perform queue._announce();
   return queue._count_open(v_queue, p_task);
+end $$;
+
+-- Sends ready jobs through the gates again, those whose rows another transaction holds once that is over.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+create or replace function queue._regate(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[];
+begin
+  v_ids := array(select v.id from queue.live v where v.id = any (p_ids) and v.claim is null and queue._take_out(v.id) is not null);
+  insert into queue.handover (job_id, kind, flags)
+  select v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
+  perform queue._route(v_ids, true);
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.
@@ -1800,7 +1826,9 @@ create or replace function queue._wait_for_task(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
+  v_now timestamptz := clock_timestamp();
   v_pass bigint[];
+  v_waits boolean;
 begin
   with seen as materialized (
     select u.id, queue._task_paused_until(j.task, j.queue) as until
@@ -1808,8 +1836,11 @@ begin
     cross join lateral (select j.task, coalesce(s.queue, j.queue) as queue from queue.job j left join queue.job_state s on s.id = j.id
                         where j.id = u.id offset 0) j),
   wait as (
-    insert into queue.waiting (id, reason, at) select s.id, 'task_paused', nullif(s.until, 'infinity') from seen s where s.until > clock_timestamp())
-  select array_agg(s.id order by s.id) into v_pass from seen s where s.until is null or s.until <= clock_timestamp();
+    insert into queue.waiting (id, reason, at) select s.id, 'task_paused', nullif(s.until, 'infinity') from seen s where s.until > v_now)
+  select array_agg(s.id order by s.id) filter (where s.until is null or s.until <= v_now), bool_or(s.until > v_now) into v_pass, v_waits from seen s;
+  if v_waits then
+    perform queue._heed_clock();
+  end if;
   return v_pass;
 end $$;
 
@@ -2220,9 +2251,10 @@ begin
   return null;
 end $$;
 
--- Puts a replacement's args, priority and time into the job that keeps the key.
--- Locks: the caller holds ADM; the key's row by skip locked: while another replacement holds it, that one
--- clears the mark.
+-- Puts a replacement's args, priority and time into the job that keeps the key. While another transaction holds the job's
+-- row, an operation that waits for ADM, it is handed over again; the mark keeps the job from starting until then.
+-- Locks: the caller holds ADM; the job's row of queue.live by skip locked; the key's row by skip locked: while another
+-- replacement holds it, that one clears the mark.
 create or replace function queue._apply_replacement(p_id bigint, p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -2230,9 +2262,12 @@ begin
   if exists (select from queue.finished f where f.id = p_id) or not exists (select from queue.job j where j.id = p_id) then
     return;
   end if;
-  perform queue._change(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
-                        p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity'));
-  perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
+  if queue._amend(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
+                   p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
+    perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
+  else
+    insert into queue.handover (job_id, kind, flags, payload) values (p_id, 'replace', 0, p_payload);
+  end if;
 end $$;
 
 -- Clears the mark of a replacement, if it is still that one's.
@@ -2727,6 +2762,7 @@ begin
     later as (
       insert into queue.waiting (id, reason, at) select x.id, 'schedule', x.at from seen x where x.at > v_now)
     select array_agg(x.id order by x.id) into v_pass from seen x where x.at is null or x.at <= v_now;
+    perform queue._heed_clock();
   end if;
   if v_pass is not null and exists (select from queue.pause p where p.task is not null) then
     v_pass := queue._wait_for_task(v_pass);
@@ -2736,6 +2772,29 @@ begin
   end if;
   if v_pass is not null then
     perform queue._to_slots(v_pass);
+  end if;
+  if p_has_turn and v_flags & 1 <> 0 then
+    -- last: only now those that had the turn are in a gate or in queue.live
+    perform queue._displace(array(
+      select coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
+      cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
+      left join queue.job_state s on s.id = j.id), '{}');
+  end if;
+end $$;
+
+-- Something waits for a time to come: while the clock stands before the mark of what is due, as it was set back since, the
+-- mark goes back with it, or the next admission, should it be after the mark, would begin there.
+-- Locks: the caller holds ADM.
+create or replace function queue._heed_clock()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_tick bigint;
+  v_due_at timestamptz;
+begin
+  select k.tick, k.due_at into v_tick, v_due_at from queue.cursor k order by k.tick desc limit 1;
+  if v_due_at > clock_timestamp() then
+    update queue.cursor k set due_at = '-infinity' where k.tick = v_tick;
   end if;
 end $$;
 
@@ -2861,9 +2920,9 @@ end $$;
 --
 -- ordered: the first member by id has the turn, and keeps it until it has ended, whatever it waits for.
 -- The next is found by looking past the id of the one that ended, so that the dead rows before it cost
--- nothing. A job that is admitted after one with a greater id (its transaction committed late) is late:
--- it joins before those that wait, but never displaces the one that has the turn; is_late keeps it
--- findable until it has had its turn.
+-- nothing. A job that is admitted after one with a greater id (its transaction committed late, or it is
+-- retried) is late: it joins before those that wait, and takes the turn of a younger one unless that one runs
+-- (_displace); is_late keeps it findable until it has had its turn.
 -- mutex: a member that never waits for its turn; it takes the semaphore 'm' || lock (33_semaphores.sql),
 -- as ordered jobs of a mixed lock do, one that has mutex members. An ordered job waits for every older
 -- member, so that in a mixed lock the turn is only given to the first of all.
@@ -2899,7 +2958,8 @@ begin
     from joining x)
   select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
     array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered,
-    array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free
+    array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free,
+    array_agg(x.lock) filter (where not x.is_mutex and x.n = 1 and x.has_others and x.id <= p_high_id) as late
   into v
   from joining x
   left join lateral (
@@ -2915,9 +2975,59 @@ begin
     where m.lock = x.lock and m.id = x.id;
   end if;
   if v.ordered is not null then
-    return v.free || queue._next_mixed(v.ordered);
+    v.free := v.free || queue._next_mixed(v.ordered);
+  end if;
+  if v.late is not null then
+    v.free := v.free || queue._displace(v.late, p_ids);
   end if;
   return v.free;
+end $$;
+
+-- Where a late member is older than the one that has the turn, and that one does not run, takes the turn over:
+-- else the older would wait for what the younger waits for, which may be the older. p_joining: jobs that are in no gate
+-- yet; returns those of them that nothing but the lock holds up.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked. Whose row another transaction holds is starting, or
+-- comes back (_regate) once that is over.
+create or replace function queue._displace(p_locks text[], p_joining bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_lock record;
+  v_reason text;
+  v_is_passed boolean;
+  v_pass bigint[];
+begin
+  for v_lock in
+    select u.lock, l.id as late_id, l.is_passed, h.id,
+      (select m.id from queue.lock_member m where m.lock = u.lock and m.is_mutex limit 1) is not null as is_mixed
+    from (select distinct u.lock from unnest(p_locks) u (lock)) u
+    cross join lateral (select m.id, m.is_passed from queue.lock_member m where m.lock = u.lock and m.is_late order by m.id limit 1) l
+    cross join lateral (select m.id from queue.lock_member m
+                        where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
+    where l.id < h.id
+  loop
+    v_is_passed := true;
+    select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
+    if found and v_reason <> 'slot' then
+      v_is_passed := false;
+    elsif found or exists (select from queue.live v where v.id = v_lock.id) then
+      if queue._take_out(v_lock.id) is null then
+        insert into queue.handover (job_id, kind, flags) select v.id, 'regate', 0 from queue.live v where v.id = v_lock.id and v.claim is null;
+        continue;
+      end if;
+    else
+      continue;  -- the end of its claim is not settled yet
+    end if;
+    update queue.lock_member m set has_turn = false, is_passed = v_is_passed where m.lock = v_lock.lock and m.id = v_lock.id;
+    if v_lock.is_mixed then
+      v_pass := v_pass || queue._next_mixed(array[v_lock.lock]);
+    else
+      perform queue._keep_turns(array[v_lock.late_id]);
+      v_pass := v_pass || case when v_lock.is_passed then v_lock.late_id end;
+    end if;
+  end loop;
+  perform queue._to_slots(array_agg(u.id)) from unnest(v_pass) u (id) where u.id <> all (p_joining) having count(*) > 0;
+  return (select array_agg(u.id) from unnest(v_pass) u (id) where u.id = any (p_joining));
 end $$;
 
 -- Of jobs that nothing but their lock can hold up, those that have the turn; the rest is marked.
@@ -3077,16 +3187,22 @@ begin
 end $$;
 
 -- A retry changes a job's lock (empty: to none): it gives its turn away and joins the other lock, in the
--- mode that it has.
+-- mode that it has, and goes through the gates again.
+-- Locks: the caller holds ADM; the job runs nowhere, and no other transaction knows its row of queue.live yet.
 create or replace function queue._change_lock(p_id bigint, p_lock text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
+  if p_lock = (select coalesce(s.lock, j.lock, '') from queue.job j join queue.job_state s on s.id = j.id where j.id = p_id) then
+    return;
+  end if;
+  perform queue._take_out(p_id);
   perform queue._leave_locks(array[p_id], true);
   update queue.job_state s
   set lock = p_lock, extra_flags = s.extra_flags | case when p_lock <> '' and j.flags & 3 = 0 then 1 else 0 end
   from queue.job j where s.id = p_id and j.id = p_id;
   perform queue._join_locks(array[p_id], (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
+  perform queue._route(array[p_id], false);
 end $$;
 
 -- What of check() concerns locks.
@@ -4485,7 +4601,7 @@ begin
                       and (f.state = 'succeeded' or (select queue._needs_mode(j.options) & 2 <> 0 from queue.job j where j.id = p_id))));
 end $$;
 
--- Adds the needs of a yield. False: two yields at once closed a circle, and the job has failed for it.
+-- Adds the needs of a yield. False, with nothing done: two yields at once closed a circle.
 -- Under any, one that it did not have before counts as satisfied when the run began if its end had settled
 -- then for certain (began_xid).
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
@@ -4505,8 +4621,6 @@ begin
   end if;
   v_needs := array(select n::bigint from jsonb_array_elements_text(p_payload -> 'needs') n order by 1);
   if queue._closes_circle(p_id, v_needs, null, null) then
-    perform queue._keep_turns(array[p_id]);
-    perform queue._conclude(p_id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
     return false;
   end if;
   insert into queue.need (job_id, need_id, mode, is_open, deleted_state)
@@ -5720,7 +5834,8 @@ begin
 end $$;
 
 -- Gives back the slots of ended claims and sends those of them that run again through the gates; then lets in
--- whoever is first for these slots.
+-- whoever is first for these slots. What takes a job out of where it waits comes after that: before it, a job that runs
+-- again is in no gate, and only looks as if it waited for its turn.
 -- Locks: the caller holds ADM.
 create or replace function queue._settle_slots(p_ids bigint[], p_kinds text[], p_flags smallint[], p_payloads jsonb[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -5729,6 +5844,7 @@ declare
   v record;
   v_keys text[];
   v_item record;
+  v_circular bigint[];
 begin
   select array_agg(u.id) filter (where u.kind = 'again') as again,
     array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as ids,
@@ -5742,20 +5858,30 @@ begin
     select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload)
     where p_payloads is not null and u.payload is not null
   loop
-    if v_item.kind = 'replace' then
-      perform queue._apply_replacement(v_item.id, v_item.payload);
-    elsif v_item.kind = 'refill' then
+    if v_item.kind = 'refill' then
       v_keys := v_keys || array(select k from jsonb_array_elements_text(v_item.payload) k);
     elsif v_item.payload ? 'change' then
       perform queue._change_on_retry(v_item.id, v_item.payload -> 'change');
-      v.again := array_remove(v.again, v_item.id);
-    elsif not queue._add_yield_needs(v_item.id, v_item.payload) then
-      v.again := array_remove(v.again, v_item.id);
+    elsif v_item.kind = 'again' and not queue._add_yield_needs(v_item.id, v_item.payload) then
+      v_circular := v_circular || v_item.id;
     end if;
   end loop;
   if v.again is not null then
     perform queue._route(v.again, true);
   end if;
+  for v_item in
+    select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload)
+    where p_payloads is not null and (u.kind = 'replace' or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_circular)))
+  loop
+    if v_item.kind = 'replace' then
+      perform queue._apply_replacement(v_item.id, v_item.payload);
+    elsif v_item.id = any (v_circular) then
+      perform queue._take_out(v_item.id);
+      perform queue._conclude(v_item.id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
+    else
+      perform queue._change_lock(v_item.id, v_item.payload #>> '{change,lock}');
+    end if;
+  end loop;
   if v_keys is not null then
     perform queue._refill(v_keys);
   end if;
@@ -5771,7 +5897,8 @@ declare
 begin
   select array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 3 <> 0) as locked,
     array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 4096 <> 0) as needed,
-    array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck
+    array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck,
+    array_agg(distinct u.id) filter (where u.kind = 'regate') as regate
   into v
   from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
   if v.locked is not null then
@@ -5783,6 +5910,9 @@ begin
   end if;
   if v.recheck is not null then
     perform queue._recheck_needs(v.recheck);
+  end if;
+  if v.regate is not null then
+    perform queue._regate(v.regate);
   end if;
 end $$;
 
@@ -5947,24 +6077,15 @@ begin
   where s.id = any (p_ids) and j.id = s.id;
 end $$;
 
--- Writes what fail changed on retry, queue, priority and lock, and sends the job through the gates.
+-- Writes what fail changed on retry: queue and priority. _change_lock changes the lock, once the job is in a gate.
 -- Locks: the caller holds ADM; the job is in no gate.
 create or replace function queue._change_on_retry(p_id bigint, p_change jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v_lock text;
 begin
-  select coalesce(s.lock, j.lock, '') into v_lock from queue.job j join queue.job_state s on s.id = j.id where j.id = p_id;
   update queue.job_state s
   set queue = coalesce(p_change ->> 'queue', s.queue), priority = coalesce((p_change ->> 'priority')::integer, s.priority)
   where s.id = p_id;
-  if coalesce(p_change ->> 'lock', v_lock) = v_lock then
-    perform queue._route(array[p_id], true);
-  else
-    perform queue._change_lock(p_id, p_change ->> 'lock');
-    perform queue._route(array[p_id], false);
-  end if;
 end $$;
 
 -- Raises: 22023 unless they are options of queue.fail.
@@ -8105,12 +8226,13 @@ begin
 end $$;
 
 -- Writes what is given over what the job was deferred with, and sends the job through the gates again.
--- Running and finished jobs keep their place; the change counts from their next run.
+-- Running and finished jobs keep their place; the change counts from their next run. False, with nothing done: another
+-- transaction holds the job's row.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
-create or replace function queue._change(
+create or replace function queue._amend(
   p_id bigint, p_queue text default null, p_priority integer default null, p_deadline timestamptz default null,
   p_scheduled_at timestamptz default null, p_args jsonb default null)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_from text := queue._take_out(p_id);
@@ -8119,7 +8241,7 @@ begin
     -- while its claim is being ended its row of queue.job_state may not be waited for
     perform from queue.live v where v.id = p_id for update skip locked;
     if not found and exists (select from queue.live v where v.id = p_id) then
-      return;
+      return false;
     end if;
   end if;
   insert into queue.job_state as s (id, queue, priority, deadline, scheduled_at, args)
@@ -8133,6 +8255,7 @@ begin
   elsif v_from is not null and v_from <> 'log' then
     perform queue._route(array[p_id], false);
   end if;
+  return true;
 end $$;
 
 -- Locks: the job's row of queue.live, waited for; ADM, waited for.
@@ -8251,7 +8374,7 @@ begin
       perform queue._end_attempt('{"outcome": "released", "error": "taken back by a move with force"}', v_job.id, v_job.claim, true);
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'moved');
     end if;
-    perform queue._change(v_job.id, p_queue => move.queue);
+    perform queue._amend(v_job.id, p_queue => move.queue);
     perform queue._set_purge_at(v_job.id);
     v_done := v_done || v_job.id;
   end loop;
@@ -8449,7 +8572,7 @@ begin
   for v_job in select distinct u.id from unnest(set_priority.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
     continue when v_job.standing in ('missing', 'busy');
-    perform queue._change(v_job.id, p_priority => set_priority.priority);
+    perform queue._amend(v_job.id, p_priority => set_priority.priority);
     v_done := v_done || v_job.id;
   end loop;
   perform queue._announce();
@@ -8477,7 +8600,7 @@ begin
   if (select g.standing from queue._grasp(reschedule.id) g) <> 'open' then
     perform queue._invalid_state(reschedule.id, queue._state(reschedule.id), 'Only a job that is neither running nor finished has a time to come; queue.retry runs a finished one again.');
   end if;
-  perform queue._change(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
+  perform queue._amend(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
   perform queue._announce();
   return queue._state(reschedule.id);
 end $$;
@@ -9349,7 +9472,7 @@ begin
   return query
     select 'of no known state or kind'::text, f.id, f.state from queue.finished f where f.state not in ('succeeded', 'failed', 'cancelled')
     union all
-    select 'of no known state or kind', h.job_id, h.kind from queue.handover h where h.kind not in ('ended', 'again', 'replace', 'recheck', 'refill');
+    select 'of no known state or kind', h.job_id, h.kind from queue.handover h where h.kind not in ('ended', 'again', 'replace', 'recheck', 'regate', 'refill');
   return query
     select 'admitted and nowhere'::text, j.id, format('flags %s', j.flags)
     from queue.job j
@@ -9360,6 +9483,11 @@ begin
       and not exists (select from queue.lock_member m where m.id = j.id)
       and not exists (select from queue.handover h where h.job_id = j.id)
       and not exists (select from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid);
+  return query
+    select 'waits for a time before the mark of what is due'::text, w.id, format('at %s, mark %s', w.at, k.due_at)
+    from queue.waiting w
+    cross join (select c.due_at from queue.cursor c order by c.tick desc limit 1) k
+    where w.at < k.due_at;
   return query
     select 'ready below the low mark'::text, v.id, format('lane %s', v.lane)
     from queue.live v join queue.lane l on l.lane = v.lane

@@ -14,7 +14,8 @@ begin
   return v_until;
 end $$;
 
--- Locks: ADM, waited for. Raises: 22023, QJ008.
+-- Locks: the queue's row, which one who creates it may hold (not under ADM, so that nobody else waits for him); then ADM,
+-- waited for. Raises: 22023, QJ008.
 -- Running jobs count at once; a lower limit lets them end.
 create or replace function queue.configure_queue(name text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
@@ -49,6 +50,7 @@ begin
   v_rate_limit := (v_rate ->> 'limit')::integer;
   v_rate_per := queue._interval('per', v_rate -> 'per');
   v_retain := queue._interval('retain', configure_queue.options -> 'retain');
+  insert into queue.queue_config (queue) values (configure_queue.name) on conflict on constraint queue_config_pkey do nothing;
   perform queue._admit_all();
   insert into queue.queue_config as c (queue, max_running, rate_limit, rate_per, retain, limited_at)
   values (configure_queue.name, v_max_running, v_rate_limit, v_rate_per, v_retain, clock_timestamp())
@@ -168,14 +170,19 @@ end $$;
 comment on function queue.resume(text, text) is
   'Ends a pause of the queue or task; the latest call of pause and resume that matches a queue wins. Without a task it ends the pauses of tasks on those queues too; with one, a pause of the queue stays. Returns how many unfinished, not running jobs it concerns.';
 
--- The calls whose queues and tasks a later one covers need not be kept.
+-- The calls whose queues and tasks a later one covers need not be kept. A pause whose time is over is one that has ended:
+-- what an earlier one set aside goes on.
 -- Locks: ADM, waited for; rows of queue.live by skip locked. Raises: 22023, QJ008.
+-- Why nothing slips by: a ready job whose row another transaction holds is handed over (_regate) until the row is free. A
+-- call that waits for ADM admits what is new first, and so sets it aside itself; what a fetch has claimed starts, and if
+-- that is taken back the next admission finds it.
 create or replace function queue._set_pause(p_queue text, p_task text, p_is_paused boolean, p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_queue text := nullif(p_queue, '*');
   v_ids bigint[];
+  v_is_over boolean;
 begin
   perform queue._check_isolation();
   if p_queue is not null then
@@ -195,8 +202,13 @@ begin
     update queue.lane l set paused_until = queue._paused_until(l.queue)
     where v_queue is null or queue._matches(l.queue, v_queue);
   end if;
-  if p_task is not null and p_is_paused then
-    perform queue._recall(p_task, v_queue, p_until);
+  v_is_over := not p_is_paused or coalesce(p_until <= clock_timestamp(), false);
+  if p_task is not null and not v_is_over then
+    update queue.waiting w set at = nullif(p_until, 'infinity')
+    where w.reason = 'task_paused'
+      and exists (select from queue.job j left join queue.job_state s on s.id = j.id
+                  where j.id = w.id and j.task = p_task and (v_queue is null or queue._matches(coalesce(s.queue, j.queue), v_queue)));
+    perform queue._recall(p_task, v_queue, nullif(p_until, 'infinity'));
     -- what is ready of the task leaves queue.live, so that fetch does not meet it
     v_ids := array(
       select v.id from queue.live v join queue.job j on j.id = v.id left join queue.job_state s on s.id = v.id
@@ -205,10 +217,10 @@ begin
       delete from queue.live v
       where v.id = any (array(select v.id from queue.live v where v.id = any (v_ids) and v.claim is null and v.flags & 7 = 0 for update skip locked))
       returning v.id)
-    insert into queue.waiting (id, reason, at) select g.id, 'task_paused', p_until from gone g;
-    v_ids := array(select v.id from queue.live v where v.id = any (v_ids) and queue._take_out(v.id) is not null);
-    perform queue._route(v_ids, false);
-  elsif not p_is_paused then
+    insert into queue.waiting (id, reason, at) select g.id, 'task_paused', nullif(p_until, 'infinity') from gone g;
+    perform queue._regate(array(select v.id from queue.live v where v.id = any (v_ids) and v.claim is null));
+    perform queue._heed_clock();
+  elsif p_task is not null or not p_is_paused then
     with gone as (
       delete from queue.waiting w
       where w.reason = 'task_paused'
@@ -222,6 +234,20 @@ begin
   perform queue._resume_schedules();
   perform queue._announce();
   return queue._count_open(v_queue, p_task);
+end $$;
+
+-- Sends ready jobs through the gates again, those whose rows another transaction holds once that is over.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+create or replace function queue._regate(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[];
+begin
+  v_ids := array(select v.id from queue.live v where v.id = any (p_ids) and v.claim is null and queue._take_out(v.id) is not null);
+  insert into queue.handover (job_id, kind, flags)
+  select v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
+  perform queue._route(v_ids, true);
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.
@@ -284,7 +310,9 @@ create or replace function queue._wait_for_task(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
+  v_now timestamptz := clock_timestamp();
   v_pass bigint[];
+  v_waits boolean;
 begin
   with seen as materialized (
     select u.id, queue._task_paused_until(j.task, j.queue) as until
@@ -292,8 +320,11 @@ begin
     cross join lateral (select j.task, coalesce(s.queue, j.queue) as queue from queue.job j left join queue.job_state s on s.id = j.id
                         where j.id = u.id offset 0) j),
   wait as (
-    insert into queue.waiting (id, reason, at) select s.id, 'task_paused', nullif(s.until, 'infinity') from seen s where s.until > clock_timestamp())
-  select array_agg(s.id order by s.id) into v_pass from seen s where s.until is null or s.until <= clock_timestamp();
+    insert into queue.waiting (id, reason, at) select s.id, 'task_paused', nullif(s.until, 'infinity') from seen s where s.until > v_now)
+  select array_agg(s.id order by s.id) filter (where s.until is null or s.until <= v_now), bool_or(s.until > v_now) into v_pass, v_waits from seen s;
+  if v_waits then
+    perform queue._heed_clock();
+  end if;
   return v_pass;
 end $$;
 

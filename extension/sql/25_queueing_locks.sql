@@ -43,9 +43,10 @@ begin
   return null;
 end $$;
 
--- Puts a replacement's args, priority and time into the job that keeps the key.
--- Locks: the caller holds ADM; the key's row by skip locked: while another replacement holds it, that one
--- clears the mark.
+-- Puts a replacement's args, priority and time into the job that keeps the key. While another transaction holds the job's
+-- row, an operation that waits for ADM, it is handed over again; the mark keeps the job from starting until then.
+-- Locks: the caller holds ADM; the job's row of queue.live by skip locked; the key's row by skip locked: while another
+-- replacement holds it, that one clears the mark.
 create or replace function queue._apply_replacement(p_id bigint, p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -53,9 +54,12 @@ begin
   if exists (select from queue.finished f where f.id = p_id) or not exists (select from queue.job j where j.id = p_id) then
     return;
   end if;
-  perform queue._change(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
-                        p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity'));
-  perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
+  if queue._amend(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
+                   p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
+    perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
+  else
+    insert into queue.handover (job_id, kind, flags, payload) values (p_id, 'replace', 0, p_payload);
+  end if;
 end $$;
 
 -- Clears the mark of a replacement, if it is still that one's.

@@ -80,6 +80,7 @@ begin
     later as (
       insert into queue.waiting (id, reason, at) select x.id, 'schedule', x.at from seen x where x.at > v_now)
     select array_agg(x.id order by x.id) into v_pass from seen x where x.at is null or x.at <= v_now;
+    perform queue._heed_clock();
   end if;
   if v_pass is not null and exists (select from queue.pause p where p.task is not null) then
     v_pass := queue._wait_for_task(v_pass);
@@ -89,6 +90,29 @@ begin
   end if;
   if v_pass is not null then
     perform queue._to_slots(v_pass);
+  end if;
+  if p_has_turn and v_flags & 1 <> 0 then
+    -- last: only now those that had the turn are in a gate or in queue.live
+    perform queue._displace(array(
+      select coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
+      cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
+      left join queue.job_state s on s.id = j.id), '{}');
+  end if;
+end $$;
+
+-- Something waits for a time to come: while the clock stands before the mark of what is due, as it was set back since, the
+-- mark goes back with it, or the next admission, should it be after the mark, would begin there.
+-- Locks: the caller holds ADM.
+create or replace function queue._heed_clock()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_tick bigint;
+  v_due_at timestamptz;
+begin
+  select k.tick, k.due_at into v_tick, v_due_at from queue.cursor k order by k.tick desc limit 1;
+  if v_due_at > clock_timestamp() then
+    update queue.cursor k set due_at = '-infinity' where k.tick = v_tick;
   end if;
 end $$;
 

@@ -2,9 +2,9 @@
 --
 -- ordered: the first member by id has the turn, and keeps it until it has ended, whatever it waits for.
 -- The next is found by looking past the id of the one that ended, so that the dead rows before it cost
--- nothing. A job that is admitted after one with a greater id (its transaction committed late) is late:
--- it joins before those that wait, but never displaces the one that has the turn; is_late keeps it
--- findable until it has had its turn.
+-- nothing. A job that is admitted after one with a greater id (its transaction committed late, or it is
+-- retried) is late: it joins before those that wait, and takes the turn of a younger one unless that one runs
+-- (_displace); is_late keeps it findable until it has had its turn.
 -- mutex: a member that never waits for its turn; it takes the semaphore 'm' || lock (33_semaphores.sql),
 -- as ordered jobs of a mixed lock do, one that has mutex members. An ordered job waits for every older
 -- member, so that in a mixed lock the turn is only given to the first of all.
@@ -40,7 +40,8 @@ begin
     from joining x)
   select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
     array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered,
-    array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free
+    array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free,
+    array_agg(x.lock) filter (where not x.is_mutex and x.n = 1 and x.has_others and x.id <= p_high_id) as late
   into v
   from joining x
   left join lateral (
@@ -56,9 +57,59 @@ begin
     where m.lock = x.lock and m.id = x.id;
   end if;
   if v.ordered is not null then
-    return v.free || queue._next_mixed(v.ordered);
+    v.free := v.free || queue._next_mixed(v.ordered);
+  end if;
+  if v.late is not null then
+    v.free := v.free || queue._displace(v.late, p_ids);
   end if;
   return v.free;
+end $$;
+
+-- Where a late member is older than the one that has the turn, and that one does not run, takes the turn over:
+-- else the older would wait for what the younger waits for, which may be the older. p_joining: jobs that are in no gate
+-- yet; returns those of them that nothing but the lock holds up.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked. Whose row another transaction holds is starting, or
+-- comes back (_regate) once that is over.
+create or replace function queue._displace(p_locks text[], p_joining bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_lock record;
+  v_reason text;
+  v_is_passed boolean;
+  v_pass bigint[];
+begin
+  for v_lock in
+    select u.lock, l.id as late_id, l.is_passed, h.id,
+      (select m.id from queue.lock_member m where m.lock = u.lock and m.is_mutex limit 1) is not null as is_mixed
+    from (select distinct u.lock from unnest(p_locks) u (lock)) u
+    cross join lateral (select m.id, m.is_passed from queue.lock_member m where m.lock = u.lock and m.is_late order by m.id limit 1) l
+    cross join lateral (select m.id from queue.lock_member m
+                        where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
+    where l.id < h.id
+  loop
+    v_is_passed := true;
+    select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
+    if found and v_reason <> 'slot' then
+      v_is_passed := false;
+    elsif found or exists (select from queue.live v where v.id = v_lock.id) then
+      if queue._take_out(v_lock.id) is null then
+        insert into queue.handover (job_id, kind, flags) select v.id, 'regate', 0 from queue.live v where v.id = v_lock.id and v.claim is null;
+        continue;
+      end if;
+    else
+      continue;  -- the end of its claim is not settled yet
+    end if;
+    update queue.lock_member m set has_turn = false, is_passed = v_is_passed where m.lock = v_lock.lock and m.id = v_lock.id;
+    if v_lock.is_mixed then
+      v_pass := v_pass || queue._next_mixed(array[v_lock.lock]);
+    else
+      perform queue._keep_turns(array[v_lock.late_id]);
+      v_pass := v_pass || case when v_lock.is_passed then v_lock.late_id end;
+    end if;
+  end loop;
+  perform queue._to_slots(array_agg(u.id)) from unnest(v_pass) u (id) where u.id <> all (p_joining) having count(*) > 0;
+  return (select array_agg(u.id) from unnest(v_pass) u (id) where u.id = any (p_joining));
 end $$;
 
 -- Of jobs that nothing but their lock can hold up, those that have the turn; the rest is marked.
@@ -218,16 +269,22 @@ begin
 end $$;
 
 -- A retry changes a job's lock (empty: to none): it gives its turn away and joins the other lock, in the
--- mode that it has.
+-- mode that it has, and goes through the gates again.
+-- Locks: the caller holds ADM; the job runs nowhere, and no other transaction knows its row of queue.live yet.
 create or replace function queue._change_lock(p_id bigint, p_lock text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
+  if p_lock = (select coalesce(s.lock, j.lock, '') from queue.job j join queue.job_state s on s.id = j.id where j.id = p_id) then
+    return;
+  end if;
+  perform queue._take_out(p_id);
   perform queue._leave_locks(array[p_id], true);
   update queue.job_state s
   set lock = p_lock, extra_flags = s.extra_flags | case when p_lock <> '' and j.flags & 3 = 0 then 1 else 0 end
   from queue.job j where s.id = p_id and j.id = p_id;
   perform queue._join_locks(array[p_id], (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
+  perform queue._route(array[p_id], false);
 end $$;
 
 -- What of check() concerns locks.

@@ -558,7 +558,7 @@ begin
                       and (f.state = 'succeeded' or (select queue._needs_mode(j.options) & 2 <> 0 from queue.job j where j.id = p_id))));
 end $$;
 
--- Adds the needs of a yield. False: two yields at once closed a circle, and the job has failed for it.
+-- Adds the needs of a yield. False, with nothing done: two yields at once closed a circle.
 -- Under any, one that it did not have before counts as satisfied when the run began if its end had settled
 -- then for certain (began_xid).
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
@@ -578,8 +578,6 @@ begin
   end if;
   v_needs := array(select n::bigint from jsonb_array_elements_text(p_payload -> 'needs') n order by 1);
   if queue._closes_circle(p_id, v_needs, null, null) then
-    perform queue._keep_turns(array[p_id]);
-    perform queue._conclude(p_id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
     return false;
   end if;
   insert into queue.need (job_id, need_id, mode, is_open, deleted_state)

@@ -448,7 +448,8 @@ begin
 end $$;
 
 -- Gives back the slots of ended claims and sends those of them that run again through the gates; then lets in
--- whoever is first for these slots.
+-- whoever is first for these slots. What takes a job out of where it waits comes after that: before it, a job that runs
+-- again is in no gate, and only looks as if it waited for its turn.
 -- Locks: the caller holds ADM.
 create or replace function queue._settle_slots(p_ids bigint[], p_kinds text[], p_flags smallint[], p_payloads jsonb[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -457,6 +458,7 @@ declare
   v record;
   v_keys text[];
   v_item record;
+  v_circular bigint[];
 begin
   select array_agg(u.id) filter (where u.kind = 'again') as again,
     array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as ids,
@@ -470,20 +472,30 @@ begin
     select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload)
     where p_payloads is not null and u.payload is not null
   loop
-    if v_item.kind = 'replace' then
-      perform queue._apply_replacement(v_item.id, v_item.payload);
-    elsif v_item.kind = 'refill' then
+    if v_item.kind = 'refill' then
       v_keys := v_keys || array(select k from jsonb_array_elements_text(v_item.payload) k);
     elsif v_item.payload ? 'change' then
       perform queue._change_on_retry(v_item.id, v_item.payload -> 'change');
-      v.again := array_remove(v.again, v_item.id);
-    elsif not queue._add_yield_needs(v_item.id, v_item.payload) then
-      v.again := array_remove(v.again, v_item.id);
+    elsif v_item.kind = 'again' and not queue._add_yield_needs(v_item.id, v_item.payload) then
+      v_circular := v_circular || v_item.id;
     end if;
   end loop;
   if v.again is not null then
     perform queue._route(v.again, true);
   end if;
+  for v_item in
+    select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload)
+    where p_payloads is not null and (u.kind = 'replace' or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_circular)))
+  loop
+    if v_item.kind = 'replace' then
+      perform queue._apply_replacement(v_item.id, v_item.payload);
+    elsif v_item.id = any (v_circular) then
+      perform queue._take_out(v_item.id);
+      perform queue._conclude(v_item.id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
+    else
+      perform queue._change_lock(v_item.id, v_item.payload #>> '{change,lock}');
+    end if;
+  end loop;
   if v_keys is not null then
     perform queue._refill(v_keys);
   end if;
@@ -499,7 +511,8 @@ declare
 begin
   select array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 3 <> 0) as locked,
     array_agg(u.id) filter (where u.kind = 'ended' and u.flags & 4096 <> 0) as needed,
-    array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck
+    array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck,
+    array_agg(distinct u.id) filter (where u.kind = 'regate') as regate
   into v
   from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
   if v.locked is not null then
@@ -511,6 +524,9 @@ begin
   end if;
   if v.recheck is not null then
     perform queue._recheck_needs(v.recheck);
+  end if;
+  if v.regate is not null then
+    perform queue._regate(v.regate);
   end if;
 end $$;
 

@@ -146,24 +146,15 @@ begin
   where s.id = any (p_ids) and j.id = s.id;
 end $$;
 
--- Writes what fail changed on retry, queue, priority and lock, and sends the job through the gates.
+-- Writes what fail changed on retry: queue and priority. _change_lock changes the lock, once the job is in a gate.
 -- Locks: the caller holds ADM; the job is in no gate.
 create or replace function queue._change_on_retry(p_id bigint, p_change jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v_lock text;
 begin
-  select coalesce(s.lock, j.lock, '') into v_lock from queue.job j join queue.job_state s on s.id = j.id where j.id = p_id;
   update queue.job_state s
   set queue = coalesce(p_change ->> 'queue', s.queue), priority = coalesce((p_change ->> 'priority')::integer, s.priority)
   where s.id = p_id;
-  if coalesce(p_change ->> 'lock', v_lock) = v_lock then
-    perform queue._route(array[p_id], true);
-  else
-    perform queue._change_lock(p_id, p_change ->> 'lock');
-    perform queue._route(array[p_id], false);
-  end if;
 end $$;
 
 -- Raises: 22023 unless they are options of queue.fail.

@@ -166,12 +166,13 @@ begin
 end $$;
 
 -- Writes what is given over what the job was deferred with, and sends the job through the gates again.
--- Running and finished jobs keep their place; the change counts from their next run.
+-- Running and finished jobs keep their place; the change counts from their next run. False, with nothing done: another
+-- transaction holds the job's row.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
-create or replace function queue._change(
+create or replace function queue._amend(
   p_id bigint, p_queue text default null, p_priority integer default null, p_deadline timestamptz default null,
   p_scheduled_at timestamptz default null, p_args jsonb default null)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_from text := queue._take_out(p_id);
@@ -180,7 +181,7 @@ begin
     -- while its claim is being ended its row of queue.job_state may not be waited for
     perform from queue.live v where v.id = p_id for update skip locked;
     if not found and exists (select from queue.live v where v.id = p_id) then
-      return;
+      return false;
     end if;
   end if;
   insert into queue.job_state as s (id, queue, priority, deadline, scheduled_at, args)
@@ -194,6 +195,7 @@ begin
   elsif v_from is not null and v_from <> 'log' then
     perform queue._route(array[p_id], false);
   end if;
+  return true;
 end $$;
 
 -- Locks: the job's row of queue.live, waited for; ADM, waited for.

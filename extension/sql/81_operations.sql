@@ -31,7 +31,7 @@ begin
       perform queue._end_attempt('{"outcome": "released", "error": "taken back by a move with force"}', v_job.id, v_job.claim, true);
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'moved');
     end if;
-    perform queue._change(v_job.id, p_queue => move.queue);
+    perform queue._amend(v_job.id, p_queue => move.queue);
     perform queue._set_purge_at(v_job.id);
     v_done := v_done || v_job.id;
   end loop;
@@ -229,7 +229,7 @@ begin
   for v_job in select distinct u.id from unnest(set_priority.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._grasp(v_job.id) g;
     continue when v_job.standing in ('missing', 'busy');
-    perform queue._change(v_job.id, p_priority => set_priority.priority);
+    perform queue._amend(v_job.id, p_priority => set_priority.priority);
     v_done := v_done || v_job.id;
   end loop;
   perform queue._announce();
@@ -257,7 +257,7 @@ begin
   if (select g.standing from queue._grasp(reschedule.id) g) <> 'open' then
     perform queue._invalid_state(reschedule.id, queue._state(reschedule.id), 'Only a job that is neither running nor finished has a time to come; queue.retry runs a finished one again.');
   end if;
-  perform queue._change(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
+  perform queue._amend(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
   perform queue._announce();
   return queue._state(reschedule.id);
 end $$;

@@ -179,7 +179,7 @@ begin
   return query
     select 'of no known state or kind'::text, f.id, f.state from queue.finished f where f.state not in ('succeeded', 'failed', 'cancelled')
     union all
-    select 'of no known state or kind', h.job_id, h.kind from queue.handover h where h.kind not in ('ended', 'again', 'replace', 'recheck', 'refill');
+    select 'of no known state or kind', h.job_id, h.kind from queue.handover h where h.kind not in ('ended', 'again', 'replace', 'recheck', 'regate', 'refill');
   return query
     select 'admitted and nowhere'::text, j.id, format('flags %s', j.flags)
     from queue.job j
@@ -190,6 +190,11 @@ begin
       and not exists (select from queue.lock_member m where m.id = j.id)
       and not exists (select from queue.handover h where h.job_id = j.id)
       and not exists (select from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid);
+  return query
+    select 'waits for a time before the mark of what is due'::text, w.id, format('at %s, mark %s', w.at, k.due_at)
+    from queue.waiting w
+    cross join (select c.due_at from queue.cursor c order by c.tick desc limit 1) k
+    where w.at < k.due_at;
   return query
     select 'ready below the low mark'::text, v.id, format('lane %s', v.lane)
     from queue.live v join queue.lane l on l.lane = v.lane

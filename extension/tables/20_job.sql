@@ -103,7 +103,7 @@ create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
 -- state: succeeded, failed or cancelled, in which check() believes no table: a constraint would be read anew
 -- in every transaction, which takes as long as writing the row. The same holds for the kinds of queue.handover:
--- ended, again, replace, recheck, refill.
+-- ended, again, replace, recheck, regate, refill.
 create table queue.finished (
   id bigint not null,
   finished_at timestamptz not null,

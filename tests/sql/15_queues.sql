@@ -1,6 +1,6 @@
 -- Queues: pausing with patterns, times and tasks; creating and configuring.
 
-select plan(35);
+select plan(43);
 
 select queue.register_worker('w') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
@@ -104,4 +104,48 @@ select queue.configure_queue('names "of" any kind ☃', '{"paused": false}');
 select is((select row (q.max_running, q.retain)::text from queue.queues q where q.name = 'names "of" any kind ☃'), '(5,"1 day")', 'absent keys keep their value');
 
 select is_empty('select * from queue.check()', 'sound');
+-- Pauses of a task: the latest call wins, also for what an earlier one has set aside
+create function pg_temp.of_task(task text) returns bigint language sql as $$
+  select count(*) from queue.fetch((select max(w.id) from queue.workers w), null, 1000, jsonb_build_object('tasks', jsonb_build_array(task)));
+$$;
+select queue.register_worker('w') \g /dev/null
+select queue.defer('twice') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.pause(task => 'twice') \g /dev/null
+select queue.pause(task => 'twice', until => clock_timestamp() + interval '100 ms') \g /dev/null
+select is(pg_temp.of_task('twice'), 0::bigint, 'a task that is paused for ever, and then until a time');
+select pg_sleep_until(max(p.until)) from queue.pause p where p.task = 'twice';
+select is(pg_temp.of_task('twice'), 1::bigint, 'goes on at that time');
+select queue.defer('over') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.pause(task => 'over') \g /dev/null
+select queue.pause(task => 'over', until => clock_timestamp() - interval '1 hour') \g /dev/null
+select is_empty('select * from queue.check()', 'a time that is past');
+select is(pg_temp.of_task('over'), 1::bigint, 'ends the pause');
+select queue.pause(task => 'over', until => 'infinity') \g /dev/null
+select queue.defer('over') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.of_task('over'), 0::bigint, 'until infinity is for ever');
+select queue.resume(task => 'over') \g /dev/null
+select is(pg_temp.of_task('over'), 1::bigint, 'or until resumed');
+
+-- A pause that ends while jobs of the task are admitted
+create procedure pg_temp.end_amid(n integer) language plpgsql as $$
+begin
+  perform queue.pause(task => 'amid', until => clock_timestamp() + interval '40 ms');
+  commit;
+  perform queue.defer_many((select jsonb_agg('{"task": "amid"}'::jsonb) from generate_series(1, 500)));
+  commit;
+  perform pg_sleep_until((select max(p.until) from queue.pause p where p.task = 'amid') - n * interval '1 ms');
+  perform queue.tick();
+  commit;
+end $$;
+call pg_temp.end_amid(1);
+call pg_temp.end_amid(2);
+call pg_temp.end_amid(4);
+call pg_temp.end_amid(8);
+select is_empty('select * from queue.check()', 'a pause that ends while jobs are admitted loses none');
+select pg_sleep_until(max(p.until)) from queue.pause p where p.task = 'amid';
+select is(pg_temp.of_task('amid') + pg_temp.of_task('amid'), 2000::bigint, 'all of them run');
+
 select * from finish();

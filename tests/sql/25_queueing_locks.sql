@@ -1,6 +1,6 @@
 -- Queueing locks: at most one job that has not started, or not finished, per key.
 
-select plan(20);
+select plan(21);
 
 select queue.register_worker('w') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
@@ -62,4 +62,28 @@ select queue.defer('tt', '{"id": 1}') as i \gset
 select is(pg_temp.refusal($$select queue.defer('tt', '{"id": 1}')$$), format('QJ004 id: %s, queueing_lock: user:1', :i), 'a registered template is filled');
 
 select is_empty('select * from queue.check()', 'sound');
+-- A job that runs again and is replaced before that has settled
+create procedure pg_temp.replace_again(lock_mode text) language plpgsql as $$
+declare
+  v_options jsonb := jsonb_build_object('unique_until', 'finish', 'on_conflict', 'replace', 'lock_mode', lock_mode, 'retry', '{"max_attempts": 5}'::jsonb);
+  v_worker bigint := queue.register_worker('again');
+  v_id bigint;
+  v_claim bigint;
+begin
+  v_id := queue.defer('t', '{"n": 1}', queue => 'again', queueing_lock => 'again', lock => 'again', options => v_options);
+  commit;
+  select f.claim into v_claim from queue.fetch(v_worker, '{again}') f;
+  commit;
+  perform queue.fail(v_id, v_claim, 'x');
+  commit;
+  perform queue.defer('t', '{"n": 2}', queue => 'again', queueing_lock => 'again', lock => 'again', options => v_options);
+  commit;
+  insert into again select f.id = v_id, f.args, f.attempt, (select count(*) from queue.check()) from queue.fetch(v_worker, '{again}', 5) f;
+  commit;
+  perform queue.succeed(v.id, v.claim) from queue.live v where v.id = v_id;
+end $$;
+create temporary table again (is_it boolean, args jsonb, attempt integer, problems bigint);
+call pg_temp.replace_again('ordered');
+call pg_temp.replace_again('mutex');
+select results_eq('table again', $$values (true, '{"n": 2}'::jsonb, 2, 0::bigint), (true, '{"n": 2}', 2, 0)$$, 'a job that is to run again and is replaced runs once, with the new args');
 select * from finish();

@@ -1,6 +1,6 @@
 -- Admission: what is committed late, in slices, by prepared transactions, rolled back; parked jobs.
 
-select plan(45);
+select plan(47);
 
 set pgdefer.notify = off;  -- PREPARE TRANSACTION refuses notifications
 
@@ -231,6 +231,15 @@ select is(pg_temp.run(), null, 'committed, it does not displace the one that run
 select queue.succeed(:id, :claim) \g /dev/null
 select is(pg_temp.run(1), 'l a', 'but goes before those that wait');
 select is(pg_temp.run(1), 'l c', 'which follow');
+
+-- The clock is set back (the mark of what is due lies ahead of it), and passes the mark before the next look
+select queue.defer('later', queue => 'clock') \g /dev/null
+select f.id, f.claim from queue.fetch(:worker, '{clock}') f \gset
+update queue.cursor set due_at = clock_timestamp() + interval '200 ms' returning due_at as mark \gset
+select * from queue.finish_many(jsonb_build_array(jsonb_build_object('id', :id, 'claim', :claim, 'outcome', 'failed', 'options', '{"retry_in": "20 ms"}'::jsonb))) \g /dev/null
+select pg_sleep_until(:'mark'), queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'what was put before the mark is found');
+select is((select count(*) from queue.fetch(:worker, '{clock}')), 1::bigint, 'and runs');
 
 -- The row that is locked is no other role's to take
 select is((select count(*) from queue.admission), 1::bigint, 'one row is the admitter''s');

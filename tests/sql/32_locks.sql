@@ -1,6 +1,6 @@
 -- Locks: ordered, mutex, and both on one lock; every way out gives the turn on.
 
-select plan(39);
+select plan(55);
 
 select queue.register_worker('w') as worker \gset
 
@@ -96,6 +96,62 @@ select is(pg_temp.claim(), null, 'a mutex job waits for the running ordered one'
 select pg_temp.finish_all();
 select is(pg_temp.claim(), array[:d]::bigint[], 'and goes then');
 select pg_temp.finish_all();
+
+-- An older job that comes late takes the turn of one that has not started, wherever that one waits.
+select queue.defer('a', lock => 'L') as a \gset
+select pg_temp.claim() \g /dev/null
+select pg_temp.finish_all();
+select queue.defer('b', lock => 'L', needs => array[:a::bigint], options => '{"on_need_failure": "proceed"}') as b \gset
+select queue.tick() \g /dev/null
+select queue.retry(array[:a::bigint]) \g /dev/null
+select is(pg_temp.claim(), array[:a]::bigint[], 'a retried job runs, though the next of its lock had the turn and needs it');
+select is((select j.state from queue.jobs j where j.id = :b), 'waiting', 'which waits');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:b]::bigint[], 'and comes then');
+select queue.fail(:b, j.claim, 'x', null, '{"retry_in": "1 hour"}') from queue.jobs j where j.id = :b \g /dev/null
+select queue.tick(), queue.retry(array[:a::bigint]) \g /dev/null
+select is(pg_temp.claim(), array[:a]::bigint[], 'it comes before one that waits for its retry');
+select is(queue.retry_later(:a, j.claim, now() + interval '1 hour'), 'scheduled', 'yields') from queue.jobs j where j.id = :a;
+select queue.reschedule(:b, null) \g /dev/null
+select is(pg_temp.claim(), null, 'and keeps its turn');
+select queue.defer('c', lock => 'N', queue => 'n') as c \gset
+select pg_temp.claim(1, array['n']) \g /dev/null
+select queue.fail(:c, j.claim, 'x', null, '{"lock": "L", "retry_in": "0"}') from queue.jobs j where j.id = :c \g /dev/null
+select queue.done(array[:a::bigint]) \g /dev/null
+select is(pg_temp.claim(), array[:b]::bigint[], 'then the next by id, where one came by another lock too');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:c]::bigint[], 'and that one');
+select pg_temp.finish_all();
+select is_empty('select * from queue.check()', 'in order');
+
+-- While the younger one runs the older waits, and is next even if that one is to run again.
+select queue.defer('a', lock => 'L') as a \gset
+select pg_temp.claim() \g /dev/null
+select queue.fail(:a, j.claim, 'x') from queue.jobs j where j.id = :a \g /dev/null
+select queue.defer('b', lock => 'L') as b \gset
+select pg_temp.claim() \g /dev/null
+select queue.retry(array[:a::bigint]) \g /dev/null
+select is(pg_temp.claim(), null, 'nobody displaces a job that runs');
+select queue.release(:b, j.claim) from queue.jobs j where j.id = :b;
+select is(pg_temp.claim(), array[:a]::bigint[], 'given back, it waits for the older');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:b]::bigint[], 'and runs then');
+select pg_temp.finish_all();
+
+-- In a mixed lock too.
+select queue.defer('a', lock => 'Y') as a \gset
+select pg_temp.claim() \g /dev/null
+select queue.fail(:a, j.claim, 'x') from queue.jobs j where j.id = :a \g /dev/null
+select queue.defer('b', lock => 'Y', options => '{"delay": "1 hour"}') as b, queue.defer('c', lock => 'Y', options => '{"lock_mode": "mutex", "delay": "1 hour"}') as c \gset
+select queue.tick(), queue.retry(array[:a::bigint]) \g /dev/null
+select is(pg_temp.claim(), array[:a]::bigint[], 'mixed: the older takes the turn of one that is scheduled');
+select pg_temp.finish_all();
+select queue.reschedule(:b, null), queue.reschedule(:c, null) \g /dev/null
+select is(pg_temp.claim(1), array[:b]::bigint[], 'which is next');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:c]::bigint[], 'before the mutex job');
+select pg_temp.finish_all();
+select is_empty('select * from queue.check()', 'in order');
 
 -- Every way out of a state lets the next one in, in the same transaction.
 create temporary table told (way text, state text);

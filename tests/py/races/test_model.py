@@ -213,7 +213,15 @@ class Model:
                 (job for job in self.jobs.values() if job.lock == lock and not job.final),
                 key=lambda job: job.id,
             )
-            if not any(job.has_turn for job in members) and not members[0].is_mutex:
+            holder = next((job for job in members if job.has_turn), None)
+            if (
+                holder is not None
+                and holder.claim is None
+                and any(job.id < holder.id and not job.is_mutex for job in members)
+            ):
+                holder.has_turn = False
+                holder = None
+            if holder is None and not members[0].is_mutex:
                 members[0].has_turn = True
 
     def spread(self, job: Job, deadline: str) -> None:
