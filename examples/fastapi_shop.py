@@ -1,10 +1,12 @@
 """A shop over HTTP: an order and the job that it needs are made in one transaction, or neither.
 
+    pip install fastapi uvicorn                 # and, in a checkout of pgdefer, '.[all]'
+    cd examples
     export DATABASE_URL=postgresql+psycopg:///shop
     createdb shop
     pgdefer install --dsn postgresql:///shop
     uvicorn fastapi_shop:web
-    pgdefer worker -A fastapi_shop:queue        # in another terminal
+    pgdefer worker -A fastapi_shop:queue        # in another terminal, with the same folder and URL
 
     curl -d '{"customer": "ann", "product": "tea", "quantity": 2}' \
       -H 'content-type: application/json' localhost:8000/orders

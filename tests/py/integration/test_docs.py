@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import os
 import re
 import subprocess
@@ -16,6 +17,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
+import pgdefer
+from pgdefer._options import ARGUMENTS
 from pgdefer._server import EmbeddedServer
 from support import ROOT, server_program
 
@@ -63,6 +66,10 @@ class Reader:
                 return ""
             case "python" if found := re.fullmatch(r"# (migrations/versions/\w+\.py)", first):
                 (self.folder / found[1]).write_text(rest)
+                return ""
+            case "python" if first == "# migrations/env.py" and "target_metadata" in rest:
+                path = self.folder / first.removeprefix("# ")
+                path.write_text(path.read_text().replace("target_metadata = None\n", rest))
                 return ""
             case "python" if first == "# migrations/env.py":
                 self._configure(rest)
@@ -226,6 +233,39 @@ def test_the_readme(reader: Reader) -> None:
     ]
 
 
+def test_the_page_on_python(reader: Reader) -> None:
+    reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
+    output = ""
+    for block in blocks("docs/python.md"):
+        if block.language == "text":
+            assert squeezed(output) == squeezed(block.text), block.line
+        else:
+            output = reader.type_in(block)
+    reader.type_in(Block(0, "sh", "pgdefer worker -A shop --drain"))
+    found = reader.type_in(
+        Block(0, "sql", "select state, count(*) from queue.jobs where id <> 10 group by state;")
+    )
+    assert squeezed(found)[2:] == ["succeeded | 9", "(1 row)"]
+
+
+def words(path: str) -> set[str]:
+    """Return what a page says as code."""
+    page = re.sub(
+        r"^```.*?^```$", "", (ROOT / path).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]*)`", page))))
+
+
+def test_every_name_is_listed() -> None:
+    options = (pgdefer.TaskOptions, pgdefer.DeferOptions, pgdefer.RecurringOptions)
+    lists = (*options, pgdefer.HandlingOptions, pgdefer.WorkerOptions)
+    names = {name for kind in lists for name in kind.__annotations__} | set(pgdefer.__all__)
+    assert names - words("docs/python.md") == set()
+    options_of_defer = set(pgdefer.DeferOptions.__annotations__) - ARGUMENTS
+    policy = {field.name for field in dataclasses.fields(pgdefer.Retry)}
+    assert (options_of_defer | policy) - words("docs/reference.head.md") == set()
+
+
 def test_the_page_on_sqlalchemy(reader: Reader) -> None:
     reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
     output = ""
@@ -239,13 +279,20 @@ def test_the_page_on_sqlalchemy(reader: Reader) -> None:
     assert squeezed(found)[2] == "Thank you for order 1."
 
 
+MODELS = """# shop.py
+from sqlalchemy.orm import DeclarativeBase
+
+
+class Base(DeclarativeBase):
+    pass
+"""
+
+
 def test_the_page_on_alembic(reader: Reader) -> None:
-    reader.type_in(Block(0, "sh", "createdb shop && alembic init migrations"))
-    reader.type_in(Block(0, "ini", "[alembic]\nsqlalchemy.url = postgresql+psycopg://\n"))
-    env = reader.folder / "migrations" / "env.py"
-    env.write_text(env.read_text().replace("= None", "= __import__('sqlalchemy').MetaData()"))
+    reader.type_in(Block(0, "sh", "createdb shop"))
+    reader.type_in(Block(0, "python", MODELS))
     for block in blocks("docs/alembic.md"):
-        if block.language == "ini":
+        if "version_locations" in block.text:
             # The other way begins: as somebody who has not gone the first.
             reader.type_in(Block(0, "sh", "rm migrations/versions/*.py"))
             reader.type_in(Block(0, "sh", "dropdb --force shop && createdb shop"))
