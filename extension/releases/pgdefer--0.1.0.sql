@@ -29,6 +29,9 @@ $pgdefer_guard$;
 create or replace function queue._invalid(message text, hint text, detail text default '')
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
+  if detail = '' then
+    raise exception using errcode = '22023', message = message, hint = hint;
+  end if;
   raise exception using errcode = '22023', message = message, detail = detail, hint = hint;
 end $$;
 
@@ -41,6 +44,17 @@ begin
   elsif octet_length(value) > 1000 then
     perform queue._invalid(what || ' is too long', 'Names are at most 1,000 bytes.',
                            octet_length(value) || ' bytes');
+  end if;
+end $$;
+
+-- Raises: 22023 unless value, which may be NULL, is a list without NULL: array_position can't look into arrays of arrays.
+create or replace function queue._check_list(what text, value text[])
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if array_ndims(value) > 1 then
+    perform queue._invalid(what || ' must be a plain list', 'Pass an array of one dimension.');
+  elsif array_position(value, null) is not null then
+    perform queue._invalid(what || ' holds NULL', 'Pass a list without NULL.');
   end if;
 end $$;
 
@@ -3601,7 +3615,7 @@ begin
     if v.rest <> '{}' then
       perform queue._pass_by(v_left);
     end if;
-    v_take := greatest(p_n - cardinality(v_won), least(2 * v_take, 1000));
+    v_take := greatest(p_n - cardinality(v_won), least(2 * v_take::bigint, 1000));
   end loop;
   return v_won;
 end $$;
@@ -4065,9 +4079,7 @@ declare
   v_now timestamptz;
   v_missing bigint;
 begin
-  if array_position(p_needs, null) is not null then
-    perform queue._invalid('needs holds NULL', 'Pass ids of jobs.');
-  end if;
+  perform queue._check_list('needs', p_needs::text[]);
   perform pg_current_xact_id();
   v_now := clock_timestamp();
   select u.n into v_missing
@@ -4947,7 +4959,7 @@ begin
   end if;
 end $$;
 comment on function queue.fetch(bigint, text[], integer, jsonb) is
-  'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone, order (mixed | listed), tasks, deadline_within.';
+  'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone (true: one job, which nothing may run beside, those that have crashed among them; crashed: one of these only), order (mixed | listed), tasks, deadline_within.';
 
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where that order is
 -- the order of ids and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
@@ -5219,6 +5231,7 @@ declare
   v_now timestamptz := clock_timestamp();
   v_options jsonb := jsonb_strip_nulls(p_options);
   v_alone boolean;
+  v_crashed boolean;
   v_tasks text[];
   v_before timestamptz;
   v_only bigint[];
@@ -5230,12 +5243,13 @@ begin
   perform queue._check_keys('options', p_options, array['ids', 'alone', 'order', 'tasks', 'deadline_within']);
   if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
     perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.', 'order: ' || (v_options ->> 'order'));
-  elsif coalesce(jsonb_typeof(v_options -> 'alone'), 'boolean') <> 'boolean' then
-    perform queue._invalid('alone must be true or false', 'Pass a JSON boolean.');
+  elsif coalesce(jsonb_typeof(v_options -> 'alone'), 'boolean') <> 'boolean' and v_options -> 'alone' <> '"crashed"' then
+    perform queue._invalid('alone must be true, false or crashed', 'Pass a JSON boolean, or "crashed" for a job that has crashed only.');
   elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array' or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
     perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
   end if;
-  v_alone := coalesce((v_options ->> 'alone')::boolean, false);
+  v_crashed := coalesce(v_options -> 'alone' = '"crashed"', false);
+  v_alone := v_crashed or coalesce(v_options -> 'alone' = 'true', false);
   v_tasks := case when v_options ? 'tasks' then array(select t from jsonb_array_elements_text(v_options -> 'tasks') t) end;
   v_before := v_now + queue._interval('deadline_within', v_options -> 'deadline_within');
   begin
@@ -5264,7 +5278,7 @@ begin
         select v.id from queue.live v
         where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
         order by v.deadline, v.id limit 1) f on true
-      where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone)) l;
+      where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone) and (l.kind = 2 or not v_crashed)) l;
     if v_tasks is not null or v_before is not null or v_only is not null then
       v_ids := v_ids || queue._claim_chosen(p_worker, v_lanes, v_max - cardinality(v_ids), v_tasks, v_before, v_only);
     else
@@ -5367,7 +5381,7 @@ returns text[] language plpgsql stable parallel safe security invoker as $$
 begin
   if '*' = any (p_queues) then
     return null;
-  elsif p_queues = '{}' or array_position(p_queues, null) is not null or '' = any (p_queues) then
+  elsif p_queues = '{}' or array_ndims(p_queues) > 1 or array_position(p_queues, null) is not null or '' = any (p_queues) then
     perform queue._invalid('queues holds no name, or NULL', 'Name queues, prefix* patterns or *; NULL instead of a list is all.');
   elsif not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
     return p_queues;
@@ -6247,6 +6261,7 @@ begin
     queues := queue._bound_queues('{worker,operator}', queues);
   end if;
   perform queue._check_name('name', register_worker.name);
+  perform queue._check_list('queues', register_worker.queues);
   if register_worker.info is null or jsonb_typeof(register_worker.info) <> 'object' then
     perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
   elsif v_dead_after < interval '1 s' then
@@ -6733,7 +6748,7 @@ begin
   return next;
 end $$;
 comment on function queue.tick() is
-  'Does everything that is due: admission, expiry, reaping, repair, recurring runs, pruning. Any worker calls it; pg_cron can. suspects: how many jobs (100 at most) have crashed and wait to be claimed alone, so that a worker that is never idle should run dry and fetch with {"alone": true}.';
+  'Does everything that is due: admission, expiry, reaping, repair, recurring runs, pruning. Any worker calls it; pg_cron can. suspects: how many jobs (100 at most) have crashed and wait to be claimed alone, so that a worker that is never idle should run dry and fetch with {"alone": "crashed"}.';
 
 -- Cancels jobs whose expires_at has passed. One that runs may go on, but is not run again (_end_attempt).
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
@@ -6859,11 +6874,11 @@ begin
   else
     with due as materialized (
       select f.id, f.purge_at from queue.finished f where f.purge_at <= v_until
-      order by f.purge_at limit p_max_jobs + 1000 for update skip locked),
+      order by f.purge_at limit p_max_jobs::bigint + 1000 for update skip locked),
     old as materialized (
       select f.id from queue.finished f
       where f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_until - interval '7 days'
-      limit p_max_jobs + 1000 for update skip locked),
+      limit p_max_jobs::bigint + 1000 for update skip locked),
     asked as materialized (
       select a.id, a.purge_at, queue._is_needed(a.id) or a.id = any (array(select h.job_id from queue.handover h)) as is_needed
       from (select d.id, d.purge_at from due d union all select o.id, null from old o) a)
@@ -8729,7 +8744,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   perform queue._check_isolation();
-  if p_ids is null or array_position(p_ids, null) is not null then
+  if p_ids is null or array_ndims(p_ids) > 1 or array_position(p_ids, null) is not null then
     perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
   end if;
   perform from queue.live v where v.id = any (p_ids) order by v.id for update;
@@ -8907,13 +8922,13 @@ begin
     perform queue._bound_jobs('{operator}', retry.ids);
   end if;
   perform queue._check_isolation();
-  if retry.ids is null or array_position(retry.ids, null) is not null then
+  if retry.ids is null or array_ndims(retry.ids) > 1 or array_position(retry.ids, null) is not null then
     perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
   end if;
   return query select r.id, r.outcome, r.error from queue._retry(retry.ids, coalesce(retry.force, false)) r;
 end $$;
 comment on function queue.retry(bigint[], boolean) is
-  'Runs jobs again: finished ones (failed, cancelled, succeeded), and those that wait for a retry at once. Failures, crashes and yields are counted anew. A running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the running claim is lost. A row for each id: the new state in outcome, or an error with the state that it has.';
+  'Runs jobs again: finished ones (failed, cancelled, succeeded), and those that wait for a retry at once. Failures, crashes and yields are counted anew. A running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the running claim is lost. One that has never started is refused (QJ004) while another job has its queueing lock. A row for each id: the new state in outcome, or an error with the state that it has.';
 
 -- Locks and errors: as retry.
 create or replace function queue.retry_failed(task text default null, queue text default null, max_jobs integer default null)
@@ -8950,8 +8965,9 @@ end $$;
 comment on function queue.retry_failed(text, text, integer) is
   'queue.retry for jobs that have failed, oldest first: of a task, of queues (a name, prefix* or *), at most max_jobs. NULL: all.';
 
--- What became of each id, in the order in which they were given.
--- Locks: as retry.
+-- What became of each id, in the order in which they were given. A job that has never started takes its queueing lock again,
+-- and is refused (QJ004) where another has it.
+-- Locks: as retry; before ADM the queueing locks' rows, in their order: whoever defers such a job may hold them long.
 create or replace function queue._retry(p_ids bigint[], p_force boolean)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
@@ -8960,9 +8976,23 @@ declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
   v_back bigint[] := '{}'::bigint[];
+  v_keyed bigint[];
+  v_unkeyed bigint[];
 begin
   perform from queue.live v where v.id = any (p_ids) order by v.id for update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
+  v_keyed := array(
+    select j.id from queue.finished f
+    join queue.job j on j.id = f.id
+    left join queue.job_state s on s.id = f.id
+    where f.id = any (p_ids) and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null));
+  if v_keyed <> '{}' then
+    insert into queue.queueing_lock (key, job_id)
+    select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
+    on conflict on constraint queueing_lock_pkey do nothing;
+    v_unkeyed := array(select j.id from queue.job j where j.id = any (v_keyed)
+                       and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id));
+  end if;
   perform queue._admit_all();
   for v_job in
     select j.id, v.claim, v.worker_id, f.id is not null as is_finished, w.reason, coalesce(s.claims, 0) as claims,
@@ -8976,7 +9006,7 @@ begin
     left join queue.waiting w on w.id = j.id
     order by j.id
   loop
-    if v_job.is_expired and not p_force or v_job.is_ending then
+    if v_job.is_expired and not p_force or v_job.is_ending or v_job.id = any (v_unkeyed) then
       continue;
     elsif v_job.is_finished then
       -- it may have come to its end meanwhile, and another call hold its row, and wait for ADM
@@ -8998,17 +9028,19 @@ begin
       v_done := v_done || v_job.id;
     end if;
   end loop;
+  perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id) where u.id <> all (v_done)), 256 | 8192)
+  where v_keyed <> '{}';
   perform queue._bring_back(v_back);
   perform queue._announce();
   return query
-    select u.id, j.state, case when j.id is null then 'QJ001' when not u.id = any (v_done) then 'QJ003' end
+    select u.id, j.state, case when j.id is null then 'QJ001' when u.id = any (v_unkeyed) then 'QJ004' when not u.id = any (v_done) then 'QJ003' end
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
     order by u.n;
 end $$;
 
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; those
--- that need them and have passed that gate go back to wait. A queueing lock is not taken again.
+-- that need them and have passed that gate go back to wait.
 -- Locks: the caller holds ADM and the rows of queue.finished; rows of queue.live by skip locked.
 create or replace function queue._bring_back(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -9324,7 +9356,9 @@ begin
     when 'succeeded' then return format('it succeeded at %s', v.finished_at);
     when 'failed' then return format('it failed at %s: %s%s', v.finished_at, coalesce(v.reason, ''), coalesce(' (' || v.error || ')', ''));
     when 'cancelled' then return format('it was cancelled at %s: %s', v.finished_at, v.reason);
-    when 'running' then return format('it runs since %s on worker %s, claim %s', v.started_at, v.worker_id, v.claim);
+    when 'running' then
+      return format('it runs since %s on worker %s, claim %s', v.started_at, v.worker_id, v.claim)
+        || case when v.reason is not null then format('; its worker has been told to abort it: %s', v.reason) else '' end;
     when 'held' then return 'it is held; queue.unhold lets it go on';
     when 'scheduled' then return format('its time has not come: %s', v.scheduled_at);
     when 'waiting', 'upstream_failed' then
@@ -9354,13 +9388,19 @@ begin
     where m.id <> why.id order by m.n limit 1;
     return format('its lock %s is held by job %s (%s)', v.lock, v_text, (select j.state from queue.jobs j where j.id = v_text::bigint));
   elsif not v.is_live then
-    return 'it has not been admitted yet; the next fetch or tick does that';
+    v.paused_until := queue._paused_until(v.queue);
+    v.at := queue._task_paused_until(v.task, v.queue);
+  end if;
+  if v.at > clock_timestamp() then
+    return format('its task %s is paused%s', v.task, case when isfinite(v.at) then format(' until %s', v.at) else '' end);
   elsif v.paused_until > clock_timestamp() then
     return format('its queue %s is paused%s', v.queue, case when isfinite(v.paused_until) then format(' until %s', v.paused_until) else '' end);
   elsif not exists (
     select from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after >= clock_timestamp()
       and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(v.queue, q)))) then
     return format('no live worker serves its queue %s', v.queue);
+  elsif not v.is_live then
+    return 'it has not been admitted yet; the next fetch or tick does that';
   elsif queue._is_queue_full(v.queue) then
     return queue._why_full(v.queue);
   elsif v.kind = 2 then

@@ -4,6 +4,9 @@
 create or replace function queue._invalid(message text, hint text, detail text default '')
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
+  if detail = '' then
+    raise exception using errcode = '22023', message = message, hint = hint;
+  end if;
   raise exception using errcode = '22023', message = message, detail = detail, hint = hint;
 end $$;
 
@@ -16,6 +19,17 @@ begin
   elsif octet_length(value) > 1000 then
     perform queue._invalid(what || ' is too long', 'Names are at most 1,000 bytes.',
                            octet_length(value) || ' bytes');
+  end if;
+end $$;
+
+-- Raises: 22023 unless value, which may be NULL, is a list without NULL: array_position can't look into arrays of arrays.
+create or replace function queue._check_list(what text, value text[])
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if array_ndims(value) > 1 then
+    perform queue._invalid(what || ' must be a plain list', 'Pass an array of one dimension.');
+  elsif array_position(value, null) is not null then
+    perform queue._invalid(what || ' holds NULL', 'Pass a list without NULL.');
   end if;
 end $$;
 

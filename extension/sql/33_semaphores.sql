@@ -362,7 +362,7 @@ begin
     if v.rest <> '{}' then
       perform queue._pass_by(v_left);
     end if;
-    v_take := greatest(p_n - cardinality(v_won), least(2 * v_take, 1000));
+    v_take := greatest(p_n - cardinality(v_won), least(2 * v_take::bigint, 1000));
   end loop;
   return v_won;
 end $$;

@@ -22,9 +22,7 @@ declare
   v_now timestamptz;
   v_missing bigint;
 begin
-  if array_position(p_needs, null) is not null then
-    perform queue._invalid('needs holds NULL', 'Pass ids of jobs.');
-  end if;
+  perform queue._check_list('needs', p_needs::text[]);
   perform pg_current_xact_id();
   v_now := clock_timestamp();
   select u.n into v_missing

@@ -39,7 +39,7 @@ begin
   end if;
 end $$;
 comment on function queue.fetch(bigint, text[], integer, jsonb) is
-  'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone, order (mixed | listed), tasks, deadline_within.';
+  'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone (true: one job, which nothing may run beside, those that have crashed among them; crashed: one of these only), order (mixed | listed), tasks, deadline_within.';
 
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where that order is
 -- the order of ids and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
@@ -311,6 +311,7 @@ declare
   v_now timestamptz := clock_timestamp();
   v_options jsonb := jsonb_strip_nulls(p_options);
   v_alone boolean;
+  v_crashed boolean;
   v_tasks text[];
   v_before timestamptz;
   v_only bigint[];
@@ -322,12 +323,13 @@ begin
   perform queue._check_keys('options', p_options, array['ids', 'alone', 'order', 'tasks', 'deadline_within']);
   if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
     perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.', 'order: ' || (v_options ->> 'order'));
-  elsif coalesce(jsonb_typeof(v_options -> 'alone'), 'boolean') <> 'boolean' then
-    perform queue._invalid('alone must be true or false', 'Pass a JSON boolean.');
+  elsif coalesce(jsonb_typeof(v_options -> 'alone'), 'boolean') <> 'boolean' and v_options -> 'alone' <> '"crashed"' then
+    perform queue._invalid('alone must be true, false or crashed', 'Pass a JSON boolean, or "crashed" for a job that has crashed only.');
   elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array' or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
     perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
   end if;
-  v_alone := coalesce((v_options ->> 'alone')::boolean, false);
+  v_crashed := coalesce(v_options -> 'alone' = '"crashed"', false);
+  v_alone := v_crashed or coalesce(v_options -> 'alone' = 'true', false);
   v_tasks := case when v_options ? 'tasks' then array(select t from jsonb_array_elements_text(v_options -> 'tasks') t) end;
   v_before := v_now + queue._interval('deadline_within', v_options -> 'deadline_within');
   begin
@@ -356,7 +358,7 @@ begin
         select v.id from queue.live v
         where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
         order by v.deadline, v.id limit 1) f on true
-      where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone)) l;
+      where m.place is not null and (l.paused_until is null or l.paused_until <= v_now) and (l.kind < 2 or v_alone) and (l.kind = 2 or not v_crashed)) l;
     if v_tasks is not null or v_before is not null or v_only is not null then
       v_ids := v_ids || queue._claim_chosen(p_worker, v_lanes, v_max - cardinality(v_ids), v_tasks, v_before, v_only);
     else
@@ -459,7 +461,7 @@ returns text[] language plpgsql stable parallel safe security invoker as $$
 begin
   if '*' = any (p_queues) then
     return null;
-  elsif p_queues = '{}' or array_position(p_queues, null) is not null or '' = any (p_queues) then
+  elsif p_queues = '{}' or array_ndims(p_queues) > 1 or array_position(p_queues, null) is not null or '' = any (p_queues) then
     perform queue._invalid('queues holds no name, or NULL', 'Name queues, prefix* patterns or *; NULL instead of a list is all.');
   elsif not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
     return p_queues;

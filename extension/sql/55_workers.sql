@@ -14,6 +14,7 @@ begin
     queues := queue._bound_queues('{worker,operator}', queues);
   end if;
   perform queue._check_name('name', register_worker.name);
+  perform queue._check_list('queues', register_worker.queues);
   if register_worker.info is null or jsonb_typeof(register_worker.info) <> 'object' then
     perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
   elsif v_dead_after < interval '1 s' then

@@ -61,7 +61,7 @@ begin
   return next;
 end $$;
 comment on function queue.tick() is
-  'Does everything that is due: admission, expiry, reaping, repair, recurring runs, pruning. Any worker calls it; pg_cron can. suspects: how many jobs (100 at most) have crashed and wait to be claimed alone, so that a worker that is never idle should run dry and fetch with {"alone": true}.';
+  'Does everything that is due: admission, expiry, reaping, repair, recurring runs, pruning. Any worker calls it; pg_cron can. suspects: how many jobs (100 at most) have crashed and wait to be claimed alone, so that a worker that is never idle should run dry and fetch with {"alone": "crashed"}.';
 
 -- Cancels jobs whose expires_at has passed. One that runs may go on, but is not run again (_end_attempt).
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.

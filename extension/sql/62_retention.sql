@@ -68,11 +68,11 @@ begin
   else
     with due as materialized (
       select f.id, f.purge_at from queue.finished f where f.purge_at <= v_until
-      order by f.purge_at limit p_max_jobs + 1000 for update skip locked),
+      order by f.purge_at limit p_max_jobs::bigint + 1000 for update skip locked),
     old as materialized (
       select f.id from queue.finished f
       where f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_until - interval '7 days'
-      limit p_max_jobs + 1000 for update skip locked),
+      limit p_max_jobs::bigint + 1000 for update skip locked),
     asked as materialized (
       select a.id, a.purge_at, queue._is_needed(a.id) or a.id = any (array(select h.job_id from queue.handover h)) as is_needed
       from (select d.id, d.purge_at from due d union all select o.id, null from old o) a)

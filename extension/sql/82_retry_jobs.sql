@@ -14,13 +14,13 @@ begin
     perform queue._bound_jobs('{operator}', retry.ids);
   end if;
   perform queue._check_isolation();
-  if retry.ids is null or array_position(retry.ids, null) is not null then
+  if retry.ids is null or array_ndims(retry.ids) > 1 or array_position(retry.ids, null) is not null then
     perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
   end if;
   return query select r.id, r.outcome, r.error from queue._retry(retry.ids, coalesce(retry.force, false)) r;
 end $$;
 comment on function queue.retry(bigint[], boolean) is
-  'Runs jobs again: finished ones (failed, cancelled, succeeded), and those that wait for a retry at once. Failures, crashes and yields are counted anew. A running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the running claim is lost. A row for each id: the new state in outcome, or an error with the state that it has.';
+  'Runs jobs again: finished ones (failed, cancelled, succeeded), and those that wait for a retry at once. Failures, crashes and yields are counted anew. A running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the running claim is lost. One that has never started is refused (QJ004) while another job has its queueing lock. A row for each id: the new state in outcome, or an error with the state that it has.';
 
 -- Locks and errors: as retry.
 create or replace function queue.retry_failed(task text default null, queue text default null, max_jobs integer default null)
@@ -57,8 +57,9 @@ end $$;
 comment on function queue.retry_failed(text, text, integer) is
   'queue.retry for jobs that have failed, oldest first: of a task, of queues (a name, prefix* or *), at most max_jobs. NULL: all.';
 
--- What became of each id, in the order in which they were given.
--- Locks: as retry.
+-- What became of each id, in the order in which they were given. A job that has never started takes its queueing lock again,
+-- and is refused (QJ004) where another has it.
+-- Locks: as retry; before ADM the queueing locks' rows, in their order: whoever defers such a job may hold them long.
 create or replace function queue._retry(p_ids bigint[], p_force boolean)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
@@ -67,9 +68,23 @@ declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
   v_back bigint[] := '{}'::bigint[];
+  v_keyed bigint[];
+  v_unkeyed bigint[];
 begin
   perform from queue.live v where v.id = any (p_ids) order by v.id for update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
+  v_keyed := array(
+    select j.id from queue.finished f
+    join queue.job j on j.id = f.id
+    left join queue.job_state s on s.id = f.id
+    where f.id = any (p_ids) and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null));
+  if v_keyed <> '{}' then
+    insert into queue.queueing_lock (key, job_id)
+    select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
+    on conflict on constraint queueing_lock_pkey do nothing;
+    v_unkeyed := array(select j.id from queue.job j where j.id = any (v_keyed)
+                       and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id));
+  end if;
   perform queue._admit_all();
   for v_job in
     select j.id, v.claim, v.worker_id, f.id is not null as is_finished, w.reason, coalesce(s.claims, 0) as claims,
@@ -83,7 +98,7 @@ begin
     left join queue.waiting w on w.id = j.id
     order by j.id
   loop
-    if v_job.is_expired and not p_force or v_job.is_ending then
+    if v_job.is_expired and not p_force or v_job.is_ending or v_job.id = any (v_unkeyed) then
       continue;
     elsif v_job.is_finished then
       -- it may have come to its end meanwhile, and another call hold its row, and wait for ADM
@@ -105,17 +120,19 @@ begin
       v_done := v_done || v_job.id;
     end if;
   end loop;
+  perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id) where u.id <> all (v_done)), 256 | 8192)
+  where v_keyed <> '{}';
   perform queue._bring_back(v_back);
   perform queue._announce();
   return query
-    select u.id, j.state, case when j.id is null then 'QJ001' when not u.id = any (v_done) then 'QJ003' end
+    select u.id, j.state, case when j.id is null then 'QJ001' when u.id = any (v_unkeyed) then 'QJ004' when not u.id = any (v_done) then 'QJ003' end
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
     order by u.n;
 end $$;
 
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; those
--- that need them and have passed that gate go back to wait. A queueing lock is not taken again.
+-- that need them and have passed that gate go back to wait.
 -- Locks: the caller holds ADM and the rows of queue.finished; rows of queue.live by skip locked.
 create or replace function queue._bring_back(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -31,7 +31,9 @@ begin
     when 'succeeded' then return format('it succeeded at %s', v.finished_at);
     when 'failed' then return format('it failed at %s: %s%s', v.finished_at, coalesce(v.reason, ''), coalesce(' (' || v.error || ')', ''));
     when 'cancelled' then return format('it was cancelled at %s: %s', v.finished_at, v.reason);
-    when 'running' then return format('it runs since %s on worker %s, claim %s', v.started_at, v.worker_id, v.claim);
+    when 'running' then
+      return format('it runs since %s on worker %s, claim %s', v.started_at, v.worker_id, v.claim)
+        || case when v.reason is not null then format('; its worker has been told to abort it: %s', v.reason) else '' end;
     when 'held' then return 'it is held; queue.unhold lets it go on';
     when 'scheduled' then return format('its time has not come: %s', v.scheduled_at);
     when 'waiting', 'upstream_failed' then
@@ -61,13 +63,19 @@ begin
     where m.id <> why.id order by m.n limit 1;
     return format('its lock %s is held by job %s (%s)', v.lock, v_text, (select j.state from queue.jobs j where j.id = v_text::bigint));
   elsif not v.is_live then
-    return 'it has not been admitted yet; the next fetch or tick does that';
+    v.paused_until := queue._paused_until(v.queue);
+    v.at := queue._task_paused_until(v.task, v.queue);
+  end if;
+  if v.at > clock_timestamp() then
+    return format('its task %s is paused%s', v.task, case when isfinite(v.at) then format(' until %s', v.at) else '' end);
   elsif v.paused_until > clock_timestamp() then
     return format('its queue %s is paused%s', v.queue, case when isfinite(v.paused_until) then format(' until %s', v.paused_until) else '' end);
   elsif not exists (
     select from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after >= clock_timestamp()
       and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(v.queue, q)))) then
     return format('no live worker serves its queue %s', v.queue);
+  elsif not v.is_live then
+    return 'it has not been admitted yet; the next fetch or tick does that';
   elsif queue._is_queue_full(v.queue) then
     return queue._why_full(v.queue);
   elsif v.kind = 2 then

@@ -36,7 +36,7 @@ class Slots:
         """Return the options of queue.fetch."""
         options: dict[str, object] = {}
         if alone:
-            options["alone"] = True
+            options["alone"] = "crashed"
         if self.horizon is not None:
             options["deadline_within"] = interval_text(self.horizon)
         return json.dumps(options) if options else None

@@ -1,6 +1,6 @@
 -- Admission: what is committed late, in slices, by prepared transactions, rolled back; parked jobs.
 
-select plan(47);
+select plan(52);
 
 set pgdefer.notify = off;  -- PREPARE TRANSACTION refuses notifications
 
@@ -240,6 +240,31 @@ select * from queue.finish_many(jsonb_build_array(jsonb_build_object('id', :id, 
 select pg_sleep_until(:'mark'), queue.tick() \g /dev/null
 select is_empty('select * from queue.check()', 'what was put before the mark is found');
 select is((select count(*) from queue.fetch(:worker, '{clock}')), 1::bigint, 'and runs');
+
+-- Low marks follow what is claimed, so that fetch does not read again what others' snapshots still keep
+select queue.defer_many((select jsonb_agg('{"task": "t", "queue": "marks"}'::jsonb) from generate_series(1, 3000))) \g /dev/null
+create procedure pg_temp.drain(queues text[]) language plpgsql as $$
+begin
+  loop
+    perform queue.finish_many(jsonb_agg(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded')))
+    from queue.fetch((select max(w.id) from queue.workers w), drain.queues, 20) f having count(*) > 0;
+    exit when not found;
+    commit;
+  end loop;
+end $$;
+call pg_temp.drain('{marks}');
+select cmp_ok((select max(l.low_id) from queue.lane l where l.queue = 'marks'), '>', (select min(j.id) from queue.job j where j.queue = 'marks'), 'the low mark of a lane rises as it is drained');
+
+-- Lanes that hold nothing are passed by, and when there are very many, dropped
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 't', 'queue', 'of many ' || n)) from generate_series(1, 1200) n)) \g /dev/null
+call pg_temp.drain(null);
+select queue.tick() \g /dev/null
+select is((select count(*) from queue.lane l where not l.is_idle), 0::bigint, 'idle once they hold nothing ready');
+select queue.tick() \g /dev/null
+select cmp_ok((select count(*) from queue.lane), '<', 1000::bigint, 'and dropped');
+select queue.defer('t', queue => 'of many 7') \g /dev/null
+select is((select count(*) from queue.fetch(:worker)), 1::bigint, 'a job brings its lane back');
+select is_empty('select * from queue.check()', 'sound');
 
 -- The row that is locked is no other role's to take
 select is((select count(*) from queue.admission), 1::bigint, 'one row is the admitter''s');

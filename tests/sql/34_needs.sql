@@ -1,7 +1,7 @@
 -- Needs: modes, failures, their withdrawal, yields, circles, deadlines, what is kept for them.
 -- The full table is in tests/py/races/test_needs_oracle.py, the races are in isolation/needs_*.spec.
 
-select plan(187);
+select plan(188);
 
 select queue.register_worker('w') as worker \gset
 
@@ -66,6 +66,7 @@ end $$;
 
 -- Arguments
 select is(pg_temp.refusal('select queue.defer(''t'', needs => array[null]::bigint[])'), '22023', 'NULL is no need');
+select is(pg_temp.refusal('select queue.defer(''t'', needs => ''{{1},{2}}'')'), '22023', 'nor is a list of lists one');
 select is(pg_temp.refusal('select queue.defer(''t'', needs => array[123456])'), 'QJ001 id: 123456', 'a need must be there');
 select is(pg_temp.refusal('select queue.defer_many(''[{"task": "t", "needs": [123456]}]'')'), 'QJ001 id: 123456', 'in a batch too');
 select is(pg_temp.refusal('select queue.defer(''t'', options => ''{"needs_mode": "some"}'')'), '22023', 'an unknown mode');

@@ -1,6 +1,6 @@
 -- Fetching: order, patterns, options, refusals, and plans on a large, skewed table.
 
-select plan(93);
+select plan(95);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -176,12 +176,18 @@ select is((select string_agg(f.task, ' ') from queue.fetch(:worker, null, 2, '{"
 select queue.succeed(:id, :claim) \g /dev/null
 select is(concat_ws(' ', pg_temp.run(1), pg_temp.run(1), pg_temp.run(1), pg_temp.run(1)), 'f2 f3 f4 f5', 'which runs when there is room');
 
+-- All that there are, of lanes with limits too
+select queue.defer('all', queue => 'all', concurrency_key => 'all', concurrency_limit => 3) from generate_series(1, 5) \g /dev/null
+select is((select count(*) from queue.fetch(:worker, '{all}', 2147483647)), 3::bigint, 'max_jobs may be as large as an integer can');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.queue = 'all' and j.state = 'running' \g /dev/null
+select queue.cancel(j.id) from queue.jobs j where j.queue = 'all' and j.state <> 'succeeded' \g /dev/null
+
 -- Refusals
 select queue.defer('kept') \g /dev/null
 select is(pg_temp.refusal(format(call, :worker)), '22023', call)
 from (values
   ('select queue.fetch(%s, max_jobs => 0)'), ('select queue.fetch(%s, max_jobs => -1)'), ('select queue.fetch(%s, max_jobs => null)'),
-  ('select queue.fetch(%s, array[null]::text[])'), ('select queue.fetch(%s, array[''a'', null])'), ('select queue.fetch(%s, array[''''])'), ('select queue.fetch(%s, ''{}'')'),
+  ('select queue.fetch(%s, array[null]::text[])'), ('select queue.fetch(%s, array[''a'', null])'), ('select queue.fetch(%s, array[''''])'), ('select queue.fetch(%s, ''{}'')'), ('select queue.fetch(%s, ''{{a},{b}}'')'),
   ('select queue.fetch(%s, options => ''[]'')'), ('select queue.fetch(%s, options => ''{"unknown": 1}'')'), ('select queue.fetch(%s, options => ''{"order": "random"}'')'),
   ('select queue.fetch(%s, options => ''{"alone": 1}'')'), ('select queue.fetch(%s, options => ''{"tasks": "t"}'')'), ('select queue.fetch(%s, options => ''{"ids": ["x"]}'')'),
   ('select queue.fetch(%s, options => ''{"ids": {}}'')'), ('select queue.fetch(%s, options => ''{"deadline_within": "soon"}'')'), ('select queue.fetch(%s, options => ''{"deadline_within": "-1 s"}'')')

@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, leases, timeouts, crashes, aborts; what reap ends and what it leaves.
 
-select plan(158);
+select plan(160);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -89,6 +89,15 @@ select is(queue.fail(:id, :claim, 'e'), 'failed', 'a failure is still the first'
 select id, claim from queue.fetch(:w2, null, 10) \gset
 select is(:id::bigint, :b2::bigint, 'the lock goes on to the next, which has not crashed');
 select queue.succeed(:id, :claim) \g /dev/null
+
+-- "crashed": only such a job
+select queue.defer('fresh', queue => 'crashed'), queue.defer('culprit', queue => 'crashed') \g /dev/null
+select is((select count(*) from queue.fetch(:w2, '{crashed}', 1, '{"alone": "crashed"}')), 0::bigint, 'a job that has not crashed does not run alone for it');
+select id, claim from queue.fetch(:w2, '{crashed}', 2) where task = 'culprit' \gset
+select queue.extend(:id, :claim, '1 microsecond') \g /dev/null
+select queue.reap() \g /dev/null
+select results_eq(format('select id from queue.fetch(%s, %L, 2, %L)', :w2, '{crashed}', '{"alone": "crashed"}'), format('values (%s::bigint)', :id), 'one that has does');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.queue = 'crashed' and j.state = 'running' \g /dev/null
 
 -- crash_loop: at max_crashes, if the last crash came while the job ran alone
 create function pg_temp.crash(options jsonb default null) returns text language plpgsql as $$

@@ -1,6 +1,6 @@
 -- Sleeping: what a worker may wait for, and the latch as one session sees it (several: isolation/latch.spec).
 
-select plan(44);
+select plan(46);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -137,5 +137,13 @@ select is(pg_temp.held(), 'nothing', 'to anybody');
 reset client_min_messages;
 select is((select s.may_sleep from queue.before_sleep(:worker) s), true, 'and it sleeps again');
 select is(pg_temp.held(), '1 ExclusiveLock', 'with the latch');
+
+-- A queue that has used up its rate is due when its next start is
+select queue.configure_queue('rated', '{"rate": {"limit": 1, "per": "2 seconds"}}') \g /dev/null
+select queue.defer('t', queue => 'rated'), queue.defer('t', queue => 'rated') \g /dev/null
+select is((select count(*) from queue.fetch(:worker, '{rated}', 5)), 1::bigint, 'one start within 2 s');
+select queue.tick() \g /dev/null
+select cmp_ok(s.wait_for, '<=', interval '2 s', 'the next is waited for') from queue.before_sleep(:worker, '{rated}') s;
+select queue.after_sleep(:worker) \g /dev/null
 
 select * from finish();

@@ -35,7 +35,7 @@ select pg_temp.run(:a, 'succeeded'), pg_temp.run(:b, 'failed'), queue.cancel(:c)
 update queue.job set created_at = created_at - interval '1 year';
 select is(queue.prune(), 0, 'retention counts from completion: an old job is kept as any other');
 select pg_temp.pass('6 days 23 hours');
-select is(queue.prune(), 0, 'within 7 days nothing goes');
+select is(queue.prune(2147483647), 0, 'within 7 days nothing goes');
 select pg_temp.pass('2 hours');
 select is((select pruned from queue.tick()), 1, 'tick prunes what has passed');
 select is(pg_temp.kept(), 'failed cancelled unfinished', 'succeeded jobs after 7 days');

@@ -1,6 +1,6 @@
 -- Operating on many jobs by hand: move, copy, delete, fail_jobs, done, set_priority, reschedule, delete_queue.
 
-select plan(231);
+select plan(234);
 
 set pgdefer.notify = off;
 
@@ -93,7 +93,7 @@ end $$;
 -- Arguments
 select is(pg_temp.refusal('select queue.' || call), '22023', call) from (values
   ('move(null, ''q'')'), ('move(array[1, null], ''q'')'), ('move(''{}'', null)'), ('move(''{}'', '''')'), ('move(''{}'', ''a*'')'), ('move(''{}'', repeat(''x'', 1001))'),
-  ('copy(1, '''')'), ('copy(1, ''a*'')'), ('delete(null)'), ('delete(array[null]::bigint[])'), ('fail_jobs(null)'), ('fail_jobs(array[null]::bigint[], ''x'')'), ('done(null)'),
+  ('copy(1, '''')'), ('copy(1, ''a*'')'), ('delete(null)'), ('delete(array[null]::bigint[])'), ('fail_jobs(null)'), ('fail_jobs(array[null]::bigint[], ''x'')'), ('done(null)'), ('delete(''{{1},{2}}'')'), ('retry(''{{1},{2}}'')'), ('move(''{{1},{2}}'', ''q'')'),
   ('done(array[1, null])'), ('set_priority(null, 1)'), ('set_priority(''{}'', null)'), ('set_priority(array[null]::bigint[], 1)'), ('reschedule(1, ''infinity'')'),
   ('reschedule(1, ''-infinity'')'), ('delete_queue(null)'), ('delete_queue('''')'), ('delete_queue(''*'')'), ('delete_queue(''never was'')'), ('delete_queue(''never was'', true)')) v (call);
 select is(pg_temp.refusal('select queue.' || call), 'QJ001', call) from (values ('copy(424242)'), ('copy(null)'), ('copy(424242, ''q'')'), ('reschedule(424242)'), ('reschedule(null)')) v (call);

@@ -1,6 +1,6 @@
 -- Manual retries: from every state, with locks, needs, counts and history.
 
-select plan(100);
+select plan(107);
 
 select queue.register_worker('w') as worker \gset
 
@@ -244,5 +244,23 @@ end $$;
 select is((select count(*) from queue.retry_failed('bulk') r where r.error is null), 1000::bigint, 'a thousand at once');
 select is((select count(*) from queue.jobs where task = 'bulk' and state = 'ready'), 50::bigint, 'one of each lock has the turn');
 select is_empty('select * from queue.check()', 'everything is in order');
+
+-- A queueing lock is taken again by one that has never started
+select queue.defer('one', queueing_lock => 'again') as one \gset
+select queue.cancel(:one) \g /dev/null
+select queue.defer('two', queueing_lock => 'again') as two \gset
+select queue.fail_jobs(array[:two::bigint]) \g /dev/null
+select results_eq(format('select outcome, error from queue.retry(array[%s, %s])', :one, :two), $$values ('ready', null), ('failed', 'QJ004')$$, 'of two that have never started the first takes the key');
+select throws_ok($$select queue.defer('three', queueing_lock => 'again')$$, 'QJ004', null, 'and keeps it');
+select claim from queue.fetch(:worker, null, 1, jsonb_build_object('ids', jsonb_build_array(:one))) \gset
+select queue.fail(:one, :claim, 'e') \g /dev/null
+select results_eq(format('select outcome, error from queue.retry(array[%s, %s])', :one, :two), $$values ('ready', null), ('ready', null)$$, 'one that has started needs none');
+select queue.cancel(:one), queue.cancel(:two) \g /dev/null
+select is_empty($$select * from queue.queueing_lock k where k.key = 'again'$$, 'the key is free when they end');
+select queue.defer('late', queueing_lock => 'again', options => '{"expires_at": "2001-01-01Z"}') as late \gset
+select queue.tick() \g /dev/null
+select is((select error from queue.retry(array[:late::bigint])), 'QJ003', 'a job that has expired is refused');
+select is_empty($$select * from queue.queueing_lock k where k.key = 'again'$$, 'and takes no key');
+select is_empty('select * from queue.check()', 'sound');
 
 select * from finish();

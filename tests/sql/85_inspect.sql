@@ -1,6 +1,6 @@
 -- check finds what is planted; why tells what a job waits for; peek shows what comes.
 
-select plan(73);
+select plan(77);
 
 set pgdefer.notify = off;
 
@@ -127,6 +127,24 @@ select is(queue.why(pg_temp.id('ready')), 'no live worker serves its queue defau
 update queue.worker set last_seen_at = now(), queues = '{other*}';
 select is(queue.why(pg_temp.id('ready')), 'no live worker serves its queue default', 'none that serves the queue');
 update queue.worker set queues = null;
+select queue.pause('p') \g /dev/null
+begin;
+select queue.defer('new', queue => 'p') as new_p, queue.defer('new') as new \gset
+select is(queue.why(:new_p), 'its queue p is paused', 'what has yet to be admitted: its queue is paused');
+update queue.worker set last_seen_at = now() - interval '1 hour';
+select is(queue.why(:new), 'no live worker serves its queue default', 'nobody serves it');
+rollback;
+select queue.pause(task => 'new') \g /dev/null
+begin;
+select queue.defer('new') as new \gset
+select is(queue.why(:new), 'its task new is paused', 'its task is paused');
+rollback;
+select queue.resume() \g /dev/null
+select queue.defer('to abort') as id \gset
+select claim from queue.fetch((select max(w.id) from queue.worker w), null, 1, jsonb_build_object('ids', jsonb_build_array(:id))) \gset
+select queue.cancel(:id, abort => true) \g /dev/null
+select matches(queue.why(:id), '; its worker has been told to abort it: cancelled$', 'one that is to be aborted');
+select queue.fail(:id, :claim, 'aborted') \g /dev/null
 select is(pg_temp.refusal('select queue.why(999999)'), 'QJ001', 'no such job');
 select is(pg_temp.refusal('select queue.why(null)'), 'QJ001', 'nor is NULL one');
 

@@ -184,6 +184,46 @@ def test_rolled_back_defers_notify_nobody(
     assert len(list(listener.notifies(timeout=5, stop_after=1))) == 1
 
 
+WAKING = {
+    "defer_many": ("", 'queue.defer_many(\'[{{"task": "t"}}]\')'),
+    "a trigger": ("", ""),
+    "retry": ("queue.cancel({id})", "queue.retry(array[{id}])"),
+    "unhold": ("queue.hold({id})", "queue.unhold({id})"),
+    "resume": ("queue.pause()", "queue.resume()"),
+    "move": ("queue.tick()", "queue.move(array[{id}], 'elsewhere')"),
+    "copy": ("queue.tick()", "queue.copy({id})"),
+    "reschedule": ("queue.reschedule({id}, '2999-01-01Z')", "queue.reschedule({id}, null)"),
+    "set_priority": ("queue.tick()", "queue.set_priority(array[{id}], 5)"),
+    "configure_queue": (
+        "queue.pause('default')",
+        "queue.configure_queue('default', '{{\"paused\": false}}')",
+    ),
+    "done, of a need": ("queue.defer('t', needs => array[{id}])", "queue.done(array[{id}])"),
+}
+
+
+@pytest.mark.parametrize("case", WAKING)
+def test_whatever_makes_a_job_ready_wakes(
+    case: str, conn: Connection, connect: Connect, sentinel: subprocess.Popen[str]
+) -> None:
+    before, call = WAKING[case]
+    job, _ = defer_one(conn)
+    if before:
+        conn.execute(f"select * from {before.format(id=job)}".encode())
+    conn.execute("create table thing (n int)")
+    conn.execute(
+        "create trigger t after insert on thing"
+        " for each row execute function queue.defer_trigger('t')"
+    )
+    listener = connect()
+    listener.execute("listen pgdefer")
+    if call:
+        conn.execute(f"select * from {call.format(id=job)}".encode())
+    else:
+        conn.execute("insert into thing values (1)")
+    assert len(list(listener.notifies(timeout=5, stop_after=1))) == 1
+
+
 def test_nobody_pays_while_nobody_sleeps(conn: Connection, connect: Connect) -> None:
     listener = connect()
     listener.execute("listen pgdefer")

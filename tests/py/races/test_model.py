@@ -236,7 +236,8 @@ class Model:
         job.final = final
         job.claim = job.worker = None
         job.has_turn = job.is_held = job.is_aborting = job.waits_for_retry = False
-        job.key = None  # it is not taken again
+        if job.claims:
+            job.key = None  # once started it is not taken again
 
     def give_back(self, job: Job) -> None:
         job.claim = job.worker = None
@@ -943,6 +944,9 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         client, model = self.idle(c), self.model
         jobs = self.pick_all(ns)
+        if what == "retry":
+            at_stake = {key for other in self.clients for key in other.keys}
+            jobs = [job for job in jobs if not (job.final and job.key in at_stake)]
         given: dict[str, Any] = {
             "move": [("queue", queue)],
             "set_priority": [("priority", priority)],
@@ -950,7 +954,7 @@ class Machine(RuleBasedStateMachine):
         }
         errors = self.told(client, what, jobs, *given.get(what, []))
         for job in sorted(jobs, key=lambda job: job.id):
-            is_running = job.claim is not None
+            is_running, is_taken = job.claim is not None, False
             match what:
                 case "move":
                     refused = is_running
@@ -959,14 +963,16 @@ class Machine(RuleBasedStateMachine):
                 case "retry":
                     waits = job.waits_for_retry and model.states(job) == {"scheduled"}
                     refused = not (job.final or waits or (is_running and force))
+                    is_taken = bool(job.final and job.key and model.holder(job.key))
                 case "done":
                     refused = job.final == "succeeded"
                 case _:
                     refused = bool(job.final)
             if what == "retry" and refused and job.claims and model.states(job) == {"scheduled"}:
                 refused = errors[job.id] is not None  # waits after its start: for a retry or not
-            assert errors[job.id] == ("QJ003" if refused else None), f"{what}: {job}"
-            if refused:
+            expected = "QJ004" if is_taken else "QJ003" if refused else None
+            assert errors[job.id] == expected, f"{what}: {job}"
+            if expected:
                 continue
             match what:
                 case "move":

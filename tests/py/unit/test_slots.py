@@ -51,7 +51,7 @@ def test_those_with_the_nearest_horizon_come_first() -> None:
 
 def test_what_fetch_is_asked_for() -> None:
     assert Slots(1).options() is None
-    assert Slots(1).options(alone=True) == '{"alone": true}'
+    assert Slots(1).options(alone=True) == '{"alone": "crashed"}'
     assert Slots(1, dt.timedelta(hours=1)).options() == '{"deadline_within": "1:00:00.000000"}'
 
 
