@@ -36,6 +36,7 @@ from ._options import (
     defer_parameters,
     interval_text,
     job_id,
+    listed,
 )
 from ._recurring import RecurringDecorator, Schedule, array, vanished
 from ._results import Waiter, wait
@@ -103,7 +104,7 @@ class App:
         self.tasks: dict[str, Task[..., Any]] = {}
         self.schedules: dict[str, Schedule] = {}
         self.source = Source(dsn, embedded=embedded, pgbouncer=pgbouncer, listen_dsn=listen_dsn)
-        self.imports = tuple(imports)
+        self.imports = tuple(listed("imports", imports))
         self._open_pools()
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
         self._registered: dict[str, Settings] = {}

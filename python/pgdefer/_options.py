@@ -6,11 +6,13 @@ import dataclasses
 import datetime as dt
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from ._errors import EncodeError
 
 __all__ = ["DeferOptions", "RecurringOptions", "Retry", "TaskOptions", "interval_text"]
+
+T = TypeVar("T")
 
 
 class HasId(Protocol):
@@ -157,6 +159,13 @@ def _instant(name: str, value: dt.datetime) -> str:
     if value.tzinfo is None:
         raise ValueError(f"{name} has no time zone: {value!r}")
     return value.isoformat()
+
+
+def listed(name: str, values: Iterable[T]) -> list[T]:
+    """Return a list. Raises TypeError for what is none, a text too: it would go by letters."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, not {values!r}: give [{values!r}]")
+    return list(values)
 
 
 def job_id(job: int | HasId) -> int:

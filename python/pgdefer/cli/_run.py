@@ -95,6 +95,7 @@ def worker(
     shutdown_timeout: Annotated[
         float | None,
         typer.Option(
+            min=0,
             help="Seconds that running jobs have to end once the worker is asked to stop.",
             show_default="no limit",
         ),
@@ -127,7 +128,7 @@ def worker(
         found.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
     elif pgbouncer or listen_dsn is not None:
         fail(Exit.USAGE, "--pgbouncer and --listen-dsn go with --dsn; else the App says them.")
-    wanted = [part for item in queues or [] for part in item.split(",") if part] or None
+    wanted = _names(queues or []) or None
     options: WorkerOptions = {
         "name": name,
         "shutdown_timeout": shutdown_timeout,
@@ -237,6 +238,14 @@ def demo(
 
     with reported():
         run(Source(dsn), concurrency=concurrency, limit=limit, console=out)
+
+
+def _names(given: list[str]) -> list[str]:
+    """Return the names that are separated by commas."""
+    names = [name for text in given for name in text.split(",")]
+    if "" in names:
+        fail(Exit.USAGE, "-q holds an empty name: leave -q out to serve all queues")
+    return names
 
 
 def _load(where: str) -> App:

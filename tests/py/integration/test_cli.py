@@ -134,6 +134,7 @@ def test_a_worker_that_gave_jobs_back_says_so(
         (["worker", "-A", "no_such_module:app"], Exit.NO_APP, "No module named"),
         (["worker", "-A", "json:dumps"], Exit.NO_APP, "json:dumps is no App"),
         (["worker", "-A", "json"], Exit.NO_APP, "json holds 0 Apps"),
+        (["worker", "-A", "json", "--shutdown-timeout", "-1"], Exit.USAGE, "'--shutdown-timeout'"),
         (["install", "--dsn", NOWHERE], Exit.UNREACHABLE, "onnection refused"),
         (["version", "--dsn", NOWHERE], Exit.UNREACHABLE, "onnection refused"),
         (["install", "--form", "other"], Exit.USAGE, "Invalid value"),
@@ -146,6 +147,14 @@ def test_what_went_wrong_is_in_the_exit_code(
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("names", ["", "a,", ",a"])
+def test_an_empty_name_does_not_stand_for_all_queues(run: Run, tmp_path: Path, names: str) -> None:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=NOWHERE))
+    done = run("worker", "-A", "mod:app", "-q", names, "--drain")
+    assert (done.returncode, done.stderr.count("\n")) == (Exit.USAGE, 1)
+    assert "-q holds an empty name" in done.stderr
 
 
 @pytest.mark.unchecked("there is nothing to check")
