@@ -53,7 +53,7 @@ class Processes:
                 stillborn += not process.jobs
                 self._put_back(job, process, is_good=False)
                 if stillborn == STILLBORN:
-                    return _outcome.crashed(job.id, job.claim, ProcessDied(process.how_it_ended()))
+                    return _crashed(job, process)
                 if job._abort is not None:
                     return outcome_of(job, task, JobAborted(job._abort))
         except Exception as error:
@@ -65,7 +65,7 @@ class Processes:
             return answer.outcome
         if job._abort is not None:
             return outcome_of(job, task, JobAborted(job._abort))
-        return _outcome.crashed(job.id, job.claim, ProcessDied(process.how_it_ended()))
+        return _crashed(job, process)
 
     def tell(self, job: JobContext, reason: str) -> None:
         """Tell the job that it should end."""
@@ -121,6 +121,12 @@ class Processes:
 
 class ProcessDied(PgDeferError):  # noqa: N818
     """A job's process ended before the job did."""
+
+
+def _crashed(job: JobContext, process: _Process) -> str:
+    error = ProcessDied(process.how_it_ended())
+    log.warning("%r crashed: %s", job, error)
+    return _outcome.crashed(job.id, job.claim, error)
 
 
 class _Process:

@@ -451,6 +451,11 @@ class TaskDecorator:
     def __call__(self, function: Callable[..., Any], /) -> Task[..., Any]:
         """Make the task."""
         name = self._name or name_of(function)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"the task {name!r} is a generator, whose code nobody would run: "
+                "replace `yield`, by `return` or by deferring further jobs"
+            )
         kind: type[Task[..., Any]] = (
             AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
         )

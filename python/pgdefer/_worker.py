@@ -682,7 +682,10 @@ class Worker:
         task = self.app.tasks.get(job.task)
         self._running.add(job)
         if task is None:
-            error = UnknownTask(f"the task {job.task!r} isn't known to this worker")
+            error = UnknownTask(
+                f"the task {job.task!r} isn't known to this worker",
+                hint="Import the module that defines it: App(imports=[...]).",
+            )
             self._ended(job, failed(job, None, error))
             return
         if job.timeout is not None:

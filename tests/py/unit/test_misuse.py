@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +37,19 @@ def test_options_of_a_worker(
         Worker(app, queues, **options)
     with pytest.raises(kind, match=message):
         app.run_worker(queues, **options)
+
+
+def test_generators_are_no_tasks(app: App) -> None:
+    def rows() -> Iterator[int]:
+        yield 1
+
+    async def async_rows() -> AsyncIterator[int]:
+        yield 1
+
+    for function in (rows, async_rows, functools.partial(rows)):
+        with pytest.raises(TypeError, match="the task 'export' is a generator, whose code nobody"):
+            app.task(name="export")(function)
+    assert app.tasks == {}
 
 
 def test_imports_are_a_list() -> None:
