@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "WrongIsolation",
     "describe",
     "is_lost",
+    "is_refused",
     "sqlstate_of",
     "translate",
     "translated",
@@ -201,6 +203,25 @@ def is_lost(error: BaseException) -> bool:
     """Whether it says that the connection is lost: the server went, or the line to it."""
     kinds = (psycopg.OperationalError, psycopg.InterfaceError, OSError)
     return isinstance(error, kinds) and sqlstate_of(error) in (None, "57P01", "57P02", "57P03")
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether a server refused the connection for its database, role or password.
+
+    By its words, as libpq keeps no SQLSTATE of that. Of a server that speaks another language than
+    English it is never true.
+    """
+    return isinstance(error, psycopg.OperationalError) and bool(_REFUSED.search(str(error)))
+
+
+_REFUSED = re.compile(
+    r"""FATAL:\ .*
+        ( (database|role)\ ".*"\ does\ not\ exist | no\ such\ (database|user)
+        | authentication\ failed | pg_hba\.conf | not\ permitted\ to\ log\ in
+        | permission\ denied\ for\ database )
+      | no\ password\ supplied""",
+    re.VERBOSE,
+)
 
 
 def translate(error: BaseException) -> PgDeferError | None:

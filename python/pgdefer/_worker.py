@@ -33,7 +33,15 @@ from . import _outcome, _sql
 from ._attempt import STOPPED, TIMED_OUT, Call, failed, outcome_of, run, run_async
 from ._connect import AsyncConnection, AsyncPool, SyncPool
 from ._context import JobContext
-from ._errors import PgDeferError, UnknownTask, WorkerGone, describe, sqlstate_of, translate
+from ._errors import (
+    PgDeferError,
+    UnknownTask,
+    WorkerGone,
+    describe,
+    is_refused,
+    sqlstate_of,
+    translate,
+)
 from ._link import Backoff, Heart, Link, Listener, LostError
 from ._options import interval_text, listed
 from ._processes import Processes
@@ -97,7 +105,8 @@ class Worker:
     """Runs an app's jobs, of the queues named (patterns too; None: all).
 
     `WorkerOptions` says what else can be given. A worker lives until `stop`, whatever becomes of
-    the database meanwhile; what nothing mends, such as missing rights, ends it with an exception.
+    the database meanwhile; what nothing mends, such as missing rights, ends it with an exception,
+    and so does a first connection that is refused for its database, role or password.
     """
 
     def __init__(
@@ -273,6 +282,9 @@ class Worker:
             except WorkerGone:
                 self._on_worker_gone(self.id)
             except LostError as error:
+                cause = error.__cause__
+                if not self._has_scheduled and cause is not None and is_refused(cause):
+                    raise cause from None
                 log.warning("the connection was lost: %s", error)
                 self._suspicion = [self._loop.time() + delay for delay in SUSPICION]
                 if self._is_stopping and not self._running and not self._outcomes:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, __version__
 from pgdefer.cli import Exit
@@ -33,6 +36,7 @@ def stuck() -> None:
     time.sleep(60)
 """
 
+Connection = psycopg.Connection[Any]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "postgresql://127.0.0.1:1/nowhere?connect_timeout=1"
 
@@ -155,6 +159,35 @@ def test_an_empty_name_does_not_stand_for_all_queues(run: Run, tmp_path: Path, n
     done = run("worker", "-A", "mod:app", "-q", names, "--drain")
     assert (done.returncode, done.stderr.count("\n")) == (Exit.USAGE, 1)
     assert "-q holds an empty name" in done.stderr
+
+
+def test_a_worker_that_is_refused_at_first(
+    run: Run, dsn: str, conn: Connection, tmp_path: Path
+) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"dbname": "nope"}, 'database "nope" does not exist'),
+        ({"user": "nobody"}, 'role "nobody" does not exist'),
+        ({"user": "locked_out"}, 'role "locked_out" is not permitted to log in'),
+        ({"user": "barred"}, 'permission denied for database "test"'),
+    ]
+    with roles(conn):
+        for wrong, message in cases:
+            (tmp_path / "mod.py").write_text(MODULE.format(dsn=make_conninfo(dsn, **wrong)))
+            done = run("worker", "-A", "mod:app", "--drain")
+            assert done.returncode == Exit.UNREACHABLE
+            assert message in done.stderr.splitlines()[-1]
+            assert "Traceback" not in done.stderr
+
+
+@contextlib.contextmanager
+def roles(conn: Connection) -> Iterator[None]:
+    """A role that may not log in, and one that may not enter this database."""
+    conn.execute("create role locked_out nologin; create role barred login")
+    conn.execute("revoke connect on database test from public")
+    try:
+        yield
+    finally:
+        conn.execute("drop role locked_out; drop role barred")
 
 
 @pytest.mark.unchecked("there is nothing to check")
