@@ -58,12 +58,8 @@ class PgDeferError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        parts = [self.message]
-        if self.detail:
-            parts.append(f"({self.detail})")
-        if self.hint:
-            parts.append(self.hint)
-        return " ".join(parts)
+        said = f"{self.message} ({self.detail})" if self.detail else self.message
+        return f"{said.removesuffix('.')}. {self.hint}" if self.hint else said
 
 
 class JobNotFound(PgDeferError):

@@ -125,7 +125,8 @@ def worker(
     )
     found = _load(app)
     if dsn is not None:
-        found.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
+        with reported():
+            found.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
     elif pgbouncer or listen_dsn is not None:
         fail(Exit.USAGE, "--pgbouncer and --listen-dsn go with --dsn; else the App says them.")
     wanted = _names(queues or []) or None
@@ -214,7 +215,9 @@ def upgrade(dsn: DSN = None, as_json: AsJson = False) -> None:
 
 def version(dsn: DSN = None, as_json: AsJson = False) -> None:
     """Show the client's version, and the database's where one is named."""
-    source, tables = Source(dsn), None
+    tables = None
+    with reported():
+        source = Source(dsn)
     if not as_json:
         out.print(f"client {__version__}")
     if source.is_chosen:

@@ -108,6 +108,9 @@ def test_a_worker(run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path) -> N
         ("succeeded", 7),
         ("ready", None),
     ]
+    done = run("worker", "-A", "mod:app", "--dsn", "secret garbage")
+    assert (done.returncode, done.stderr.count("\n")) == (Exit.USAGE, 1)
+    assert "the DSN can't be read" in done.stderr
     assert "secret" not in done.stderr
 
 

@@ -252,7 +252,7 @@ def test_a_worker_logs_no_secrets(dsn: str, app: App, jobs: Jobs, tmp_path: Path
         "function attempt 1": "failed: SystemExit: 1",
         "process attempt 1": "failed: ValueError: no",
         "process_dies attempt 1": "crashed: its process exited with 1",
-        "none attempt 1": "failed: UnknownTask: the task 'none' isn't known to this worker Import",
+        "none attempt 1": "failed: UnknownTask: the task 'none' isn't known to this worker. Import",
     }.items():
         assert re.search(rf"<job \d+ {name} claim \d+> {cause}", told)
     assert SECRET not in told

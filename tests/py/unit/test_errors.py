@@ -5,9 +5,17 @@ from __future__ import annotations
 import psycopg
 import pytest
 
+from pgdefer import InvalidParameter
 from pgdefer._errors import is_refused
 
 AT = 'connection failed: connection to server at "::1", port 5432 failed: '
+
+
+def test_the_hint_is_a_sentence_of_its_own() -> None:
+    assert str(InvalidParameter("no", detail="id: 9", hint="Do.")) == "no (id: 9). Do."
+    assert str(InvalidParameter("It is no.", hint="Do.")) == "It is no. Do."
+    assert str(InvalidParameter("no", detail="id: 9")) == "no (id: 9)"
+    assert str(InvalidParameter("no")) == "no"
 
 
 @pytest.mark.parametrize(
