@@ -25,7 +25,7 @@ import psycopg
 from . import _sql
 from ._codec import Codec
 from ._connect import AsyncConnection, AsyncPool, Connection, Source, SyncPool
-from ._errors import UnknownTask
+from ._errors import InvalidParameter, UnknownTask, concerning
 from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
 from ._groups import Group
 from ._options import (
@@ -526,6 +526,12 @@ class App:
             execute(connection, _sql.REGISTER_TASKS, {"tasks": _defaults(tasks)})
         except psycopg.errors.InsufficientPrivilege:
             self._not_registered()
+        except InvalidParameter:
+            with connection.transaction(force_rollback=True):
+                for task in tasks:
+                    with concerning("the task", task.name):
+                        execute(connection, _sql.REGISTER_TASKS, {"tasks": _defaults([task])})
+            raise
         self._registered.update((task.name, task.settings) for task in tasks)
 
     async def register_async(self, connection: AsyncConnection) -> None:
@@ -535,6 +541,13 @@ class App:
             await execute_async(connection, _sql.REGISTER_TASKS, {"tasks": _defaults(tasks)})
         except psycopg.errors.InsufficientPrivilege:
             self._not_registered()
+        except InvalidParameter:
+            async with connection.transaction(force_rollback=True):
+                for task in tasks:
+                    with concerning("the task", task.name):
+                        given = {"tasks": _defaults([task])}
+                        await execute_async(connection, _sql.REGISTER_TASKS, given)
+            raise
         self._registered.update((task.name, task.settings) for task in tasks)
 
     async def schedule_async(
@@ -546,8 +559,7 @@ class App:
         """
         try:
             if self.schedules:
-                text = array(self.schedules.values(), self.name)
-                await execute_async(connection, _sql.SCHEDULE, {"schedules": text})
+                await self._schedule_all(connection)
             rows = await execute_async(connection, _sql.SCHEDULES_OF, {"source": self.name})
             lost = vanished((row[0] for row in rows), self.schedules)
             for name in lost if prune else ():
@@ -566,6 +578,19 @@ class App:
                     name,
                 )
         return lost
+
+    async def _schedule_all(self, connection: AsyncConnection) -> None:
+        schedules = list(self.schedules.values())
+        try:
+            given = {"schedules": array(schedules, self.name)}
+            await execute_async(connection, _sql.SCHEDULE, given)
+        except InvalidParameter:
+            async with connection.transaction(force_rollback=True):
+                for schedule in schedules:
+                    with concerning("the schedule", schedule.name):
+                        given = {"schedules": array([schedule], self.name)}
+                        await execute_async(connection, _sql.SCHEDULE, given)
+            raise
 
     def _not_registered(self) -> None:
         self._may_register = False

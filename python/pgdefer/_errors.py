@@ -32,6 +32,7 @@ __all__ = [
     "UnknownTask",
     "WorkerGone",
     "WrongIsolation",
+    "concerning",
     "describe",
     "is_lost",
     "is_refused",
@@ -233,6 +234,16 @@ def translate(error: BaseException) -> PgDeferError | None:
     if kind is NotInstalled:
         hint = "Run `pgdefer install` on this database."
     return kind(message, detail=detail or None, hint=hint or None)
+
+
+@contextlib.contextmanager
+def concerning(what: str, name: str) -> Iterator[None]:
+    """Have an InvalidParameter say what it is about."""
+    try:
+        yield
+    except InvalidParameter as error:
+        text = f"{what} {name!r}: {error.message}"
+        raise InvalidParameter(text, detail=error.detail, hint=error.hint) from error
 
 
 @contextlib.contextmanager

@@ -252,7 +252,16 @@ def _names(given: list[str]) -> list[str]:
 
 
 def _load(where: str) -> App:
-    """Import the App. The current folder is where modules are looked for first."""
+    """Import the App and its tasks. The current folder is where modules are looked for first."""
+    found = _find(where)
+    try:
+        found.import_tasks()
+    except ModuleNotFoundError as error:
+        fail(Exit.NO_APP, f"{where}, imports={list(found.imports)}: {error}")
+    return found
+
+
+def _find(where: str) -> App:
     module_name, _, attribute = where.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:

@@ -114,6 +114,41 @@ def test_a_worker(run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path) -> N
     assert "secret" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            "@app.task(name='send', retries=3)\ndef send() -> None: ...",
+            "the task 'send': defaults has an unknown key (key: retries). Known keys: queue,",
+        ),
+        (
+            "@app.task(name='send', retry=dict(max_attempts='x'))\ndef send() -> None: ...",
+            "the task 'send': ",
+        ),
+        (
+            "@app.recurring('bad cron', name='nightly')\ndef send() -> None: ...",
+            "the schedule 'nightly': invalid cron expression",
+        ),
+    ],
+)
+def test_a_worker_says_which_of_its_tasks_is_wrong(
+    run: Run, dsn: str, tmp_path: Path, more: str, message: str
+) -> None:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=dsn) + more)
+    done = run("worker", "-A", "mod:app", "--drain")
+    assert done.returncode == Exit.USAGE
+    assert done.stderr.splitlines()[-1].startswith(f"pgdefer: {message}")
+    assert "Traceback" not in done.stderr
+
+
+def test_modules_to_import_that_are_not_there(run: Run, dsn: str, tmp_path: Path) -> None:
+    more = "app.imports = ('no_such',)"
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=dsn) + more)
+    done = run("worker", "-A", "mod:app")
+    assert done.returncode == Exit.NO_APP
+    assert done.stderr == "pgdefer: mod:app, imports=['no_such']: No module named 'no_such'\n"
+
+
 def test_a_worker_that_gave_jobs_back_says_so(
     dsn: str, jobs: Jobs, app: App, tmp_path: Path
 ) -> None:
