@@ -50,6 +50,7 @@ from ._task import (
     SyncTask,
     Task,
     TaskDecorator,
+    checked,
     module_name,
     name_of,
     with_parent,
@@ -305,7 +306,7 @@ class App:
         connection: AnyConnection | AnyAsyncConnection | None = None,
     ) -> list[Job[Any]]:
         """Defer many jobs at once, of any tasks, all or none; in the order given."""
-        prepared = list(calls)
+        prepared = checked(calls)
         if not prepared:
             return []
         tasks = self._known(call.task for call in prepared)
@@ -321,7 +322,7 @@ class App:
         connection: AnyConnection | AnyAsyncConnection | None = None,
     ) -> list[Job[Any]]:
         """As `defer_many`, for asyncio."""
-        prepared = list(calls)
+        prepared = checked(calls)
         if not prepared:
             return []
         tasks = self._known(call.task for call in prepared)
@@ -346,7 +347,7 @@ class App:
         connection: AnyConnection | None = None,
     ) -> list[Job[Any]]:
         """Defer jobs of which each needs the one before it."""
-        prepared = list(calls)
+        prepared = checked(calls)
         with self._connection(self._known(call.task for call in prepared), connection) as used:
             rows = execute(used, _sql.DEFER_CHAIN, {"jobs": _array(prepared)})
         return [Job(row[0], self) for row in rows]
@@ -358,7 +359,7 @@ class App:
         connection: AnyAsyncConnection | None = None,
     ) -> list[Job[Any]]:
         """As `chain`, for asyncio."""
-        prepared = list(calls)
+        prepared = checked(calls)
         tasks = self._known(call.task for call in prepared)
         async with self._connection_async(tasks, connection) as used:
             rows = await execute_async(used, _sql.DEFER_CHAIN, {"jobs": _array(prepared)})

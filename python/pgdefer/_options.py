@@ -142,6 +142,7 @@ ARGUMENTS = frozenset(
         "concurrency_limit",
     }
 )
+NUMBERS = frozenset({"priority", "concurrency_limit"})
 _NO_ARGUMENTS: dict[str, Any] = dict.fromkeys((*sorted(ARGUMENTS), "options"))
 
 
@@ -169,8 +170,11 @@ def listed(name: str, values: Iterable[T]) -> list[T]:
 
 
 def job_id(job: int | HasId) -> int:
-    """Return the id of a job or an id."""
-    return job if isinstance(job, int) else job.id
+    """Return the id of a job or an id. Raises TypeError for what is neither."""
+    id = job if isinstance(job, int) else getattr(job, "id", None)
+    if not isinstance(id, int) or isinstance(id, bool):
+        raise TypeError(f"a job, or its id as an int, is needed, not {job!r}")
+    return id
 
 
 def to_json(name: str, value: Any) -> Any:
@@ -185,7 +189,9 @@ def to_json(name: str, value: Any) -> Any:
         case int() if name == "retry" and not isinstance(value, bool):
             return {"max_attempts": value}
     if name == "needs":
-        return [job_id(job) for job in value]
+        return [job_id(job) for job in listed(name, value)]
+    if name in NUMBERS and (not isinstance(value, int) or isinstance(value, bool)):
+        raise TypeError(f"{name} must be an int, not {value!r}")
     if name == "parent":
         return job_id(value)
     if name == "concurrency":
