@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import signal
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import _child, _outcome
@@ -62,6 +63,7 @@ class Processes:
         answer = process.receive()
         self._put_back(job, process, is_good=answer is not None and answer.may_go_on)
         if answer is not None:
+            _write(answer.logged)
             return answer.outcome
         if job._abort is not None:
             return outcome_of(job, task, JobAborted(job._abort))
@@ -121,6 +123,14 @@ class Processes:
 
 class ProcessDied(PgDeferError):  # noqa: N818
     """A job's process ended before the job did."""
+
+
+def _write(records: Iterable[logging.LogRecord]) -> None:
+    """Log what a process has noted."""
+    for record in records:
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
 
 
 def _crashed(job: JobContext, process: _Process) -> str:

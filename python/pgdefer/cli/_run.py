@@ -30,6 +30,23 @@ class FormChoice(enum.StrEnum):
     plain = "plain"
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        out.print(f"pgdefer {__version__}", highlight=False)
+        raise typer.Exit
+
+
+def program(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the client's version."
+        ),
+    ] = False,
+) -> None:
+    """Take what stands before a command."""
+
+
 workers = typer.Typer(invoke_without_command=True)
 
 

@@ -61,6 +61,8 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_version(run: Run, dsn: str) -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"pgdefer {__version__}\n")
     done = run("version")
     assert (done.returncode, done.stdout) == (0, f"client {__version__}\n")
     done = run("version", "--dsn", dsn)
