@@ -25,7 +25,7 @@ import psycopg
 from . import _sql
 from ._codec import Codec
 from ._connect import AsyncConnection, AsyncPool, Connection, Source, SyncPool
-from ._errors import UnknownTask
+from ._errors import InvalidParameter, UnknownTask, concerning
 from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
 from ._groups import Group
 from ._options import (
@@ -36,6 +36,7 @@ from ._options import (
     defer_parameters,
     interval_text,
     job_id,
+    listed,
 )
 from ._recurring import RecurringDecorator, Schedule, array, vanished
 from ._results import Waiter, wait
@@ -49,6 +50,7 @@ from ._task import (
     SyncTask,
     Task,
     TaskDecorator,
+    checked,
     module_name,
     name_of,
     with_parent,
@@ -103,7 +105,7 @@ class App:
         self.tasks: dict[str, Task[..., Any]] = {}
         self.schedules: dict[str, Schedule] = {}
         self.source = Source(dsn, embedded=embedded, pgbouncer=pgbouncer, listen_dsn=listen_dsn)
-        self.imports = tuple(imports)
+        self.imports = tuple(listed("imports", imports))
         self._open_pools()
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
         self._registered: dict[str, Settings] = {}
@@ -304,7 +306,7 @@ class App:
         connection: AnyConnection | AnyAsyncConnection | None = None,
     ) -> list[Job[Any]]:
         """Defer many jobs at once, of any tasks, all or none; in the order given."""
-        prepared = list(calls)
+        prepared = checked(calls)
         if not prepared:
             return []
         tasks = self._known(call.task for call in prepared)
@@ -320,7 +322,7 @@ class App:
         connection: AnyConnection | AnyAsyncConnection | None = None,
     ) -> list[Job[Any]]:
         """As `defer_many`, for asyncio."""
-        prepared = list(calls)
+        prepared = checked(calls)
         if not prepared:
             return []
         tasks = self._known(call.task for call in prepared)
@@ -345,7 +347,7 @@ class App:
         connection: AnyConnection | None = None,
     ) -> list[Job[Any]]:
         """Defer jobs of which each needs the one before it."""
-        prepared = list(calls)
+        prepared = checked(calls)
         with self._connection(self._known(call.task for call in prepared), connection) as used:
             rows = execute(used, _sql.DEFER_CHAIN, {"jobs": _array(prepared)})
         return [Job(row[0], self) for row in rows]
@@ -357,7 +359,7 @@ class App:
         connection: AnyAsyncConnection | None = None,
     ) -> list[Job[Any]]:
         """As `chain`, for asyncio."""
-        prepared = list(calls)
+        prepared = checked(calls)
         tasks = self._known(call.task for call in prepared)
         async with self._connection_async(tasks, connection) as used:
             rows = await execute_async(used, _sql.DEFER_CHAIN, {"jobs": _array(prepared)})
@@ -525,6 +527,12 @@ class App:
             execute(connection, _sql.REGISTER_TASKS, {"tasks": _defaults(tasks)})
         except psycopg.errors.InsufficientPrivilege:
             self._not_registered()
+        except InvalidParameter:
+            with connection.transaction(force_rollback=True):
+                for task in tasks:
+                    with concerning("the task", task.name):
+                        execute(connection, _sql.REGISTER_TASKS, {"tasks": _defaults([task])})
+            raise
         self._registered.update((task.name, task.settings) for task in tasks)
 
     async def register_async(self, connection: AsyncConnection) -> None:
@@ -534,6 +542,13 @@ class App:
             await execute_async(connection, _sql.REGISTER_TASKS, {"tasks": _defaults(tasks)})
         except psycopg.errors.InsufficientPrivilege:
             self._not_registered()
+        except InvalidParameter:
+            async with connection.transaction(force_rollback=True):
+                for task in tasks:
+                    with concerning("the task", task.name):
+                        given = {"tasks": _defaults([task])}
+                        await execute_async(connection, _sql.REGISTER_TASKS, given)
+            raise
         self._registered.update((task.name, task.settings) for task in tasks)
 
     async def schedule_async(
@@ -545,8 +560,7 @@ class App:
         """
         try:
             if self.schedules:
-                text = array(self.schedules.values(), self.name)
-                await execute_async(connection, _sql.SCHEDULE, {"schedules": text})
+                await self._schedule_all(connection)
             rows = await execute_async(connection, _sql.SCHEDULES_OF, {"source": self.name})
             lost = vanished((row[0] for row in rows), self.schedules)
             for name in lost if prune else ():
@@ -565,6 +579,19 @@ class App:
                     name,
                 )
         return lost
+
+    async def _schedule_all(self, connection: AsyncConnection) -> None:
+        schedules = list(self.schedules.values())
+        try:
+            given = {"schedules": array(schedules, self.name)}
+            await execute_async(connection, _sql.SCHEDULE, given)
+        except InvalidParameter:
+            async with connection.transaction(force_rollback=True):
+                for schedule in schedules:
+                    with concerning("the schedule", schedule.name):
+                        given = {"schedules": array([schedule], self.name)}
+                        await execute_async(connection, _sql.SCHEDULE, given)
+            raise
 
     def _not_registered(self) -> None:
         self._may_register = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,6 +26,8 @@ log = logging.getLogger("pgdefer.worker")
 
 STOPPED = "the worker stops"
 TIMED_OUT = "timed out"
+# What a call of a function returns whose code has not been run.
+UNRUN = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
 Call = tuple[list[Any], dict[str, Any]]
 
@@ -40,7 +43,7 @@ def run(job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None
         with _memory.limited(task.handling.max_memory):
             if task.handling.transactional:
                 return _in_transaction(job, task, pool, given, named)
-            result = task.function(*given, **named)
+            result = _ran(task.function(*given, **named))
     except BaseException as error:
         return outcome_of(job, task, error)
     return _success(job, task, result)
@@ -63,7 +66,7 @@ async def run_async(job: JobContext, task: Task[..., Any], pool: AsyncPool) -> s
             return given, named
         if task.handling.transactional:
             return await _in_transaction_async(job, task, pool, given, named)
-        result = await task.function(*given, **named)
+        result = _ran(await task.function(*given, **named))
     except BaseException as error:
         return outcome_of(job, task, error)
     return _success(job, task, result)
@@ -83,11 +86,35 @@ def _decoded(job: JobContext, task: Task[..., Any]) -> dict[str, Any]:
 
 
 def _success(job: JobContext, task: Task[..., Any], result: object) -> str:
-    if result is None:
-        return _outcome.succeeded(job.id, job.claim)
     if isinstance(result, RetryLater):
         return _yielded(job, task, result)
-    return _outcome.succeeded(job.id, job.claim, result, task.app.codec)
+    return _outcome.succeeded(job.id, job.claim, _text(job, task, result))
+
+
+def _text(job: JobContext, task: Task[..., Any], result: object) -> str | None:
+    """Return a result's JSON, or that of a note that it can't be stored."""
+    if result is None:
+        return None
+    try:
+        return task.app.codec.dumps(result)
+    except Exception as error:
+        # What the job did stands; only whoever asks for its result must learn that there is none.
+        kind = f"{type(result).__module__}.{type(result).__qualname__}"
+        why = type(error).__qualname__
+        log.warning("%r succeeded, but its result, a %s, can't be stored (%s)", job, kind, why)
+        return _outcome.unencodable(kind)
+
+
+def _ran(result: object) -> object:
+    """Return what a handler returned. Raises TypeError where that has yet to be run."""
+    if isinstance(result, UNRUN):
+        if isinstance(result, types.CoroutineType):
+            result.close()  # or Python complains that nobody awaits it
+        raise TypeError(
+            f"the task returned a {type(result).__name__}, whose code nobody runs: make the "
+            "function, and each decorator below @app.task, an `async def` without `yield`"
+        )
+    return result
 
 
 def _yielded(job: JobContext, task: Task[..., Any], asked: RetryLater) -> str:
@@ -127,7 +154,8 @@ def failed(
     outcome: str | None = None,
 ) -> str:
     """Return the outcome of a failure: an error, and what the task says of such errors."""
-    log.warning("%r failed", job, exc_info=error if error.__traceback__ else None)
+    said = _outcome.headline(error)
+    log.warning("%r failed: %s", job, said, exc_info=error if error.__traceback__ else None)
     options: dict[str, Any] = {"retryable": False}
     if task is not None:
         try:
@@ -148,7 +176,7 @@ def _in_transaction(
 ) -> str | None:
     with _transaction(task.handling.transactional, pool) as connection:
         try:
-            result = task.function(connection, *given, **named)
+            result = _ran(task.function(connection, *given, **named))
         except RetryLater as asked:
             result = asked
         if isinstance(connection, _Flushes):
@@ -162,7 +190,7 @@ async def _in_transaction_async(
 ) -> str | None:
     async with _transaction_async(task.handling.transactional, pool) as connection:
         try:
-            result = await task.function(connection, *given, **named)
+            result = _ran(await task.function(connection, *given, **named))
         except RetryLater as asked:
             result = asked
         if isinstance(connection, _Flushes):
@@ -177,8 +205,11 @@ def _ending(
     """Return the last statement of the handler's transaction, and its parameters."""
     if isinstance(result, RetryLater):
         return _sql.RETRY_LATER, _outcome.yield_parameters(job.id, job.claim, result)
-    text = None if result is None else _outcome.result_text(result, task.app.codec)
-    return _sql.SUCCEED, {"id": job.id, "claim": job.claim, "result": text}
+    return _sql.SUCCEED, {
+        "id": job.id,
+        "claim": job.claim,
+        "result": _text(job, task, result),
+    }
 
 
 @runtime_checkable

@@ -6,13 +6,15 @@ import contextlib
 import ctypes
 import dataclasses
 import importlib
+import logging
+import logging.handlers
 import multiprocessing
 import os
 import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,10 +46,31 @@ class Begun:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A job's outcome, and whether the process is fit for another job."""
+    """A job's outcome, whether the process is fit for another job, and what it has to log."""
 
     outcome: str | None
     may_go_on: bool
+    logged: Sequence[logging.LogRecord] = ()
+
+
+class _Notes(logging.handlers.QueueHandler):
+    """Keeps what this package logs, for the worker, who knows how it is to be written."""
+
+    def __init__(self) -> None:
+        super().__init__(cast("Any", None))
+        self._records: list[logging.LogRecord] = []
+        ours = logging.getLogger("pgdefer")
+        ours.addHandler(self)
+        ours.setLevel(logging.DEBUG)
+        ours.propagate = False
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+    def take(self) -> list[logging.LogRecord]:
+        """Return what was logged since the last time."""
+        taken, self._records = self._records, []
+        return taken
 
 
 class _Line:
@@ -103,6 +126,7 @@ def main(connection: Connection, dsn: str) -> None:
         # inherited by what a handler starts.)
         signal.signal(number, lambda *_: None)
     _die_with_parent()
+    notes = _Notes()
     line = _Line(connection)
     threading.Thread(target=line.read, name="pgdefer-line", daemon=True).start()
     tasks: dict[tuple[str, str], tuple[Task[..., Any], SyncPool]] = {}
@@ -115,13 +139,15 @@ def main(connection: Connection, dsn: str) -> None:
                 tasks[module, name] = task, SyncPool(task.app.source)
         except Exception as error:
             nobody = JobContext(cast("App", None), row)
-            line.end(Answer(_attempt.outcome_of(nobody, None, error), may_go_on=False))
+            outcome: str | None = _attempt.outcome_of(nobody, None, error)
+            line.end(Answer(outcome, may_go_on=False, logged=notes.take()))
             continue
         task, pool = tasks[module, name]
         job = JobContext(task.app, row)
         line.begin(job)
         outcome = _attempt.run(job, task, pool, None)
-        line.end(Answer(outcome, may_go_on=not _memory.watch.has_run_out))
+        is_fit = not _memory.watch.has_run_out
+        line.end(Answer(outcome, may_go_on=is_fit, logged=notes.take()))
 
 
 def _die_with_parent() -> None:

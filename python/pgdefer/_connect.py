@@ -20,6 +20,8 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
+from ._errors import InvalidParameter
+
 if TYPE_CHECKING:
     from ._server import EmbeddedServer
 
@@ -105,6 +107,7 @@ class Source:
             self.ears = Source(listen_dsn)
         self._server = None if isinstance(embedded, bool) else embedded
         self._dsn = None if dsn is None else re.sub(r"^(postgres(?:ql)?)\+\w+://", r"\1://", dsn)
+        _check(self._dsn or "")
         self._lock = threading.Lock()
         self._is_installed = False
 
@@ -168,6 +171,17 @@ class Source:
         )
         _adapt(connection)
         return connection
+
+
+def _check(dsn: str) -> None:
+    """Raise InvalidParameter for a DSN that can't be read, which is not quoted: it has secrets."""
+    try:
+        conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        raise InvalidParameter(
+            "the DSN can't be read",
+            hint="Write postgresql://user@host:5432/database or host=... dbname=... user=...",
+        ) from None
 
 
 def _adapt(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._codec import unwrap
 from ._errors import PgDeferError
+from ._options import listed
 
 if TYPE_CHECKING:
     import asyncio
@@ -166,4 +167,4 @@ class RetryLater(PgDeferError):  # noqa: N818
         if at is not None and at.tzinfo is None:
             raise ValueError(f"at has no time zone: {at!r}")
         self.at = at
-        self.needs = None if needs is None else tuple(needs)
+        self.needs = None if needs is None else tuple(listed("needs", needs))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +32,10 @@ __all__ = [
     "UnknownTask",
     "WorkerGone",
     "WrongIsolation",
+    "concerning",
     "describe",
     "is_lost",
+    "is_refused",
     "sqlstate_of",
     "translate",
     "translated",
@@ -56,12 +59,8 @@ class PgDeferError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        parts = [self.message]
-        if self.detail:
-            parts.append(f"({self.detail})")
-        if self.hint:
-            parts.append(self.hint)
-        return " ".join(parts)
+        said = f"{self.message} ({self.detail})" if self.detail else self.message
+        return f"{said.removesuffix('.')}. {self.hint}" if self.hint else said
 
 
 class JobNotFound(PgDeferError):
@@ -203,6 +202,25 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, kinds) and sqlstate_of(error) in (None, "57P01", "57P02", "57P03")
 
 
+def is_refused(error: BaseException) -> bool:
+    """Whether a server refused the connection for its database, role or password.
+
+    By its words, as libpq keeps no SQLSTATE of that. Of a server that speaks another language than
+    English it is never true.
+    """
+    return isinstance(error, psycopg.OperationalError) and bool(_REFUSED.search(str(error)))
+
+
+_REFUSED = re.compile(
+    r"""FATAL:\ .*
+        ( (database|role)\ ".*"\ does\ not\ exist | no\ such\ (database|user)
+        | authentication\ failed | pg_hba\.conf | not\ permitted\ to\ log\ in
+        | permission\ denied\ for\ database )
+      | no\ password\ supplied""",
+    re.VERBOSE,
+)
+
+
 def translate(error: BaseException) -> PgDeferError | None:
     """Return the error that stands for a driver's, or None where SQLSTATES has none."""
     original: Any = getattr(error, "orig", None) or error
@@ -216,6 +234,16 @@ def translate(error: BaseException) -> PgDeferError | None:
     if kind is NotInstalled:
         hint = "Run `pgdefer install` on this database."
     return kind(message, detail=detail or None, hint=hint or None)
+
+
+@contextlib.contextmanager
+def concerning(what: str, name: str) -> Iterator[None]:
+    """Have an InvalidParameter say what it is about."""
+    try:
+        yield
+    except InvalidParameter as error:
+        text = f"{what} {name!r}: {error.message}"
+        raise InvalidParameter(text, detail=error.detail, hint=error.hint) from error
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._execute import AnyAsyncConnection, AnyConnection
-from ._task import Job, Prepared
+from ._task import Job, Prepared, checked
 
 if TYPE_CHECKING:
     from ._app import App
@@ -26,17 +26,19 @@ class Group:
         connection: AnyConnection | AnyAsyncConnection | None,
     ) -> None:
         self._app = app
-        self._calls = list(calls)
+        self._calls = checked(calls)
         self._connection = connection
         #: The jobs, in the order given, once they have been deferred.
         self.jobs: list[Job[Any]] = []
 
     def then(self, call: Prepared[R]) -> Job[R]:
         """Defer the jobs, and one that needs them all beside what it needs itself; return that."""
-        job, self.jobs = self._app.submit_group(self._calls, call, self._connection)
+        (then,) = checked([call])
+        job, self.jobs = self._app.submit_group(self._calls, then, self._connection)
         return job
 
     async def then_async(self, call: Prepared[R]) -> Job[R]:
         """As `then`, for asyncio."""
-        job, self.jobs = await self._app.submit_group_async(self._calls, call, self._connection)
+        (then,) = checked([call])
+        job, self.jobs = await self._app.submit_group_async(self._calls, then, self._connection)
         return job

@@ -6,11 +6,13 @@ import dataclasses
 import datetime as dt
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from ._errors import EncodeError
 
 __all__ = ["DeferOptions", "RecurringOptions", "Retry", "TaskOptions", "interval_text"]
+
+T = TypeVar("T")
 
 
 class HasId(Protocol):
@@ -140,6 +142,7 @@ ARGUMENTS = frozenset(
         "concurrency_limit",
     }
 )
+NUMBERS = frozenset({"priority", "concurrency_limit"})
 _NO_ARGUMENTS: dict[str, Any] = dict.fromkeys((*sorted(ARGUMENTS), "options"))
 
 
@@ -159,9 +162,19 @@ def _instant(name: str, value: dt.datetime) -> str:
     return value.isoformat()
 
 
+def listed(name: str, values: Iterable[T]) -> list[T]:
+    """Return a list. Raises TypeError for what is none, a text too: it would go by letters."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, not {values!r}: give [{values!r}]")
+    return list(values)
+
+
 def job_id(job: int | HasId) -> int:
-    """Return the id of a job or an id."""
-    return job if isinstance(job, int) else job.id
+    """Return the id of a job or an id. Raises TypeError for what is neither."""
+    id = job if isinstance(job, int) else getattr(job, "id", None)
+    if not isinstance(id, int) or isinstance(id, bool):
+        raise TypeError(f"a job, or its id as an int, is needed, not {job!r}")
+    return id
 
 
 def to_json(name: str, value: Any) -> Any:
@@ -176,7 +189,9 @@ def to_json(name: str, value: Any) -> Any:
         case int() if name == "retry" and not isinstance(value, bool):
             return {"max_attempts": value}
     if name == "needs":
-        return [job_id(job) for job in value]
+        return [job_id(job) for job in listed(name, value)]
+    if name in NUMBERS and (not isinstance(value, int) or isinstance(value, bool)):
+        raise TypeError(f"{name} must be an int, not {value!r}")
     if name == "parent":
         return job_id(value)
     if name == "concurrency":

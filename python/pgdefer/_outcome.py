@@ -7,33 +7,37 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from ._codec import TAG, UNENCODABLE, Codec
+from ._codec import TAG, UNENCODABLE
 from ._context import RetryLater
 from ._errors import PgDeferError
 from ._options import job_id
 
-__all__ = ["aborted", "crashed", "failed", "released", "retry_later", "succeeded"]
+__all__ = [
+    "aborted",
+    "crashed",
+    "failed",
+    "headline",
+    "released",
+    "retry_later",
+    "succeeded",
+    "unencodable",
+]
 
+MAX_HEADLINE = 500
 MAX_MESSAGE = 2_000
 MAX_TRACEBACK = 16_000
 
 
-def succeeded(id: int, claim: int, result: object = None, codec: Codec | None = None) -> str:
-    """Return the outcome of a handler that returned `result`."""
-    if result is None or codec is None:
+def succeeded(id: int, claim: int, result: str | None = None) -> str:
+    """Return the outcome of a handler that returned this result, in JSON; None for None."""
+    if result is None:
         return f'{{"id":{id},"claim":{claim},"outcome":"succeeded"}}'
-    text = result_text(result, codec)
-    return f'{{"id":{id},"claim":{claim},"outcome":"succeeded","result":{text}}}'
+    return f'{{"id":{id},"claim":{claim},"outcome":"succeeded","result":{result}}}'
 
 
-def result_text(result: object, codec: Codec) -> str:
-    """Return the JSON of a result, or of a note that it can't be stored."""
-    try:
-        return codec.dumps(result)
-    except Exception:
-        # What the job did stands; only whoever asks for its result must learn that there is none.
-        kind = type(result)
-        return json.dumps({TAG: UNENCODABLE, "value": f"{kind.__module__}.{kind.__qualname__}"})
+def unencodable(kind: str) -> str:
+    """Return the JSON that stands for a result, of a type of this name, that can't be stored."""
+    return json.dumps({TAG: UNENCODABLE, "value": kind})
 
 
 def released(id: int, claim: int) -> str:
@@ -79,11 +83,7 @@ def yield_parameters(id: int, claim: int, asked: RetryLater) -> dict[str, Any]:
 def _failure(
     outcome: str, id: int, claim: int, error: BaseException, options: Mapping[str, object] | None
 ) -> str:
-    kind = type(error).__qualname__
-    try:
-        message = str(error)
-    except Exception as broken:
-        message = f"(its text could not be made: {type(broken).__qualname__})"
+    kind, message = _kind_and_message(error)
     report: dict[str, object] = {
         "id": id,
         "claim": claim,
@@ -98,6 +98,21 @@ def _failure(
     if options:
         report["options"] = dict(options)
     return json.dumps(report)
+
+
+def headline(error: BaseException) -> str:
+    """Return an error's first line, for the log."""
+    kind, message = _kind_and_message(error)
+    line = (message.splitlines() or [""])[0]
+    return storable(f"{kind}: {line}" if line else kind, MAX_HEADLINE)
+
+
+def _kind_and_message(error: BaseException) -> tuple[str, str]:
+    try:
+        message = str(error)
+    except Exception as broken:
+        message = f"(its text could not be made: {type(broken).__qualname__})"
+    return type(error).__qualname__, message
 
 
 def _traceback(error: BaseException) -> str:

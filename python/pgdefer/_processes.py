@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import signal
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import _child, _outcome
@@ -53,7 +54,7 @@ class Processes:
                 stillborn += not process.jobs
                 self._put_back(job, process, is_good=False)
                 if stillborn == STILLBORN:
-                    return _outcome.crashed(job.id, job.claim, ProcessDied(process.how_it_ended()))
+                    return _crashed(job, process)
                 if job._abort is not None:
                     return outcome_of(job, task, JobAborted(job._abort))
         except Exception as error:
@@ -62,10 +63,11 @@ class Processes:
         answer = process.receive()
         self._put_back(job, process, is_good=answer is not None and answer.may_go_on)
         if answer is not None:
+            _write(answer.logged)
             return answer.outcome
         if job._abort is not None:
             return outcome_of(job, task, JobAborted(job._abort))
-        return _outcome.crashed(job.id, job.claim, ProcessDied(process.how_it_ended()))
+        return _crashed(job, process)
 
     def tell(self, job: JobContext, reason: str) -> None:
         """Tell the job that it should end."""
@@ -121,6 +123,20 @@ class Processes:
 
 class ProcessDied(PgDeferError):  # noqa: N818
     """A job's process ended before the job did."""
+
+
+def _write(records: Iterable[logging.LogRecord]) -> None:
+    """Log what a process has noted."""
+    for record in records:
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+def _crashed(job: JobContext, process: _Process) -> str:
+    error = ProcessDied(process.how_it_ended())
+    log.warning("%r crashed: %s", job, error)
+    return _outcome.crashed(job.id, job.claim, error)
 
 
 class _Process:

@@ -13,7 +13,7 @@ import psycopg
 
 from . import _sql
 from ._connect import Connection, SyncPool, close_now, cursor
-from ._errors import JobCancelled, JobFailed, is_lost, translated
+from ._errors import JobCancelled, JobFailed, PgDeferError, is_lost, translated
 from ._execute import execute
 from ._link import Backoff, Ears, LostError, Rows
 from ._sql import Statement
@@ -26,6 +26,8 @@ __all__ = ["Waiter", "wait"]
 
 # How often to ask where no notification can come.
 POLL_FIRST, POLL_LAST = 0.02, 1.0
+# What to ask about a job that is late; not every role may ask why.
+LATE = (_sql.STATE, _sql.WHY)
 
 
 def _has_succeeded(id: int, row: Sequence[Any]) -> bool:
@@ -38,8 +40,19 @@ def _has_succeeded(id: int, row: Sequence[Any]) -> bool:
     return bool(state == "succeeded")
 
 
-def _late(id: int, timeout: float | None) -> TimeoutError:
-    return TimeoutError(f"job {id} has not finished within {timeout:g} s")
+def _late(id: int, timeout: float | None, found: Sequence[str]) -> TimeoutError:
+    """Return the error; `found`: what LATE said, as far as it could be asked."""
+    said = f": {', '.join(found)}" if found else ""
+    return TimeoutError(f"job {id} has not finished within {timeout:g} s{said}")
+
+
+def _look(id: int, connection: Connection) -> list[str]:
+    found: list[str] = []
+    with contextlib.suppress(psycopg.Error, PgDeferError):
+        for statement in LATE:
+            ((said,),) = execute(connection, statement, {"id": id})
+            found.append(said)
+    return found
 
 
 def wait(id: int, timeout: float | None, pool: SyncPool, source: Source, codec: Codec) -> Any:
@@ -63,7 +76,7 @@ def wait(id: int, timeout: float | None, pool: SyncPool, source: Source, codec: 
                     if end is not None:
                         wait_for = min(wait_for, end - time.monotonic())
                         if wait_for <= 0:
-                            raise _late(id, timeout)
+                            raise _late(id, timeout, _look(id, connection))
                     listening.sleep(wait_for)
         except psycopg.Error as error:
             delay = lost.delay()
@@ -120,9 +133,19 @@ class Waiter(Ears):
                 stored = await self._wait(id)
         except TimeoutError:
             if limit.expired():
-                raise _late(id, timeout) from None
+                raise _late(id, timeout, await self._look(id)) from None
             raise
         return None if stored is None else await codec.decode_stored_async(stored)
+
+    async def _look(self, id: int) -> list[str]:
+        """As the function; where there is no answer soon, without."""
+        found: list[str] = []
+        with contextlib.suppress(LostError, psycopg.Error, TimeoutError):
+            async with asyncio.timeout(1.0):
+                for statement in LATE:
+                    ((said,),) = await self._ask(statement, id=id)
+                    found.append(said)
+        return found
 
     async def _wait(self, id: int) -> str | None:
         event = asyncio.Event()

@@ -148,6 +148,8 @@ RESULT = Statement("""
     from queue.await_result(cast(:id as bigint))
 """)
 
+STATE = Statement("select state from queue.result(cast(:id as bigint))")
+
 # Operating
 
 _JOB_CHANGE = "select id, outcome, error from"

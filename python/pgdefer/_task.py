@@ -29,7 +29,14 @@ from ._context import running_job
 from ._errors import DecodeError, UnknownTask
 from ._execute import AnyAsyncConnection, AnyConnection
 from ._handling import Handling, HandlingOptions
-from ._options import DeferOptions, Settings, TaskOptions, defer_object, defer_parameters
+from ._options import (
+    DeferOptions,
+    Settings,
+    TaskOptions,
+    defer_object,
+    defer_parameters,
+    listed,
+)
 
 if TYPE_CHECKING:
     import sqlalchemy.ext.asyncio as sa_async
@@ -39,6 +46,8 @@ if TYPE_CHECKING:
 
 # What the args of a recurring run have beside its schedule's: the time that it is for, as text.
 SCHEDULED_FOR = "scheduled_for"
+# What `configure` takes, and `defer` does not.
+OPTIONS = frozenset({*DeferOptions.__annotations__, "connection"})
 
 __all__ = ["AsyncTask", "Configured", "Job", "Prepared", "SyncTask", "Task"]
 
@@ -73,12 +82,21 @@ class Prepared(Generic[R_co]):
     """A call of a task that is to be deferred, with others, by `defer_many`."""
 
     task: str
-    args: str
+    args: str = dataclasses.field(repr=False)
     settings: Settings
 
     def to_json(self) -> str:
         """Return the object that queue.defer_many takes."""
         return defer_object(self.task, self.args, self.settings)
+
+
+def checked(calls: Iterable[Prepared[Any]]) -> list[Prepared[Any]]:
+    """Return calls. Raises TypeError for what is none, as a job that was deferred already."""
+    found = listed("calls", calls)
+    for call in found:
+        if not isinstance(call, Prepared):
+            raise TypeError(f"a call is what task.prepare(...) returns, not {call!r}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +152,15 @@ class _Parameters:
         is_simple = not (args or self.positional or self.rest or self.keywords)
         if is_simple and self.required <= kwargs.keys() <= self.allowed:
             return kwargs
-        bound = self.signature.bind(*args, **kwargs).arguments
+        try:
+            bound = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            if options := sorted((kwargs.keys() & OPTIONS) - self.allowed):
+                raise TypeError(
+                    f"{error}; what is said of the job goes before: "
+                    f"task.configure({options[0]}=...).defer(...)"
+                ) from None
+            raise
         if self.rest is not None and self.rest in bound:
             bound[self.rest] = list(bound[self.rest])
         if self.keywords is not None:
@@ -278,9 +304,14 @@ class Configured(Generic[P, R]):
     ) -> Iterable[Prepared[Any]]:
         settings = self._effective()
         task = self.task
-        for call in calls:
+        for call in listed("calls", calls):
             if isinstance(call, Prepared):
                 yield call
+            elif not isinstance(call, Mapping):
+                raise TypeError(
+                    "a call is what task.prepare(...) returns, or a dict of keyword arguments, "
+                    f"not {call!r}"
+                )
             else:
                 yield Prepared(task.name, task.encode((), call), settings)
 
@@ -451,6 +482,11 @@ class TaskDecorator:
     def __call__(self, function: Callable[..., Any], /) -> Task[..., Any]:
         """Make the task."""
         name = self._name or name_of(function)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"the task {name!r} is a generator, whose code nobody would run: "
+                "replace `yield`, by `return` or by deferring further jobs"
+            )
         kind: type[Task[..., Any]] = (
             AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
         )

@@ -33,9 +33,17 @@ from . import _outcome, _sql
 from ._attempt import STOPPED, TIMED_OUT, Call, failed, outcome_of, run, run_async
 from ._connect import AsyncConnection, AsyncPool, SyncPool
 from ._context import JobContext
-from ._errors import PgDeferError, UnknownTask, WorkerGone, describe, sqlstate_of, translate
+from ._errors import (
+    PgDeferError,
+    UnknownTask,
+    WorkerGone,
+    describe,
+    is_refused,
+    sqlstate_of,
+    translate,
+)
 from ._link import Backoff, Heart, Link, Listener, LostError
-from ._options import interval_text
+from ._options import interval_text, listed
 from ._processes import Processes
 from ._slots import Slots, arrange
 from ._suspects import Suspects
@@ -97,19 +105,18 @@ class Worker:
     """Runs an app's jobs, of the queues named (patterns too; None: all).
 
     `WorkerOptions` says what else can be given. A worker lives until `stop`, whatever becomes of
-    the database meanwhile; what nothing mends, such as missing rights, ends it with an exception.
+    the database meanwhile; what nothing mends, such as missing rights, ends it with an exception,
+    and so does a first connection that is refused for its database, role or password.
     """
 
     def __init__(
         self, app: App, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]
     ) -> None:
-        if "slots" in options and "concurrency" in options:
-            raise ValueError("give slots or concurrency, not both")
-        if options.get("concurrency", 1) < 1:
-            raise ValueError("concurrency must be at least 1")
+        _check(options)
         self.app = app
-        self.queues = None if queues is None else list(queues)
-        self.slots = arrange(options.get("slots") or [options.get("concurrency", 20)])
+        self.queues = None if queues is None else listed("queues", queues)
+        slots = options.get("slots") or [options.get("concurrency", 20)]
+        self.slots = arrange(listed("slots", slots))
         self.concurrency = sum(slots.size for slots in self.slots)
         self.name = options.get("name") or f"{socket.gethostname()}:{os.getpid()}"
         self.shutdown_timeout = options.get("shutdown_timeout")
@@ -275,6 +282,9 @@ class Worker:
             except WorkerGone:
                 self._on_worker_gone(self.id)
             except LostError as error:
+                cause = error.__cause__
+                if not self._has_scheduled and cause is not None and is_refused(cause):
+                    raise cause from None
                 log.warning("the connection was lost: %s", error)
                 self._suspicion = [self._loop.time() + delay for delay in SUSPICION]
                 if self._is_stopping and not self._running and not self._outcomes:
@@ -684,7 +694,10 @@ class Worker:
         task = self.app.tasks.get(job.task)
         self._running.add(job)
         if task is None:
-            error = UnknownTask(f"the task {job.task!r} isn't known to this worker")
+            error = UnknownTask(
+                f"the task {job.task!r} isn't known to this worker",
+                hint="Import the module that defines it: App(imports=[...]).",
+            )
             self._ended(job, failed(job, None, error))
             return
         if job.timeout is not None:
@@ -781,6 +794,19 @@ class Worker:
         for job in list(self._running):
             self.deserters += job._runner is not None
             self._give_back(job)
+
+
+def _check(options: WorkerOptions) -> None:
+    """Raise TypeError for an option that there is not, ValueError for a value out of range."""
+    known = WorkerOptions.__annotations__
+    if unknown := ", ".join(sorted(options.keys() - known.keys())):
+        raise TypeError(f"a worker takes no option {unknown}: it takes queues, {', '.join(known)}")
+    if "slots" in options and "concurrency" in options:
+        raise ValueError("give slots or concurrency, not both")
+    least = {"concurrency": 1, "jobs_per_process": 1, "shutdown_timeout": 0}
+    for name, value in options.items():
+        if name in least and isinstance(value, int | float) and value < least[name]:
+            raise ValueError(f"{name} must be at least {least[name]}, not {value}")
 
 
 def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:

@@ -7,6 +7,7 @@ from ._base import Exit, cli
 
 __all__ = ["Exit", "main"]
 
+cli.callback()(_run.program)
 cli.command("install")(_run.install_command)
 cli.command()(_run.upgrade)
 cli.command()(_run.version)

@@ -77,6 +77,17 @@ _ENDS: dict[type[PgDeferError], Exit] = {
     AlreadyQueued: Exit.ALREADY_QUEUED,
     InvalidParameter: Exit.USAGE,
 }
+# Which option holds what the database reads, and how that is written.
+_MOMENT = "a time, such as 2030-01-31 09:00"
+_INTERVAL = "an interval, such as 30 minutes"
+_READ_THERE = {
+    "at": ("--at", _MOMENT),
+    "scheduled_at": ("--at", _MOMENT),
+    "deadline": ("--deadline", _MOMENT),
+    "until": ("--until", _MOMENT),
+    "older_than": ("--older-than", _INTERVAL),
+    "lease": ("--lease", _INTERVAL),
+}
 # What the SQLSTATEs mean that functions on many jobs report in their rows.
 REFUSALS = {
     "QJ001": (Exit.NOT_FOUND, "there is no such job"),
@@ -144,7 +155,7 @@ class Session:
     def call(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> Rows:
         """Run a statement."""
         given = dict(parameters or {})
-        with self._connection.cursor(row_factory=dict_row) as cursor:
+        with _misread(given), self._connection.cursor(row_factory=dict_row) as cursor:
             if not self.as_json:
                 return Rows(cursor.execute(statement.psycopg, given).fetchall())
             texts = [row["row"] for row in cursor.execute(statement.json.psycopg, given)]
@@ -155,6 +166,19 @@ class Session:
         (row,) = self.call(statement, parameters).values
         (value,) = row.values()
         return value
+
+
+@contextlib.contextmanager
+def _misread(given: Mapping[str, Any]) -> Iterator[None]:
+    """Name the option whose value the database could not read as a time or an interval."""
+    try:
+        yield
+    except psycopg.DataError as error:
+        said = error.diag.message_primary or ""
+        for name, (option, form) in _READ_THERE.items():
+            if given.get(name) is not None and f'"{given[name]}"' in said:
+                raise InvalidParameter(f"{option}: {said}", hint=f"Give {form}.") from error
+        raise
 
 
 @contextlib.contextmanager
@@ -185,6 +209,8 @@ def reported() -> Iterator[None]:
             _fail_for(better)
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             fail(Exit.FORBIDDEN, one_line(error))
+        if isinstance(error, psycopg.DataError):
+            fail(Exit.USAGE, one_line(error))
         # without a code, or one of those of connections and of servers that shut down
         is_lost = isinstance(error, psycopg.OperationalError) and (
             error.sqlstate is None or error.sqlstate.startswith(("08", "57P"))
@@ -197,7 +223,9 @@ def reported() -> Iterator[None]:
 
 
 def _fail_for(error: PgDeferError) -> NoReturn:
-    fail(_ENDS.get(type(error), Exit.ERROR), str(error))
+    # It shares the SQLSTATE of bad arguments.
+    is_missing = error.message == "no such schedule"
+    fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), str(error))
 
 
 def one_line(error: Exception) -> str:

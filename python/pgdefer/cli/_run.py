@@ -30,6 +30,23 @@ class FormChoice(enum.StrEnum):
     plain = "plain"
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        out.print(f"pgdefer {__version__}", highlight=False)
+        raise typer.Exit
+
+
+def program(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the client's version."
+        ),
+    ] = False,
+) -> None:
+    """Take what stands before a command."""
+
+
 workers = typer.Typer(invoke_without_command=True)
 
 
@@ -95,6 +112,7 @@ def worker(
     shutdown_timeout: Annotated[
         float | None,
         typer.Option(
+            min=0,
             help="Seconds that running jobs have to end once the worker is asked to stop.",
             show_default="no limit",
         ),
@@ -124,10 +142,11 @@ def worker(
     )
     found = _load(app)
     if dsn is not None:
-        found.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
+        with reported():
+            found.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
     elif pgbouncer or listen_dsn is not None:
         fail(Exit.USAGE, "--pgbouncer and --listen-dsn go with --dsn; else the App says them.")
-    wanted = [part for item in queues or [] for part in item.split(",") if part] or None
+    wanted = _names(queues or []) or None
     options: WorkerOptions = {
         "name": name,
         "shutdown_timeout": shutdown_timeout,
@@ -213,7 +232,9 @@ def upgrade(dsn: DSN = None, as_json: AsJson = False) -> None:
 
 def version(dsn: DSN = None, as_json: AsJson = False) -> None:
     """Show the client's version, and the database's where one is named."""
-    source, tables = Source(dsn), None
+    tables = None
+    with reported():
+        source = Source(dsn)
     if not as_json:
         out.print(f"client {__version__}")
     if source.is_chosen:
@@ -239,8 +260,25 @@ def demo(
         run(Source(dsn), concurrency=concurrency, limit=limit, console=out)
 
 
+def _names(given: list[str]) -> list[str]:
+    """Return the names that are separated by commas."""
+    names = [name for text in given for name in text.split(",")]
+    if "" in names:
+        fail(Exit.USAGE, "-q holds an empty name: leave -q out to serve all queues")
+    return names
+
+
 def _load(where: str) -> App:
-    """Import the App. The current folder is where modules are looked for first."""
+    """Import the App and its tasks. The current folder is where modules are looked for first."""
+    found = _find(where)
+    try:
+        found.import_tasks()
+    except ModuleNotFoundError as error:
+        fail(Exit.NO_APP, f"{where}, imports={list(found.imports)}: {error}")
+    return found
+
+
+def _find(where: str) -> App:
     module_name, _, attribute = where.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:

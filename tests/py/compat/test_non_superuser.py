@@ -123,6 +123,10 @@ async def work(managed: Managed) -> None:
     def transactional(connection: psycopg.Connection[Any]) -> None:
         connection.execute("select 1")
 
+    held = web.defer("add", {"a": 9, "b": 9}, held=True)
+    for late in (held.result_async(0.1), asyncio.to_thread(held.result, 0.1)):
+        with pytest.raises(TimeoutError, match=r"within 0\.1 s: held$"):  # it may not ask why
+            await late
     jobs = [web.defer("add", {"a": a, "b": 1}) for a in range(3)]
     other = web.defer("transactional", delay=dt.timedelta(milliseconds=50))
     ticked = "select from queue.jobs where task = 'tick' and state = 'succeeded'"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, __version__
 from pgdefer.cli import Exit
@@ -33,6 +36,7 @@ def stuck() -> None:
     time.sleep(60)
 """
 
+Connection = psycopg.Connection[Any]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = "postgresql://127.0.0.1:1/nowhere?connect_timeout=1"
 
@@ -57,6 +61,8 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_version(run: Run, dsn: str) -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"pgdefer {__version__}\n")
     done = run("version")
     assert (done.returncode, done.stdout) == (0, f"client {__version__}\n")
     done = run("version", "--dsn", dsn)
@@ -104,7 +110,45 @@ def test_a_worker(run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path) -> N
         ("succeeded", 7),
         ("ready", None),
     ]
+    done = run("worker", "-A", "mod:app", "--dsn", "secret garbage")
+    assert (done.returncode, done.stderr.count("\n")) == (Exit.USAGE, 1)
+    assert "the DSN can't be read" in done.stderr
     assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            "@app.task(name='send', retries=3)\ndef send() -> None: ...",
+            "the task 'send': defaults has an unknown key (key: retries). Known keys: queue,",
+        ),
+        (
+            "@app.task(name='send', retry=dict(max_attempts='x'))\ndef send() -> None: ...",
+            "the task 'send': ",
+        ),
+        (
+            "@app.recurring('bad cron', name='nightly')\ndef send() -> None: ...",
+            "the schedule 'nightly': invalid cron expression",
+        ),
+    ],
+)
+def test_a_worker_says_which_of_its_tasks_is_wrong(
+    run: Run, dsn: str, tmp_path: Path, more: str, message: str
+) -> None:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=dsn) + more)
+    done = run("worker", "-A", "mod:app", "--drain")
+    assert done.returncode == Exit.USAGE
+    assert done.stderr.splitlines()[-1].startswith(f"pgdefer: {message}")
+    assert "Traceback" not in done.stderr
+
+
+def test_modules_to_import_that_are_not_there(run: Run, dsn: str, tmp_path: Path) -> None:
+    more = "app.imports = ('no_such',)"
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=dsn) + more)
+    done = run("worker", "-A", "mod:app")
+    assert done.returncode == Exit.NO_APP
+    assert done.stderr == "pgdefer: mod:app, imports=['no_such']: No module named 'no_such'\n"
 
 
 def test_a_worker_that_gave_jobs_back_says_so(
@@ -134,6 +178,7 @@ def test_a_worker_that_gave_jobs_back_says_so(
         (["worker", "-A", "no_such_module:app"], Exit.NO_APP, "No module named"),
         (["worker", "-A", "json:dumps"], Exit.NO_APP, "json:dumps is no App"),
         (["worker", "-A", "json"], Exit.NO_APP, "json holds 0 Apps"),
+        (["worker", "-A", "json", "--shutdown-timeout", "-1"], Exit.USAGE, "'--shutdown-timeout'"),
         (["install", "--dsn", NOWHERE], Exit.UNREACHABLE, "onnection refused"),
         (["version", "--dsn", NOWHERE], Exit.UNREACHABLE, "onnection refused"),
         (["install", "--form", "other"], Exit.USAGE, "Invalid value"),
@@ -146,6 +191,43 @@ def test_what_went_wrong_is_in_the_exit_code(
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("names", ["", "a,", ",a"])
+def test_an_empty_name_does_not_stand_for_all_queues(run: Run, tmp_path: Path, names: str) -> None:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=NOWHERE))
+    done = run("worker", "-A", "mod:app", "-q", names, "--drain")
+    assert (done.returncode, done.stderr.count("\n")) == (Exit.USAGE, 1)
+    assert "-q holds an empty name" in done.stderr
+
+
+def test_a_worker_that_is_refused_at_first(
+    run: Run, dsn: str, conn: Connection, tmp_path: Path
+) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"dbname": "nope"}, 'database "nope" does not exist'),
+        ({"user": "nobody"}, 'role "nobody" does not exist'),
+        ({"user": "locked_out"}, 'role "locked_out" is not permitted to log in'),
+        ({"user": "barred"}, 'permission denied for database "test"'),
+    ]
+    with roles(conn):
+        for wrong, message in cases:
+            (tmp_path / "mod.py").write_text(MODULE.format(dsn=make_conninfo(dsn, **wrong)))
+            done = run("worker", "-A", "mod:app", "--drain")
+            assert done.returncode == Exit.UNREACHABLE
+            assert message in done.stderr.splitlines()[-1]
+            assert "Traceback" not in done.stderr
+
+
+@contextlib.contextmanager
+def roles(conn: Connection) -> Iterator[None]:
+    """A role that may not log in, and one that may not enter this database."""
+    conn.execute("create role locked_out nologin; create role barred login")
+    conn.execute("revoke connect on database test from public")
+    try:
+        yield
+    finally:
+        conn.execute("drop role locked_out; drop role barred")
 
 
 @pytest.mark.unchecked("there is nothing to check")

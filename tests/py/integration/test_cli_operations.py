@@ -721,6 +721,39 @@ def test_what_went_wrong_is_in_the_exit_code(
     assert len({*Exit}) == len(Exit), "each cause has its own"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["defer", "t", "--at", "soonish"], "--at"),
+        (["defer", "t", "--at", "2030-01-01", "--deadline", "2030-99-99"], "--deadline"),
+        (["job", "reschedule", 1, "--at", "soonish"], "--at"),
+        (["queue", "pause", "q", "--until", "soonish", "--json"], "--until"),
+        (["db", "prune", "-s", "failed", "--older-than", "long", "--yes"], "--older-than"),
+        (["job", "next", "--lease", "long"], "--lease"),
+    ],
+)
+def test_a_time_that_cannot_be_read(run: Run, arguments: list[object], option: str) -> None:
+    done = run(*arguments)
+    assert done.code == Exit.USAGE
+    assert done.err.startswith(f"pgdefer: {option}: ")
+    assert re.search(r"\. Give an? (time|interval), such as .*\.\n$", done.err)
+
+
+def test_a_number_out_of_range(run: Run) -> None:
+    assert run("job", "show", 10**30).code == Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["job", "ls"], ["version"], ["install"], ["upgrade"], ["psql"]],
+)
+def test_a_dsn_that_cannot_be_read(run: Run, arguments: list[object]) -> None:
+    done = run(*arguments, "--dsn", "secret garbage")
+    assert done.code == Exit.USAGE
+    assert "the DSN can't be read. Write postgresql://" in done.err
+    assert "secret" not in done.err
+
+
 @pytest.mark.unchecked("the tables are of no version that there is")
 def test_a_database_of_another_version(run: Run, conn: Connection) -> None:
     conn.execute("update queue.installation set version = '999.0.0'")
@@ -892,6 +925,12 @@ def test_schedules(run: Run, jobs: Jobs) -> None:
     assert run("schedule", "rm", "nightly", "--dry-run").code == 0
     assert run("schedule", "rm", "nightly", "-y").out == "removed\n"
     assert run("schedule", "rm", "nightly", "-y").code == Exit.NOT_FOUND
+    for command in ("run", "enable"):
+        missing = run("schedule", command, "nightly")
+        assert missing.code == Exit.NOT_FOUND
+        assert missing.err == (
+            "pgdefer: no such schedule (name: nightly). queue.schedules lists them.\n"
+        )
 
 
 def test_top(run: Run, claim: Claim) -> None:

@@ -185,6 +185,14 @@ def test_a_task_that_is_not_known_here(app: App, conn: Connection) -> None:
     assert about_an_hour(row["scheduled_at"] - row["created_at"])
 
 
+def test_a_wrong_task_is_named(app: App, conn: Connection) -> None:
+    app.task(name="good")(lambda: None)
+    bad = app.task(name="bad", lock="x" * 2000)(lambda: None)
+    with pytest.raises(InvalidParameter, match="the task 'bad': lock is too long"):
+        bad.defer()
+    assert conn.execute("select name from queue.tasks").fetchall() == []
+
+
 def test_errors(app: App) -> None:
     @app.task(name="t", queueing_lock="only")
     def task() -> None: ...

@@ -71,7 +71,10 @@ def test_results(app: App, conn: Connection) -> None:
         assert (failed.value.id, failed.value.error) == (3, "ValueError: no")
         held = tasks.double.configure(held=True).defer(1)
         begun = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"job 4 has not finished within 0\.2 s"):
+        late = (
+            r"job 4 has not finished within 0\.2 s: held, it is held; queue\.unhold lets it go on"
+        )
+        with pytest.raises(TimeoutError, match=late):
             held.result(0.2)
         assert time.monotonic() - begun < 5
         conn.execute("select queue.cancel(%s)", (held.id,))
@@ -95,8 +98,12 @@ async def test_results_async(app: App, conn: Connection) -> None:
         with pytest.raises(JobFailed, match="job 3 failed: ValueError: no"):
             await (await tasks.fail.defer_async()).result_async(10)
         held = await tasks.double.configure(held=True).defer_async(1)
-        with pytest.raises(TimeoutError, match="job 4 has not finished"):
+        with pytest.raises(TimeoutError, match=r"within 0\.2 s: held, it is held; queue\.unhold"):
             await held.result_async(0.2)
+        needy = await tasks.double.configure(needs=[3]).defer_async(1)
+        late = r"within 0\.2 s: upstream_failed, a need failed; retry it: job 3 \(failed\)"
+        with pytest.raises(TimeoutError, match=late):
+            await needy.result_async(0.2)
         conn.execute("select queue.cancel(%s)", (held.id,))
         with pytest.raises(JobCancelled):
             await held.result_async()

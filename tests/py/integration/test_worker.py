@@ -8,6 +8,7 @@ import datetime as dt
 import itertools
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import psycopg
@@ -94,6 +95,59 @@ async def test_what_cannot_be_run_fails_at_once(app: App, jobs: Jobs) -> None:
     assert errors[1] == "DecodeError: the task needs the argument a"
     assert errors[2] == "DecodeError: the task takes no argument b"
     assert errors[3].startswith("DecodeError: unknown tag 'nothing'")
+
+
+async def test_code_that_nobody_would_run_does_not_succeed(app: App, jobs: Jobs) -> None:
+    async def coroutine() -> None: ...
+
+    async def async_generator() -> AsyncIterator[int]:
+        yield 1
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    @app.task(name="sync")
+    def sync(kind: str) -> object:
+        return kinds[kind]()
+
+    @app.task(name="async")
+    async def asynchronous(kind: str) -> object:
+        return kinds[kind]()
+
+    @app.task(name="transactional", transactional=True)
+    def transactional(connection: Connection, kind: str) -> object:
+        return kinds[kind]()
+
+    kinds = {"coroutine": coroutine, "generator": generator, "async_generator": async_generator}
+    async with running(app):
+        for name, kind in itertools.product(("sync", "async", "transactional"), kinds):
+            await app.defer_async(name, {"kind": kind})
+        rows = await jobs.end()
+    assert {row["state"] for row in rows} == {"failed"}
+    for row in rows:
+        start = f"TypeError: the task returned a {row['args']['kind']}, whose code nobody runs"
+        assert row["error"].startswith(start)
+
+
+async def test_a_result_that_cannot_be_stored_is_logged(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    @app.task(name="odd")
+    async def odd() -> object:
+        return object()
+
+    @app.task(name="odd_too", transactional=True)
+    def odd_too(connection: Connection) -> object:
+        return object()
+
+    async with running(app):
+        await odd.defer_async()
+        await odd_too.defer_async()
+        rows = await jobs.end()
+    assert {row["state"] for row in rows} == {"succeeded"}
+    said = "succeeded, but its result, a builtins.object, can't be stored"
+    told = [line for line in caplog.messages if said in line]
+    assert sorted(line.split()[2] for line in told) == ["odd", "odd_too"]
 
 
 async def test_the_running_job(app: App, jobs: Jobs) -> None:

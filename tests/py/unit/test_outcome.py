@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from pgdefer import Codec, RetryLater
-from pgdefer._outcome import MAX_MESSAGE, MAX_TRACEBACK, failed, released, retry_later, succeeded
+from pgdefer._outcome import (
+    MAX_HEADLINE,
+    MAX_MESSAGE,
+    MAX_TRACEBACK,
+    failed,
+    headline,
+    released,
+    retry_later,
+    succeeded,
+    unencodable,
+)
 
 
 class BrokenError(Exception):
@@ -28,10 +38,18 @@ def raised(error: BaseException) -> BaseException:
 def test_success() -> None:
     assert json.loads(succeeded(1, 2)) == {"id": 1, "claim": 2, "outcome": "succeeded"}
     value = uuid.uuid4()
-    outcome = json.loads(succeeded(1, 2, {"a": value}, Codec()))
+    outcome = json.loads(succeeded(1, 2, Codec().dumps({"a": value})))
     assert Codec().decode(outcome["result"]) == {"a": value}
-    outcome = json.loads(succeeded(1, 2, object(), Codec()))
+    outcome = json.loads(succeeded(1, 2, unencodable("builtins.object")))
     assert outcome["result"] == {"__pgdefer__": "unencodable", "value": "builtins.object"}
+
+
+def test_the_first_line_of_an_error() -> None:
+    assert headline(ValueError("one\ntwo")) == "ValueError: one"
+    assert headline(ValueError()) == "ValueError"
+    assert headline(ValueError("\n")) == "ValueError"
+    assert headline(BrokenError()) == "BrokenError: (its text could not be made: RuntimeError)"
+    assert len(headline(ValueError("x" * 1000))) == MAX_HEADLINE
 
 
 def test_failure() -> None:

@@ -1,0 +1,112 @@
+"""What a caller gets wrong is refused where it is said, and clearly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from pgdefer import App, Job, RetryLater, Worker
+
+NOWHERE = "postgresql://nowhere.invalid/x"
+
+
+@pytest.fixture
+def app() -> App:
+    return App(NOWHERE)
+
+
+@pytest.mark.parametrize(
+    ("queues", "options", "kind", "message"),
+    [
+        (None, {"queue": ["a"]}, TypeError, "takes no option queue: it takes queues, concurrency,"),
+        (["a"], {"concurency": 3, "x": 1}, TypeError, "takes no option concurency, x: it takes"),
+        ("default", {}, TypeError, r"queues must be a list, not 'default': give \['default'\]"),
+        (None, {"slots": "12"}, TypeError, r"slots must be a list, not '12': give \['12'\]"),
+        (None, {"shutdown_timeout": -1}, ValueError, "shutdown_timeout must be at least 0, not -1"),
+        (None, {"concurrency": 0}, ValueError, "concurrency must be at least 1, not 0"),
+        (None, {"jobs_per_process": 0}, ValueError, "jobs_per_process must be at least 1, not 0"),
+    ],
+)
+def test_options_of_a_worker(
+    app: App, queues: Any, options: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        Worker(app, queues, **options)
+    with pytest.raises(kind, match=message):
+        app.run_worker(queues, **options)
+
+
+def test_generators_are_no_tasks(app: App) -> None:
+    def rows() -> Iterator[int]:
+        yield 1
+
+    async def async_rows() -> AsyncIterator[int]:
+        yield 1
+
+    for function in (rows, async_rows, functools.partial(rows)):
+        with pytest.raises(TypeError, match="the task 'export' is a generator, whose code nobody"):
+            app.task(name="export")(function)
+    assert app.tasks == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"needs": ["1"]}, "a job, or its id as an int, is needed, not '1'"),
+        ({"needs": [True]}, "is needed, not True"),
+        ({"needs": 1}, r"needs must be a list, not 1: give \[1\]"),
+        ({"parent": "1"}, "a job, or its id as an int, is needed, not '1'"),
+        ({"priority": "high"}, "priority must be an int, not 'high'"),
+        ({"priority": 1.5}, r"priority must be an int, not 1\.5"),
+        ({"concurrency_limit": 1.0}, r"concurrency_limit must be an int, not 1\.0"),
+    ],
+)
+def test_options_of_a_job(app: App, options: Any, message: str) -> None:
+    task = app.task(name="t")(lambda: None)
+    with pytest.raises(TypeError, match=message):
+        task.configure(**options)
+    with pytest.raises(TypeError, match=message):
+        app.defer("t", **options)
+
+
+def test_what_is_no_call(app: App) -> None:
+    @app.task(name="t")
+    def task(a: int) -> None: ...
+
+    job: Any = Job(7, app)
+    wrong: Any = task.prepare(1234)
+    for take in (app.chain, app.group, app.defer_many):
+        message = r"a call is what task\.prepare\(\.\.\.\) returns, not Job\(id=7\)"
+        with pytest.raises(TypeError, match=message):
+            take([task.prepare(1), job])
+        with pytest.raises(TypeError, match="calls must be a list, not Prepared") as raised:
+            take(wrong)
+        assert "1234" not in str(raised.value)
+    with pytest.raises(TypeError, match="returns, not Job"):
+        app.group([task.prepare(1)]).then(job)
+    calls: Any = [1]
+    with pytest.raises(TypeError, match="or a dict of keyword arguments, not 1"):
+        task.defer_many(calls)
+    needs: Any = 1
+    with pytest.raises(TypeError, match="needs must be a list, not 1"):
+        RetryLater(needs=needs)
+
+
+def test_options_among_the_arguments(app: App) -> None:
+    @app.task
+    def task(a: int, queue: str = "") -> None: ...
+
+    defer: Any = task.defer
+    message = r"argument 'delay'; .* goes before: task\.configure\(delay=\.\.\.\)\.defer"
+    with pytest.raises(TypeError, match=message):
+        defer(1, delay=5)
+    with pytest.raises(TypeError, match=r"missing a required argument: 'a'$"):
+        defer(queue="its own")
+
+
+def test_imports_are_a_list() -> None:
+    with pytest.raises(TypeError, match=r"imports must be a list, not 'tasks': give \['tasks'\]"):
+        App(NOWHERE, imports="tasks")
