@@ -84,9 +84,11 @@ begin
       (select m.id from queue.lock_member m where m.lock = u.lock and m.is_mutex limit 1) is not null as is_mixed
     from (select distinct u.lock from unnest(p_locks) u (lock)) u
     cross join lateral (select m.id, m.is_passed from queue.lock_member m where m.lock = u.lock and m.is_late order by m.id limit 1) l
-    cross join lateral (select m.id from queue.lock_member m
-                        where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
-    where l.id < h.id
+    -- read from the late one on, past no dead rows: the one that has the turn, unless that is older
+    cross join lateral (select m.id, m.has_turn from queue.lock_member m
+                        where m.lock = u.lock and m.id > l.id and not m.is_late and not m.is_mutex order by m.id limit 1) h
+    where h.has_turn or exists (select from queue.live v where v.id = h.id)
+      or exists (select from queue.waiting w where w.id = h.id and w.reason = 'slot')
   loop
     v_is_passed := true;
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
