@@ -205,11 +205,8 @@ def _ending(
     """Return the last statement of the handler's transaction, and its parameters."""
     if isinstance(result, RetryLater):
         return _sql.RETRY_LATER, _outcome.yield_parameters(job.id, job.claim, result)
-    return _sql.SUCCEED, {
-        "id": job.id,
-        "claim": job.claim,
-        "result": _text(job, task, result),
-    }
+    text = _text(job, task, result)
+    return _sql.SUCCEED, {"id": job.id, "claim": job.claim, "result": text}
 
 
 @runtime_checkable

@@ -282,6 +282,7 @@ class Worker:
             except WorkerGone:
                 self._on_worker_gone(self.id)
             except LostError as error:
+                # Later a refusal may be mended: the database is restored, the password changed.
                 cause = error.__cause__
                 if not self._has_scheduled and cause is not None and is_refused(cause):
                     raise cause from None

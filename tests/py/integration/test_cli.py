@@ -13,6 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, __version__
@@ -208,7 +209,7 @@ def test_a_worker_that_is_refused_at_first(
         ({"dbname": "nope"}, 'database "nope" does not exist'),
         ({"user": "nobody"}, 'role "nobody" does not exist'),
         ({"user": "locked_out"}, 'role "locked_out" is not permitted to log in'),
-        ({"user": "barred"}, 'permission denied for database "test"'),
+        ({"user": "barred"}, f'permission denied for database "{conn.info.dbname}"'),
     ]
     with roles(conn):
         for wrong, message in cases:
@@ -223,7 +224,8 @@ def test_a_worker_that_is_refused_at_first(
 def roles(conn: Connection) -> Iterator[None]:
     """A role that may not log in, and one that may not enter this database."""
     conn.execute("create role locked_out nologin; create role barred login")
-    conn.execute("revoke connect on database test from public")
+    name = sql.Identifier(conn.info.dbname)
+    conn.execute(sql.SQL("revoke connect on database {} from public").format(name))
     try:
         yield
     finally:
