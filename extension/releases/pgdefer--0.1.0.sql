@@ -2973,7 +2973,7 @@ begin
   select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
     array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered,
     array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free,
-    array_agg(x.lock) filter (where not x.is_mutex and x.n = 1 and x.has_others and x.id <= p_high_id) as late
+    array_agg(x.lock) filter (where x.has_others and x.id <= p_high_id) as late
   into v
   from joining x
   left join lateral (
@@ -2997,9 +2997,9 @@ begin
   return v.free;
 end $$;
 
--- Where a late member is older than the one that has the turn, and that one does not run, takes the turn over:
--- else the older would wait for what the younger waits for, which may be the older. p_joining: jobs that are in no gate
--- yet; returns those of them that nothing but the lock holds up.
+-- Where a member that came late, or a mutex one, is older than the one that has the turn, and that one does not run, the
+-- turn goes to the first: else the older would wait for what the younger waits for, which may be the older. p_joining:
+-- jobs that are in no gate yet; returns those of them that nothing but the lock holds up.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked. Whose row another transaction holds is starting, or
 -- comes back (_regate) once that is over.
 create or replace function queue._displace(p_locks text[], p_joining bigint[])
@@ -3012,13 +3012,15 @@ declare
   v_pass bigint[];
 begin
   for v_lock in
-    select u.lock, l.id as late_id, l.is_passed, h.id,
-      (select m.id from queue.lock_member m where m.lock = u.lock and m.is_mutex limit 1) is not null as is_mixed
+    select u.lock, l.id as late_id, l.is_passed, h.id, x.id is not null as is_mixed
     from (select distinct u.lock from unnest(p_locks) u (lock)) u
-    cross join lateral (select m.id, m.is_passed from queue.lock_member m where m.lock = u.lock and m.is_late order by m.id limit 1) l
-    cross join lateral (select m.id from queue.lock_member m
-                        where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
-    where l.id < h.id
+    left join lateral (select m.id, m.is_passed from queue.lock_member m where m.lock = u.lock and m.is_late order by m.id limit 1) l on true
+    left join lateral (select m.id from queue.lock_member m where m.lock = u.lock and m.is_mutex order by m.id limit 1) x on true
+    -- read from the older one on, past no dead rows: the one that has the turn, unless that is older yet
+    cross join lateral (select m.id, m.has_turn from queue.lock_member m
+                        where m.lock = u.lock and m.id > least(l.id, x.id) and not m.is_late and not m.is_mutex order by m.id limit 1) h
+    where h.has_turn or exists (select from queue.live v where v.id = h.id)
+      or exists (select from queue.waiting w where w.id = h.id and w.reason = 'slot')
   loop
     v_is_passed := true;
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;

@@ -1,6 +1,6 @@
 -- Locks: ordered, mutex, and both on one lock; every way out gives the turn on.
 
-select plan(55);
+select plan(60);
 
 select queue.register_worker('w') as worker \gset
 
@@ -150,6 +150,27 @@ select queue.reschedule(:b, null), queue.reschedule(:c, null) \g /dev/null
 select is(pg_temp.claim(1), array[:b]::bigint[], 'which is next');
 select pg_temp.finish_all();
 select is(pg_temp.claim(), array[:c]::bigint[], 'before the mutex job');
+select pg_temp.finish_all();
+select queue.defer('a', lock => 'Y', options => '{"lock_mode": "mutex"}') as a \gset
+select pg_temp.claim() \g /dev/null
+select queue.fail(:a, j.claim, 'x') from queue.jobs j where j.id = :a \g /dev/null
+select queue.defer('b', lock => 'Y') as b \gset
+select queue.tick(), queue.retry(array[:a::bigint]) \g /dev/null
+select is(pg_temp.claim(), array[:a]::bigint[], 'an ordered job that has not started waits for an older mutex one');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:b]::bigint[], 'and comes then');
+select pg_temp.finish_all();
+begin;
+select queue.defer('a', lock => 'Y', options => '{"lock_mode": "mutex"}') as a, queue.defer('b', lock => 'Y') as b \gset
+prepare transaction 'Y';
+select queue.defer('c', lock => 'Y') as c \gset
+select queue.tick() \g /dev/null
+commit prepared 'Y';
+select is(pg_temp.claim(), array[:a]::bigint[], 'of a batch that comes late too');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:b]::bigint[], 'in the order of ids');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:c]::bigint[], 'to the last');
 select pg_temp.finish_all();
 select is_empty('select * from queue.check()', 'in order');
 

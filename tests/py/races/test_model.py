@@ -214,11 +214,7 @@ class Model:
                 key=lambda job: job.id,
             )
             holder = next((job for job in members if job.has_turn), None)
-            if (
-                holder is not None
-                and holder.claim is None
-                and any(job.id < holder.id and not job.is_mutex for job in members)
-            ):
+            if holder is not None and holder.claim is None and members[0].id < holder.id:
                 holder.has_turn = False
                 holder = None
             if holder is None and not members[0].is_mutex:
