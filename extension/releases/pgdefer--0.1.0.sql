@@ -1545,7 +1545,7 @@ begin
 end $$;
 
 -- Locks: the queue's row, which one who creates it may hold (not under ADM, so that nobody else waits for him); then ADM,
--- waited for. Raises: 22023, QJ008.
+-- waited for. Raises: 22023, QJ008; 40001 where the queue is deleted at the same time.
 -- Running jobs count at once; a lower limit lets them end.
 create or replace function queue.configure_queue(name text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
@@ -1582,16 +1582,18 @@ begin
   v_retain := queue._interval('retain', configure_queue.options -> 'retain');
   insert into queue.queue_config (queue) values (configure_queue.name) on conflict on constraint queue_config_pkey do nothing;
   perform queue._admit_all();
-  insert into queue.queue_config as c (queue, max_running, rate_limit, rate_per, retain, limited_at)
-  values (configure_queue.name, v_max_running, v_rate_limit, v_rate_per, v_retain, clock_timestamp())
-  on conflict on constraint queue_config_pkey do update
-    set (max_running, rate_limit, rate_per, retain, limited_at)
-      = (case when configure_queue.options ? 'max_running' then excluded.max_running else c.max_running end,
-         case when configure_queue.options ? 'rate' then excluded.rate_limit else c.rate_limit end,
-         case when configure_queue.options ? 'rate' then excluded.rate_per else c.rate_per end,
-         case when configure_queue.options ? 'retain' then excluded.retain else c.retain end,
-         excluded.limited_at)
+  update queue.queue_config c
+  set max_running = case when configure_queue.options ? 'max_running' then v_max_running else c.max_running end,
+    rate_limit = case when configure_queue.options ? 'rate' then v_rate_limit else c.rate_limit end,
+    rate_per = case when configure_queue.options ? 'rate' then v_rate_per else c.rate_per end,
+    retain = case when configure_queue.options ? 'retain' then v_retain else c.retain end,
+    limited_at = clock_timestamp()
+  where c.queue = configure_queue.name
   returning c.retain into v_retain;
+  if not found then
+    raise exception using errcode = '40001', message = 'the queue was deleted meanwhile', detail = 'queue: ' || configure_queue.name,
+      hint = 'Call queue.configure_queue again.';
+  end if;
   update queue.lane l set extra_flags = case when v_retain is null then l.extra_flags & ~512 else l.extra_flags | 512 end
   where l.queue = configure_queue.name;
   if v_retain is not null then
@@ -1778,6 +1780,10 @@ begin
   insert into queue.handover (job_id, kind, flags)
   select v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
   perform queue._route(v_ids, true);
+  -- those that have left queue.live since may keep the turn from an older job
+  perform queue._displace(array(
+    select coalesce(s.lock, j.lock) from unnest(p_ids) u (id) join queue.job j on j.id = u.id left join queue.job_state s on s.id = u.id
+    where u.id <> all (v_ids)), '{}');
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.
@@ -2329,18 +2335,16 @@ begin
       and exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id));
 end $$;
 
--- Gives the keys of jobs back.
+-- Gives the keys of jobs back. Found by key and job, so that one is deleted too that a replacement changed meanwhile.
 -- Locks: rows of queue.queueing_lock.
 create or replace function queue._drop_queueing_locks(p_ids bigint[], p_flag integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   delete from queue.queueing_lock k
-  where k.ctid = any (array(
-    select k.ctid from unnest(p_ids) u (id)
-    cross join lateral (select j.id, j.queueing_lock from queue.job j
-                        where j.id = u.id and j.flags & p_flag <> 0 and j.queueing_lock is not null offset 0) j
-    cross join lateral (select k.ctid from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id offset 0) k));
+  where k.key = any (array(select j.queueing_lock from queue.job j
+                           where j.id = any (p_ids) and j.flags & p_flag <> 0 and j.queueing_lock is not null))
+    and k.job_id = any (p_ids);
 end $$;
 
 -- sql/30_admission.sql
@@ -2958,10 +2962,11 @@ begin
     select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.lock is not null as has_others
     from (
       select j.id, j.lock, j.flags & 2 <> 0 as is_mutex,
-        j.flags & (8 | 16 | 32) = 0 and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
+        j.flags & (8 | 16 | 32) = 0 and not j.is_later and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
         row_number() over (partition by j.lock order by j.id) as n
       from unnest(p_ids) u (id)
-      cross join lateral (select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.lock, j.lock) as lock
+      cross join lateral (select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.lock, j.lock) as lock,
+                            coalesce(s.scheduled_at > clock_timestamp(), false) as is_later
                           from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
       where j.flags & 3 <> 0 and j.lock <> '') x
     left join lateral (select m.lock from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true),
@@ -3008,7 +3013,7 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 declare
   v_lock record;
   v_reason text;
-  v_is_passed boolean;
+  v_is_out boolean;
   v_pass bigint[];
 begin
   for v_lock in
@@ -3022,25 +3027,27 @@ begin
     where h.has_turn or exists (select from queue.live v where v.id = h.id)
       or exists (select from queue.waiting w where w.id = h.id and w.reason = 'slot')
   loop
-    v_is_passed := true;
+    v_is_out := false;
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
     if found and v_reason <> 'slot' then
-      v_is_passed := false;
+      null;  -- it comes to its turn after that gate
     elsif found or exists (select from queue.live v where v.id = v_lock.id) then
       if queue._take_out(v_lock.id) is null then
         insert into queue.handover (job_id, kind, flags) select v.id, 'regate', 0 from queue.live v where v.id = v_lock.id and v.claim is null;
         continue;
       end if;
+      v_is_out := true;
     else
       continue;  -- the end of its claim is not settled yet
     end if;
-    update queue.lock_member m set has_turn = false, is_passed = v_is_passed where m.lock = v_lock.lock and m.id = v_lock.id;
+    update queue.lock_member m set has_turn = false, is_passed = false where m.lock = v_lock.lock and m.id = v_lock.id;
     if v_lock.is_mixed then
       v_pass := v_pass || queue._next_mixed(array[v_lock.lock]);
     else
       perform queue._keep_turns(array[v_lock.late_id]);
-      v_pass := v_pass || case when v_lock.is_passed then v_lock.late_id end;
+      v_pass := v_pass || array(select v_lock.late_id where v_lock.is_passed);
     end if;
+    perform queue._route(array[v_lock.id], false) where v_is_out;  -- a pause of its task may have come meanwhile
   end loop;
   perform queue._to_slots(array_agg(u.id)) from unnest(v_pass) u (id) where u.id <> all (p_joining) having count(*) > 0;
   return (select array_agg(u.id) from unnest(v_pass) u (id) where u.id = any (p_joining));
@@ -3213,7 +3220,7 @@ begin
     return;
   end if;
   perform queue._take_out(p_id);
-  perform queue._leave_locks(array[p_id], true);
+  perform queue._leave_locks(array[p_id], false);  -- has_turn says whether it has it
   update queue.job_state s
   set lock = p_lock, extra_flags = s.extra_flags | case when p_lock <> '' and j.flags & 3 = 0 then 1 else 0 end
   from queue.job j where s.id = p_id and j.id = p_id;
@@ -5886,13 +5893,19 @@ begin
     perform queue._route(v.again, true);
   end if;
   for v_item in
-    select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload)
+    select u.id, u.kind, u.flags, u.payload from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload)
     where p_payloads is not null and (u.kind = 'replace' or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_circular)))
   loop
     if v_item.kind = 'replace' then
       perform queue._apply_replacement(v_item.id, v_item.payload);
     elsif v_item.id = any (v_circular) then
       perform queue._take_out(v_item.id);
+      if not queue._is_settled(v_item.id) then
+        -- a defer is replacing it, and holds its key
+        insert into queue.handover (job_id, kind, flags, payload)
+        values (v_item.id, 'again', v_item.flags & ~(2 | 4 | 16384), v_item.payload);
+        continue;
+      end if;
       perform queue._conclude(v_item.id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
     else
       perform queue._change_lock(v_item.id, v_item.payload #>> '{change,lock}');
@@ -8212,7 +8225,8 @@ begin
     perform queue._bound_jobs('{operator}', array[cancel.id]);
   end if;
   perform queue._reach(cancel.id);
-  select v.claim, v.worker_id into v_live from queue.live v where v.id = cancel.id;
+  -- one that was claimed while this waited for ADM may be about to end in a transaction that holds its row
+  select v.claim, v.worker_id into v_live from queue.live v where v.id = cancel.id for update skip locked;
   if v_live.claim is not null then
     if cancel.abort is not true then
       perform queue._invalid_state(cancel.id, 'running', 'Call queue.cancel(id, abort => true) to have its worker stop it.');
@@ -8969,7 +8983,7 @@ comment on function queue.retry_failed(text, text, integer) is
 
 -- What became of each id, in the order in which they were given. A job that has never started takes its queueing lock again,
 -- and is refused (QJ004) where another has it.
--- Locks: as retry; before ADM the queueing locks' rows, in their order: whoever defers such a job may hold them long.
+-- Locks: first of all the queueing locks' rows, in their order: whoever defers such a job may hold them long; then as retry.
 create or replace function queue._retry(p_ids bigint[], p_force boolean)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
@@ -8981,8 +8995,6 @@ declare
   v_keyed bigint[];
   v_unkeyed bigint[];
 begin
-  perform from queue.live v where v.id = any (p_ids) order by v.id for update;
-  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   v_keyed := array(
     select j.id from queue.finished f
     join queue.job j on j.id = f.id
@@ -8992,14 +9004,16 @@ begin
     insert into queue.queueing_lock (key, job_id)
     select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
     on conflict on constraint queueing_lock_pkey do nothing;
-    v_unkeyed := array(select j.id from queue.job j where j.id = any (v_keyed)
-                       and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id));
   end if;
+  perform from queue.live v where v.id = any (p_ids) order by v.id for update;
+  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
   for v_job in
     select j.id, v.claim, v.worker_id, f.id is not null as is_finished, w.reason, coalesce(s.claims, 0) as claims,
       j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
-      exists (select from queue.handover h where h.job_id = j.id and h.kind in ('ended', 'again')) as is_ending
+      exists (select from queue.handover h where h.job_id = j.id and h.kind in ('ended', 'again')) as is_ending,
+      f.id is not null and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null)
+        and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id) as lacks_key
     from (select distinct u.id from unnest(p_ids) u (id)) u
     join queue.job j on j.id = u.id
     left join queue.job_state s on s.id = j.id
@@ -9008,8 +9022,10 @@ begin
     left join queue.waiting w on w.id = j.id
     order by j.id
   loop
-    if v_job.is_expired and not p_force or v_job.is_ending or v_job.id = any (v_unkeyed) then
+    if v_job.is_expired and not p_force or v_job.is_ending then
       continue;
+    elsif v_job.lacks_key then
+      v_unkeyed := v_unkeyed || v_job.id;
     elsif v_job.is_finished then
       -- it may have come to its end meanwhile, and another call hold its row, and wait for ADM
       perform from queue.finished f where f.id = v_job.id for update skip locked;

@@ -15,7 +15,7 @@ begin
 end $$;
 
 -- Locks: the queue's row, which one who creates it may hold (not under ADM, so that nobody else waits for him); then ADM,
--- waited for. Raises: 22023, QJ008.
+-- waited for. Raises: 22023, QJ008; 40001 where the queue is deleted at the same time.
 -- Running jobs count at once; a lower limit lets them end.
 create or replace function queue.configure_queue(name text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
@@ -52,16 +52,18 @@ begin
   v_retain := queue._interval('retain', configure_queue.options -> 'retain');
   insert into queue.queue_config (queue) values (configure_queue.name) on conflict on constraint queue_config_pkey do nothing;
   perform queue._admit_all();
-  insert into queue.queue_config as c (queue, max_running, rate_limit, rate_per, retain, limited_at)
-  values (configure_queue.name, v_max_running, v_rate_limit, v_rate_per, v_retain, clock_timestamp())
-  on conflict on constraint queue_config_pkey do update
-    set (max_running, rate_limit, rate_per, retain, limited_at)
-      = (case when configure_queue.options ? 'max_running' then excluded.max_running else c.max_running end,
-         case when configure_queue.options ? 'rate' then excluded.rate_limit else c.rate_limit end,
-         case when configure_queue.options ? 'rate' then excluded.rate_per else c.rate_per end,
-         case when configure_queue.options ? 'retain' then excluded.retain else c.retain end,
-         excluded.limited_at)
+  update queue.queue_config c
+  set max_running = case when configure_queue.options ? 'max_running' then v_max_running else c.max_running end,
+    rate_limit = case when configure_queue.options ? 'rate' then v_rate_limit else c.rate_limit end,
+    rate_per = case when configure_queue.options ? 'rate' then v_rate_per else c.rate_per end,
+    retain = case when configure_queue.options ? 'retain' then v_retain else c.retain end,
+    limited_at = clock_timestamp()
+  where c.queue = configure_queue.name
   returning c.retain into v_retain;
+  if not found then
+    raise exception using errcode = '40001', message = 'the queue was deleted meanwhile', detail = 'queue: ' || configure_queue.name,
+      hint = 'Call queue.configure_queue again.';
+  end if;
   update queue.lane l set extra_flags = case when v_retain is null then l.extra_flags & ~512 else l.extra_flags | 512 end
   where l.queue = configure_queue.name;
   if v_retain is not null then
@@ -248,6 +250,10 @@ begin
   insert into queue.handover (job_id, kind, flags)
   select v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
   perform queue._route(v_ids, true);
+  -- those that have left queue.live since may keep the turn from an older job
+  perform queue._displace(array(
+    select coalesce(s.lock, j.lock) from unnest(p_ids) u (id) join queue.job j on j.id = u.id left join queue.job_state s on s.id = u.id
+    where u.id <> all (v_ids)), '{}');
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.

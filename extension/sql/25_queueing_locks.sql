@@ -107,16 +107,14 @@ begin
       and exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id));
 end $$;
 
--- Gives the keys of jobs back.
+-- Gives the keys of jobs back. Found by key and job, so that one is deleted too that a replacement changed meanwhile.
 -- Locks: rows of queue.queueing_lock.
 create or replace function queue._drop_queueing_locks(p_ids bigint[], p_flag integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   delete from queue.queueing_lock k
-  where k.ctid = any (array(
-    select k.ctid from unnest(p_ids) u (id)
-    cross join lateral (select j.id, j.queueing_lock from queue.job j
-                        where j.id = u.id and j.flags & p_flag <> 0 and j.queueing_lock is not null offset 0) j
-    cross join lateral (select k.ctid from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id offset 0) k));
+  where k.key = any (array(select j.queueing_lock from queue.job j
+                           where j.id = any (p_ids) and j.flags & p_flag <> 0 and j.queueing_lock is not null))
+    and k.job_id = any (p_ids);
 end $$;

@@ -26,10 +26,11 @@ begin
     select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.lock is not null as has_others
     from (
       select j.id, j.lock, j.flags & 2 <> 0 as is_mutex,
-        j.flags & (8 | 16 | 32) = 0 and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
+        j.flags & (8 | 16 | 32) = 0 and not j.is_later and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
         row_number() over (partition by j.lock order by j.id) as n
       from unnest(p_ids) u (id)
-      cross join lateral (select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.lock, j.lock) as lock
+      cross join lateral (select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.lock, j.lock) as lock,
+                            coalesce(s.scheduled_at > clock_timestamp(), false) as is_later
                           from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
       where j.flags & 3 <> 0 and j.lock <> '') x
     left join lateral (select m.lock from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true),
@@ -76,7 +77,7 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 declare
   v_lock record;
   v_reason text;
-  v_is_passed boolean;
+  v_is_out boolean;
   v_pass bigint[];
 begin
   for v_lock in
@@ -90,25 +91,27 @@ begin
     where h.has_turn or exists (select from queue.live v where v.id = h.id)
       or exists (select from queue.waiting w where w.id = h.id and w.reason = 'slot')
   loop
-    v_is_passed := true;
+    v_is_out := false;
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
     if found and v_reason <> 'slot' then
-      v_is_passed := false;
+      null;  -- it comes to its turn after that gate
     elsif found or exists (select from queue.live v where v.id = v_lock.id) then
       if queue._take_out(v_lock.id) is null then
         insert into queue.handover (job_id, kind, flags) select v.id, 'regate', 0 from queue.live v where v.id = v_lock.id and v.claim is null;
         continue;
       end if;
+      v_is_out := true;
     else
       continue;  -- the end of its claim is not settled yet
     end if;
-    update queue.lock_member m set has_turn = false, is_passed = v_is_passed where m.lock = v_lock.lock and m.id = v_lock.id;
+    update queue.lock_member m set has_turn = false, is_passed = false where m.lock = v_lock.lock and m.id = v_lock.id;
     if v_lock.is_mixed then
       v_pass := v_pass || queue._next_mixed(array[v_lock.lock]);
     else
       perform queue._keep_turns(array[v_lock.late_id]);
-      v_pass := v_pass || case when v_lock.is_passed then v_lock.late_id end;
+      v_pass := v_pass || array(select v_lock.late_id where v_lock.is_passed);
     end if;
+    perform queue._route(array[v_lock.id], false) where v_is_out;  -- a pause of its task may have come meanwhile
   end loop;
   perform queue._to_slots(array_agg(u.id)) from unnest(v_pass) u (id) where u.id <> all (p_joining) having count(*) > 0;
   return (select array_agg(u.id) from unnest(v_pass) u (id) where u.id = any (p_joining));
@@ -281,7 +284,7 @@ begin
     return;
   end if;
   perform queue._take_out(p_id);
-  perform queue._leave_locks(array[p_id], true);
+  perform queue._leave_locks(array[p_id], false);  -- has_turn says whether it has it
   update queue.job_state s
   set lock = p_lock, extra_flags = s.extra_flags | case when p_lock <> '' and j.flags & 3 = 0 then 1 else 0 end
   from queue.job j where s.id = p_id and j.id = p_id;

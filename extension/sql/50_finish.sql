@@ -484,13 +484,19 @@ begin
     perform queue._route(v.again, true);
   end if;
   for v_item in
-    select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload)
+    select u.id, u.kind, u.flags, u.payload from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload)
     where p_payloads is not null and (u.kind = 'replace' or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_circular)))
   loop
     if v_item.kind = 'replace' then
       perform queue._apply_replacement(v_item.id, v_item.payload);
     elsif v_item.id = any (v_circular) then
       perform queue._take_out(v_item.id);
+      if not queue._is_settled(v_item.id) then
+        -- a defer is replacing it, and holds its key
+        insert into queue.handover (job_id, kind, flags, payload)
+        values (v_item.id, 'again', v_item.flags & ~(2 | 4 | 16384), v_item.payload);
+        continue;
+      end if;
       perform queue._conclude(v_item.id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
     else
       perform queue._change_lock(v_item.id, v_item.payload #>> '{change,lock}');

@@ -135,7 +135,8 @@ begin
     perform queue._bound_jobs('{operator}', array[cancel.id]);
   end if;
   perform queue._reach(cancel.id);
-  select v.claim, v.worker_id into v_live from queue.live v where v.id = cancel.id;
+  -- one that was claimed while this waited for ADM may be about to end in a transaction that holds its row
+  select v.claim, v.worker_id into v_live from queue.live v where v.id = cancel.id for update skip locked;
   if v_live.claim is not null then
     if cancel.abort is not true then
       perform queue._invalid_state(cancel.id, 'running', 'Call queue.cancel(id, abort => true) to have its worker stop it.');

@@ -59,7 +59,7 @@ comment on function queue.retry_failed(text, text, integer) is
 
 -- What became of each id, in the order in which they were given. A job that has never started takes its queueing lock again,
 -- and is refused (QJ004) where another has it.
--- Locks: as retry; before ADM the queueing locks' rows, in their order: whoever defers such a job may hold them long.
+-- Locks: first of all the queueing locks' rows, in their order: whoever defers such a job may hold them long; then as retry.
 create or replace function queue._retry(p_ids bigint[], p_force boolean)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
@@ -71,8 +71,6 @@ declare
   v_keyed bigint[];
   v_unkeyed bigint[];
 begin
-  perform from queue.live v where v.id = any (p_ids) order by v.id for update;
-  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   v_keyed := array(
     select j.id from queue.finished f
     join queue.job j on j.id = f.id
@@ -82,14 +80,16 @@ begin
     insert into queue.queueing_lock (key, job_id)
     select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
     on conflict on constraint queueing_lock_pkey do nothing;
-    v_unkeyed := array(select j.id from queue.job j where j.id = any (v_keyed)
-                       and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id));
   end if;
+  perform from queue.live v where v.id = any (p_ids) order by v.id for update;
+  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
   for v_job in
     select j.id, v.claim, v.worker_id, f.id is not null as is_finished, w.reason, coalesce(s.claims, 0) as claims,
       j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
-      exists (select from queue.handover h where h.job_id = j.id and h.kind in ('ended', 'again')) as is_ending
+      exists (select from queue.handover h where h.job_id = j.id and h.kind in ('ended', 'again')) as is_ending,
+      f.id is not null and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null)
+        and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id) as lacks_key
     from (select distinct u.id from unnest(p_ids) u (id)) u
     join queue.job j on j.id = u.id
     left join queue.job_state s on s.id = j.id
@@ -98,8 +98,10 @@ begin
     left join queue.waiting w on w.id = j.id
     order by j.id
   loop
-    if v_job.is_expired and not p_force or v_job.is_ending or v_job.id = any (v_unkeyed) then
+    if v_job.is_expired and not p_force or v_job.is_ending then
       continue;
+    elsif v_job.lacks_key then
+      v_unkeyed := v_unkeyed || v_job.id;
     elsif v_job.is_finished then
       -- it may have come to its end meanwhile, and another call hold its row, and wait for ADM
       perform from queue.finished f where f.id = v_job.id for update skip locked;

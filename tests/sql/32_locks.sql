@@ -1,6 +1,6 @@
 -- Locks: ordered, mutex, and both on one lock; every way out gives the turn on.
 
-select plan(60);
+select plan(68);
 
 select queue.register_worker('w') as worker \gset
 
@@ -136,6 +136,47 @@ select queue.release(:b, j.claim) from queue.jobs j where j.id = :b;
 select is(pg_temp.claim(), array[:a]::bigint[], 'given back, it waits for the older');
 select pg_temp.finish_all();
 select is(pg_temp.claim(), array[:b]::bigint[], 'and runs then');
+select pg_temp.finish_all();
+
+-- The older one takes the turn as well when it has to wait for its time.
+select queue.defer('a', lock => 'T', options => '{"retry": {"max_attempts": 9}}') as a \gset
+select pg_temp.claim() \g /dev/null
+select queue.fail(:a, j.claim, 'x', null, '{"retryable": false}') from queue.jobs j where j.id = :a \g /dev/null
+select queue.defer('b', lock => 'T') as b \gset
+select pg_temp.claim() \g /dev/null
+select queue.retry(array[:a::bigint]) \g /dev/null
+select queue.reschedule(:a, now() + interval '1 hour') \g /dev/null
+select queue.release(:b, j.claim) from queue.jobs j where j.id = :b \g /dev/null
+select is(pg_temp.claim(), null, 'the one that was given back waits for it');
+select queue.reschedule(:a, null) \g /dev/null
+select is(pg_temp.claim(), array[:a]::bigint[], 'until it has run');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:b]::bigint[], 'and comes then');
+select pg_temp.finish_all();
+
+-- Who joins a lock and has to wait for its time does so, when its turn comes too.
+select queue.defer('a', lock => 'T') as a \gset
+select queue.defer('b', lock => 'U') as b \gset
+select pg_temp.claim() \g /dev/null
+select queue.fail(:b, j.claim, 'x', null, '{"lock": "T", "retry_in": "1 hour"}') from queue.jobs j where j.id = :b \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.finish_all();
+select is(pg_temp.claim(), null, 'a retry with another lock waits for its time');
+select is_empty('select * from queue.check()', 'in one place');
+select queue.cancel(:b) \g /dev/null
+
+-- One that leaves a lock in which an older one has come gives its turn to that one alone.
+select queue.defer('a', lock => 'T') as a \gset
+select pg_temp.claim() \g /dev/null
+select queue.fail(:a, j.claim, 'x') from queue.jobs j where j.id = :a \g /dev/null
+select queue.defer('b', lock => 'T') as b, queue.defer('c', lock => 'T') as c \gset
+select pg_temp.claim() \g /dev/null
+select queue.retry(array[:a::bigint]) \g /dev/null
+select queue.fail(:b, j.claim, 'x', null, '{"lock": "U", "retry_in": "0"}') from queue.jobs j where j.id = :b \g /dev/null
+select is(pg_temp.claim(), array[:a, :b]::bigint[], 'the older of the lock, and who left it');
+select is_empty('select * from queue.check()', 'a lock runs one');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:c]::bigint[], 'then the next');
 select pg_temp.finish_all();
 
 -- In a mixed lock too.
