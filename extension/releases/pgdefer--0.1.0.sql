@@ -58,6 +58,15 @@ begin
   end if;
 end $$;
 
+-- Raises: 22023 unless ids is a list of ids, without NULL.
+create or replace function queue._check_ids(ids bigint[])
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if ids is null or array_ndims(ids) > 1 or array_position(ids, null) is not null then
+    perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
+  end if;
+end $$;
+
 -- Raises: 22023 unless value is a queue's name: as _check_name, and not ending in an asterisk.
 create or replace function queue._check_queue(value text)
 returns void language plpgsql immutable parallel safe security invoker as $$
@@ -1545,7 +1554,7 @@ begin
 end $$;
 
 -- Locks: the queue's row, which one who creates it may hold (not under ADM, so that nobody else waits for him); then ADM,
--- waited for. Raises: 22023, QJ008; 40001 where the queue is deleted at the same time.
+-- waited for. Raises: 22023, QJ008; 40001 where the queue is deleted at the same time. Two sessions: create_configure.spec.
 -- Running jobs count at once; a lower limit lets them end.
 create or replace function queue.configure_queue(name text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
@@ -1770,6 +1779,8 @@ end $$;
 
 -- Sends ready jobs through the gates again, those whose rows another transaction holds once that is over.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
+-- Why none is forgotten: a row that is not taken out is handed over again, by each look until it is free, claimed or gone.
+-- Two sessions: pause_fetch.spec, late_pause.spec.
 create or replace function queue._regate(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -1781,9 +1792,7 @@ begin
   select v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
   perform queue._route(v_ids, true);
   -- those that have left queue.live since may keep the turn from an older job
-  perform queue._displace(array(
-    select coalesce(s.lock, j.lock) from unnest(p_ids) u (id) join queue.job j on j.id = u.id left join queue.job_state s on s.id = u.id
-    where u.id <> all (v_ids)), '{}');
+  perform queue._displace(queue._locks_of(array(select u.id from unnest(p_ids) u (id) where u.id <> all (v_ids))), '{}');
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.
@@ -2274,7 +2283,7 @@ end $$;
 -- Puts a replacement's args, priority and time into the job that keeps the key. While another transaction holds the job's
 -- row, an operation that waits for ADM, it is handed over again; the mark keeps the job from starting until then.
 -- Locks: the caller holds ADM; the job's row of queue.live by skip locked; the key's row by skip locked: while another
--- replacement holds it, that one clears the mark.
+-- replacement holds it, that one clears the mark. Two sessions: replace_fetch.spec.
 create or replace function queue._apply_replacement(p_id bigint, p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -2793,10 +2802,7 @@ begin
   end if;
   if p_has_turn and v_flags & 1 <> 0 then
     -- last: only now those that had the turn are in a gate or in queue.live
-    perform queue._displace(array(
-      select coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
-      cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-      left join queue.job_state s on s.id = j.id), '{}');
+    perform queue._displace(queue._locks_of(p_ids), '{}');
   end if;
 end $$;
 
@@ -3006,7 +3012,8 @@ end $$;
 -- turn goes to the first: else the older would wait for what the younger waits for, which may be the older. p_joining:
 -- jobs that are in no gate yet; returns those of them that nothing but the lock holds up.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked. Whose row another transaction holds is starting, or
--- comes back (_regate) once that is over.
+-- comes back (_regate) once that is over. Why no wake-up is lost: the turn is never nobody's, but in a mixed lock while its
+-- first member is a mutex job, whose end gives it on. Two sessions: lock_late_defer.spec, late_pause.spec.
 create or replace function queue._displace(p_locks text[], p_joining bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -3051,6 +3058,17 @@ begin
   end loop;
   perform queue._to_slots(array_agg(u.id)) from unnest(v_pass) u (id) where u.id <> all (p_joining) having count(*) > 0;
   return (select array_agg(u.id) from unnest(v_pass) u (id) where u.id = any (p_joining));
+end $$;
+
+-- The locks that jobs have now.
+create or replace function queue._locks_of(p_ids bigint[])
+returns text[] language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  return array(
+    select coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
+    cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
+    left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true);
 end $$;
 
 -- Of jobs that nothing but their lock can hold up, those that have the turn; the rest is marked.
@@ -8760,9 +8778,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   perform queue._check_isolation();
-  if p_ids is null or array_ndims(p_ids) > 1 or array_position(p_ids, null) is not null then
-    perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
-  end if;
+  perform queue._check_ids(p_ids);
   perform from queue.live v where v.id = any (p_ids) order by v.id for update;
   perform from queue.queueing_lock k
   where k.key in (select j.queueing_lock from queue.job j where j.id = any (p_ids) and j.queueing_lock is not null) and k.job_id = any (p_ids)
@@ -8938,9 +8954,7 @@ begin
     perform queue._bound_jobs('{operator}', retry.ids);
   end if;
   perform queue._check_isolation();
-  if retry.ids is null or array_ndims(retry.ids) > 1 or array_position(retry.ids, null) is not null then
-    perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
-  end if;
+  perform queue._check_ids(retry.ids);
   return query select r.id, r.outcome, r.error from queue._retry(retry.ids, coalesce(retry.force, false)) r;
 end $$;
 comment on function queue.retry(bigint[], boolean) is
@@ -8984,6 +8998,8 @@ comment on function queue.retry_failed(text, text, integer) is
 -- What became of each id, in the order in which they were given. A job that has never started takes its queueing lock again,
 -- and is refused (QJ004) where another has it.
 -- Locks: first of all the queueing locks' rows, in their order: whoever defers such a job may hold them long; then as retry.
+-- Why no job comes back without its key: what came to its end while this waited for ADM is looked at again under it.
+-- Two sessions: retry_cancel_key.spec.
 create or replace function queue._retry(p_ids bigint[], p_force boolean)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$

@@ -33,6 +33,15 @@ begin
   end if;
 end $$;
 
+-- Raises: 22023 unless ids is a list of ids, without NULL.
+create or replace function queue._check_ids(ids bigint[])
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if ids is null or array_ndims(ids) > 1 or array_position(ids, null) is not null then
+    perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
+  end if;
+end $$;
+
 -- Raises: 22023 unless value is a queue's name: as _check_name, and not ending in an asterisk.
 create or replace function queue._check_queue(value text)
 returns void language plpgsql immutable parallel safe security invoker as $$

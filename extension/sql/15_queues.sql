@@ -15,7 +15,7 @@ begin
 end $$;
 
 -- Locks: the queue's row, which one who creates it may hold (not under ADM, so that nobody else waits for him); then ADM,
--- waited for. Raises: 22023, QJ008; 40001 where the queue is deleted at the same time.
+-- waited for. Raises: 22023, QJ008; 40001 where the queue is deleted at the same time. Two sessions: create_configure.spec.
 -- Running jobs count at once; a lower limit lets them end.
 create or replace function queue.configure_queue(name text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
@@ -240,6 +240,8 @@ end $$;
 
 -- Sends ready jobs through the gates again, those whose rows another transaction holds once that is over.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
+-- Why none is forgotten: a row that is not taken out is handed over again, by each look until it is free, claimed or gone.
+-- Two sessions: pause_fetch.spec, late_pause.spec.
 create or replace function queue._regate(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -251,9 +253,7 @@ begin
   select v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
   perform queue._route(v_ids, true);
   -- those that have left queue.live since may keep the turn from an older job
-  perform queue._displace(array(
-    select coalesce(s.lock, j.lock) from unnest(p_ids) u (id) join queue.job j on j.id = u.id left join queue.job_state s on s.id = u.id
-    where u.id <> all (v_ids)), '{}');
+  perform queue._displace(queue._locks_of(array(select u.id from unnest(p_ids) u (id) where u.id <> all (v_ids))), '{}');
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.

@@ -46,7 +46,7 @@ end $$;
 -- Puts a replacement's args, priority and time into the job that keeps the key. While another transaction holds the job's
 -- row, an operation that waits for ADM, it is handed over again; the mark keeps the job from starting until then.
 -- Locks: the caller holds ADM; the job's row of queue.live by skip locked; the key's row by skip locked: while another
--- replacement holds it, that one clears the mark.
+-- replacement holds it, that one clears the mark. Two sessions: replace_fetch.spec.
 create or replace function queue._apply_replacement(p_id bigint, p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column

@@ -93,10 +93,7 @@ begin
   end if;
   if p_has_turn and v_flags & 1 <> 0 then
     -- last: only now those that had the turn are in a gate or in queue.live
-    perform queue._displace(array(
-      select coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
-      cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-      left join queue.job_state s on s.id = j.id), '{}');
+    perform queue._displace(queue._locks_of(p_ids), '{}');
   end if;
 end $$;
 

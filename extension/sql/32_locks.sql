@@ -70,7 +70,8 @@ end $$;
 -- turn goes to the first: else the older would wait for what the younger waits for, which may be the older. p_joining:
 -- jobs that are in no gate yet; returns those of them that nothing but the lock holds up.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked. Whose row another transaction holds is starting, or
--- comes back (_regate) once that is over.
+-- comes back (_regate) once that is over. Why no wake-up is lost: the turn is never nobody's, but in a mixed lock while its
+-- first member is a mutex job, whose end gives it on. Two sessions: lock_late_defer.spec, late_pause.spec.
 create or replace function queue._displace(p_locks text[], p_joining bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -115,6 +116,17 @@ begin
   end loop;
   perform queue._to_slots(array_agg(u.id)) from unnest(v_pass) u (id) where u.id <> all (p_joining) having count(*) > 0;
   return (select array_agg(u.id) from unnest(v_pass) u (id) where u.id = any (p_joining));
+end $$;
+
+-- The locks that jobs have now.
+create or replace function queue._locks_of(p_ids bigint[])
+returns text[] language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  return array(
+    select coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
+    cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
+    left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true);
 end $$;
 
 -- Of jobs that nothing but their lock can hold up, those that have the turn; the rest is marked.

@@ -386,9 +386,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   perform queue._check_isolation();
-  if p_ids is null or array_ndims(p_ids) > 1 or array_position(p_ids, null) is not null then
-    perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
-  end if;
+  perform queue._check_ids(p_ids);
   perform from queue.live v where v.id = any (p_ids) order by v.id for update;
   perform from queue.queueing_lock k
   where k.key in (select j.queueing_lock from queue.job j where j.id = any (p_ids) and j.queueing_lock is not null) and k.job_id = any (p_ids)

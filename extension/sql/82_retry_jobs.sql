@@ -14,9 +14,7 @@ begin
     perform queue._bound_jobs('{operator}', retry.ids);
   end if;
   perform queue._check_isolation();
-  if retry.ids is null or array_ndims(retry.ids) > 1 or array_position(retry.ids, null) is not null then
-    perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
-  end if;
+  perform queue._check_ids(retry.ids);
   return query select r.id, r.outcome, r.error from queue._retry(retry.ids, coalesce(retry.force, false)) r;
 end $$;
 comment on function queue.retry(bigint[], boolean) is
@@ -60,6 +58,8 @@ comment on function queue.retry_failed(text, text, integer) is
 -- What became of each id, in the order in which they were given. A job that has never started takes its queueing lock again,
 -- and is refused (QJ004) where another has it.
 -- Locks: first of all the queueing locks' rows, in their order: whoever defers such a job may hold them long; then as retry.
+-- Why no job comes back without its key: what came to its end while this waited for ADM is looked at again under it.
+-- Two sessions: retry_cancel_key.spec.
 create or replace function queue._retry(p_ids bigint[], p_force boolean)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
