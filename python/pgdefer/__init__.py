@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ._app import App
 from ._codec import Codec, model_codec
-from ._context import JobAborted, JobContext, RetryLater, current_job
+from ._context import JobAborted, JobContext, Middleware, RetryLater, current_job
 from ._errors import (
     AlreadyQueued,
     ClaimLost,
@@ -53,6 +53,7 @@ __all__ = [
     "JobContext",
     "JobFailed",
     "JobNotFound",
+    "Middleware",
     "NotInstalled",
     "PgDeferError",
     "Prepared",

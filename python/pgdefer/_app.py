@@ -51,9 +51,9 @@ from ._task import (
     Task,
     TaskDecorator,
     checked,
+    in_context,
     module_name,
     name_of,
-    with_parent,
 )
 from ._worker import Worker, WorkerOptions
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     import sqlalchemy.ext.asyncio as sa_async
     import sqlalchemy.orm as sa_orm
 
-    from ._context import JobContext
+    from ._context import JobContext, Middleware
     from ._server import EmbeddedServer
 
 __all__ = ["App"]
@@ -86,6 +86,15 @@ class App:
     `name` tells this program's recurring runs from those of others in the same database; by
     default it is that of the module that makes the App.
 
+    `middleware` surrounds every handler: functions that are called with the job's JobContext and
+    return a context manager, entered where the handler runs (the event loop, a thread, a process)
+    and with the first one outermost, outside of a `transactional` task's transaction. What one
+    raises, the job fails with; where one swallows an error, the job has succeeded. RetryLater is
+    none: it goes by.
+
+    `headers` is called with the task's name where a job is deferred, and returns headers for it,
+    such as a trace's: those named with the job go before.
+
     Connections are opened when first needed and kept; `close` and `close_async` close them. An App
     may be used from all threads and event loops.
     """
@@ -99,6 +108,8 @@ class App:
         listen_dsn: str | None = None,
         imports: Iterable[str] = (),
         name: str | None = None,
+        middleware: Iterable[Middleware] = (),
+        headers: Callable[[str], Mapping[str, Any]] | None = None,
     ) -> None:
         self.name = name or module_name(sys._getframe(1).f_globals["__name__"])
         self.codec = Codec()
@@ -106,6 +117,13 @@ class App:
         self.schedules: dict[str, Schedule] = {}
         self.source = Source(dsn, embedded=embedded, pgbouncer=pgbouncer, listen_dsn=listen_dsn)
         self.imports = tuple(listed("imports", imports))
+        self.middleware = tuple(listed("middleware", middleware))
+        for surround in self.middleware:
+            if not callable(surround):
+                raise TypeError(f"middleware must be functions of a JobContext, not {surround!r}")
+        if headers is not None and not callable(headers):
+            raise TypeError(f"headers must be a function of a task's name, not {headers!r}")
+        self.headers = headers
         self._open_pools()
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
         self._registered: dict[str, Settings] = {}
@@ -271,7 +289,7 @@ class App:
     ) -> Job[Any]:
         """Defer a job of a task that need not be known here; its arguments are not checked."""
         text = self.codec.dumps_args(args or {})
-        settings = self._settings(options)
+        settings = self._settings(task, options)
         return self.submit(task, text, defer_parameters(task, text, settings), connection)
 
     async def defer_async(
@@ -284,7 +302,7 @@ class App:
     ) -> Job[Any]:
         """As `defer`, for asyncio."""
         text = self.codec.dumps_args(args or {})
-        settings = self._settings(options)
+        settings = self._settings(task, options)
         return await self.submit_async(
             task, text, defer_parameters(task, text, settings), connection
         )
@@ -293,11 +311,10 @@ class App:
         self, task: str, args: Mapping[str, Any] | None = None, **options: Unpack[DeferOptions]
     ) -> Prepared[Any]:
         """Return a call for `defer_many` of a task that need not be known here."""
-        return Prepared(task, self.codec.dumps_args(args or {}), self._settings(options))
+        return Prepared(task, self.codec.dumps_args(args or {}), self._settings(task, options))
 
-    def _settings(self, options: Mapping[str, Any]) -> Settings:
-        settings = Settings.of(options)
-        return settings if "parent" in options else with_parent(settings, self)
+    def _settings(self, task: str, options: Mapping[str, Any]) -> Settings:
+        return in_context(task, Settings.of(options), self, is_child="parent" not in options)
 
     def defer_many(
         self,

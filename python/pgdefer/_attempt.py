@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import psycopg
@@ -18,6 +18,7 @@ from ._errors import TransactionLost
 from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
 
 if TYPE_CHECKING:
+    from ._context import Middleware
     from ._task import Task
 
 __all__ = ["STOPPED", "TIMED_OUT", "failed", "outcome_of", "run", "run_async"]
@@ -40,10 +41,14 @@ def run(job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None
     _current.set(job)
     try:
         given, named = call or task.parameters.unbind(_decoded(job, task))
-        with _memory.limited(task.handling.max_memory):
+        result: object = None
+        with _memory.limited(task.handling.max_memory), _middleware(job, task):
             if task.handling.transactional:
                 return _in_transaction(job, task, pool, given, named)
-            result = _ran(task.function(*given, **named))
+            try:
+                result = _ran(task.function(*given, **named))
+            except RetryLater as asked:
+                result = asked
     except BaseException as error:
         return outcome_of(job, task, error)
     return _success(job, task, result)
@@ -64,9 +69,14 @@ async def run_async(job: JobContext, task: Task[..., Any], pool: AsyncPool) -> s
         given, named = task.parameters.unbind(args)
         if not task.is_async:
             return given, named
-        if task.handling.transactional:
-            return await _in_transaction_async(job, task, pool, given, named)
-        result = _ran(await task.function(*given, **named))
+        result: object = None
+        with _middleware(job, task):
+            if task.handling.transactional:
+                return await _in_transaction_async(job, task, pool, given, named)
+            try:
+                result = _ran(await task.function(*given, **named))
+            except RetryLater as asked:
+                result = asked
     except BaseException as error:
         return outcome_of(job, task, error)
     return _success(job, task, result)
@@ -80,6 +90,22 @@ def _decoded(job: JobContext, task: Task[..., Any]) -> dict[str, Any]:
     else:
         args = codec.decode_stored(job._stored)
     return args
+
+
+def _middleware(job: JobContext, task: Task[..., Any]) -> contextlib.AbstractContextManager[object]:
+    """Return what the app has around its handlers, entered in the order given."""
+    return _entered(job, task.app.middleware) if task.app.middleware else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _entered(job: JobContext, middleware: Iterable[Middleware]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for surround in middleware:
+            stack.enter_context(surround(job))
+        yield
 
 
 # Outcomes

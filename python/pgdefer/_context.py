@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import datetime as dt
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ._codec import unwrap
 from ._errors import PgDeferError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ._options import HasId
     from ._slots import Slots
 
-__all__ = ["JobAborted", "JobContext", "RetryLater", "current_job"]
+__all__ = ["JobAborted", "JobContext", "Middleware", "RetryLater", "current_job"]
 
 
 class JobContext:
@@ -128,6 +129,9 @@ class JobContext:
         """As `extend`, for asyncio."""
         return await self.app.extend_async(self, lease)
 
+
+# What surrounds a handler: `App(middleware=[...])`.
+Middleware: TypeAlias = Callable[[JobContext], AbstractContextManager[Any]]
 
 _current: contextvars.ContextVar[JobContext] = contextvars.ContextVar("pgdefer_job")
 

@@ -241,12 +241,17 @@ def module_name(module: str) -> str:
     return module
 
 
-def with_parent(settings: Settings, app: App) -> Settings:
-    """Return the options with the job for parent that runs here, where one of this app does."""
-    job = running_job()
-    if job is None or job.app is not app:
-        return settings
-    return Settings(settings.arguments, {**settings.options, "parent": job.id})
+def in_context(task: str, settings: Settings, app: App, *, is_child: bool) -> Settings:
+    """Return a job's options with what they have from where it is deferred.
+
+    That is the app's headers, and, if `is_child`, for parent the job of this app that runs here.
+    """
+    options = dict(settings.options)
+    if is_child and (job := running_job()) is not None and job.app is app:
+        options["parent"] = job.id
+    if app.headers is not None and (headers := app.headers(task)):
+        options["headers"] = {**headers, **options.get("headers", {})}
+    return Settings(settings.arguments, options)
 
 
 class Configured(Generic[P, R]):
@@ -264,7 +269,8 @@ class Configured(Generic[P, R]):
         self._connection = connection
 
     def _effective(self) -> Settings:
-        return with_parent(self._settings, self.task.app) if self._is_child else self._settings
+        task = self.task
+        return in_context(task.name, self._settings, task.app, is_child=self._is_child)
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Prepared[R]:
         """Return the call for `defer_many`."""

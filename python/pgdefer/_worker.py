@@ -19,6 +19,7 @@ import datetime as dt
 import functools
 import json
 import logging
+import math
 import os
 import platform
 import signal
@@ -82,7 +83,8 @@ class WorkerOptions(TypedDict, total=False):
     take jobs whose deadline is nearer than 5s, 30m, 2h, 1d, 1w; `slots=["2:30m", 3]`.
 
     `shutdown_timeout`: for how many seconds `stop` lets running jobs go on; None, the default:
-    until they end. `drain`: end once there is nothing to do.
+    until they end. `drain`: end once there is nothing to do. `max_jobs`: end once so many have been
+    run, such as to have a supervisor start a new process before a handler's leaks fill the memory.
 
     `heartbeat_every` and `dead_after` (10 and 30 seconds): how often the worker says that it lives,
     and after which silence its jobs are given to others. `jobs_per_process`: after how many jobs a
@@ -95,6 +97,7 @@ class WorkerOptions(TypedDict, total=False):
     name: str | None
     shutdown_timeout: float | None
     drain: bool
+    max_jobs: int | None
     heartbeat_every: float
     dead_after: float
     jobs_per_process: int
@@ -143,6 +146,8 @@ class Worker:
         self._is_starting = False
         self._has_scheduled = False
         self._is_stopping = False
+        # How many jobs it may still claim.
+        self._left = options.get("max_jobs") or math.inf
         # Whether the last fetch found less than it asked for, and how often to look again soon.
         self._is_drained = False
         self._polls = 0
@@ -288,7 +293,7 @@ class Worker:
                     raise cause from None
                 log.warning("the connection was lost: %s", error)
                 self._suspicion = [self._loop.time() + delay for delay in SUSPICION]
-                if self._is_stopping and not self._running and not self._outcomes:
+                if self._is_ending and not (self._running or self._claimed or self._outcomes):
                     return
                 if self._at_once.is_set() and not self._running:
                     log.error("%d outcomes could not be reported", len(self._outcomes))
@@ -335,7 +340,7 @@ class Worker:
                 await self._round_trip(free)
             elif free:
                 await self._idle(free)
-            elif self._is_stopping and not self._running:
+            elif self._is_ending and not self._running and not self._claimed:
                 return
             elif self._holds_back():
                 if self._running or self._claimed:
@@ -362,13 +367,18 @@ class Worker:
 
     def _free(self) -> list[Slots]:
         """Return the slots to fetch jobs for."""
-        if self._is_stopping or self._lone is not None or self._holds_back():
+        if self._is_ending or self._lone is not None or self._holds_back():
             return []
         return [slots for slots in self.slots if slots.free]
 
     def _holds_back(self) -> bool:
         """Whether this worker runs dry, so that jobs that crashed can run alone."""
-        return not self._is_stopping and self._suspects.holds_back(self._loop.time())
+        return not self._is_ending and self._suspects.holds_back(self._loop.time())
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether it claims no more jobs."""
+        return self._is_stopping or self._left <= 0
 
     async def _sleep(self, free: list[Slots]) -> None:
         """Sleep until there may be something to do."""
@@ -406,6 +416,7 @@ class Worker:
         if not rows or self.id != worker:
             return False
         self._suspects.ran()
+        self._left -= 1
         job = self._lone = JobContext(self.app, rows[0])
         if self._is_stopping:
             self._give_back(job)
@@ -436,7 +447,8 @@ class Worker:
         found = 0
         is_drained = True
         for slots in free:
-            asked = slots.free
+            if not (asked := self._wanted(slots)):
+                break
             came = await self._exchange(slots)
             found += came
             is_drained = is_drained and came < asked
@@ -446,6 +458,10 @@ class Worker:
             if self._listener.is_latched:
                 self._spawn(self._listener.after_sleep(self._registered()))
         return found
+
+    def _wanted(self, slots: Slots) -> int:
+        """Return how many jobs to ask for."""
+        return int(min(slots.free, self._left))
 
     async def _exchange(self, slots: Slots | None) -> int:
         """Send the outcomes, and ask for as many jobs as there are slots; in one round trip."""
@@ -457,7 +473,7 @@ class Worker:
             else {
                 "worker": worker,
                 "queues": self.queues,
-                "max_jobs": slots.free,
+                "max_jobs": self._wanted(slots),
                 "options": slots.options(),
             }
         )
@@ -536,6 +552,7 @@ class Worker:
                 claimed.append(job)
         taken = len(claimed) - before
         slots.used += taken
+        self._left -= taken
         if self._is_stopping:
             # They were asked for before.
             while claimed:
@@ -804,7 +821,7 @@ def _check(options: WorkerOptions) -> None:
         raise TypeError(f"a worker takes no option {unknown}: it takes queues, {', '.join(known)}")
     if "slots" in options and "concurrency" in options:
         raise ValueError("give slots or concurrency, not both")
-    least = {"concurrency": 1, "jobs_per_process": 1, "shutdown_timeout": 0}
+    least = {"concurrency": 1, "jobs_per_process": 1, "max_jobs": 1, "shutdown_timeout": 0}
     for name, value in options.items():
         if name in least and isinstance(value, int | float) and value < least[name]:
             raise ValueError(f"{name} must be at least {least[name]}, not {value}")

@@ -120,6 +120,10 @@ def worker(
     drain: Annotated[
         bool, typer.Option("--drain", help="End when there is nothing to do.")
     ] = False,
+    max_jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="End once so many jobs have been run.", show_default="no limit"),
+    ] = None,
     prune_schedules: Annotated[
         bool,
         typer.Option("--prune-schedules", help="Remove recurring runs that the app no longer has."),
@@ -151,6 +155,7 @@ def worker(
         "name": name,
         "shutdown_timeout": shutdown_timeout,
         "drain": drain,
+        "max_jobs": max_jobs,
         "prune_schedules": prune_schedules,
         "jobs_per_process": jobs_per_process,
     }

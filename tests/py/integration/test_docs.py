@@ -64,7 +64,7 @@ class Reader:
                     file.write(f"\n\n{block.text}")
                 self._restart()
                 return ""
-            case "python" if found := re.fullmatch(r"# (migrations/versions/\w+\.py)", first):
+            case "python" if found := re.fullmatch(r"# ((migrations/versions/)?\w+\.py)", first):
                 (self.folder / found[1]).write_text(rest)
                 return ""
             case "python" if first == "# migrations/env.py" and "target_metadata" in rest:
@@ -243,9 +243,15 @@ def test_the_page_on_python(reader: Reader) -> None:
             output = reader.type_in(block)
     reader.type_in(Block(0, "sh", "pgdefer worker -A shop --drain"))
     found = reader.type_in(
-        Block(0, "sql", "select state, count(*) from queue.jobs where id <> 10 group by state;")
+        Block(0, "sql", "select task, state, count(*) from queue.jobs group by 1, 2 order by 1, 2;")
     )
-    assert squeezed(found)[2:] == ["succeeded | 9", "(1 row)"]
+    assert squeezed(found)[2:] == [
+        "inner | failed | 1",
+        "outer | succeeded | 1",
+        "resize | scheduled | 1",
+        "resize | succeeded | 9",
+        "(4 rows)",
+    ]
 
 
 def words(path: str) -> set[str]:

@@ -16,9 +16,18 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
 
-from pgdefer import App, JobAborted, JobContext, Retry, RetryLater, current_job, model_codec
+from pgdefer import (
+    App,
+    JobAborted,
+    JobContext,
+    Retry,
+    RetryLater,
+    Worker,
+    current_job,
+    model_codec,
+)
 
-from .conftest import Jobs, running, until
+from .conftest import Jobs, give_up, running, until
 
 Connection = psycopg.Connection[Any]
 
@@ -406,6 +415,39 @@ async def test_draining(app: App, jobs: Jobs) -> None:
     await app.close_async()
     assert set(jobs.states().values()) == {"succeeded"}
     assert len(jobs()) == sum(range(51))
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 4}, {"slots": ["2:1h", 3]}])
+async def test_ending_after_so_many_jobs(app: App, jobs: Jobs, options: Any) -> None:
+    """No job is claimed beyond them, so none is given back, and all that were claimed are run."""
+
+    @app.task(name="t")
+    async def task() -> None:
+        await asyncio.sleep(0)
+
+    soon = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=1)
+    for deadline in (None, soon, None, soon, None, soon, None, soon, None, soon):
+        app.defer("t", **({} if deadline is None else {"deadline": deadline}))
+    for ended in (7, 10):
+        worker = Worker(app, max_jobs=7, drain=True, **options)
+        await worker.run_async()
+        states = list(jobs.states().values())
+        assert (states.count("succeeded"), worker.given_back) == (ended, 0)
+        assert sum(row["attempts"] for row in jobs()) == ended
+    await app.close_async()
+
+
+async def test_ending_after_a_job_that_runs_alone(app: App, jobs: Jobs, conn: Connection) -> None:
+    @app.task(name="t")
+    async def task() -> None: ...
+
+    suspect = await task.defer_async()
+    conn.execute("select queue.register_worker('dead')")
+    conn.execute("select queue.fetch(max(id)) from queue.worker")
+    give_up(conn)
+    await Worker(app, max_jobs=1).run_async()
+    assert jobs.states() == {suspect.id: "succeeded"}
+    await app.close_async()
 
 
 class Base(orm.DeclarativeBase):
