@@ -1137,19 +1137,17 @@ end $$;
 create or replace function queue._limits(p_kinds text[], p_role name default null)
 returns text[] language plpgsql stable parallel safe security invoker as $$
 declare
-  v_role oid := (select r.oid from pg_roles r where r.rolname = coalesce(p_role, queue._caller()));
+  v_role name := coalesce(p_role, queue._caller());
+  v_is_unlimited boolean;
+  v_limits text[];
 begin
-  if to_regclass('queue.unlimited') is not null or to_regclass('queue.access') is null then
-    return null;
-  elsif pg_has_role(v_role, current_user, 'usage')
-    or exists (select from queue.access a join pg_roles r on r.rolname = a.role
-               where a.kind = any (p_kinds) and a.queues is null and pg_has_role(v_role, r.oid, 'usage'))
-  then
+  if to_regclass('queue.unlimited') is not null or to_regclass('queue.access') is null or pg_has_role(v_role, current_user, 'usage') then
     return null;
   end if;
-  return array(
-    select distinct q from queue.access a join pg_roles r on r.rolname = a.role cross join unnest(a.queues) q
-    where a.kind = any (p_kinds) and pg_has_role(v_role, r.oid, 'usage'));
+  select bool_or(a.queues is null), coalesce(array_agg(distinct q) filter (where q is not null), '{}') into v_is_unlimited, v_limits
+  from queue.access a join pg_roles r on r.rolname = a.role left join lateral unnest(a.queues) q on true
+  where a.kind = any (p_kinds) and pg_has_role(v_role, r.oid, 'usage');
+  return case when v_is_unlimited then null else v_limits end;
 end $$;
 
 -- Whether limits hold all that a name or pattern selects.
@@ -1215,14 +1213,24 @@ begin
   if v_limits is null then
     return;
   end if;
-  select j.id into v_id
-  from unnest(p_ids) u (id)
-  join queue.job j on j.id = u.id
-  left join queue.job_state s on s.id = u.id
-  where not queue._covers(v_limits, coalesce(s.queue, j.queue)) limit 1;
-  if found then
+  v_id := queue._job_beyond(v_limits, p_ids);
+  if v_id is not null then
     perform queue._job_not_found(v_id);
   end if;
+end $$;
+
+-- One of these jobs that is of a queue which limits do not hold, if there is one. Settings: as _check_needs.
+create or replace function queue._job_beyond(p_limits text[], p_ids bigint[])
+returns bigint language plpgsql stable parallel safe security invoker
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off as $$
+begin
+  return (
+    select j.id
+    from unnest(p_ids) u (id)
+    cross join lateral (
+      select j.id, coalesce(s.queue, j.queue) as queue
+      from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
+    where not queue._covers(p_limits, j.queue) limit 1);
 end $$;
 
 -- Raises: 42501 when a job that was just deferred is of another queue; QJ001 when its needs or parent are.
@@ -1232,6 +1240,7 @@ returns void language plpgsql volatile parallel safe security invoker as $$
 declare
   v_limits text[] := queue._limits('{producer}');
   v_owner name;
+  v_other bigint;
   v record;
 begin
   select coalesce(s.queue, j.queue) as queue, j.needs, (j.options ->> 'parent')::bigint as parent into v
@@ -1244,9 +1253,11 @@ begin
   end if;
   if not queue._covers(v_limits, v.queue) then
     perform queue._beyond_limits(v.queue, v_limits);
-  elsif exists (select from unnest(v.needs || v.parent) u (id) join queue.job j on j.id = u.id left join queue.job_state s on s.id = u.id
-                where not queue._covers(v_limits, coalesce(s.queue, j.queue))) then
-    perform queue._job_not_found(coalesce(v.needs[1], v.parent));
+  elsif num_nonnulls(v.needs, v.parent) > 0 then
+    v_other := queue._job_beyond(v_limits, v.needs || v.parent);
+    if v_other is not null then
+      perform queue._job_not_found(v_other);
+    end if;
   end if;
 end $$;
 
@@ -1513,7 +1524,8 @@ declare
   v_at integer;
   v_value jsonb;
 begin
-  if template is null or strpos(template, '{') = 0 then
+  if strpos(template, '{') = 0 then
+    perform queue._check_name(what, template);
     return template;
   end if;
   loop
@@ -1962,7 +1974,6 @@ begin
   if v_is_limited then
     perform queue._not_installed();
   end if;
-  perform queue._check_name('task', p_task);
   if jsonb_typeof(p_args) <> 'object' then
     perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(p_args));
   end if;
@@ -1974,7 +1985,7 @@ begin
   return v_id;
 end $$;
 
--- Fills in defaults, checks, and appends.
+-- Fills in defaults, checks, and appends. What a job does not have costs it no expression: each is set up anew in every transaction.
 -- Locks and errors: as defer.
 create or replace function queue._defer_full(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text, p_scheduled_at timestamptz,
@@ -1985,57 +1996,75 @@ declare
   v_task record;
   v_id bigint;
   v_flags integer := 0;
-  v_queue text;
   v_lock text;
   v_queueing_lock text;
-  v_options jsonb := '{}'::jsonb;
   v_given jsonb := '{}'::jsonb;
+  v_options jsonb;
   v_scheduled_at timestamptz := p_scheduled_at;
-  v_deadline timestamptz;
+  v_deadline timestamptz := p_deadline;
   v_keys text[];
   v_limits integer[];
   v_needs bigint[];
 begin
+  select t.* into v_task from queue.task t where t.name = p_task;
+  if not found then
+    perform queue._check_name('task', p_task);
+  end if;
+  if p_queue <> '' then
+    perform queue._check_queue(p_queue);
+  end if;
   if p_options is not null and jsonb_typeof(p_options) <> 'null' then
     v_given := queue._check_options(p_options);
   end if;
-  select t.* into v_task from queue.task t where t.name = p_task;
-  v_options := coalesce(v_task.options, '{}') || v_given;
-  v_queue := coalesce(nullif(coalesce(p_queue, v_task.queue), ''), 'default');
-  perform queue._check_queue(v_queue);
-  v_lock := queue._fill('lock', nullif(coalesce(p_lock, v_task.lock), ''), p_args);
-  v_queueing_lock := queue._fill('queueing_lock', nullif(coalesce(p_queueing_lock, v_task.queueing_lock), ''), p_args);
+  v_options := coalesce(v_task.options || v_given, v_given);
+  v_lock := nullif(coalesce(p_lock, v_task.lock), '');
   if v_lock is not null then
-    perform queue._check_name('lock', v_lock);
-    v_flags := v_flags | case when v_options ->> 'lock_mode' = 'mutex' then 2 else 1 end;
+    v_lock := queue._fill('lock', v_lock, p_args);
+    v_flags := case when v_options ->> 'lock_mode' = 'mutex' then 2 else 1 end;
   end if;
-  -- concurrency: what the call names takes the place of the task's keys
-  if coalesce(p_concurrency_key, '') <> '' or v_given ? 'concurrency' then
-    select c.keys, c.limits into v_keys, v_limits
-    from queue._check_concurrency(p_concurrency_key, coalesce(p_concurrency_limit, v_task.limits[1]), v_given -> 'concurrency') c;
-  elsif p_concurrency_key is null then
-    perform queue._check_concurrency(null, p_concurrency_limit, null);
-    v_keys := v_task.keys;
-    v_limits := v_task.limits;
-    if p_concurrency_limit is not null and v_limits is not null then
-      v_limits[1] := p_concurrency_limit;
+  if num_nonnulls(p_concurrency_key, p_concurrency_limit, v_task.keys) > 0 or v_given ? 'concurrency' then
+    -- what the call names takes the place of the task's keys
+    if coalesce(p_concurrency_key, '') <> '' or v_given ? 'concurrency' then
+      select c.keys, c.limits into v_keys, v_limits
+      from queue._check_concurrency(p_concurrency_key, coalesce(p_concurrency_limit, v_task.limits[1]), v_given -> 'concurrency') c;
+    elsif p_concurrency_key is null then
+      perform queue._check_concurrency(null, p_concurrency_limit, null);
+      v_keys := v_task.keys;
+      v_limits := v_task.limits;
+      if p_concurrency_limit is not null and v_limits is not null then
+        v_limits[1] := p_concurrency_limit;
+      end if;
+    end if;
+    if v_keys is not null then
+      for i in 1 .. cardinality(v_keys) loop
+        v_keys[i] := queue._fill('concurrency_key', v_keys[i], p_args);
+      end loop;
+      if cardinality(v_keys) > 1 and (select count(distinct k) from unnest(v_keys) k) < cardinality(v_keys) then
+        perform queue._invalid('a concurrency key is named twice', 'Name each key once.', 'keys: ' || v_keys::text);
+      end if;
+      v_flags := v_flags | 4;
     end if;
   end if;
-  if v_keys is not null then
-    for i in 1 .. cardinality(v_keys) loop
-      v_keys[i] := queue._fill('concurrency_key', v_keys[i], p_args);
-    end loop;
-    if cardinality(v_keys) > 1 and (select count(distinct k) from unnest(v_keys) k) < cardinality(v_keys) then
-      perform queue._invalid('a concurrency key is named twice', 'Name each key once.', 'keys: ' || v_keys::text);
-    end if;
-    v_flags := v_flags | 4;
+  if p_deadline is null and v_task.deadline is not null then
+    v_deadline := clock_timestamp() + v_task.deadline;
   end if;
-  -- time
-  if v_given ? 'delay' or (p_scheduled_at is null and v_options ? 'delay') then
-    if p_scheduled_at is not null then
-      perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
+  if v_options <> '{}' then
+    if v_given ? 'delay' or (p_scheduled_at is null and v_options ? 'delay') then
+      if p_scheduled_at is not null then
+        perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
+      end if;
+      v_scheduled_at := clock_timestamp() + queue._interval('delay', v_options -> 'delay');
     end if;
-    v_scheduled_at := clock_timestamp() + queue._interval('delay', v_options -> 'delay');
+    if p_deadline is null and v_options ? 'parent' then
+      v_deadline := coalesce(queue._parent_deadline((v_options ->> 'parent')::bigint), v_deadline);
+    end if;
+    -- needs_mode any: a yield may add some needs, and must know what was satisfied when the run began
+    v_flags := v_flags
+      | case when v_options ->> 'needs_mode' = 'any' then 8 else 0 end
+      | case when (v_options ->> 'held')::boolean then 32 else 0 end
+      | case when v_options ? 'expires_at' then 64 else 0 end
+      | case when v_options ? 'timeout' then 128 else 0 end
+      | case when v_options ? 'retain' then 512 else 0 end;
   end if;
   if v_scheduled_at is not null then
     if not isfinite(v_scheduled_at) then
@@ -2043,31 +2072,13 @@ begin
     end if;
     v_flags := v_flags | 16;
   end if;
-  if v_options ? 'expires_at' then
-    v_flags := v_flags | 64;
-  end if;
-  v_deadline := coalesce(p_deadline, clock_timestamp() + v_task.deadline);
-  if v_options ? 'parent' then
-    v_deadline := coalesce(p_deadline, queue._parent_deadline((v_options ->> 'parent')::bigint), v_deadline);
-  end if;
-  -- needs
   if cardinality(p_needs) > 0 then
     v_needs := queue._check_needs(p_needs);
     v_flags := v_flags | 8;
-  elsif v_options ->> 'needs_mode' = 'any' then
-    v_flags := v_flags | 8;  -- a yield may add some, and must know what was satisfied when the run began
   end if;
-  if (v_options ->> 'held')::boolean then
-    v_flags := v_flags | 32;
-  end if;
-  if v_options ? 'timeout' then
-    v_flags := v_flags | 128;
-  end if;
-  if v_options ? 'retain' then
-    v_flags := v_flags | 512;
-  end if;
+  v_queueing_lock := nullif(coalesce(p_queueing_lock, v_task.queueing_lock), '');
   if v_queueing_lock is not null then
-    perform queue._check_name('queueing_lock', v_queueing_lock);
+    v_queueing_lock := queue._fill('queueing_lock', v_queueing_lock, p_args);
     v_id := queue._take_queueing_lock(v_queueing_lock, coalesce(v_options ->> 'on_conflict', 'raise'), p_args,
                                       coalesce(p_priority, v_task.priority, 0), v_scheduled_at);
     if v_id < 0 then
@@ -2076,8 +2087,8 @@ begin
     v_flags := v_flags | case when v_options ->> 'unique_until' = 'finish' then 8192 else 256 end;
   end if;
   insert into queue.job (id, task, args, queue, priority, lock, queueing_lock, scheduled_at, deadline, needs, keys, limits, flags, options)
-  values (coalesce(v_id, nextval('queue.job_id_seq')), p_task, p_args, v_queue, coalesce(p_priority, v_task.priority, 0), v_lock,
-          v_queueing_lock, v_scheduled_at, v_deadline, v_needs, v_keys, v_limits, v_flags,
+  values (coalesce(v_id, nextval('queue.job_id_seq')), p_task, p_args, coalesce(nullif(coalesce(p_queue, v_task.queue), ''), 'default'),
+          coalesce(p_priority, v_task.priority, 0), v_lock, v_queueing_lock, v_scheduled_at, v_deadline, v_needs, v_keys, v_limits, v_flags,
           nullif(v_options - '{delay,held,on_conflict,concurrency}'::text[], '{}'))
   returning id into v_id;
   return v_id;
@@ -2156,7 +2167,6 @@ begin
     perform queue._invalid('a job has a value of a wrong type', 'Pass each key as defer''s argument of that name takes it.', sqlerrm);
   end;
   if p_table is not null then
-    perform queue._check_name('task', v_job.task);
     v_id := queue._defer_full(v_job.task, p_job -> 'args', v_job.queue, v_job.priority, v_job.lock, v_job.queueing_lock, v_job.scheduled_at, v_job.deadline,
                               v_job.needs, v_job.concurrency_key, v_job.concurrency_limit, nullif(p_job -> 'options', 'null'));
     perform queue._bound_deferred(v_id, p_table);
@@ -4096,17 +4106,20 @@ end $$;
 -- look, and no more: a job passes only after a look at all its needs.
 
 -- Needs as a sorted set. An xid is taken first, so that _safe_at waits for this transaction.
--- Settings: a plan that was made while the log was empty would read all of it.
+-- Settings: a plan that was made while the log was empty would read all of it; one that knows how many needs there are is
+-- never given up for the generic one, so that each call would plan, which takes three times as long as all the rest.
 -- Raises: 22023, QJ001 when one can't be seen, or is kept no longer.
 create or replace function queue._check_needs(p_needs bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker
-set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off as $$
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off as $$
 #variable_conflict use_column
 declare
   v_now timestamptz;
   v_missing bigint;
 begin
-  perform queue._check_list('needs', p_needs::text[]);
+  if array_ndims(p_needs) > 1 or array_position(p_needs, null) is not null then
+    perform queue._check_list('needs', p_needs::text[]);
+  end if;
   perform pg_current_xact_id();
   v_now := clock_timestamp();
   select u.n into v_missing
@@ -4118,6 +4131,9 @@ begin
   limit 1;
   if found then
     perform queue._job_not_found(v_missing);
+  end if;
+  if cardinality(p_needs) = 1 then
+    return p_needs;
   end if;
   return array(select distinct n from unnest(p_needs) n order by n);
 end $$;

@@ -20,19 +20,17 @@ end $$;
 create or replace function queue._limits(p_kinds text[], p_role name default null)
 returns text[] language plpgsql stable parallel safe security invoker as $$
 declare
-  v_role oid := (select r.oid from pg_roles r where r.rolname = coalesce(p_role, queue._caller()));
+  v_role name := coalesce(p_role, queue._caller());
+  v_is_unlimited boolean;
+  v_limits text[];
 begin
-  if to_regclass('queue.unlimited') is not null or to_regclass('queue.access') is null then
-    return null;
-  elsif pg_has_role(v_role, current_user, 'usage')
-    or exists (select from queue.access a join pg_roles r on r.rolname = a.role
-               where a.kind = any (p_kinds) and a.queues is null and pg_has_role(v_role, r.oid, 'usage'))
-  then
+  if to_regclass('queue.unlimited') is not null or to_regclass('queue.access') is null or pg_has_role(v_role, current_user, 'usage') then
     return null;
   end if;
-  return array(
-    select distinct q from queue.access a join pg_roles r on r.rolname = a.role cross join unnest(a.queues) q
-    where a.kind = any (p_kinds) and pg_has_role(v_role, r.oid, 'usage'));
+  select bool_or(a.queues is null), coalesce(array_agg(distinct q) filter (where q is not null), '{}') into v_is_unlimited, v_limits
+  from queue.access a join pg_roles r on r.rolname = a.role left join lateral unnest(a.queues) q on true
+  where a.kind = any (p_kinds) and pg_has_role(v_role, r.oid, 'usage');
+  return case when v_is_unlimited then null else v_limits end;
 end $$;
 
 -- Whether limits hold all that a name or pattern selects.
@@ -98,14 +96,24 @@ begin
   if v_limits is null then
     return;
   end if;
-  select j.id into v_id
-  from unnest(p_ids) u (id)
-  join queue.job j on j.id = u.id
-  left join queue.job_state s on s.id = u.id
-  where not queue._covers(v_limits, coalesce(s.queue, j.queue)) limit 1;
-  if found then
+  v_id := queue._job_beyond(v_limits, p_ids);
+  if v_id is not null then
     perform queue._job_not_found(v_id);
   end if;
+end $$;
+
+-- One of these jobs that is of a queue which limits do not hold, if there is one. Settings: as _check_needs.
+create or replace function queue._job_beyond(p_limits text[], p_ids bigint[])
+returns bigint language plpgsql stable parallel safe security invoker
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off as $$
+begin
+  return (
+    select j.id
+    from unnest(p_ids) u (id)
+    cross join lateral (
+      select j.id, coalesce(s.queue, j.queue) as queue
+      from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
+    where not queue._covers(p_limits, j.queue) limit 1);
 end $$;
 
 -- Raises: 42501 when a job that was just deferred is of another queue; QJ001 when its needs or parent are.
@@ -115,6 +123,7 @@ returns void language plpgsql volatile parallel safe security invoker as $$
 declare
   v_limits text[] := queue._limits('{producer}');
   v_owner name;
+  v_other bigint;
   v record;
 begin
   select coalesce(s.queue, j.queue) as queue, j.needs, (j.options ->> 'parent')::bigint as parent into v
@@ -127,9 +136,11 @@ begin
   end if;
   if not queue._covers(v_limits, v.queue) then
     perform queue._beyond_limits(v.queue, v_limits);
-  elsif exists (select from unnest(v.needs || v.parent) u (id) join queue.job j on j.id = u.id left join queue.job_state s on s.id = u.id
-                where not queue._covers(v_limits, coalesce(s.queue, j.queue))) then
-    perform queue._job_not_found(coalesce(v.needs[1], v.parent));
+  elsif num_nonnulls(v.needs, v.parent) > 0 then
+    v_other := queue._job_beyond(v_limits, v.needs || v.parent);
+    if v_other is not null then
+      perform queue._job_not_found(v_other);
+    end if;
   end if;
 end $$;
 

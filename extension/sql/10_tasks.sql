@@ -197,7 +197,8 @@ declare
   v_at integer;
   v_value jsonb;
 begin
-  if template is null or strpos(template, '{') = 0 then
+  if strpos(template, '{') = 0 then
+    perform queue._check_name(what, template);
     return template;
   end if;
   loop

@@ -72,7 +72,6 @@ begin
   if v_is_limited then
     perform queue._not_installed();
   end if;
-  perform queue._check_name('task', p_task);
   if jsonb_typeof(p_args) <> 'object' then
     perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(p_args));
   end if;
@@ -84,7 +83,7 @@ begin
   return v_id;
 end $$;
 
--- Fills in defaults, checks, and appends.
+-- Fills in defaults, checks, and appends. What a job does not have costs it no expression: each is set up anew in every transaction.
 -- Locks and errors: as defer.
 create or replace function queue._defer_full(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text, p_scheduled_at timestamptz,
@@ -95,57 +94,75 @@ declare
   v_task record;
   v_id bigint;
   v_flags integer := 0;
-  v_queue text;
   v_lock text;
   v_queueing_lock text;
-  v_options jsonb := '{}'::jsonb;
   v_given jsonb := '{}'::jsonb;
+  v_options jsonb;
   v_scheduled_at timestamptz := p_scheduled_at;
-  v_deadline timestamptz;
+  v_deadline timestamptz := p_deadline;
   v_keys text[];
   v_limits integer[];
   v_needs bigint[];
 begin
+  select t.* into v_task from queue.task t where t.name = p_task;
+  if not found then
+    perform queue._check_name('task', p_task);
+  end if;
+  if p_queue <> '' then
+    perform queue._check_queue(p_queue);
+  end if;
   if p_options is not null and jsonb_typeof(p_options) <> 'null' then
     v_given := queue._check_options(p_options);
   end if;
-  select t.* into v_task from queue.task t where t.name = p_task;
-  v_options := coalesce(v_task.options, '{}') || v_given;
-  v_queue := coalesce(nullif(coalesce(p_queue, v_task.queue), ''), 'default');
-  perform queue._check_queue(v_queue);
-  v_lock := queue._fill('lock', nullif(coalesce(p_lock, v_task.lock), ''), p_args);
-  v_queueing_lock := queue._fill('queueing_lock', nullif(coalesce(p_queueing_lock, v_task.queueing_lock), ''), p_args);
+  v_options := coalesce(v_task.options || v_given, v_given);
+  v_lock := nullif(coalesce(p_lock, v_task.lock), '');
   if v_lock is not null then
-    perform queue._check_name('lock', v_lock);
-    v_flags := v_flags | case when v_options ->> 'lock_mode' = 'mutex' then 2 else 1 end;
+    v_lock := queue._fill('lock', v_lock, p_args);
+    v_flags := case when v_options ->> 'lock_mode' = 'mutex' then 2 else 1 end;
   end if;
-  -- concurrency: what the call names takes the place of the task's keys
-  if coalesce(p_concurrency_key, '') <> '' or v_given ? 'concurrency' then
-    select c.keys, c.limits into v_keys, v_limits
-    from queue._check_concurrency(p_concurrency_key, coalesce(p_concurrency_limit, v_task.limits[1]), v_given -> 'concurrency') c;
-  elsif p_concurrency_key is null then
-    perform queue._check_concurrency(null, p_concurrency_limit, null);
-    v_keys := v_task.keys;
-    v_limits := v_task.limits;
-    if p_concurrency_limit is not null and v_limits is not null then
-      v_limits[1] := p_concurrency_limit;
+  if num_nonnulls(p_concurrency_key, p_concurrency_limit, v_task.keys) > 0 or v_given ? 'concurrency' then
+    -- what the call names takes the place of the task's keys
+    if coalesce(p_concurrency_key, '') <> '' or v_given ? 'concurrency' then
+      select c.keys, c.limits into v_keys, v_limits
+      from queue._check_concurrency(p_concurrency_key, coalesce(p_concurrency_limit, v_task.limits[1]), v_given -> 'concurrency') c;
+    elsif p_concurrency_key is null then
+      perform queue._check_concurrency(null, p_concurrency_limit, null);
+      v_keys := v_task.keys;
+      v_limits := v_task.limits;
+      if p_concurrency_limit is not null and v_limits is not null then
+        v_limits[1] := p_concurrency_limit;
+      end if;
+    end if;
+    if v_keys is not null then
+      for i in 1 .. cardinality(v_keys) loop
+        v_keys[i] := queue._fill('concurrency_key', v_keys[i], p_args);
+      end loop;
+      if cardinality(v_keys) > 1 and (select count(distinct k) from unnest(v_keys) k) < cardinality(v_keys) then
+        perform queue._invalid('a concurrency key is named twice', 'Name each key once.', 'keys: ' || v_keys::text);
+      end if;
+      v_flags := v_flags | 4;
     end if;
   end if;
-  if v_keys is not null then
-    for i in 1 .. cardinality(v_keys) loop
-      v_keys[i] := queue._fill('concurrency_key', v_keys[i], p_args);
-    end loop;
-    if cardinality(v_keys) > 1 and (select count(distinct k) from unnest(v_keys) k) < cardinality(v_keys) then
-      perform queue._invalid('a concurrency key is named twice', 'Name each key once.', 'keys: ' || v_keys::text);
-    end if;
-    v_flags := v_flags | 4;
+  if p_deadline is null and v_task.deadline is not null then
+    v_deadline := clock_timestamp() + v_task.deadline;
   end if;
-  -- time
-  if v_given ? 'delay' or (p_scheduled_at is null and v_options ? 'delay') then
-    if p_scheduled_at is not null then
-      perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
+  if v_options <> '{}' then
+    if v_given ? 'delay' or (p_scheduled_at is null and v_options ? 'delay') then
+      if p_scheduled_at is not null then
+        perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
+      end if;
+      v_scheduled_at := clock_timestamp() + queue._interval('delay', v_options -> 'delay');
     end if;
-    v_scheduled_at := clock_timestamp() + queue._interval('delay', v_options -> 'delay');
+    if p_deadline is null and v_options ? 'parent' then
+      v_deadline := coalesce(queue._parent_deadline((v_options ->> 'parent')::bigint), v_deadline);
+    end if;
+    -- needs_mode any: a yield may add some needs, and must know what was satisfied when the run began
+    v_flags := v_flags
+      | case when v_options ->> 'needs_mode' = 'any' then 8 else 0 end
+      | case when (v_options ->> 'held')::boolean then 32 else 0 end
+      | case when v_options ? 'expires_at' then 64 else 0 end
+      | case when v_options ? 'timeout' then 128 else 0 end
+      | case when v_options ? 'retain' then 512 else 0 end;
   end if;
   if v_scheduled_at is not null then
     if not isfinite(v_scheduled_at) then
@@ -153,31 +170,13 @@ begin
     end if;
     v_flags := v_flags | 16;
   end if;
-  if v_options ? 'expires_at' then
-    v_flags := v_flags | 64;
-  end if;
-  v_deadline := coalesce(p_deadline, clock_timestamp() + v_task.deadline);
-  if v_options ? 'parent' then
-    v_deadline := coalesce(p_deadline, queue._parent_deadline((v_options ->> 'parent')::bigint), v_deadline);
-  end if;
-  -- needs
   if cardinality(p_needs) > 0 then
     v_needs := queue._check_needs(p_needs);
     v_flags := v_flags | 8;
-  elsif v_options ->> 'needs_mode' = 'any' then
-    v_flags := v_flags | 8;  -- a yield may add some, and must know what was satisfied when the run began
   end if;
-  if (v_options ->> 'held')::boolean then
-    v_flags := v_flags | 32;
-  end if;
-  if v_options ? 'timeout' then
-    v_flags := v_flags | 128;
-  end if;
-  if v_options ? 'retain' then
-    v_flags := v_flags | 512;
-  end if;
+  v_queueing_lock := nullif(coalesce(p_queueing_lock, v_task.queueing_lock), '');
   if v_queueing_lock is not null then
-    perform queue._check_name('queueing_lock', v_queueing_lock);
+    v_queueing_lock := queue._fill('queueing_lock', v_queueing_lock, p_args);
     v_id := queue._take_queueing_lock(v_queueing_lock, coalesce(v_options ->> 'on_conflict', 'raise'), p_args,
                                       coalesce(p_priority, v_task.priority, 0), v_scheduled_at);
     if v_id < 0 then
@@ -186,8 +185,8 @@ begin
     v_flags := v_flags | case when v_options ->> 'unique_until' = 'finish' then 8192 else 256 end;
   end if;
   insert into queue.job (id, task, args, queue, priority, lock, queueing_lock, scheduled_at, deadline, needs, keys, limits, flags, options)
-  values (coalesce(v_id, nextval('queue.job_id_seq')), p_task, p_args, v_queue, coalesce(p_priority, v_task.priority, 0), v_lock,
-          v_queueing_lock, v_scheduled_at, v_deadline, v_needs, v_keys, v_limits, v_flags,
+  values (coalesce(v_id, nextval('queue.job_id_seq')), p_task, p_args, coalesce(nullif(coalesce(p_queue, v_task.queue), ''), 'default'),
+          coalesce(p_priority, v_task.priority, 0), v_lock, v_queueing_lock, v_scheduled_at, v_deadline, v_needs, v_keys, v_limits, v_flags,
           nullif(v_options - '{delay,held,on_conflict,concurrency}'::text[], '{}'))
   returning id into v_id;
   return v_id;
@@ -266,7 +265,6 @@ begin
     perform queue._invalid('a job has a value of a wrong type', 'Pass each key as defer''s argument of that name takes it.', sqlerrm);
   end;
   if p_table is not null then
-    perform queue._check_name('task', v_job.task);
     v_id := queue._defer_full(v_job.task, p_job -> 'args', v_job.queue, v_job.priority, v_job.lock, v_job.queueing_lock, v_job.scheduled_at, v_job.deadline,
                               v_job.needs, v_job.concurrency_key, v_job.concurrency_limit, nullif(p_job -> 'options', 'null'));
     perform queue._bound_deferred(v_id, p_table);
