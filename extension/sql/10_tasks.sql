@@ -187,36 +187,31 @@ end $$;
 -- Fills {field} from args. A field that args lack, or that is no scalar, is an error. A client's tagged
 -- value, {"__pgdefer__": type, "value": text}, counts as its text, so that a UUID names the same lock
 -- whether Python or a trigger wrote it.
--- Raises: 22023.
+-- Raises: 22023; also where the outcome is no name.
 create or replace function queue._fill(what text, template text, args jsonb)
 returns text language plpgsql immutable parallel safe security invoker as $$
 declare
-  v_field text;
-  v_text text := '';
-  v_rest text := template;
-  v_at integer;
+  v_parts text[] := string_to_array(template, '{');
+  v_text text := v_parts[1];
+  v_end integer;
   v_value jsonb;
 begin
-  if strpos(template, '{') = 0 then
-    perform queue._check_name(what, template);
-    return template;
-  end if;
-  loop
-    v_field := substring(v_rest from '\{([^{}]*)\}');
-    exit when v_field is null;
-    v_at := strpos(v_rest, '{' || v_field || '}');
-    v_value := args -> v_field;
-    if v_value ? '__pgdefer__' then
-      v_value := v_value -> 'value';
+  for i in 2 .. cardinality(v_parts) loop
+    v_end := strpos(v_parts[i], '}');
+    if v_end = 0 then
+      v_text := v_text || '{' || v_parts[i];
+    else
+      v_value := args -> left(v_parts[i], v_end - 1);
+      if v_value ? '__pgdefer__' then
+        v_value := v_value -> 'value';
+      end if;
+      if coalesce(jsonb_typeof(v_value), 'null') in ('object', 'array', 'null') then
+        perform queue._invalid(format('%s names a field that args do not fill', what), 'Every {field} must be a text, number or boolean in args.',
+                               format('template: %s, field: %s', template, left(v_parts[i], v_end - 1)));
+      end if;
+      v_text := v_text || (v_value #>> '{}') || substr(v_parts[i], v_end + 1);
     end if;
-    if coalesce(jsonb_typeof(v_value), 'null') in ('object', 'array', 'null') then
-      perform queue._invalid(format('%s names a field that args do not fill', what), 'Every {field} must be a text, number or boolean in args.',
-                             format('template: %s, field: %s', template, v_field));
-    end if;
-    v_text := v_text || left(v_rest, v_at - 1) || (v_value #>> '{}');
-    v_rest := substr(v_rest, v_at + length(v_field) + 2);
   end loop;
-  v_text := v_text || v_rest;
   perform queue._check_name(what, v_text);
   return v_text;
 end $$;

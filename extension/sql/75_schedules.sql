@@ -213,7 +213,7 @@ begin
   end if;
   foreach v_key in array array['lock', 'queueing_lock', 'concurrency_key'] loop
     if v_options ->> v_key <> '' then
-      perform queue._check_name(v_key, queue._fill(v_key, v_options ->> v_key, v_args));
+      perform queue._fill(v_key, v_options ->> v_key, v_args);
     end if;
   end loop;
   -- the task may have a limit by the time of a run
