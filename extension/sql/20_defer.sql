@@ -59,11 +59,13 @@ end $$;
 comment on function queue.defer(text, jsonb, text, integer, text, text, timestamptz, timestamptz, bigint[], text, integer, jsonb) is
   'Defers a job and returns its id. Workers see it if and only if the transaction commits. NULL takes the task''s registered default, then the system''s (queue default, priority 0); empty text means none. lock, queueing_lock and concurrency_key may hold {field}, filled from args.';
 
--- defer with everything that a job can have, by whoever may.
+-- defer with everything that a job can have, by whoever may. It wakes nobody.
+-- p_table: the table whose trigger defers, where roles are limited.
 -- Locks and errors: as defer.
 create or replace function queue._defer_checked(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text, p_scheduled_at timestamptz,
-  p_deadline timestamptz, p_needs bigint[], p_concurrency_key text, p_concurrency_limit integer, p_options jsonb)
+  p_deadline timestamptz, p_needs bigint[], p_concurrency_key text, p_concurrency_limit integer, p_options jsonb,
+  p_table oid default null)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_id bigint;
@@ -78,7 +80,7 @@ begin
   v_id := queue._defer_full(p_task, p_args, p_queue, p_priority, p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs,
                             p_concurrency_key, p_concurrency_limit, p_options);
   if v_is_limited then
-    perform queue._bound_deferred(v_id);
+    perform queue._bound_deferred(v_id, p_table);
   end if;
   return v_id;
 end $$;
@@ -238,20 +240,17 @@ begin
       return next queue._defer_json(v_job);
     end loop;
   end if;
-  if not pg_try_advisory_xact_lock_shared(1885824102, 1) then
-    perform queue._wake();
-  end if;
+  perform queue._announce();
 end $$;
 comment on function queue.defer_many(jsonb) is
   'Defers an array of jobs, each an object with the names of defer''s arguments. Returns the ids in input order; all or nothing.';
 
--- p_table: the table whose trigger defers, where roles are limited.
+-- p_table: as _defer_checked, which wakes nobody.
 -- Raises: as defer; 22023 for values of a wrong type.
 create or replace function queue._defer_json(p_job jsonb, p_table oid default null)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_job record;
-  v_id bigint;
 begin
   perform queue._check_types('a job', p_job);
   if coalesce(jsonb_typeof(p_job -> 'deadline'), 'null') not in ('string', 'null') then
@@ -264,16 +263,8 @@ begin
   exception when data_exception or invalid_text_representation or datetime_field_overflow or numeric_value_out_of_range then
     perform queue._invalid('a job has a value of a wrong type', 'Pass each key as defer''s argument of that name takes it.', sqlerrm);
   end;
-  if p_table is not null then
-    v_id := queue._defer_full(v_job.task, p_job -> 'args', v_job.queue, v_job.priority, v_job.lock, v_job.queueing_lock, v_job.scheduled_at, v_job.deadline,
-                              v_job.needs, v_job.concurrency_key, v_job.concurrency_limit, nullif(p_job -> 'options', 'null'));
-    perform queue._bound_deferred(v_id, p_table);
-    perform queue._announce();
-    return v_id;
-  end if;
-  return queue.defer(v_job.task, nullif(p_job -> 'args', 'null'), v_job.queue, v_job.priority, v_job.lock, v_job.queueing_lock,
-                     v_job.scheduled_at, v_job.deadline, v_job.needs, v_job.concurrency_key, v_job.concurrency_limit,
-                     nullif(p_job -> 'options', 'null'));
+  return queue._defer_checked(v_job.task, coalesce(nullif(p_job -> 'args', 'null'), '{}'), v_job.queue, v_job.priority, v_job.lock, v_job.queueing_lock,
+                              v_job.scheduled_at, v_job.deadline, v_job.needs, v_job.concurrency_key, v_job.concurrency_limit, p_job -> 'options', p_table);
 end $$;
 
 -- to_jsonb calls a type's cast to json, with the rights of the queue's owner: so it must be a superuser's
@@ -314,6 +305,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_keys jsonb := '{}'::jsonb;
   v_row jsonb;
+  v_id bigint;
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
@@ -331,12 +323,18 @@ begin
     end;
     perform queue._check_keys('defer_trigger''s second argument', v_keys, array['queue', 'priority', 'lock', 'queueing_lock',
       'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
+    perform queue._check_types('defer_trigger''s second argument', v_keys);
   end if;
   if exists (select from pg_attribute a where a.attrelid = tg_relid and a.attnum > 0 and a.atttypid >= 16384) then
     perform queue._check_casts(tg_relid);
   end if;
   v_row := case when tg_op = 'DELETE' then to_jsonb(old) else to_jsonb(new) end;
-  perform queue._defer_json(v_keys || jsonb_build_object('task', tg_argv[0], 'args', v_row), case when to_regclass('queue.unlimited') is null then tg_relid end);
+  if to_regclass('queue.unlimited') is not null and v_keys - '{queue,priority}'::text[] = '{}' then
+    v_id := queue.defer(tg_argv[0], v_row, v_keys ->> 'queue', (v_keys ->> 'priority')::integer);
+  else
+    v_id := queue._defer_json(v_keys || jsonb_build_object('task', tg_argv[0], 'args', v_row), tg_relid);
+    perform queue._announce();
+  end if;
   return case when tg_op = 'DELETE' then old else new end;
 end $$;
 comment on function queue.defer_trigger() is
