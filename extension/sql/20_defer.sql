@@ -305,7 +305,6 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_keys jsonb := '{}'::jsonb;
   v_row jsonb;
-  v_id bigint;
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
@@ -330,9 +329,9 @@ begin
   end if;
   v_row := case when tg_op = 'DELETE' then to_jsonb(old) else to_jsonb(new) end;
   if to_regclass('queue.unlimited') is not null and v_keys - '{queue,priority}'::text[] = '{}' then
-    v_id := queue.defer(tg_argv[0], v_row, v_keys ->> 'queue', (v_keys ->> 'priority')::integer);
+    perform queue.defer(tg_argv[0], v_row, v_keys ->> 'queue', (v_keys ->> 'priority')::integer);
   else
-    v_id := queue._defer_json(v_keys || jsonb_build_object('task', tg_argv[0], 'args', v_row), tg_relid);
+    perform queue._defer_json(v_keys || jsonb_build_object('task', tg_argv[0], 'args', v_row), tg_relid);
     perform queue._announce();
   end if;
   return case when tg_op = 'DELETE' then old else new end;
