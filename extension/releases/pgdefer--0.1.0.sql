@@ -2246,7 +2246,7 @@ comment on function queue.defer_trigger() is
 -- Raises: QJ004.
 create or replace function queue._take_queueing_lock(
   p_key text, p_on_conflict text, p_args jsonb, p_priority integer, p_scheduled_at timestamptz)
-returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
 #variable_conflict use_column
 declare
   v_id bigint := nextval('queue.job_id_seq');
@@ -2342,8 +2342,7 @@ begin
   return array(
     select j.id from unnest(p_ids) u (id)
     cross join lateral (select j.id, j.queueing_lock from queue.job j where j.id = u.id and j.queueing_lock is not null offset 0) j
-    where j.id <> all (v_free)
-      and exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id));
+    where j.id <> all (v_free) and (select k.job_id from queue.queueing_lock k where k.key = j.queueing_lock) = j.id);
 end $$;
 
 -- Gives the keys of jobs back. Found by key and job, so that one is deleted too that a replacement changed meanwhile.
@@ -2650,7 +2649,7 @@ end $$;
 -- Locks: the caller holds ADM, so that nothing is made ready meanwhile. What is claimed just now counts as
 -- ready until that transaction ends, as it may be given up.
 create or replace function queue._rest_lanes()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns void language plpgsql volatile parallel unsafe security invoker set enable_bitmapscan = off as $$
 #variable_conflict use_column
 declare
   v_idle integer[];
@@ -2900,7 +2899,7 @@ begin
             case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0
                    and (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex limit 1) is not null
                  then 2 else 0 end as mixed
-          from queue.job j left join queue.job_state s on s.id = j.id
+          from queue.job j left join lateral (select s.* from queue.job_state s where s.id = j.id offset 0) s on true
           where j.id = any (p_ids) order by j.id offset 0) y offset 0) x
       left join lateral (select l.lane, l.extra_flags, l.is_idle, l.low_deadline, l.low_id from queue.lane l
                          where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind limit 1) l on true
@@ -2994,12 +2993,11 @@ begin
   if v.mixed is not null then
     -- from now on has_turn counts
     update queue.lock_member m set has_turn = true
-    from (select h.lock, h.id
-          from unnest(v.mixed) u (lock)
-          cross join lateral (select m.lock, m.id, m.has_turn from queue.lock_member m
-                              where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
-          where not h.has_turn) x
-    where m.lock = x.lock and m.id = x.id;
+    where m.ctid = any (array(
+      select h.ctid from unnest(v.mixed) u (lock)
+      cross join lateral (select m.ctid, m.has_turn from queue.lock_member m
+                          where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
+      where not h.has_turn));
   end if;
   if v.ordered is not null then
     v.free := v.free || queue._next_mixed(v.ordered);
@@ -3030,11 +3028,13 @@ begin
     from (select distinct u.lock from unnest(p_locks) u (lock)) u
     left join lateral (select m.id, m.is_passed from queue.lock_member m where m.lock = u.lock and m.is_late order by m.id limit 1) l on true
     left join lateral (select m.id from queue.lock_member m where m.lock = u.lock and m.is_mutex order by m.id limit 1) x on true
-    -- read from the older one on, past no dead rows: the one that has the turn, unless that is older yet
-    cross join lateral (select m.id, m.has_turn from queue.lock_member m
-                        where m.lock = u.lock and m.id > least(l.id, x.id) and not m.is_late and not m.is_mutex order by m.id limit 1) h
-    where h.has_turn or exists (select from queue.live v where v.id = h.id)
-      or exists (select from queue.waiting w where w.id = h.id and w.reason = 'slot')
+    -- the one that has the turn, unless that is older yet: without mutex members the next, read past no dead rows
+    cross join lateral (
+      (select m.id, m.has_turn from queue.lock_member m where x.id is null and m.lock = u.lock and m.id > l.id and not m.is_late order by m.id limit 1)
+      union all
+      select m.id, true from queue.lock_member m where x.id is not null and m.lock = u.lock and m.has_turn and m.id + 0 > least(l.id, x.id)) h
+    where h.has_turn or (select v.id from queue.live v where v.id = h.id) is not null
+      or (select w.reason from queue.waiting w where w.id = h.id) = 'slot'
   loop
     v_is_out := false;
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
@@ -3073,6 +3073,17 @@ begin
     left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true);
 end $$;
 
+-- Their rows among the members: statements that work on them leave the planner no way but by these.
+create or replace function queue._members(p_ids bigint[])
+returns tid[] language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  return array(
+    select m.ctid from unnest(p_ids) u (id)
+    cross join lateral (select coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
+    cross join lateral (select m.ctid from queue.lock_member m where m.lock = j.lock and m.id = u.id offset 0) m);
+end $$;
+
 -- Of jobs that nothing but their lock can hold up, those that have the turn; the rest is marked.
 create or replace function queue._wait_for_turn(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -3090,11 +3101,7 @@ begin
   left join lateral (select m.id, m.has_turn, m.is_passed from queue.lock_member m
                      where m.lock = j.lock and m.id = u.id and not m.is_mutex offset 0) m on true;
   if v_mark is not null then
-    update queue.lock_member m set is_passed = true
-    from (select j.id, coalesce(s.lock, j.lock) as lock from unnest(v_mark) u (id)
-          cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-          left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true offset 0) x
-    where m.lock = x.lock and m.id = x.id;
+    update queue.lock_member m set is_passed = true where m.ctid = any (queue._members(v_mark));
   end if;
   return v_pass;
 end $$;
@@ -3105,10 +3112,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   update queue.lock_member m set has_turn = true, is_late = false
-  from (select j.id, coalesce(s.lock, j.lock) as lock from unnest(p_ids) u (id)
-        cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-        left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true offset 0) x
-  where m.lock = x.lock and m.id = x.id and not m.is_mutex and (not m.has_turn or m.is_late);
+  where m.ctid = any (queue._members(p_ids)) and not m.is_mutex and (not m.has_turn or m.is_late);
 end $$;
 
 -- Takes ended jobs out of their locks and gives the turn to the next. p_had_turn: they had it.
@@ -3123,10 +3127,7 @@ declare
   v_late_ids bigint[];
 begin
   with gone as (
-    delete from queue.lock_member m
-    using (select j.id, coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id
-           where j.id = any (p_ids) offset 0) x
-    where m.lock = x.lock and m.id = x.id
+    delete from queue.lock_member m where m.ctid = any (queue._members(p_ids))
     returning m.lock, m.id, m.is_mutex, m.has_turn),
   next as materialized (
     select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed, case when not x.is_mixed and (x.late_id < n.id or n.id is null) then x.late_id end as late_id
@@ -3168,13 +3169,13 @@ declare
   v_pass bigint[];
 begin
   with next as materialized (
-    select f.lock, f.id, f.is_passed
+    select f.ctid, f.id, f.is_passed
     from unnest(p_locks) u (lock)
-    cross join lateral (select m.lock, m.id, m.is_mutex, m.is_passed from queue.lock_member m where m.lock = u.lock order by m.id limit 1) f
+    cross join lateral (select m.ctid, m.id, m.is_mutex, m.is_passed from queue.lock_member m where m.lock = u.lock order by m.id limit 1) f
     where not f.is_mutex
-      and not exists (select from queue.lock_member m where m.lock = u.lock and m.has_turn)),
+      and (select m.lock from queue.lock_member m where m.lock = u.lock and m.has_turn limit 1) is null),
   turned as (
-    update queue.lock_member m set has_turn = true, is_late = false from next n where m.lock = n.lock and m.id = n.id)
+    update queue.lock_member m set has_turn = true, is_late = false where m.ctid = any (array(select n.ctid from next n)))
   select array_agg(n.id order by n.id) filter (where n.is_passed) into v_pass from next n;
   return v_pass;
 end $$;
@@ -3196,8 +3197,7 @@ begin
     from queue._keys_of(p_ids, p_flags) k
     cross join lateral (select m.id from queue.lock_member m where m.lock = substr(k.key, 2) and m.has_turn offset 0) m
     where p_flags[k.n] & 3 = 2 and left(k.key, 1) = 'm'
-      and (exists (select from queue.live v where v.id = m.id and v.flags & 2 = 0)
-           or exists (select from queue.waiting w where w.id = m.id and w.flags & 2 = 0))
+      and ((select v.flags & 2 from queue.live v where v.id = m.id) = 0 or (select w.flags & 2 from queue.waiting w where w.id = m.id) = 0)
     group by k.key, m.id
   loop
     delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane into v_job;
@@ -3686,7 +3686,7 @@ begin
     v_ids := array(
       select w.id from unnest(p_only) u (id)
       cross join lateral (
-        select w.id, w.key from queue.waiting w where w.id = u.id and w.reason = 'slot' and w.lane = any (p_lanes) offset 0) w
+        select w.id, w.key from queue.waiting w where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes) offset 0) w
       cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key order by s.tick desc limit 1) s
       where s.used < s.slots);
   end if;
@@ -4484,8 +4484,9 @@ begin
   if v_lanes is not null then
     perform queue._lower(v_lanes, v_low_deadlines, v_low_ids);
   end if;
+  -- or the planner may read all that wait for slots
   update queue.waiting w set deadline = v_deadlines[array_position(v_ids, w.id)], flags = w.flags | 2048
-  where w.id = any (v_ids) and w.reason = 'slot';
+  where w.id = any (v_ids) and w.reason || '' = 'slot';
 end $$;
 
 -- Jobs are claimed: under any, which of their needs are satisfied now.
@@ -6613,7 +6614,7 @@ begin
     (select min(p.until) from queue.pause p where p.is_paused and p.until > clock_timestamp() and isfinite(p.until)),
     -- what only tick can do, and may fail to do at once, is due in a moment, so that nobody spins
     (select greatest(e.at, clock_timestamp() + interval '10 ms') from queue.expiry e
-     where not exists (select from queue.live v where v.id = e.id and v.claim is not null) order by e.at limit 1),
+     where (select v.claim from queue.live v where v.id = e.id) is null order by e.at limit 1),
     (select greatest(l.expires_at, clock_timestamp() + interval '10 ms') from queue.lease l order by l.expires_at limit 1),
     (select min(queue._next_start(c.queue)) from queue.queue_config c where c.rate_limit is not null))
   into v_due
@@ -6796,11 +6797,12 @@ comment on function queue.tick() is
 create or replace function queue._expire_due()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_now timestamptz := clock_timestamp();
   v_id bigint;
 begin
   for v_id in
     select e.id from queue.expiry e
-    where e.at <= clock_timestamp() and not exists (select from queue.live v where v.id = e.id and v.claim is not null)
+    where e.at <= v_now and (select v.claim from queue.live v where v.id = e.id) is null
     order by e.at limit 1000
   loop
     begin
@@ -6932,9 +6934,8 @@ begin
     end if;
     -- a queue's retention may have been set since
     with kept as (
-      update queue.finished f set purge_at = f.finished_at + r.retention
-      from (select u.id, queue._retention(u.id) as retention from unnest(v_ids) u (id)) r
-      where f.id = r.id and f.purge_at is null and f.finished_at + r.retention > v_now
+      update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
+      where f.id = any (v_ids) and f.purge_at is null and f.finished_at + queue._retention(f.id) > v_now
       returning f.id)
     select array(select u.id from unnest(v_ids) u (id) where u.id not in (select k.id from kept k)) into v_ids;
   end if;
@@ -6991,8 +6992,12 @@ end $$;
 create or replace function queue._erase(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  update queue.need d set deleted_state = case f.state when 'succeeded' then 'succeeded' else 'failed' end
-  from queue.finished f where f.id = any (p_ids) and d.need_id = f.id and d.job_id <> all (p_ids);
+  update queue.need d
+  set deleted_state = (select case f.state when 'succeeded' then 'succeeded' else 'failed' end from queue.finished f where f.id = d.need_id)
+  where d.ctid = any (array(
+    select d.ctid from unnest(p_ids) u (id)
+    cross join lateral (select f.id from queue.finished f where f.id = u.id offset 0) f
+    cross join lateral (select d.ctid from queue.need d where d.need_id = f.id and d.job_id <> all (p_ids) offset 0) d));
   delete from queue.need d where d.job_id = any (p_ids);
   delete from queue.awaited a where a.ctid = any (array(select a.ctid from queue.awaited a where a.id = any (p_ids) for update skip locked));
   delete from queue.finished f where f.id = any (p_ids);
@@ -8444,7 +8449,8 @@ comment on function queue.move(bigint[], text, boolean) is
 -- Locks: none but the latch, shared and by try: it only appends, as defer does. Raises: 22023, QJ001.
 create or replace function queue.copy(id bigint, queue text default null)
 returns bigint language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_now timestamptz;
@@ -8462,12 +8468,11 @@ begin
   perform pg_current_xact_id();  -- as in _check_needs
   v_now := clock_timestamp();
   v_needs := array(
-    select n.id from queue.jobs j
-    cross join lateral unnest(j.needs) n (id)
+    select n.id
+    from unnest(coalesce((select array_agg(d.need_id) from queue.need d where d.job_id = copy.id), (select j.needs from queue.job j where j.id = copy.id))) n (id)
     cross join lateral (select o.id from queue.job o where o.id = n.id offset 0) o
     left join lateral (select f.purge_at, f.finished_at, f.state from queue.finished f where f.id = n.id offset 0) f on true
-    where j.id = copy.id
-      and not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days', false)
+    where not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days', false)
     order by n.id);
   insert into queue.job (task, args, queue, priority, lock, scheduled_at, deadline, needs, keys, limits, flags, options)
   select j.task, coalesce(s.args, j.args), coalesce(copy.queue, s.queue, j.queue), coalesce(s.priority, j.priority),
@@ -8889,7 +8894,7 @@ begin
   v_plain := array(
     select v.id from queue.live v
     where v.id = any (p_ids) and v.claim is null and v.flags & ~(128 | 512 | 2048) = 0
-      and not exists (select from queue.need d where d.need_id = v.id)
+      and (select d.need_id from queue.need d where d.need_id = v.id limit 1) is null
     for update skip locked);
   for v_job in
     select u.id, g.standing, g.claim, g.worker_id
@@ -9020,10 +9025,11 @@ declare
   v_unkeyed bigint[];
 begin
   v_keyed := array(
-    select j.id from queue.finished f
-    join queue.job j on j.id = f.id
-    left join queue.job_state s on s.id = f.id
-    where f.id = any (p_ids) and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null));
+    select f.id from unnest(p_ids) u (id)
+    cross join lateral (
+      select f.id from queue.finished f join queue.job j on j.id = f.id left join queue.job_state s on s.id = f.id
+      where f.id = u.id and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null)
+      offset 0) f);
   if v_keyed <> '{}' then
     insert into queue.queueing_lock (key, job_id)
     select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
@@ -9037,7 +9043,7 @@ begin
       j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
       exists (select from queue.handover h where h.job_id = j.id and h.kind in ('ended', 'again')) as is_ending,
       f.id is not null and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null)
-        and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id) as lacks_key
+        and (select k.job_id from queue.queueing_lock k where k.key = j.queueing_lock) is distinct from j.id as lacks_key
     from (select distinct u.id from unnest(p_ids) u (id)) u
     join queue.job j on j.id = u.id
     left join queue.job_state s on s.id = j.id

@@ -7,7 +7,7 @@
 -- Raises: QJ004.
 create or replace function queue._take_queueing_lock(
   p_key text, p_on_conflict text, p_args jsonb, p_priority integer, p_scheduled_at timestamptz)
-returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
 #variable_conflict use_column
 declare
   v_id bigint := nextval('queue.job_id_seq');
@@ -103,8 +103,7 @@ begin
   return array(
     select j.id from unnest(p_ids) u (id)
     cross join lateral (select j.id, j.queueing_lock from queue.job j where j.id = u.id and j.queueing_lock is not null offset 0) j
-    where j.id <> all (v_free)
-      and exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id));
+    where j.id <> all (v_free) and (select k.job_id from queue.queueing_lock k where k.key = j.queueing_lock) = j.id);
 end $$;
 
 -- Gives the keys of jobs back. Found by key and job, so that one is deleted too that a replacement changed meanwhile.

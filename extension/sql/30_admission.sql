@@ -289,7 +289,7 @@ end $$;
 -- Locks: the caller holds ADM, so that nothing is made ready meanwhile. What is claimed just now counts as
 -- ready until that transaction ends, as it may be given up.
 create or replace function queue._rest_lanes()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns void language plpgsql volatile parallel unsafe security invoker set enable_bitmapscan = off as $$
 #variable_conflict use_column
 declare
   v_idle integer[];

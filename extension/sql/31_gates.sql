@@ -189,7 +189,7 @@ begin
             case when (j.flags | coalesce(s.extra_flags, 0)) & 1 <> 0
                    and (select m.id from queue.lock_member m where m.lock = coalesce(s.lock, j.lock) and m.is_mutex limit 1) is not null
                  then 2 else 0 end as mixed
-          from queue.job j left join queue.job_state s on s.id = j.id
+          from queue.job j left join lateral (select s.* from queue.job_state s where s.id = j.id offset 0) s on true
           where j.id = any (p_ids) order by j.id offset 0) y offset 0) x
       left join lateral (select l.lane, l.extra_flags, l.is_idle, l.low_deadline, l.low_id from queue.lane l
                          where l.queue = x.queue and l.priority = x.priority and l.kind = x.kind limit 1) l on true

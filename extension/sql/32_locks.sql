@@ -50,12 +50,11 @@ begin
   if v.mixed is not null then
     -- from now on has_turn counts
     update queue.lock_member m set has_turn = true
-    from (select h.lock, h.id
-          from unnest(v.mixed) u (lock)
-          cross join lateral (select m.lock, m.id, m.has_turn from queue.lock_member m
-                              where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
-          where not h.has_turn) x
-    where m.lock = x.lock and m.id = x.id;
+    where m.ctid = any (array(
+      select h.ctid from unnest(v.mixed) u (lock)
+      cross join lateral (select m.ctid, m.has_turn from queue.lock_member m
+                          where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
+      where not h.has_turn));
   end if;
   if v.ordered is not null then
     v.free := v.free || queue._next_mixed(v.ordered);
@@ -86,11 +85,13 @@ begin
     from (select distinct u.lock from unnest(p_locks) u (lock)) u
     left join lateral (select m.id, m.is_passed from queue.lock_member m where m.lock = u.lock and m.is_late order by m.id limit 1) l on true
     left join lateral (select m.id from queue.lock_member m where m.lock = u.lock and m.is_mutex order by m.id limit 1) x on true
-    -- read from the older one on, past no dead rows: the one that has the turn, unless that is older yet
-    cross join lateral (select m.id, m.has_turn from queue.lock_member m
-                        where m.lock = u.lock and m.id > least(l.id, x.id) and not m.is_late and not m.is_mutex order by m.id limit 1) h
-    where h.has_turn or exists (select from queue.live v where v.id = h.id)
-      or exists (select from queue.waiting w where w.id = h.id and w.reason = 'slot')
+    -- the one that has the turn, unless that is older yet: without mutex members the next, read past no dead rows
+    cross join lateral (
+      (select m.id, m.has_turn from queue.lock_member m where x.id is null and m.lock = u.lock and m.id > l.id and not m.is_late order by m.id limit 1)
+      union all
+      select m.id, true from queue.lock_member m where x.id is not null and m.lock = u.lock and m.has_turn and m.id + 0 > least(l.id, x.id)) h
+    where h.has_turn or (select v.id from queue.live v where v.id = h.id) is not null
+      or (select w.reason from queue.waiting w where w.id = h.id) = 'slot'
   loop
     v_is_out := false;
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
@@ -129,6 +130,17 @@ begin
     left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true);
 end $$;
 
+-- Their rows among the members: statements that work on them leave the planner no way but by these.
+create or replace function queue._members(p_ids bigint[])
+returns tid[] language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  return array(
+    select m.ctid from unnest(p_ids) u (id)
+    cross join lateral (select coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
+    cross join lateral (select m.ctid from queue.lock_member m where m.lock = j.lock and m.id = u.id offset 0) m);
+end $$;
+
 -- Of jobs that nothing but their lock can hold up, those that have the turn; the rest is marked.
 create or replace function queue._wait_for_turn(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -146,11 +158,7 @@ begin
   left join lateral (select m.id, m.has_turn, m.is_passed from queue.lock_member m
                      where m.lock = j.lock and m.id = u.id and not m.is_mutex offset 0) m on true;
   if v_mark is not null then
-    update queue.lock_member m set is_passed = true
-    from (select j.id, coalesce(s.lock, j.lock) as lock from unnest(v_mark) u (id)
-          cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-          left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true offset 0) x
-    where m.lock = x.lock and m.id = x.id;
+    update queue.lock_member m set is_passed = true where m.ctid = any (queue._members(v_mark));
   end if;
   return v_pass;
 end $$;
@@ -161,10 +169,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   update queue.lock_member m set has_turn = true, is_late = false
-  from (select j.id, coalesce(s.lock, j.lock) as lock from unnest(p_ids) u (id)
-        cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-        left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true offset 0) x
-  where m.lock = x.lock and m.id = x.id and not m.is_mutex and (not m.has_turn or m.is_late);
+  where m.ctid = any (queue._members(p_ids)) and not m.is_mutex and (not m.has_turn or m.is_late);
 end $$;
 
 -- Takes ended jobs out of their locks and gives the turn to the next. p_had_turn: they had it.
@@ -179,10 +184,7 @@ declare
   v_late_ids bigint[];
 begin
   with gone as (
-    delete from queue.lock_member m
-    using (select j.id, coalesce(s.lock, j.lock) as lock from queue.job j left join queue.job_state s on s.id = j.id
-           where j.id = any (p_ids) offset 0) x
-    where m.lock = x.lock and m.id = x.id
+    delete from queue.lock_member m where m.ctid = any (queue._members(p_ids))
     returning m.lock, m.id, m.is_mutex, m.has_turn),
   next as materialized (
     select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed, case when not x.is_mixed and (x.late_id < n.id or n.id is null) then x.late_id end as late_id
@@ -224,13 +226,13 @@ declare
   v_pass bigint[];
 begin
   with next as materialized (
-    select f.lock, f.id, f.is_passed
+    select f.ctid, f.id, f.is_passed
     from unnest(p_locks) u (lock)
-    cross join lateral (select m.lock, m.id, m.is_mutex, m.is_passed from queue.lock_member m where m.lock = u.lock order by m.id limit 1) f
+    cross join lateral (select m.ctid, m.id, m.is_mutex, m.is_passed from queue.lock_member m where m.lock = u.lock order by m.id limit 1) f
     where not f.is_mutex
-      and not exists (select from queue.lock_member m where m.lock = u.lock and m.has_turn)),
+      and (select m.lock from queue.lock_member m where m.lock = u.lock and m.has_turn limit 1) is null),
   turned as (
-    update queue.lock_member m set has_turn = true, is_late = false from next n where m.lock = n.lock and m.id = n.id)
+    update queue.lock_member m set has_turn = true, is_late = false where m.ctid = any (array(select n.ctid from next n)))
   select array_agg(n.id order by n.id) filter (where n.is_passed) into v_pass from next n;
   return v_pass;
 end $$;
@@ -252,8 +254,7 @@ begin
     from queue._keys_of(p_ids, p_flags) k
     cross join lateral (select m.id from queue.lock_member m where m.lock = substr(k.key, 2) and m.has_turn offset 0) m
     where p_flags[k.n] & 3 = 2 and left(k.key, 1) = 'm'
-      and (exists (select from queue.live v where v.id = m.id and v.flags & 2 = 0)
-           or exists (select from queue.waiting w where w.id = m.id and w.flags & 2 = 0))
+      and ((select v.flags & 2 from queue.live v where v.id = m.id) = 0 or (select w.flags & 2 from queue.waiting w where w.id = m.id) = 0)
     group by k.key, m.id
   loop
     delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane into v_job;

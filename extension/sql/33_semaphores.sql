@@ -404,7 +404,7 @@ begin
     v_ids := array(
       select w.id from unnest(p_only) u (id)
       cross join lateral (
-        select w.id, w.key from queue.waiting w where w.id = u.id and w.reason = 'slot' and w.lane = any (p_lanes) offset 0) w
+        select w.id, w.key from queue.waiting w where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes) offset 0) w
       cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key order by s.tick desc limit 1) s
       where s.used < s.slots);
   end if;

@@ -398,8 +398,9 @@ begin
   if v_lanes is not null then
     perform queue._lower(v_lanes, v_low_deadlines, v_low_ids);
   end if;
+  -- or the planner may read all that wait for slots
   update queue.waiting w set deadline = v_deadlines[array_position(v_ids, w.id)], flags = w.flags | 2048
-  where w.id = any (v_ids) and w.reason = 'slot';
+  where w.id = any (v_ids) and w.reason || '' = 'slot';
 end $$;
 
 -- Jobs are claimed: under any, which of their needs are satisfied now.

@@ -37,7 +37,7 @@ begin
     (select min(p.until) from queue.pause p where p.is_paused and p.until > clock_timestamp() and isfinite(p.until)),
     -- what only tick can do, and may fail to do at once, is due in a moment, so that nobody spins
     (select greatest(e.at, clock_timestamp() + interval '10 ms') from queue.expiry e
-     where not exists (select from queue.live v where v.id = e.id and v.claim is not null) order by e.at limit 1),
+     where (select v.claim from queue.live v where v.id = e.id) is null order by e.at limit 1),
     (select greatest(l.expires_at, clock_timestamp() + interval '10 ms') from queue.lease l order by l.expires_at limit 1),
     (select min(queue._next_start(c.queue)) from queue.queue_config c where c.rate_limit is not null))
   into v_due

@@ -68,11 +68,12 @@ comment on function queue.tick() is
 create or replace function queue._expire_due()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_now timestamptz := clock_timestamp();
   v_id bigint;
 begin
   for v_id in
     select e.id from queue.expiry e
-    where e.at <= clock_timestamp() and not exists (select from queue.live v where v.id = e.id and v.claim is not null)
+    where e.at <= v_now and (select v.claim from queue.live v where v.id = e.id) is null
     order by e.at limit 1000
   loop
     begin

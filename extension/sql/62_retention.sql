@@ -85,9 +85,8 @@ begin
     end if;
     -- a queue's retention may have been set since
     with kept as (
-      update queue.finished f set purge_at = f.finished_at + r.retention
-      from (select u.id, queue._retention(u.id) as retention from unnest(v_ids) u (id)) r
-      where f.id = r.id and f.purge_at is null and f.finished_at + r.retention > v_now
+      update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
+      where f.id = any (v_ids) and f.purge_at is null and f.finished_at + queue._retention(f.id) > v_now
       returning f.id)
     select array(select u.id from unnest(v_ids) u (id) where u.id not in (select k.id from kept k)) into v_ids;
   end if;
@@ -144,8 +143,12 @@ end $$;
 create or replace function queue._erase(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  update queue.need d set deleted_state = case f.state when 'succeeded' then 'succeeded' else 'failed' end
-  from queue.finished f where f.id = any (p_ids) and d.need_id = f.id and d.job_id <> all (p_ids);
+  update queue.need d
+  set deleted_state = (select case f.state when 'succeeded' then 'succeeded' else 'failed' end from queue.finished f where f.id = d.need_id)
+  where d.ctid = any (array(
+    select d.ctid from unnest(p_ids) u (id)
+    cross join lateral (select f.id from queue.finished f where f.id = u.id offset 0) f
+    cross join lateral (select d.ctid from queue.need d where d.need_id = f.id and d.job_id <> all (p_ids) offset 0) d));
   delete from queue.need d where d.job_id = any (p_ids);
   delete from queue.awaited a where a.ctid = any (array(select a.ctid from queue.awaited a where a.id = any (p_ids) for update skip locked));
   delete from queue.finished f where f.id = any (p_ids);

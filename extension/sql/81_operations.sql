@@ -44,7 +44,8 @@ comment on function queue.move(bigint[], text, boolean) is
 -- Locks: none but the latch, shared and by try: it only appends, as defer does. Raises: 22023, QJ001.
 create or replace function queue.copy(id bigint, queue text default null)
 returns bigint language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_now timestamptz;
@@ -62,12 +63,11 @@ begin
   perform pg_current_xact_id();  -- as in _check_needs
   v_now := clock_timestamp();
   v_needs := array(
-    select n.id from queue.jobs j
-    cross join lateral unnest(j.needs) n (id)
+    select n.id
+    from unnest(coalesce((select array_agg(d.need_id) from queue.need d where d.job_id = copy.id), (select j.needs from queue.job j where j.id = copy.id))) n (id)
     cross join lateral (select o.id from queue.job o where o.id = n.id offset 0) o
     left join lateral (select f.purge_at, f.finished_at, f.state from queue.finished f where f.id = n.id offset 0) f on true
-    where j.id = copy.id
-      and not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days', false)
+    where not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days', false)
     order by n.id);
   insert into queue.job (task, args, queue, priority, lock, scheduled_at, deadline, needs, keys, limits, flags, options)
   select j.task, coalesce(s.args, j.args), coalesce(copy.queue, s.queue, j.queue), coalesce(s.priority, j.priority),
@@ -489,7 +489,7 @@ begin
   v_plain := array(
     select v.id from queue.live v
     where v.id = any (p_ids) and v.claim is null and v.flags & ~(128 | 512 | 2048) = 0
-      and not exists (select from queue.need d where d.need_id = v.id)
+      and (select d.need_id from queue.need d where d.need_id = v.id limit 1) is null
     for update skip locked);
   for v_job in
     select u.id, g.standing, g.claim, g.worker_id

@@ -72,10 +72,11 @@ declare
   v_unkeyed bigint[];
 begin
   v_keyed := array(
-    select j.id from queue.finished f
-    join queue.job j on j.id = f.id
-    left join queue.job_state s on s.id = f.id
-    where f.id = any (p_ids) and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null));
+    select f.id from unnest(p_ids) u (id)
+    cross join lateral (
+      select f.id from queue.finished f join queue.job j on j.id = f.id left join queue.job_state s on s.id = f.id
+      where f.id = u.id and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null)
+      offset 0) f);
   if v_keyed <> '{}' then
     insert into queue.queueing_lock (key, job_id)
     select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
@@ -89,7 +90,7 @@ begin
       j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
       exists (select from queue.handover h where h.job_id = j.id and h.kind in ('ended', 'again')) as is_ending,
       f.id is not null and j.queueing_lock is not null and coalesce(s.claims, 0) = 0 and not (f.state = 'succeeded' and f.worker_id is not null)
-        and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id) as lacks_key
+        and (select k.job_id from queue.queueing_lock k where k.key = j.queueing_lock) is distinct from j.id as lacks_key
     from (select distinct u.id from unnest(p_ids) u (id)) u
     join queue.job j on j.id = u.id
     left join queue.job_state s on s.id = j.id

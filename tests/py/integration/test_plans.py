@@ -1,0 +1,251 @@
+"""Plans: no call reads a backlog through, whatever the planner believed when it made its plan.
+
+A queue's tables are often empty when they are analyzed, and full a moment later. So every statement
+that works on some jobs leaves the planner no other way than from their ids. What is left out here
+reads more by its nature: `pause` counts jobs, `deregister_worker` and `reap` look for a worker's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+Connection = psycopg.Connection[Any]
+Rows = list[tuple[Any, ...]]
+Node = dict[str, Any]
+
+BACKLOG = 400
+# A call concerns 10 jobs at most: no node of its plans may read, or throw away, so many rows.
+LIMIT = 200
+
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "spent": lambda n: {},
+    "plain": lambda n: {},
+    "priority": lambda n: {"priority": n % 3},
+    "deadline": lambda n: {"deadline": "2100-01-01T00:00:00Z"},
+    "lock": lambda n: {"lock": f"shared {n // BACKLOG}"},
+    "locks": lambda n: {"lock": f"ordered {n}"},
+    "shared mutex": lambda n: {
+        "lock": f"shared mutex {n // BACKLOG}",
+        "options": {"lock_mode": "mutex"},
+    },
+    "mixed": lambda n: {
+        "lock": f"mixed {n // BACKLOG}",
+        "options": {"lock_mode": ("mutex", "ordered")[n % 2]},
+    },
+    "mutex": lambda n: {"lock": f"mutex {n}", "options": {"lock_mode": "mutex"}},
+    "key": lambda n: {"concurrency_key": "one", "concurrency_limit": 3},
+    "keys": lambda n: {
+        "options": {
+            "concurrency": [{"key": f"a {n % 50}", "limit": 2}, {"key": f"b {n % 7}", "limit": 9}]
+        }
+    },
+    "queueing lock": lambda n: {"queueing_lock": f"start {n}"},
+    "finish lock": lambda n: {
+        "queueing_lock": f"finish {n}",
+        "options": {"unique_until": "finish"},
+    },
+    "scheduled": lambda n: {"scheduled_at": "2100-01-01T00:00:00Z"},
+    "due": lambda n: {"scheduled_at": "2000-01-01T00:00:00Z"},
+    "held": lambda n: {"options": {"held": True}},
+    "expiring": lambda n: {"options": {"expires_at": "2100-01-01T00:00:00Z"}},
+    "timeout": lambda n: {"options": {"timeout": "1 hour"}},
+    "retain": lambda n: {"options": {"retain": "1 hour"}},
+    "need": lambda n: {"needs": [1]},
+    "limited": lambda n: {},
+    "rated": lambda n: {},
+}
+OUTCOMES: list[dict[str, Any]] = [
+    {"outcome": "succeeded"},
+    {"outcome": "failed", "error": "x"},
+    {"outcome": "failed", "options": {"retry_in": "1 hour"}},
+    {"outcome": "released"},
+    {"outcome": "retry_later"},
+    {"outcome": "retry_later", "at": "2100-01-01T00:00:00Z"},
+    {"outcome": "retry_later", "needs": [1]},
+]
+
+
+class Session:
+    """One session, whose plans are kept, and read where asked for."""
+
+    def __init__(self, dsn: str) -> None:
+        self.connection = psycopg.connect(dsn, autocommit=True)
+        self.connection.prepare_threshold = 0
+        self.connection.add_notice_handler(self._on_notice)
+        self.connection.execute("load 'auto_explain'")
+        for name, value in [
+            ("log_nested_statements", "on"),
+            ("log_analyze", "on"),
+            ("log_timing", "off"),
+            ("log_format", "json"),
+        ]:
+            self.connection.execute(f"set auto_explain.{name} = {value}".encode())
+        self._plans: list[str] = []
+        #: The calls that read too much: what was called, how many rows, of what, the statement.
+        self.offences: list[tuple[str, float, str, str]] = []
+        (self.worker,) = self("select queue.register_worker('plans')")[0]
+
+    def __call__(self, statement: str, *parameters: object) -> Rows:
+        return self.connection.execute(statement.encode(), parameters).fetchall()
+
+    def watched(self, what: str, statement: str, *parameters: object) -> Rows:
+        """Call, and note which of the statements inside read too much."""
+        self._plans.clear()
+        self.connection.execute("set client_min_messages = log")
+        self.connection.execute("set auto_explain.log_min_duration = 0")
+        try:
+            return self(statement, *parameters)
+        finally:
+            self.connection.execute("set auto_explain.log_min_duration = -1")
+            self.connection.execute("set client_min_messages = warning")
+            assert self._plans
+            for plan in map(json.loads, self._plans):
+                for node in _nodes(plan["Plan"]):
+                    if (rows := _read(node)) > LIMIT:
+                        of = node.get("Relation Name", node.get("Index Name", node["Node Type"]))
+                        text = " ".join(plan["Query Text"].split())
+                        self.offences.append((what, rows, of, text[:500]))
+
+    def _on_notice(self, message: psycopg.errors.Diagnostic) -> None:
+        text = message.message_primary or ""
+        if text.startswith("duration:"):
+            self._plans.append(text.partition("plan:")[2])
+
+    def defer(self, kind: str, numbers: range) -> list[int]:
+        """Defer jobs of a kind, in a queue of its name."""
+        jobs = [{"task": "t", "queue": kind, "args": {"n": n}, **KINDS[kind](n)} for n in numbers]
+        return [id for (id,) in self("select queue.defer_many(%s)", json.dumps(jobs))]
+
+    def admit(self) -> None:
+        """Have all that was deferred found."""
+        while self("select admitted from queue.tick()") != [(0,)]:
+            pass
+
+    def run(self, kind: str, *, rounds: int, watched: bool) -> int:
+        """Run jobs of a kind, ten at a time, to every kind of end; return how many."""
+        call = self.watched if watched else lambda what, *rest: self(*rest)
+        ended: list[dict[str, Any]] = []
+        count = 0
+        for number in range(rounds):
+            time.sleep(0.011)  # so that the log is looked at again
+            rows = call(
+                f"finish_and_fetch, {kind}",
+                "select id, claim, error from queue.finish_and_fetch(%s, %s, %s, 10)",
+                *(self.worker, json.dumps(ended), [kind]),
+            )
+            assert [error for *_, error in rows if error is not None] == []
+            ended = [
+                {"id": id, "claim": claim, **OUTCOMES[(n + number) % len(OUTCOMES)]}
+                for n, (id, claim, _) in enumerate(rows)
+            ]
+            count += len(rows)
+        call(f"finish_many, {kind}", "select * from queue.finish_many(%s)", json.dumps(ended))
+        return count
+
+
+def _nodes(node: Node) -> Iterator[Node]:
+    yield node
+    for inner in node.get("Plans", []):
+        yield from _nodes(inner)
+
+
+def _read(node: Node) -> float:
+    removed = ("Rows Removed by Filter", "Rows Removed by Join Filter")
+    rows = node.get("Actual Rows", 0) + sum(node.get(name, 0) for name in removed)
+    return float(rows * node.get("Actual Loops", 1))
+
+
+@pytest.fixture
+def session(dsn: str, conn: Connection) -> Iterator[Session]:
+    for (table,) in conn.execute(
+        "select c.relname from pg_class c"
+        " where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'"
+    ).fetchall():
+        name = sql.Identifier("queue", table)
+        conn.execute(sql.SQL("alter table {} set (autovacuum_enabled = false)").format(name))
+    session = Session(dsn)
+    session("select queue.defer('t', queue => 'first', options => '{\"held\": true}')")
+    session("select queue.configure_queue('limited', '{\"max_running\": 5}')")
+    session("""select queue.configure_queue('rated', '{"rate": {"limit": 9, "per": "1 ms"}}')""")
+    yield session
+    session.connection.close()
+
+
+@pytest.mark.parametrize("believed", ["nothing", "empty", "tiny", "lopsided", "full"])
+def test_no_call_reads_a_backlog_through(session: Session, conn: Connection, believed: str) -> None:
+    if believed == "empty":
+        conn.execute("vacuum analyze")
+    for kind in KINDS:
+        session.defer(kind, range(3))
+    for kind in KINDS:
+        session.run(kind, rounds=3, watched=False)
+    if believed in ("tiny", "lopsided"):
+        conn.execute("vacuum analyze")
+    made = {kind: session.defer(kind, range(BACKLOG, 2 * BACKLOG)) for kind in KINDS}
+    session.admit()
+    if believed == "full":
+        conn.execute("vacuum analyze")
+    elif believed == "lopsided":
+        conn.execute("vacuum analyze queue.job, queue.live")
+    # many that have ended, or come again, so that what is kept of them is a backlog too
+    session.run("spent", rounds=BACKLOG // 10, watched=False)
+    ran = {kind: session.run(kind, rounds=4, watched=True) for kind in KINDS}
+    assert {kind for kind, count in ran.items() if not count} == {"scheduled", "held", "need"}
+    for kind, ids in made.items():
+        if kind != "spent":
+            _operate(session, kind, ids[BACKLOG // 2 :])
+    conn.execute("update queue.queue_config set limited_at = '2000-01-01'")  # or tick counts again
+    session("select setseed(0)")  # tick looks through all semaphores now and then, by chance
+    assert session("select random() > 0.02") == [(True,)]
+    for statement in (
+        "select * from queue.tick()",
+        f"select * from queue.before_sleep({session.worker})",
+        f"select * from queue.heartbeat({session.worker})",
+        "select queue.defer('t', needs => '{1,2}')",
+        """
+        select queue.defer('t', queueing_lock => 'start 700',
+                           options => '{"on_conflict": "ignore"}')
+        """,
+    ):
+        session.watched(statement, statement)
+    assert session.offences == []
+
+
+def _operate(session: Session, kind: str, ids: Sequence[int]) -> None:
+    """Call each operation on some jobs of a kind that have not run, and fetch what follows."""
+    at = iter(range(0, len(ids), 5))
+    for call in (
+        "move(%s, 'elsewhere')",
+        "set_priority(%s, 7)",
+        "fail_jobs(%s, 'x')",
+        "done(%s)",
+        "delete(%s, true)",
+        "retry(%s, true)",
+    ):
+        n = next(at)
+        session.watched(f"{call}, {kind}", f"select * from queue.{call}", list(ids[n : n + 5]))
+    for call in (
+        "cancel(%s)",
+        "hold(%s)",
+        "copy(%s, 'elsewhere')",
+        "reschedule(%s, '2100-01-01')",
+        "result(%s)",
+        "graph(%s)",
+    ):
+        id = ids[next(at)]
+        session.watched(f"{call}, {kind}", f"select * from queue.{call}", id)
+        if call.startswith("cancel"):
+            session.watched(f"retry, {kind}", "select * from queue.retry(%s)", [id])
+        elif call.startswith("hold"):
+            session.watched(f"unhold, {kind}", "select * from queue.unhold(%s)", id)
+        time.sleep(0.011)
+        session.watched(
+            f"fetch after {call}, {kind}", "select * from queue.fetch(%s)", session.worker
+        )
