@@ -147,6 +147,14 @@ begin
     detail = format('id: %s, state: %s', id, state), hint = hint;
 end $$;
 
+-- Raises: QJ004, always.
+create or replace function queue._already_queued(id bigint, queueing_lock text)
+returns void language plpgsql volatile parallel safe security invoker as $$
+begin
+  raise exception using errcode = 'QJ004', message = 'already queued', detail = format('id: %s, queueing_lock: %s', id, queueing_lock),
+    hint = 'Another job with this queueing_lock waits. Pass options {"on_conflict": "ignore"} or "replace", or carry on without it.';
+end $$;
+
 -- Raises: QJ007, always.
 create or replace function queue._worker_gone(worker bigint)
 returns void language plpgsql volatile parallel safe security invoker as $$
@@ -1101,6 +1109,10 @@ begin
   if force is not true then
     perform queue._invalid('uninstall removes every job', 'Call queue.uninstall(force => true) to go ahead.');
   end if;
+  if to_regclass('queue.access') is not null then
+    -- or those that were limited to some queues could do everything once there are tables again
+    perform queue._take_all(x.role) from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
+  end if;
   for v_object in
     select c.relname, case c.relkind when 'v' then 'view' when 'S' then 'sequence' else 'table' end as kind
     from pg_class c
@@ -1112,7 +1124,7 @@ begin
   end loop;
 end $$;
 comment on function queue.uninstall(boolean) is
-  'Removes the tables, the views and with them every job. Needs force => true.';
+  'Removes the tables, the views and with them every job, and takes back what grant_access gave. What depends on the views goes with them. Needs force => true.';
 
 -- sql/06_limits.sql
 -- Limits: roles that may act on some queues only.
@@ -1189,7 +1201,7 @@ declare
 begin
   if v_limits is null or p_queues is null and v_limits <> '{}' then
     return coalesce(v_limits, p_queues);
-  elsif p_queues = '{}' or array_position(p_queues, null) is not null or '' = any (p_queues) then
+  elsif p_queues = '{}' or array_ndims(p_queues) > 1 or array_position(p_queues, null) is not null or '' = any (p_queues) then
     return p_queues;  -- which the function refuses
   end if;
   select array_agg(x.queue order by x.n, x.queue) into v_queues
@@ -1233,7 +1245,8 @@ begin
     where not queue._covers(p_limits, j.queue) limit 1);
 end $$;
 
--- Raises: 42501 when a job that was just deferred is of another queue; QJ001 when its needs or parent are.
+-- Raises: 42501 when a job that was just deferred is of another queue, QJ004 when it is one of another queue that keeps the
+-- queueing lock, QJ001 when its needs or parent are of another.
 -- p_table: the table whose trigger deferred it; its owner's rights suffice, if he may defer by triggers.
 create or replace function queue._bound_deferred(p_id bigint, p_table oid default null)
 returns void language plpgsql volatile parallel safe security invoker as $$
@@ -1243,21 +1256,22 @@ declare
   v_other bigint;
   v record;
 begin
-  select coalesce(s.queue, j.queue) as queue, j.needs, (j.options ->> 'parent')::bigint as parent into v
+  select coalesce(s.queue, j.queue) as queue, j.needs || (j.options ->> 'parent')::bigint as others, j.xid, j.queueing_lock into v
   from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id;
-  if p_table is not null and not queue._covers(v_limits, v.queue) then
+  v_other := case when v.others is not null then queue._job_beyond(v_limits, v.others) end;
+  if p_table is not null and (v_other is not null or not queue._covers(v_limits, v.queue)) then
     select r.rolname into v_owner from pg_class c join pg_roles r on r.oid = c.relowner where c.oid = p_table;
     if has_function_privilege(v_owner, 'queue.defer_trigger()', 'execute') then
       v_limits := queue._limits('{producer}', v_owner);
+      v_other := case when v.others is not null then queue._job_beyond(v_limits, v.others) end;
     end if;
   end if;
-  if not queue._covers(v_limits, v.queue) then
+  if v_other is not null then
+    perform queue._job_not_found(v_other);
+  elsif not queue._covers(v_limits, v.queue) and v.xid is distinct from pg_current_xact_id_if_assigned() then
+    perform queue._already_queued(p_id, v.queueing_lock);
+  elsif not queue._covers(v_limits, v.queue) then
     perform queue._beyond_limits(v.queue, v_limits);
-  elsif num_nonnulls(v.needs, v.parent) > 0 then
-    v_other := queue._job_beyond(v_limits, v.needs || v.parent);
-    if v_other is not null then
-      perform queue._job_not_found(v_other);
-    end if;
   end if;
 end $$;
 
@@ -1265,7 +1279,7 @@ end $$;
 create or replace function queue._bound_worker(p_worker bigint)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
-  if not queue._is_within(queue._limits('{worker,operator}'), p_worker) then
+  if not queue._is_within(queue._limits('{worker}'), p_worker) then
     perform queue._worker_gone(p_worker);
   end if;
 end $$;
@@ -2274,8 +2288,7 @@ begin
           values (v_holder, 'replace', 0, jsonb_build_object('key', p_key, 'seq', v_seq, 'args', p_args, 'priority', p_priority, 'scheduled_at', p_scheduled_at));
           return -v_holder;
         else
-          raise exception using errcode = 'QJ004', message = 'already queued', detail = format('id: %s, queueing_lock: %s', v_holder, p_key),
-            hint = 'Another job with this queueing_lock waits. Pass options {"on_conflict": "ignore"} or "replace", or carry on without it.';
+          perform queue._already_queued(v_holder, p_key);
       end case;
     end if;
   end loop;
@@ -4977,7 +4990,7 @@ begin
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
       perform queue._bound_worker(worker);
-      queues := queue._bound_queues('{worker,operator}', queues);
+      queues := queue._bound_queues('{worker}', queues);
     end if;
   end if;
   v := queue._claim(worker, queues, max_jobs, options, true);
@@ -5580,7 +5593,7 @@ begin
       perform queue._not_installed();
       perform queue._bound_worker(worker);
       perform queue._bound_outcomes(finish_and_fetch.outcomes);
-      queues := queue._bound_queues('{worker,operator}', queues);
+      queues := queue._bound_queues('{worker}', queues);
     end if;
   end if;
   if not v_may_wait then
@@ -6293,34 +6306,41 @@ end $$;
 create or replace function queue.register_worker(name text, queues text[] default null, info jsonb default '{}')
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
-declare
-  v_id bigint;
-  v_dead_after interval := coalesce(queue._interval('dead_after', info -> 'dead_after'), interval '30 s');
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
-    queues := queue._bound_queues('{worker,operator}', queues);
+    queues := queue._bound_queues('{worker}', queues);
   end if;
-  perform queue._check_name('name', register_worker.name);
-  perform queue._check_list('queues', register_worker.queues);
-  if register_worker.info is null or jsonb_typeof(register_worker.info) <> 'object' then
-    perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
-  elsif v_dead_after < interval '1 s' then
-    perform queue._invalid('dead_after is too short', 'A worker is dead after 1 second without a heartbeat or more.');
-  elsif cardinality(register_worker.queues) = 0 then
-    perform queue._invalid('queues is empty', 'Name queues or patterns, or pass NULL for all.');
-  end if;
-  perform queue._check_name('queue', q) from unnest(register_worker.queues) q;
-  perform queue._check_versions(register_worker.info ->> 'client');
-  perform queue._check_restore();
-  insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
-  values (register_worker.name, register_worker.queues, register_worker.info, clock_timestamp(), clock_timestamp(), v_dead_after)
-  returning id into v_id;
-  return v_id;
+  return queue._register_worker(name, queues, info);
 end $$;
 comment on function queue.register_worker(text, text[], jsonb) is
   'Registers a worker that serves the queues (names, prefix*, *; NULL: all) and returns its id. info is shown in queue.workers; its keys dead_after (interval, 30 s) and listen (false: the worker only polls, as behind a transaction pooler) have a meaning.';
+
+-- register_worker by whoever may. Locks and errors: as there.
+create or replace function queue._register_worker(p_name text, p_queues text[], p_info jsonb)
+returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_id bigint;
+  v_dead_after interval := coalesce(queue._interval('dead_after', p_info -> 'dead_after'), interval '30 s');
+begin
+  perform queue._check_name('name', p_name);
+  perform queue._check_list('queues', p_queues);
+  if p_info is null or jsonb_typeof(p_info) <> 'object' then
+    perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
+  elsif v_dead_after < interval '1 s' then
+    perform queue._invalid('dead_after is too short', 'A worker is dead after 1 second without a heartbeat or more.');
+  elsif cardinality(p_queues) = 0 then
+    perform queue._invalid('queues is empty', 'Name queues or patterns, or pass NULL for all.');
+  end if;
+  perform queue._check_name('queue', q) from unnest(p_queues) q;
+  perform queue._check_versions(p_info ->> 'client');
+  perform queue._check_restore();
+  insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
+  values (p_name, p_queues, p_info, clock_timestamp(), clock_timestamp(), v_dead_after)
+  returning id into v_id;
+  return v_id;
+end $$;
 
 -- Locks: the worker's row. Raises: QJ007.
 create or replace function queue.heartbeat(worker bigint)
@@ -6657,7 +6677,7 @@ begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
     perform queue._bound_worker(before_sleep.worker);
-    queues := queue._bound_queues('{worker,operator}', queues);
+    queues := queue._bound_queues('{worker}', queues);
   end if;
   select w.id, w.info into v_worker from queue.worker w where w.id = before_sleep.worker and w.gone_at is null;
   if not found then
@@ -6885,16 +6905,17 @@ begin
     perform queue._invalid('state is not one of its values', 'Allowed: succeeded, failed, cancelled.', 'state: ' || left(prune.state, 200));
   elsif prune.older_than is not null and prune.state is null then
     perform queue._invalid('older_than needs a state', 'Say which: succeeded, failed or cancelled.');
-  elsif prune.older_than < interval '0' or prune.older_than > interval '10000 years' then
-    perform queue._invalid('older_than must not be below 0', 'Pass an interval such as ''30 days''.');
+  elsif prune.older_than < interval '0' or prune.older_than > interval '4000 years' then
+    perform queue._invalid('older_than is out of range', 'Pass an interval such as ''30 days'', from 0 to 4,000 years.');
   end if;
   perform queue._lock_admission(true);
   v_safe_at := queue._safe_at();
   perform queue._admit_all();
+  perform queue._forget_deleted();
   return queue._prune(prune.max_jobs, v_safe_at, prune.state, coalesce(prune.older_than, interval '0'));
 end $$;
 comment on function queue.prune(integer, text, interval) is
-  'Removes finished jobs whose retention has passed, at most max_jobs, and returns how many. With a state: those of that state that finished older_than ago or before, whatever their retention. Those that unfinished jobs need are kept.';
+  'Removes finished jobs whose retention has passed, at most max_jobs, and returns how many. With a state: those of that state that finished older_than ago or before, whatever their retention. Those that unfinished jobs need are kept; to a job whose transaction names one and has yet to commit it counts as what it was.';
 
 -- p_safe_at: what _safe_at returned, before everything visible was admitted. A job whose end has been
 -- handed over since then is not settled yet, and kept.
@@ -6914,6 +6935,8 @@ begin
       where f.state = p_state and f.finished_at <= v_now - p_older_than and not queue._is_needed(f.id)
         and f.id <> all (array(select h.job_id from queue.handover h))
       limit p_max_jobs for update skip locked);
+    -- whoever names one as a need may have yet to commit
+    insert into queue.deleted (id) select u.id from unnest(v_ids) u (id) where p_state = 'succeeded';
   else
     with due as materialized (
       select f.id, f.purge_at from queue.finished f where f.purge_at <= v_until
@@ -6932,10 +6955,10 @@ begin
       -- so many that looking at them each time would cost
       update queue.finished f set purge_at = v_now + interval '1 minute' where f.id = any (v_kept);
     end if;
-    -- a queue's retention may have been set since
+    -- a queue's retention may have been set since, or a minute put in its place above
     with kept as (
       update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
-      where f.id = any (v_ids) and f.purge_at is null and f.finished_at + queue._retention(f.id) > v_now
+      where f.id = any (v_ids) and (f.finished_at + queue._retention(f.id) <= v_now) is not true
       returning f.id)
     select array(select u.id from unnest(v_ids) u (id) where u.id not in (select k.id from kept k)) into v_ids;
   end if;
@@ -6967,10 +6990,12 @@ declare
   v_old record;
   v_safe_at timestamptz;
 begin
-  select h.looked_at, h.looked_xid, h.safe_at, h.looked_xid < pg_snapshot_xmin(pg_current_snapshot()) as is_over into v_old
+  select h.looked_at, h.looked_xid, h.safe_at, h.looked_xid < pg_snapshot_xmin(pg_current_snapshot()) as is_over,
+    greatest(h.looked_at, h.safe_at) > v_now as is_ahead into v_old
   from queue.horizon h;
-  v_safe_at := case when v_old.is_over then v_old.looked_at else v_old.safe_at end;
-  if v_old.is_over and v_old.looked_at < now() - interval '1 s' then
+  -- ahead: the clock was set back, and what it told before counts for nothing
+  v_safe_at := case when v_old.is_ahead then '-infinity' when v_old.is_over then v_old.looked_at else v_old.safe_at end;
+  if v_old.is_ahead or v_old.is_over and v_old.looked_at < now() - interval '1 s' then
     update queue.horizon h set looked_at = now(), looked_xid = pg_current_xact_id(), safe_at = v_safe_at;
   end if;
   if v_safe_at > v_now - interval '1 minute'
@@ -6997,7 +7022,8 @@ begin
   where d.ctid = any (array(
     select d.ctid from unnest(p_ids) u (id)
     cross join lateral (select f.id from queue.finished f where f.id = u.id offset 0) f
-    cross join lateral (select d.ctid from queue.need d where d.need_id = f.id and d.job_id <> all (p_ids) offset 0) d));
+    cross join lateral (select d.ctid, d.job_id from queue.need d where d.need_id = f.id offset 0) d
+    where d.job_id not in (select unnest(p_ids))));
   delete from queue.need d where d.job_id = any (p_ids);
   delete from queue.awaited a where a.ctid = any (array(select a.ctid from queue.awaited a where a.id = any (p_ids) for update skip locked));
   delete from queue.finished f where f.id = any (p_ids);
@@ -8410,6 +8436,9 @@ end $$;
 -- it locks by skip locked (_grasp): a job that got there meanwhile, and that another transaction is at, is
 -- refused like one whose state does not allow the call. The claim of a running job that is taken away is
 -- lost: its worker is told to abort, and its late outcome gets QJ002.
+--
+-- Whether an id is one of many is asked by (NOT) IN (SELECT unnest(...)), which the planner hashes: = ANY (array)
+-- reads the array through for each row.
 
 -- Locks: as above. Raises: 22023, QJ008.
 create or replace function queue.move(ids bigint[], queue text, force boolean default false)
@@ -8520,8 +8549,8 @@ begin
   v_done := queue._delete(delete.ids, coalesce(delete.force, false));
   perform queue._announce();
   return query
-    select t.id, case when t.id = any (v_done) then 'deleted' else t.outcome || coalesce(', needed by job ' || n.id, '') end,
-      case when not t.id = any (v_done) then t.error end
+    select t.id, case when t.id in (select unnest(v_done)) then 'deleted' else t.outcome || coalesce(', needed by job ' || n.id, '') end,
+      case when t.id not in (select unnest(v_done)) then t.error end
     from queue._told(delete.ids, v_done) t
     left join lateral (select d.job_id as id from queue.need d where d.need_id = t.id and t.outcome is distinct from 'running'
                          and not exists (select from queue.finished f where f.id = d.job_id) order by d.job_id limit 1) n on true;
@@ -8676,22 +8705,26 @@ create or replace function queue.next(queues text[] default null, ack boolean de
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
                scheduled_at timestamptz, deadline timestamptz, headers jsonb, expires_at timestamptz)
 language plpgsql volatile parallel unsafe security definer rows 1
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_worker bigint;
+  v record;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    queues := queue._bound_queues('{operator}', queues);
   end if;
   perform queue._check_isolation();
   if next.ack is not true and (next.lease is null or next.lease <= interval '0' or next.lease > interval '10000 years') then
     perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
   end if;
-  v_worker := queue.register_worker('operator', next.queues, '{"listen": false}');
-  select f.id, f.claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.headers
+  v_worker := queue._register_worker('operator', queues, '{"listen": false}');
+  v := queue._claim(v_worker, queues, 1, '{"alone": true}', true);
+  select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.headers
   into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
-  from queue.fetch(v_worker, next.queues, 1, '{"alone": true}') f;
+  from queue.claimed c where c.id = v.ids[1];
   if id is null or next.ack then
     delete from queue.worker w where w.id = v_worker;
     if id is null then
@@ -8850,7 +8883,8 @@ create or replace function queue._set_purge_at(p_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
-  update queue.finished f set purge_at = f.finished_at + x.retain
+  -- not before now: a job whose transaction names this one as a need may have yet to commit (_safe_at)
+  update queue.finished f set purge_at = greatest(f.finished_at + x.retain, case when x.retain is not null then clock_timestamp() end)
   from (select coalesce((j.options ->> 'retain')::interval, c.retain) as retain
         from queue.job j left join queue.job_state s on s.id = j.id
         left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue) where j.id = p_id) x
@@ -8864,7 +8898,7 @@ language plpgsql stable parallel safe security invoker rows 10 as $$
 #variable_conflict use_column
 begin
   return query
-    select u.id, j.state, case when u.id = any (p_done) then null when j.id is null then 'QJ001' else 'QJ003' end
+    select u.id, j.state, case when u.id in (select unnest(p_done)) then null when j.id is null then 'QJ001' else 'QJ003' end
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
     order by u.n;
@@ -8898,7 +8932,7 @@ begin
     for update skip locked);
   for v_job in
     select u.id, g.standing, g.claim, g.worker_id
-    from (select distinct u.id from unnest(p_ids) u (id) where u.id <> all (v_finished) and u.id <> all (v_plain) order by u.id desc) u
+    from (select distinct u.id from unnest(p_ids) u (id) where u.id not in (select unnest(v_finished || v_plain)) order by u.id desc) u
     cross join lateral queue._grasp(u.id) g
   loop
     if v_job.standing = 'open' or v_job.standing = 'running' and p_force then
@@ -8911,13 +8945,14 @@ begin
   while not p_force loop
     v_needed := array(
       select distinct d.need_id from queue.need d
-      where d.need_id = any (v_all) and d.job_id <> all (v_all) and not exists (select from queue.finished f where f.id = d.job_id));
+      where d.need_id = any (v_all) and d.job_id not in (select unnest(v_all)) and (select f.id from queue.finished f where f.id = d.job_id) is null);
     exit when v_needed = '{}';
-    v_all := array(select u.id from unnest(v_all) u (id) where u.id <> all (v_needed));
+    v_all := array(select u.id from unnest(v_all) u (id) where u.id not in (select unnest(v_needed)));
   end loop;
   insert into queue.deleted (id)
   select f.id from queue.finished f where f.id = any (v_all) and f.state = 'succeeded';
-  for v_job in select u.id, u.claim, u.worker_id from unnest(v_open, v_claims, v_workers) u (id, claim, worker_id) where u.id = any (v_all) loop
+  for v_job in select u.id, u.claim, u.worker_id from unnest(v_open, v_claims, v_workers) u (id, claim, worker_id)
+    where not u.id not in (select unnest(v_all)) loop
     if v_job.claim is not null then
       perform queue._end_attempt('{"outcome": "aborted"}', v_job.id, v_job.claim, true);
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'deleted');
@@ -9076,12 +9111,12 @@ begin
       v_done := v_done || v_job.id;
     end if;
   end loop;
-  perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id) where u.id <> all (v_done)), 256 | 8192)
+  perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id) where u.id not in (select unnest(v_done))), 256 | 8192)
   where v_keyed <> '{}';
   perform queue._bring_back(v_back);
   perform queue._announce();
   return query
-    select u.id, j.state, case when j.id is null then 'QJ001' when u.id = any (v_unkeyed) then 'QJ004' when not u.id = any (v_done) then 'QJ003' end
+    select u.id, j.state, case when j.id is null then 'QJ001' when u.id in (select unnest(v_unkeyed)) then 'QJ004' when u.id not in (select unnest(v_done)) then 'QJ003' end
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
     order by u.n;
@@ -9951,7 +9986,7 @@ begin
       functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
       views := '{schedules}';
     when 'operator' then
-      functions := '{register_task,next,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
+      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
       views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     when 'reader' then
       functions := '{search,get,stats,health,autoscale_hint,result,graph,why,check,peek,version,backoff,next_runs}';
@@ -9968,7 +10003,7 @@ begin
   return '{register_task,schedule,unschedule,enable_schedule,run_now,prune,check,health,tasks,locks,semaphores,schedules,schedule_runs}'::text[];
 end $$;
 
--- Locks: as install. Raises: 22023.
+-- Locks: as install, and those of _switch_limits. Raises: 22023, 55P03.
 create or replace function queue.grant_access(role text, kind text, queues text[] default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -9978,11 +10013,14 @@ begin
   end if;
   perform queue._check_role(grant_access.role);
   perform queue._grants(grant_access.kind);
-  if grant_access.queues = '{}' or array_position(grant_access.queues, null) is not null then
+  perform queue._check_list('queues', grant_access.queues);
+  if grant_access.queues = '{}' then
     perform queue._invalid('queues holds no name, or NULL', 'Name queues or prefix* patterns; NULL instead of a list is all.');
   end if;
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
   perform pg_advisory_xact_lock(1885824102, 3);
+  -- what another role of this name had, that was dropped, does not come back
+  delete from queue.access a where a.role = grant_access.role and not has_schema_privilege(grant_access.role, 'queue', 'usage');
   insert into queue.access (role, kind, queues)
   values (grant_access.role, grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
   on conflict on constraint access_pkey do update set queues = excluded.queues;
@@ -9992,7 +10030,7 @@ end $$;
 comment on function queue.grant_access(text, text, text[]) is
   'Lets a role act as producer, worker, operator or reader: of all queues, or of some (names, prefix*). The kinds are siblings: a role that needs two gets both; the same kind again replaces its queues.';
 
--- Locks: as install. Raises: 22023.
+-- Locks: as grant_access. Raises: 22023, 55P03.
 create or replace function queue.revoke_access(role text)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -10000,15 +10038,24 @@ begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
   end if;
-  perform queue._check_role(revoke_access.role);
   perform pg_advisory_xact_lock(1885824102, 3);
   delete from queue.access a where a.role = revoke_access.role;
-  execute format('revoke all on all functions in schema queue from %I', revoke_access.role);
-  execute format('revoke all on all tables in schema queue from %I', revoke_access.role);
-  execute format('revoke usage on schema queue from %I', revoke_access.role);
+  if not found or exists (select from pg_roles r where r.rolname = revoke_access.role) then
+    perform queue._check_role(revoke_access.role);
+    perform queue._take_all(revoke_access.role);
+  end if;
   perform queue._switch_limits();
 end $$;
-comment on function queue.revoke_access(text) is 'Takes back everything that grant_access gave a role.';
+comment on function queue.revoke_access(text) is 'Takes back everything that grant_access gave a role; of one that was dropped, too.';
+
+-- Takes from a role everything in the schema.
+create or replace function queue._take_all(p_role text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  execute format('revoke all on all functions in schema queue from %I', p_role);
+  execute format('revoke all on all tables in schema queue from %I', p_role);
+  execute format('revoke usage on schema queue from %I', p_role);
+end $$;
 
 -- Raises: 22023 unless there is such a role.
 create or replace function queue._check_role(p_role text)
@@ -10054,10 +10101,14 @@ end $$;
 
 -- Turns checking on when a role is limited, and off when none is. Views that filter must not show a condition
 -- of the reader's own what they filter out, which a barrier prevents, at the cost of some plans.
+-- Locks: of those views, for which it waits 100 ms at a time, a hundred times: a transaction that has read one may stay open,
+-- and whoever comes to read one meanwhile, as operations do that hold ADM, waits no longer than that.
+-- Raises: 55P03.
 create or replace function queue._switch_limits()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_is_limited boolean := exists (select from queue.access a where a.queues is not null);
+  v_is_limited boolean := exists (select from queue.access a join pg_roles r on r.rolname = a.role where a.queues is not null);
+  v_timeout text := current_setting('lock_timeout');
   v_view text;
 begin
   if v_is_limited and to_regclass('queue.unlimited') is not null then
@@ -10071,9 +10122,21 @@ begin
     where c.relnamespace = 'queue'::regnamespace and c.relname in ('jobs', 'attempts', 'queues', 'workers', 'metrics') and c.relkind = 'v'
       and coalesce('security_barrier=true' = any (c.reloptions), false) <> v_is_limited
   loop
-    execute format(case when v_is_limited then 'alter view queue.%I set (security_barrier = true)' else 'alter view queue.%I reset (security_barrier)' end, v_view);
+    for v_try in 1 .. 100 loop
+      begin
+        perform set_config('lock_timeout', '100ms', true);
+        execute format(case when v_is_limited then 'alter view queue.%I set (security_barrier = true)' else 'alter view queue.%I reset (security_barrier)' end, v_view);
+        perform set_config('lock_timeout', v_timeout, true);
+        exit;
+      exception when lock_not_available then
+        if v_try = 100 then
+          raise exception using errcode = '55P03', message = 'a view is in use by a transaction that stays open', detail = 'view: queue.' || v_view,
+            hint = 'Nothing was changed. End the transactions that have been open for long (see pg_stat_activity), and call it again.';
+        end if;
+      end;
+    end loop;
   end loop;
 end $$;
 
 revoke all on function queue._grants(text), queue._unlimited_only(), queue.grant_access(text, text, text[]), queue.revoke_access(text),
-  queue._check_role(text), queue._regrant(text), queue._restore_grants(), queue._switch_limits() from public;
+  queue._take_all(text), queue._check_role(text), queue._regrant(text), queue._restore_grants(), queue._switch_limits() from public;

@@ -122,6 +122,14 @@ begin
     detail = format('id: %s, state: %s', id, state), hint = hint;
 end $$;
 
+-- Raises: QJ004, always.
+create or replace function queue._already_queued(id bigint, queueing_lock text)
+returns void language plpgsql volatile parallel safe security invoker as $$
+begin
+  raise exception using errcode = 'QJ004', message = 'already queued', detail = format('id: %s, queueing_lock: %s', id, queueing_lock),
+    hint = 'Another job with this queueing_lock waits. Pass options {"on_conflict": "ignore"} or "replace", or carry on without it.';
+end $$;
+
 -- Raises: QJ007, always.
 create or replace function queue._worker_gone(worker bigint)
 returns void language plpgsql volatile parallel safe security invoker as $$

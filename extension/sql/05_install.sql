@@ -172,6 +172,10 @@ begin
   if force is not true then
     perform queue._invalid('uninstall removes every job', 'Call queue.uninstall(force => true) to go ahead.');
   end if;
+  if to_regclass('queue.access') is not null then
+    -- or those that were limited to some queues could do everything once there are tables again
+    perform queue._take_all(x.role) from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
+  end if;
   for v_object in
     select c.relname, case c.relkind when 'v' then 'view' when 'S' then 'sequence' else 'table' end as kind
     from pg_class c
@@ -183,4 +187,4 @@ begin
   end loop;
 end $$;
 comment on function queue.uninstall(boolean) is
-  'Removes the tables, the views and with them every job. Needs force => true.';
+  'Removes the tables, the views and with them every job, and takes back what grant_access gave. What depends on the views goes with them. Needs force => true.';

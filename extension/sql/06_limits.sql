@@ -72,7 +72,7 @@ declare
 begin
   if v_limits is null or p_queues is null and v_limits <> '{}' then
     return coalesce(v_limits, p_queues);
-  elsif p_queues = '{}' or array_position(p_queues, null) is not null or '' = any (p_queues) then
+  elsif p_queues = '{}' or array_ndims(p_queues) > 1 or array_position(p_queues, null) is not null or '' = any (p_queues) then
     return p_queues;  -- which the function refuses
   end if;
   select array_agg(x.queue order by x.n, x.queue) into v_queues
@@ -116,7 +116,8 @@ begin
     where not queue._covers(p_limits, j.queue) limit 1);
 end $$;
 
--- Raises: 42501 when a job that was just deferred is of another queue; QJ001 when its needs or parent are.
+-- Raises: 42501 when a job that was just deferred is of another queue, QJ004 when it is one of another queue that keeps the
+-- queueing lock, QJ001 when its needs or parent are of another.
 -- p_table: the table whose trigger deferred it; its owner's rights suffice, if he may defer by triggers.
 create or replace function queue._bound_deferred(p_id bigint, p_table oid default null)
 returns void language plpgsql volatile parallel safe security invoker as $$
@@ -126,21 +127,22 @@ declare
   v_other bigint;
   v record;
 begin
-  select coalesce(s.queue, j.queue) as queue, j.needs, (j.options ->> 'parent')::bigint as parent into v
+  select coalesce(s.queue, j.queue) as queue, j.needs || (j.options ->> 'parent')::bigint as others, j.xid, j.queueing_lock into v
   from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id;
-  if p_table is not null and not queue._covers(v_limits, v.queue) then
+  v_other := case when v.others is not null then queue._job_beyond(v_limits, v.others) end;
+  if p_table is not null and (v_other is not null or not queue._covers(v_limits, v.queue)) then
     select r.rolname into v_owner from pg_class c join pg_roles r on r.oid = c.relowner where c.oid = p_table;
     if has_function_privilege(v_owner, 'queue.defer_trigger()', 'execute') then
       v_limits := queue._limits('{producer}', v_owner);
+      v_other := case when v.others is not null then queue._job_beyond(v_limits, v.others) end;
     end if;
   end if;
-  if not queue._covers(v_limits, v.queue) then
+  if v_other is not null then
+    perform queue._job_not_found(v_other);
+  elsif not queue._covers(v_limits, v.queue) and v.xid is distinct from pg_current_xact_id_if_assigned() then
+    perform queue._already_queued(p_id, v.queueing_lock);
+  elsif not queue._covers(v_limits, v.queue) then
     perform queue._beyond_limits(v.queue, v_limits);
-  elsif num_nonnulls(v.needs, v.parent) > 0 then
-    v_other := queue._job_beyond(v_limits, v.needs || v.parent);
-    if v_other is not null then
-      perform queue._job_not_found(v_other);
-    end if;
   end if;
 end $$;
 
@@ -148,7 +150,7 @@ end $$;
 create or replace function queue._bound_worker(p_worker bigint)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
-  if not queue._is_within(queue._limits('{worker,operator}'), p_worker) then
+  if not queue._is_within(queue._limits('{worker}'), p_worker) then
     perform queue._worker_gone(p_worker);
   end if;
 end $$;

@@ -35,8 +35,7 @@ begin
           values (v_holder, 'replace', 0, jsonb_build_object('key', p_key, 'seq', v_seq, 'args', p_args, 'priority', p_priority, 'scheduled_at', p_scheduled_at));
           return -v_holder;
         else
-          raise exception using errcode = 'QJ004', message = 'already queued', detail = format('id: %s, queueing_lock: %s', v_holder, p_key),
-            hint = 'Another job with this queueing_lock waits. Pass options {"on_conflict": "ignore"} or "replace", or carry on without it.';
+          perform queue._already_queued(v_holder, p_key);
       end case;
     end if;
   end loop;

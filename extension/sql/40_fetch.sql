@@ -21,7 +21,7 @@ begin
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
       perform queue._bound_worker(worker);
-      queues := queue._bound_queues('{worker,operator}', queues);
+      queues := queue._bound_queues('{worker}', queues);
     end if;
   end if;
   v := queue._claim(worker, queues, max_jobs, options, true);

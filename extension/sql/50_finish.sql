@@ -144,7 +144,7 @@ begin
       perform queue._not_installed();
       perform queue._bound_worker(worker);
       perform queue._bound_outcomes(finish_and_fetch.outcomes);
-      queues := queue._bound_queues('{worker,operator}', queues);
+      queues := queue._bound_queues('{worker}', queues);
     end if;
   end if;
   if not v_may_wait then

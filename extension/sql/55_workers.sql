@@ -4,34 +4,41 @@
 create or replace function queue.register_worker(name text, queues text[] default null, info jsonb default '{}')
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
-declare
-  v_id bigint;
-  v_dead_after interval := coalesce(queue._interval('dead_after', info -> 'dead_after'), interval '30 s');
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
-    queues := queue._bound_queues('{worker,operator}', queues);
+    queues := queue._bound_queues('{worker}', queues);
   end if;
-  perform queue._check_name('name', register_worker.name);
-  perform queue._check_list('queues', register_worker.queues);
-  if register_worker.info is null or jsonb_typeof(register_worker.info) <> 'object' then
-    perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
-  elsif v_dead_after < interval '1 s' then
-    perform queue._invalid('dead_after is too short', 'A worker is dead after 1 second without a heartbeat or more.');
-  elsif cardinality(register_worker.queues) = 0 then
-    perform queue._invalid('queues is empty', 'Name queues or patterns, or pass NULL for all.');
-  end if;
-  perform queue._check_name('queue', q) from unnest(register_worker.queues) q;
-  perform queue._check_versions(register_worker.info ->> 'client');
-  perform queue._check_restore();
-  insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
-  values (register_worker.name, register_worker.queues, register_worker.info, clock_timestamp(), clock_timestamp(), v_dead_after)
-  returning id into v_id;
-  return v_id;
+  return queue._register_worker(name, queues, info);
 end $$;
 comment on function queue.register_worker(text, text[], jsonb) is
   'Registers a worker that serves the queues (names, prefix*, *; NULL: all) and returns its id. info is shown in queue.workers; its keys dead_after (interval, 30 s) and listen (false: the worker only polls, as behind a transaction pooler) have a meaning.';
+
+-- register_worker by whoever may. Locks and errors: as there.
+create or replace function queue._register_worker(p_name text, p_queues text[], p_info jsonb)
+returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_id bigint;
+  v_dead_after interval := coalesce(queue._interval('dead_after', p_info -> 'dead_after'), interval '30 s');
+begin
+  perform queue._check_name('name', p_name);
+  perform queue._check_list('queues', p_queues);
+  if p_info is null or jsonb_typeof(p_info) <> 'object' then
+    perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
+  elsif v_dead_after < interval '1 s' then
+    perform queue._invalid('dead_after is too short', 'A worker is dead after 1 second without a heartbeat or more.');
+  elsif cardinality(p_queues) = 0 then
+    perform queue._invalid('queues is empty', 'Name queues or patterns, or pass NULL for all.');
+  end if;
+  perform queue._check_name('queue', q) from unnest(p_queues) q;
+  perform queue._check_versions(p_info ->> 'client');
+  perform queue._check_restore();
+  insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
+  values (p_name, p_queues, p_info, clock_timestamp(), clock_timestamp(), v_dead_after)
+  returning id into v_id;
+  return v_id;
+end $$;
 
 -- Locks: the worker's row. Raises: QJ007.
 create or replace function queue.heartbeat(worker bigint)

@@ -80,7 +80,7 @@ begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
     perform queue._bound_worker(before_sleep.worker);
-    queues := queue._bound_queues('{worker,operator}', queues);
+    queues := queue._bound_queues('{worker}', queues);
   end if;
   select w.id, w.info into v_worker from queue.worker w where w.id = before_sleep.worker and w.gone_at is null;
   if not found then

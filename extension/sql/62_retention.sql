@@ -36,16 +36,17 @@ begin
     perform queue._invalid('state is not one of its values', 'Allowed: succeeded, failed, cancelled.', 'state: ' || left(prune.state, 200));
   elsif prune.older_than is not null and prune.state is null then
     perform queue._invalid('older_than needs a state', 'Say which: succeeded, failed or cancelled.');
-  elsif prune.older_than < interval '0' or prune.older_than > interval '10000 years' then
-    perform queue._invalid('older_than must not be below 0', 'Pass an interval such as ''30 days''.');
+  elsif prune.older_than < interval '0' or prune.older_than > interval '4000 years' then
+    perform queue._invalid('older_than is out of range', 'Pass an interval such as ''30 days'', from 0 to 4,000 years.');
   end if;
   perform queue._lock_admission(true);
   v_safe_at := queue._safe_at();
   perform queue._admit_all();
+  perform queue._forget_deleted();
   return queue._prune(prune.max_jobs, v_safe_at, prune.state, coalesce(prune.older_than, interval '0'));
 end $$;
 comment on function queue.prune(integer, text, interval) is
-  'Removes finished jobs whose retention has passed, at most max_jobs, and returns how many. With a state: those of that state that finished older_than ago or before, whatever their retention. Those that unfinished jobs need are kept.';
+  'Removes finished jobs whose retention has passed, at most max_jobs, and returns how many. With a state: those of that state that finished older_than ago or before, whatever their retention. Those that unfinished jobs need are kept; to a job whose transaction names one and has yet to commit it counts as what it was.';
 
 -- p_safe_at: what _safe_at returned, before everything visible was admitted. A job whose end has been
 -- handed over since then is not settled yet, and kept.
@@ -65,6 +66,8 @@ begin
       where f.state = p_state and f.finished_at <= v_now - p_older_than and not queue._is_needed(f.id)
         and f.id <> all (array(select h.job_id from queue.handover h))
       limit p_max_jobs for update skip locked);
+    -- whoever names one as a need may have yet to commit
+    insert into queue.deleted (id) select u.id from unnest(v_ids) u (id) where p_state = 'succeeded';
   else
     with due as materialized (
       select f.id, f.purge_at from queue.finished f where f.purge_at <= v_until
@@ -83,10 +86,10 @@ begin
       -- so many that looking at them each time would cost
       update queue.finished f set purge_at = v_now + interval '1 minute' where f.id = any (v_kept);
     end if;
-    -- a queue's retention may have been set since
+    -- a queue's retention may have been set since, or a minute put in its place above
     with kept as (
       update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
-      where f.id = any (v_ids) and f.purge_at is null and f.finished_at + queue._retention(f.id) > v_now
+      where f.id = any (v_ids) and (f.finished_at + queue._retention(f.id) <= v_now) is not true
       returning f.id)
     select array(select u.id from unnest(v_ids) u (id) where u.id not in (select k.id from kept k)) into v_ids;
   end if;
@@ -118,10 +121,12 @@ declare
   v_old record;
   v_safe_at timestamptz;
 begin
-  select h.looked_at, h.looked_xid, h.safe_at, h.looked_xid < pg_snapshot_xmin(pg_current_snapshot()) as is_over into v_old
+  select h.looked_at, h.looked_xid, h.safe_at, h.looked_xid < pg_snapshot_xmin(pg_current_snapshot()) as is_over,
+    greatest(h.looked_at, h.safe_at) > v_now as is_ahead into v_old
   from queue.horizon h;
-  v_safe_at := case when v_old.is_over then v_old.looked_at else v_old.safe_at end;
-  if v_old.is_over and v_old.looked_at < now() - interval '1 s' then
+  -- ahead: the clock was set back, and what it told before counts for nothing
+  v_safe_at := case when v_old.is_ahead then '-infinity' when v_old.is_over then v_old.looked_at else v_old.safe_at end;
+  if v_old.is_ahead or v_old.is_over and v_old.looked_at < now() - interval '1 s' then
     update queue.horizon h set looked_at = now(), looked_xid = pg_current_xact_id(), safe_at = v_safe_at;
   end if;
   if v_safe_at > v_now - interval '1 minute'
@@ -148,7 +153,8 @@ begin
   where d.ctid = any (array(
     select d.ctid from unnest(p_ids) u (id)
     cross join lateral (select f.id from queue.finished f where f.id = u.id offset 0) f
-    cross join lateral (select d.ctid from queue.need d where d.need_id = f.id and d.job_id <> all (p_ids) offset 0) d));
+    cross join lateral (select d.ctid, d.job_id from queue.need d where d.need_id = f.id offset 0) d
+    where d.job_id not in (select unnest(p_ids))));
   delete from queue.need d where d.job_id = any (p_ids);
   delete from queue.awaited a where a.ctid = any (array(select a.ctid from queue.awaited a where a.id = any (p_ids) for update skip locked));
   delete from queue.finished f where f.id = any (p_ids);

@@ -5,6 +5,9 @@
 -- it locks by skip locked (_grasp): a job that got there meanwhile, and that another transaction is at, is
 -- refused like one whose state does not allow the call. The claim of a running job that is taken away is
 -- lost: its worker is told to abort, and its late outcome gets QJ002.
+--
+-- Whether an id is one of many is asked by (NOT) IN (SELECT unnest(...)), which the planner hashes: = ANY (array)
+-- reads the array through for each row.
 
 -- Locks: as above. Raises: 22023, QJ008.
 create or replace function queue.move(ids bigint[], queue text, force boolean default false)
@@ -115,8 +118,8 @@ begin
   v_done := queue._delete(delete.ids, coalesce(delete.force, false));
   perform queue._announce();
   return query
-    select t.id, case when t.id = any (v_done) then 'deleted' else t.outcome || coalesce(', needed by job ' || n.id, '') end,
-      case when not t.id = any (v_done) then t.error end
+    select t.id, case when t.id in (select unnest(v_done)) then 'deleted' else t.outcome || coalesce(', needed by job ' || n.id, '') end,
+      case when t.id not in (select unnest(v_done)) then t.error end
     from queue._told(delete.ids, v_done) t
     left join lateral (select d.job_id as id from queue.need d where d.need_id = t.id and t.outcome is distinct from 'running'
                          and not exists (select from queue.finished f where f.id = d.job_id) order by d.job_id limit 1) n on true;
@@ -271,22 +274,26 @@ create or replace function queue.next(queues text[] default null, ack boolean de
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text, attempt integer,
                scheduled_at timestamptz, deadline timestamptz, headers jsonb, expires_at timestamptz)
 language plpgsql volatile parallel unsafe security definer rows 1
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
   v_worker bigint;
+  v record;
 begin
-  if to_regclass('queue.installation') is null then
+  if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
+    queues := queue._bound_queues('{operator}', queues);
   end if;
   perform queue._check_isolation();
   if next.ack is not true and (next.lease is null or next.lease <= interval '0' or next.lease > interval '10000 years') then
     perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
   end if;
-  v_worker := queue.register_worker('operator', next.queues, '{"listen": false}');
-  select f.id, f.claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.headers
+  v_worker := queue._register_worker('operator', queues, '{"listen": false}');
+  v := queue._claim(v_worker, queues, 1, '{"alone": true}', true);
+  select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.headers
   into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
-  from queue.fetch(v_worker, next.queues, 1, '{"alone": true}') f;
+  from queue.claimed c where c.id = v.ids[1];
   if id is null or next.ack then
     delete from queue.worker w where w.id = v_worker;
     if id is null then
@@ -445,7 +452,8 @@ create or replace function queue._set_purge_at(p_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
-  update queue.finished f set purge_at = f.finished_at + x.retain
+  -- not before now: a job whose transaction names this one as a need may have yet to commit (_safe_at)
+  update queue.finished f set purge_at = greatest(f.finished_at + x.retain, case when x.retain is not null then clock_timestamp() end)
   from (select coalesce((j.options ->> 'retain')::interval, c.retain) as retain
         from queue.job j left join queue.job_state s on s.id = j.id
         left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue) where j.id = p_id) x
@@ -459,7 +467,7 @@ language plpgsql stable parallel safe security invoker rows 10 as $$
 #variable_conflict use_column
 begin
   return query
-    select u.id, j.state, case when u.id = any (p_done) then null when j.id is null then 'QJ001' else 'QJ003' end
+    select u.id, j.state, case when u.id in (select unnest(p_done)) then null when j.id is null then 'QJ001' else 'QJ003' end
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
     order by u.n;
@@ -493,7 +501,7 @@ begin
     for update skip locked);
   for v_job in
     select u.id, g.standing, g.claim, g.worker_id
-    from (select distinct u.id from unnest(p_ids) u (id) where u.id <> all (v_finished) and u.id <> all (v_plain) order by u.id desc) u
+    from (select distinct u.id from unnest(p_ids) u (id) where u.id not in (select unnest(v_finished || v_plain)) order by u.id desc) u
     cross join lateral queue._grasp(u.id) g
   loop
     if v_job.standing = 'open' or v_job.standing = 'running' and p_force then
@@ -506,13 +514,14 @@ begin
   while not p_force loop
     v_needed := array(
       select distinct d.need_id from queue.need d
-      where d.need_id = any (v_all) and d.job_id <> all (v_all) and not exists (select from queue.finished f where f.id = d.job_id));
+      where d.need_id = any (v_all) and d.job_id not in (select unnest(v_all)) and (select f.id from queue.finished f where f.id = d.job_id) is null);
     exit when v_needed = '{}';
-    v_all := array(select u.id from unnest(v_all) u (id) where u.id <> all (v_needed));
+    v_all := array(select u.id from unnest(v_all) u (id) where u.id not in (select unnest(v_needed)));
   end loop;
   insert into queue.deleted (id)
   select f.id from queue.finished f where f.id = any (v_all) and f.state = 'succeeded';
-  for v_job in select u.id, u.claim, u.worker_id from unnest(v_open, v_claims, v_workers) u (id, claim, worker_id) where u.id = any (v_all) loop
+  for v_job in select u.id, u.claim, u.worker_id from unnest(v_open, v_claims, v_workers) u (id, claim, worker_id)
+    where not u.id not in (select unnest(v_all)) loop
     if v_job.claim is not null then
       perform queue._end_attempt('{"outcome": "aborted"}', v_job.id, v_job.claim, true);
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'deleted');

@@ -123,12 +123,12 @@ begin
       v_done := v_done || v_job.id;
     end if;
   end loop;
-  perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id) where u.id <> all (v_done)), 256 | 8192)
+  perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id) where u.id not in (select unnest(v_done))), 256 | 8192)
   where v_keyed <> '{}';
   perform queue._bring_back(v_back);
   perform queue._announce();
   return query
-    select u.id, j.state, case when j.id is null then 'QJ001' when u.id = any (v_unkeyed) then 'QJ004' when not u.id = any (v_done) then 'QJ003' end
+    select u.id, j.state, case when j.id is null then 'QJ001' when u.id in (select unnest(v_unkeyed)) then 'QJ004' when u.id not in (select unnest(v_done)) then 'QJ003' end
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
     order by u.n;

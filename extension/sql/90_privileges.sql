@@ -23,7 +23,7 @@ begin
       functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
       views := '{schedules}';
     when 'operator' then
-      functions := '{register_task,next,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
+      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
       views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     when 'reader' then
       functions := '{search,get,stats,health,autoscale_hint,result,graph,why,check,peek,version,backoff,next_runs}';
@@ -40,7 +40,7 @@ begin
   return '{register_task,schedule,unschedule,enable_schedule,run_now,prune,check,health,tasks,locks,semaphores,schedules,schedule_runs}'::text[];
 end $$;
 
--- Locks: as install. Raises: 22023.
+-- Locks: as install, and those of _switch_limits. Raises: 22023, 55P03.
 create or replace function queue.grant_access(role text, kind text, queues text[] default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -50,11 +50,14 @@ begin
   end if;
   perform queue._check_role(grant_access.role);
   perform queue._grants(grant_access.kind);
-  if grant_access.queues = '{}' or array_position(grant_access.queues, null) is not null then
+  perform queue._check_list('queues', grant_access.queues);
+  if grant_access.queues = '{}' then
     perform queue._invalid('queues holds no name, or NULL', 'Name queues or prefix* patterns; NULL instead of a list is all.');
   end if;
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
   perform pg_advisory_xact_lock(1885824102, 3);
+  -- what another role of this name had, that was dropped, does not come back
+  delete from queue.access a where a.role = grant_access.role and not has_schema_privilege(grant_access.role, 'queue', 'usage');
   insert into queue.access (role, kind, queues)
   values (grant_access.role, grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
   on conflict on constraint access_pkey do update set queues = excluded.queues;
@@ -64,7 +67,7 @@ end $$;
 comment on function queue.grant_access(text, text, text[]) is
   'Lets a role act as producer, worker, operator or reader: of all queues, or of some (names, prefix*). The kinds are siblings: a role that needs two gets both; the same kind again replaces its queues.';
 
--- Locks: as install. Raises: 22023.
+-- Locks: as grant_access. Raises: 22023, 55P03.
 create or replace function queue.revoke_access(role text)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -72,15 +75,24 @@ begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
   end if;
-  perform queue._check_role(revoke_access.role);
   perform pg_advisory_xact_lock(1885824102, 3);
   delete from queue.access a where a.role = revoke_access.role;
-  execute format('revoke all on all functions in schema queue from %I', revoke_access.role);
-  execute format('revoke all on all tables in schema queue from %I', revoke_access.role);
-  execute format('revoke usage on schema queue from %I', revoke_access.role);
+  if not found or exists (select from pg_roles r where r.rolname = revoke_access.role) then
+    perform queue._check_role(revoke_access.role);
+    perform queue._take_all(revoke_access.role);
+  end if;
   perform queue._switch_limits();
 end $$;
-comment on function queue.revoke_access(text) is 'Takes back everything that grant_access gave a role.';
+comment on function queue.revoke_access(text) is 'Takes back everything that grant_access gave a role; of one that was dropped, too.';
+
+-- Takes from a role everything in the schema.
+create or replace function queue._take_all(p_role text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  execute format('revoke all on all functions in schema queue from %I', p_role);
+  execute format('revoke all on all tables in schema queue from %I', p_role);
+  execute format('revoke usage on schema queue from %I', p_role);
+end $$;
 
 -- Raises: 22023 unless there is such a role.
 create or replace function queue._check_role(p_role text)
@@ -126,10 +138,14 @@ end $$;
 
 -- Turns checking on when a role is limited, and off when none is. Views that filter must not show a condition
 -- of the reader's own what they filter out, which a barrier prevents, at the cost of some plans.
+-- Locks: of those views, for which it waits 100 ms at a time, a hundred times: a transaction that has read one may stay open,
+-- and whoever comes to read one meanwhile, as operations do that hold ADM, waits no longer than that.
+-- Raises: 55P03.
 create or replace function queue._switch_limits()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_is_limited boolean := exists (select from queue.access a where a.queues is not null);
+  v_is_limited boolean := exists (select from queue.access a join pg_roles r on r.rolname = a.role where a.queues is not null);
+  v_timeout text := current_setting('lock_timeout');
   v_view text;
 begin
   if v_is_limited and to_regclass('queue.unlimited') is not null then
@@ -143,9 +159,21 @@ begin
     where c.relnamespace = 'queue'::regnamespace and c.relname in ('jobs', 'attempts', 'queues', 'workers', 'metrics') and c.relkind = 'v'
       and coalesce('security_barrier=true' = any (c.reloptions), false) <> v_is_limited
   loop
-    execute format(case when v_is_limited then 'alter view queue.%I set (security_barrier = true)' else 'alter view queue.%I reset (security_barrier)' end, v_view);
+    for v_try in 1 .. 100 loop
+      begin
+        perform set_config('lock_timeout', '100ms', true);
+        execute format(case when v_is_limited then 'alter view queue.%I set (security_barrier = true)' else 'alter view queue.%I reset (security_barrier)' end, v_view);
+        perform set_config('lock_timeout', v_timeout, true);
+        exit;
+      exception when lock_not_available then
+        if v_try = 100 then
+          raise exception using errcode = '55P03', message = 'a view is in use by a transaction that stays open', detail = 'view: queue.' || v_view,
+            hint = 'Nothing was changed. End the transactions that have been open for long (see pg_stat_activity), and call it again.';
+        end if;
+      end;
+    end loop;
   end loop;
 end $$;
 
 revoke all on function queue._grants(text), queue._unlimited_only(), queue.grant_access(text, text, text[]), queue.revoke_access(text),
-  queue._check_role(text), queue._regrant(text), queue._restore_grants(), queue._switch_limits() from public;
+  queue._take_all(text), queue._check_role(text), queue._regrant(text), queue._restore_grants(), queue._switch_limits() from public;

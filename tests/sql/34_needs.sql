@@ -382,7 +382,7 @@ select pg_temp.defer('a', more => '{"retain": "1 hour"}'), pg_temp.defer('f', mo
 select pg_temp.defer('d', 'a') \g /dev/null
 select pg_temp.defer('e', 'f') \g /dev/null
 select is(pg_temp.run('a') || pg_temp.run('x') || pg_temp.run('f', 'failed'), 'succeededsucceededfailed', 'three end');
-update queue.finished set purge_at = clock_timestamp() - interval '1 second';
+update queue.finished set purge_at = clock_timestamp() - interval '1 second', finished_at = finished_at - interval '1 hour 1 second';
 select is(queue.prune(), 1, 'the one that nobody needs is pruned');
 select is(pg_temp.states(), 'a:succeeded f:failed d:ready e:upstream_failed', 'the others are kept');
 select is(pg_temp.refusal(format('select queue.defer(''t'', needs => array[%s])', pg_temp.id('a'))), format('QJ001 id: %s', pg_temp.id('a')),

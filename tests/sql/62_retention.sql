@@ -1,6 +1,6 @@
 -- Retention: from completion, by state, queue, task and job; what is needed stays; what is locked is passed by.
 
-select plan(49);
+select plan(56);
 
 select queue.register_worker('w') as worker \gset
 
@@ -95,6 +95,30 @@ select queue.configure_queue('late2', '{"retain": "1 hour"}');
 select pg_temp.run(:before, 'succeeded') \g /dev/null
 select pg_temp.pass('2 hours');
 select is(queue.prune(), 1, 'a shorter one for those that finish after it');
+-- one that is raised, or taken away, counts for those that had a shorter one
+select queue.configure_queue('late3', '{"retain": "1 hour"}');
+select queue.defer('raised', queue => 'late3') as raised, queue.defer('raised', queue => 'late3') as failed \gset
+select pg_temp.run(:raised, 'succeeded'), pg_temp.run(:failed, 'failed') \g /dev/null
+select queue.configure_queue('late3', '{"retain": "30 days"}');
+select pg_temp.pass('8 days');
+select is(queue.prune(), 0, 'a longer one than they had');
+select queue.configure_queue('late3', '{"retain": null}');
+select pg_temp.pass('30 days');
+select is(queue.prune(), 1, 'and none: what has succeeded has the default then, what has failed is kept');
+select is(queue.prune(state => 'failed'), 1, 'until it is asked for');
+-- moved into a queue that keeps for a shorter time, it may be named up to that moment
+select queue.configure_queue('short', '{"retain": "1 second"}');
+select queue.defer('moved', queue => 'late4') as moved \gset
+select pg_temp.run(:moved, 'succeeded') \g /dev/null
+select pg_temp.pass('1 hour');
+select clock_timestamp() as before \gset
+select queue.move(array[:moved], 'short') \g /dev/null
+select ok((select f.purge_at >= :'before' from queue.finished f where f.id = :moved), 'a job that is moved is not past its retention before that');
+select queue.prune() \g /dev/null
+-- the clock was set back: what it told before counts for nothing
+update queue.horizon set looked_at = clock_timestamp() + interval '1 hour', safe_at = clock_timestamp() + interval '1 hour';
+select queue.tick() \g /dev/null
+select results_eq('select looked_at <= clock_timestamp(), safe_at from queue.horizon', $$values (true, '-infinity'::timestamptz)$$, 'a horizon that lies ahead is given up');
 
 -- What an unfinished job needs is kept
 select queue.defer('need') as need, queue.defer('need too') as need2 \gset
@@ -115,6 +139,18 @@ select is_empty(format('select * from queue.need where job_id = %s', :dependent)
 select queue.cancel(:dependent2), queue.cancel(:other) \g /dev/null
 select is(queue.prune(), 1, 'the rest');
 select queue.prune(state => 'cancelled') \g /dev/null
+-- so many that they are passed by for a minute: their retention counts still
+select queue.configure_queue('many', '{"retain": "30 days"}');
+select queue.defer('dependent', needs => array_agg(queue.defer('need', queue => 'many')) || :d::bigint) as dependent from generate_series(1, 1000) \gset
+select queue.done(array(select id from queue.jobs where queue = 'many')) \g /dev/null
+update queue.finished f set purge_at = null from queue.job j where j.id = f.id and j.queue = 'many';
+select pg_temp.pass('8 days');
+select is(queue.prune(), 0, 'a thousand that are needed are kept');
+select queue.cancel(:dependent) \g /dev/null
+update queue.finished f set purge_at = now() from queue.job j where j.id = f.id and j.queue = 'many' and f.purge_at is not null;
+select is(queue.prune(), 0, 'and no longer needed have their queue''s retention');
+select pg_temp.pass('23 days');
+select queue.prune(), queue.prune(state => 'cancelled') \g /dev/null
 -- needed by a job that no worker has admitted yet
 select queue.defer('need') as need \gset
 select pg_temp.run(:need, 'succeeded') \g /dev/null

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -340,6 +341,42 @@ def test_a_limited_worker(owner: psycopg.Connection[Any], roles: dict[str, str])
     assert sorted(row[0]) == sorted(OWN)
 
 
+def test_kinds_are_siblings(owner: psycopg.Connection[Any]) -> None:
+    """A worker of some queues that is an operator of all serves these, and may end any claim."""
+    owner.execute("create role limits_both")
+    try:
+        owner.execute("select queue.grant_access('limits_both', 'worker', '{a}')")
+        owner.execute("select queue.grant_access('limits_both', 'operator')")
+        owner.execute("select queue.defer('t', queue => q) from unnest('{a,b}'::text[]) q")
+        become(owner, "limits_both")
+        (worker,) = owner.execute("select queue.register_worker('w')").fetchone() or ()
+        rows = owner.execute("select queue from queue.fetch(%s, null, 9)", (worker,)).fetchall()
+        assert rows == [("a",)]
+        call = f"select queue.fetch({worker}, '{{b}}')"
+        assert outcome(owner, call).startswith("42501")
+        said = "select queue.succeed(n.id, n.claim) from queue.next('{b}') n"
+        assert outcome(owner, said)[0] == "["
+    finally:
+        owner.execute("reset session authorization")
+        drop(owner, "limits_both")
+
+
+def test_the_queueing_lock_of_a_job_that_is_not_seen(
+    owner: psycopg.Connection[Any], roles: dict[str, str]
+) -> None:
+    owner.execute("select queue.defer('t', queue => 'b secret', queueing_lock => 'k')")
+    become(owner, roles["producer"])
+    for way in ("raise", "ignore", "replace"):
+        said = outcome(
+            owner,
+            "select queue.defer('t', queue => 'a', queueing_lock => 'k', options => %s)",
+            json.dumps({"on_conflict": way}),
+        )
+        assert said.startswith("QJ004"), (way, said)
+        assert "secret" not in said
+    owner.execute("reset session authorization")
+
+
 def test_limited_readers_and_operators(
     owner: psycopg.Connection[Any], roles: dict[str, str]
 ) -> None:
@@ -484,7 +521,23 @@ def test_triggers(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None
             assert outcome(owner, "insert into limits.own_a values (1) returning 1")[0] == "["
             said = outcome(owner, "insert into limits.own_b values (1) returning 1")
             assert said.startswith("42501"), said
+        # what the owner's job may need or have for parent, it may whoever writes
         owner.execute("reset session authorization")
+        (parent,) = (
+            owner.execute("select min(id) from queue.jobs where queue = 'b'").fetchone() or ()
+        )
+        keys = json.dumps({"queue": "a", "options": {"parent": parent}})
+        owner.execute(
+            "create trigger p after update on limits.free for each row"
+            f" execute function queue.defer_trigger('t', '{keys}')".encode()
+        )
+        owner.execute("grant update, select on limits.free to public")
+        for role in ("limited_producer", "limits_writer"):
+            become(owner, role)
+            assert outcome(owner, "update limits.free set n = 2 returning 1")[0] == "["
+        owner.execute("reset session authorization")
+        owner.execute("delete from limits.free")
+        owner.execute("select queue.delete(array_agg(id)) from queue.jobs where parent is not null")
         rows = owner.execute(
             "select queue, count(*) from queue.jobs group by 1 order by 1"
         ).fetchall()
@@ -542,11 +595,71 @@ def test_limits_come_and_go(owner: psycopg.Connection[Any]) -> None:
         assert marks() == (True, 5)
         owner.execute("select queue.revoke_access('limits_some')")
         assert marks() == (False, 0)
-        for bad in ("{}", "{NULL}", '{""}'):
+        for bad in ("{}", "{NULL}", '{""}', "{{a,b},{c,d}}"):
             said = outcome(owner, "select queue.grant_access('limits_some', 'reader', %s)", bad)
             assert said.startswith("22023"), bad
     finally:
         drop(owner, "limits_some")
+
+
+def test_a_dropped_role_leaves_nothing_to_the_next_of_its_name(
+    owner: psycopg.Connection[Any],
+) -> None:
+    for kind in ("operator", "producer"):
+        owner.execute("create role limits_old")
+        owner.execute("select queue.grant_access('limits_old', %s, '{a}')", (kind,))
+        rows = owner.execute("select kind from queue.access").fetchall()
+        assert rows == [(kind,)]
+        become(owner, "limits_old")
+        may = outcome(owner, "select queue.delete('{1}')")
+        assert may.startswith("42501") == (kind == "producer")
+        owner.execute("reset session authorization")
+        owner.execute("drop owned by limits_old")
+        owner.execute("drop role limits_old")
+    owner.execute("select queue.revoke_access('limits_old')")
+    assert owner.execute("select * from queue.access").fetchall() == []
+    assert outcome(owner, "select queue.revoke_access('limits_old')").startswith("22023")
+
+
+@pytest.mark.unchecked("it uninstalls")
+def test_uninstalling_takes_back_what_was_given(owner: psycopg.Connection[Any]) -> None:
+    owner.execute("create role limits_kept")
+    try:
+        owner.execute("select queue.grant_access('limits_kept', 'operator', '{a}')")
+        owner.execute("select queue.uninstall(true)")
+        owner.execute("select queue.install()")
+        become(owner, "limits_kept")
+        assert outcome(owner, "select queue.delete('{1}')").startswith("42501")
+    finally:
+        owner.execute("reset session authorization")
+        drop(owner, "limits_kept")
+
+
+def test_a_reader_that_stays_open_stops_nobody_but_the_first_limit(
+    owner: psycopg.Connection[Any], dsn: str
+) -> None:
+    """Views get a barrier with the first limit: those who read one meanwhile wait for moments."""
+    owner.execute("create role limits_first")
+    owner.execute("select queue.defer('t')")
+    try:
+        with psycopg.connect(dsn) as reader, psycopg.connect(dsn, autocommit=True) as other:
+            reader.execute("select * from queue.jobs").fetchall()
+            granting = threading.Thread(
+                target=owner.execute,
+                args=("select queue.grant_access('limits_first', 'reader', '{a}')",),
+            )
+            granting.start()
+            waiting = "select from pg_stat_activity where wait_event_type = 'Lock' and query ~ %s"
+            other.execute("set statement_timeout = '5 s'")
+            for _ in range(3):
+                while not other.execute(waiting, ("^select queue.grant_access",)).fetchall():
+                    assert granting.is_alive()
+                other.execute("select * from queue.set_priority('{1}', 1)").fetchall()
+            reader.rollback()
+            granting.join()
+        assert owner.execute("select to_regclass('queue.unlimited')").fetchone() == (None,)
+    finally:
+        drop(owner, "limits_first")
 
 
 @pytest.mark.parametrize(
