@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import types
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import psycopg
+from psycopg.rows import tuple_row
 
 from . import _memory, _outcome, _sql
 from ._connect import AsyncPool, SyncPool
@@ -186,6 +188,7 @@ def failed(
     if task is not None:
         try:
             options = task.handling.decision(error, job)
+            json.dumps(options)
         except Exception:
             log.exception("%r: what to do about its failure could not be decided", job)
             options = {}
@@ -250,7 +253,9 @@ def _transaction(maker: Callable[[], Any] | bool, pool: SyncPool) -> Iterator[An
             yield session
     else:
         with pool.connection() as connection, _lost_told_apart(connection):
+            # another handler may have changed them
             connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+            connection.row_factory, connection.cursor_factory = tuple_row, psycopg.Cursor
             with connection.transaction():
                 yield connection
 
@@ -267,6 +272,7 @@ async def _transaction_async(
         async with pool.connection() as connection:
             with _lost_told_apart(connection):
                 await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+                connection.row_factory, connection.cursor_factory = tuple_row, psycopg.AsyncCursor
                 async with connection.transaction():
                     yield connection
 

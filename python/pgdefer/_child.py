@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import importlib
@@ -145,7 +146,7 @@ def main(connection: Connection, dsn: str) -> None:
         task, pool = tasks[module, name]
         job = JobContext(task.app, row)
         line.begin(job)
-        outcome = _attempt.run(job, task, pool, None)
+        outcome = contextvars.copy_context().run(_attempt.run, job, task, pool, None)
         is_fit = not _memory.watch.has_run_out
         line.end(Answer(outcome, may_go_on=is_fit, logged=notes.take()))
 

@@ -57,9 +57,20 @@ _scan = json.JSONDecoder().raw_decode
 
 
 def unwrap(stored: str) -> Any:
-    """Return the value of jsonb in PostgreSQL's binary form: a version's byte, then JSON."""
-    return _scan(stored, 1)[0]
+    """Return the value of jsonb in PostgreSQL's binary form: a version's byte, then JSON.
 
+    Raises DecodeError for what Python can't read: numbers of too many digits, too deep a nesting.
+    """
+    try:
+        return _scan(stored, 1)[0]
+    except RecursionError:
+        raise DecodeError("the value is nested too deeply") from None
+    except ValueError as error:
+        raise DecodeError(f"the value can't be read: {error}") from error
+
+
+# What is JSON already.
+_PLAIN = frozenset({str, int, float, bool, list, dict, type(None)})
 
 _dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
@@ -98,6 +109,10 @@ class Codec:
         be `async def`; one that does I/O without being async has `blocking=True`, so that workers
         run it in a thread. Whatever it raises fails the job at once.
         """
+        if type_ in _PLAIN:
+            raise ValueError(
+                f"JSON has values of type {type_.__name__}, which are stored as they are"
+            )
         if not tag.isidentifier():
             raise ValueError(f"a tag is made of letters, digits and _, and {tag!r} isn't")
         if (

@@ -6,7 +6,7 @@ import contextvars
 import datetime as dt
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ._codec import unwrap
 from ._errors import PgDeferError
@@ -30,6 +30,7 @@ class JobContext:
 
     __slots__ = (
         "_abort",
+        "_headers",
         "_is_in_process",
         "_is_released",
         "_row",
@@ -41,7 +42,6 @@ class JobContext:
         "attempt",
         "claim",
         "deadline",
-        "headers",
         "id",
         "lock",
         "parent",
@@ -62,11 +62,10 @@ class JobContext:
     scheduled_at: dt.datetime | None
     deadline: dt.datetime | None
     timeout: dt.timedelta | None
-    headers: Mapping[str, Any]
     parent: int | None
+    _headers: str | None
 
     def __init__(self, app: App, row: Sequence[Any]) -> None:
-        headers: str | None
         self.app = app
         self._row = row
         # The columns of queue.fetch, in order.
@@ -82,10 +81,9 @@ class JobContext:
             self.scheduled_at,
             self.deadline,
             self.timeout,
-            headers,
+            self._headers,
             self.parent,
         ) = row
-        self.headers = {} if headers is None else unwrap(headers)
         self._abort: str | None = None
         self._is_released = False
         self._runner: asyncio.Task[None] | None = None
@@ -95,6 +93,11 @@ class JobContext:
 
     def __repr__(self) -> str:
         return f"<job {self.id} {self.task} attempt {self.attempt} claim {self.claim}>"
+
+    @property
+    def headers(self) -> Mapping[str, Any]:
+        """What was given as headers. Raises DecodeError for what Python can't read."""
+        return {} if self._headers is None else cast("dict[str, Any]", unwrap(self._headers))
 
     @property
     def scheduled_for(self) -> dt.datetime | None:

@@ -39,7 +39,7 @@ def execute(connection: AnyConnection, statement: Statement, parameters: Mapping
     """Run a statement in the transaction that the connection is in."""
     with translated():
         if isinstance(connection, psycopg.Connection):
-            return cursor(connection).execute(statement.psycopg, parameters).fetchall()
+            return cursor(connection).execute(statement.psycopg, parameters, binary=True).fetchall()
         if _is_sqlalchemy(connection, "Connection", "Session", "scoped_session"):
             found: Rows = connection.execute(_text(statement), dict(parameters)).all()
             return found
@@ -52,7 +52,9 @@ async def execute_async(
     """As `execute`, for asyncio."""
     with translated():
         if isinstance(connection, psycopg.AsyncConnection):
-            done = await async_cursor(connection).execute(statement.psycopg, parameters)
+            done = await async_cursor(connection).execute(
+                statement.psycopg, parameters, binary=True
+            )
             return await done.fetchall()
         if _is_sqlalchemy(connection, "AsyncConnection", "AsyncSession", "async_scoped_session"):
             found: Rows = (await connection.execute(_text(statement), dict(parameters))).all()

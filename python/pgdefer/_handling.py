@@ -77,7 +77,14 @@ class Handling:
         return cls(**ours), {n: value for n, value in options.items() if n not in names}
 
     def check(self, *, is_async: bool, qualname: str) -> None:
-        """Raise ValueError for what a function can't have."""
+        """Raise ValueError for what a function can't have, TypeError for what is no class."""
+        for name, classes in (("retry_on", self.retry_on or ()), ("give_up_on", self.give_up_on)):
+            found: Any
+            for found in classes if isinstance(classes, tuple) else (classes,):
+                if not (isinstance(found, type) and issubclass(found, BaseException)):
+                    raise TypeError(
+                        f"{name} must be a class of errors, or a tuple of such: {found!r}"
+                    )
         if self.run_in not in ("thread", "process"):
             raise ValueError(f"run_in must be 'thread' or 'process', not {self.run_in!r}")
         if self.run_in == "process":

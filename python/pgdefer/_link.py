@@ -106,7 +106,7 @@ class Link:
     @contextlib.contextmanager
     def _guarded(self, connection: AsyncConnection) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        limit = loop.call_later(self.limit, _cut, connection)
+        limit = loop.call_later(self.limit, cut, connection)
         try:
             yield
         except (psycopg.Error, OSError) as error:
@@ -130,7 +130,7 @@ class Link:
             close_now(connection)
 
 
-def _cut(connection: AsyncConnection) -> None:
+def cut(connection: psycopg.Connection[Any] | AsyncConnection) -> None:
     """Have whoever waits for an answer learn that the connection is lost.
 
     Not by cancelling: psycopg would then try for long to cancel the statement.

@@ -174,6 +174,8 @@ def job_id(job: int | HasId) -> int:
     id = job if isinstance(job, int) else getattr(job, "id", None)
     if not isinstance(id, int) or isinstance(id, bool):
         raise TypeError(f"a job, or its id as an int, is needed, not {job!r}")
+    if not 0 <= id < 2**63:
+        raise ValueError(f"{id} is no job's id")
     return id
 
 
@@ -190,14 +192,28 @@ def to_json(name: str, value: Any) -> Any:
             return {"max_attempts": value}
     if name == "needs":
         return [job_id(job) for job in listed(name, value)]
-    if name in NUMBERS and (not isinstance(value, int) or isinstance(value, bool)):
-        raise TypeError(f"{name} must be an int, not {value!r}")
+    if name in NUMBERS:
+        return _number(name, value)
     if name == "parent":
         return job_id(value)
     if name == "concurrency":
-        return [dict(item) for item in value]
+        return [dict(item) for item in listed(name, value)]
     if name in ("headers", "retry"):
-        return dict(value)
+        return _mapping(name, value)
+    return value
+
+
+def _mapping(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping, not {value!r}")
+    return dict(value)
+
+
+def _number(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name} must fit into 32 bits, not {value}")
     return value
 
 

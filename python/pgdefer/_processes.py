@@ -210,5 +210,7 @@ class _Process:
         """Say so, once it was closed."""
         code = self._process.exitcode
         if code is not None and code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
+            with contextlib.suppress(ValueError):
+                return f"its process was ended by {signal.Signals(-code).name}"
+            return f"its process was ended by signal {-code}"  # a real-time one has no name
         return f"its process exited with {code}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import psycopg
@@ -15,7 +17,7 @@ from . import _sql
 from ._connect import Connection, SyncPool, close_now, cursor
 from ._errors import JobCancelled, JobFailed, PgDeferError, is_lost, translated
 from ._execute import execute
-from ._link import Backoff, Ears, LostError, Rows
+from ._link import Backoff, Ears, LostError, Rows, cut
 from ._sql import Statement
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ __all__ = ["Waiter", "wait"]
 
 # How often to ask where no notification can come.
 POLL_FIRST, POLL_LAST = 0.02, 1.0
+# How long, after its time, to wait for what is asked about a job that is late.
+GRACE = 1.0
 # What to ask about a job that is late; not every role may ask why.
 LATE = (_sql.STATE, _sql.WHY)
 
@@ -57,32 +61,64 @@ def _look(id: int, connection: Connection) -> list[str]:
 
 def wait(id: int, timeout: float | None, pool: SyncPool, source: Source, codec: Codec) -> Any:
     """Return the job's result once it has succeeded; `App.result` says the rest."""
-    end = None if timeout is None else time.monotonic() + timeout
+    end = math.inf if timeout is None else time.monotonic() + timeout
     lost = Backoff()
     while True:
         try:
-            with pool.connection() as connection, _Listening(connection) as listening:
-                pause = Backoff(POLL_FIRST, POLL_LAST)
-                while True:
-                    row = execute(connection, _sql.RESULT, {"id": id})[0]
-                    if _has_succeeded(id, row):
-                        return codec.decode(row[1])
-                    channel, wait_for = row[3], row[4].total_seconds()
-                    if channel is None or source.ears is None:
-                        wait_for = pause.delay()
-                    elif listening.to is None:
-                        listening.start(channel)
-                        continue
-                    if end is not None:
-                        wait_for = min(wait_for, end - time.monotonic())
-                        if wait_for <= 0:
-                            raise _late(id, timeout, _look(id, connection))
-                    listening.sleep(wait_for)
+            with (
+                pool.connection() as connection,
+                _limited(connection, end),
+                _Listening(connection) as listening,
+            ):
+                stored = _wait(id, end, connection, listening, hears=source.ears is not None)
+                if stored is None:
+                    raise _late(id, timeout, _look(id, connection))
+                return codec.decode(stored[0])
         except psycopg.Error as error:
+            if not is_lost(error):
+                raise
+            if time.monotonic() > end:
+                raise _late(id, timeout, []) from error
             delay = lost.delay()
-            if not is_lost(error) or (end is not None and time.monotonic() + delay > end):
+            if time.monotonic() + delay > end:
                 raise
             time.sleep(delay)
+
+
+def _wait(
+    id: int, end: float, connection: Connection, listening: _Listening, *, hears: bool
+) -> tuple[Any] | None:
+    """Return the result as it is stored, or None at `end`."""
+    pause = Backoff(POLL_FIRST, POLL_LAST)
+    while True:
+        row = execute(connection, _sql.RESULT, {"id": id})[0]
+        if _has_succeeded(id, row):
+            return (row[1],)
+        channel, wait_for = row[3], row[4].total_seconds()
+        if channel is None or not hears:
+            wait_for = pause.delay()
+        elif listening.to is None:
+            listening.start(channel)
+            continue
+        wait_for = min(wait_for, end - time.monotonic())
+        if wait_for <= 0:
+            return None
+        listening.sleep(wait_for)
+
+
+@contextlib.contextmanager
+def _limited(connection: Connection, end: float) -> Iterator[None]:
+    """Cut the connection a moment after `end`: the database may not answer at all."""
+    if math.isinf(end):
+        yield
+        return
+    limit = threading.Timer(max(end - time.monotonic(), 0.0) + GRACE, cut, [connection])
+    limit.daemon = True
+    limit.start()
+    try:
+        yield
+    finally:
+        limit.cancel()
 
 
 class _Listening:
@@ -141,7 +177,7 @@ class Waiter(Ears):
         """As the function; where there is no answer soon, without."""
         found: list[str] = []
         with contextlib.suppress(LostError, psycopg.Error, TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(GRACE):
                 for statement in LATE:
                     ((said,),) = await self._ask(statement, id=id)
                     found.append(said)

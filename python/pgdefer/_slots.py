@@ -51,7 +51,11 @@ class Slots:
             )
         if found[2] is None:
             return cls(int(found[1]))
-        return cls(int(found[1]), dt.timedelta(**{_UNITS[found[3]]: int(found[2])}))
+        try:
+            horizon = dt.timedelta(**{_UNITS[found[3]]: int(found[2])})
+        except OverflowError:
+            raise ValueError(f"the horizon of {text!r} is too far") from None
+        return cls(int(found[1]), horizon)
 
 
 def arrange(given: Iterable[int | str]) -> list[Slots]:

@@ -250,7 +250,11 @@ def in_context(task: str, settings: Settings, app: App, *, is_child: bool) -> Se
     if is_child and (job := running_job()) is not None and job.app is app:
         options["parent"] = job.id
     if app.headers is not None and (headers := app.headers(task)):
-        options["headers"] = {**headers, **options.get("headers", {})}
+        if not isinstance(headers, Mapping):
+            raise TypeError(f"App(headers=...) must return a mapping, not {headers!r}")
+        known = app.tasks.get(task)
+        registered = known.settings.options.get("headers", {}) if known is not None else {}
+        options["headers"] = {**registered, **headers, **options.get("headers", {})}
     return Settings(settings.arguments, options)
 
 

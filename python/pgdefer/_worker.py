@@ -72,8 +72,14 @@ SUSPICION = (0.0, 15.0, 120.0)
 FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01", "28000", "28P01"})
 
 
+# The greatest number that the database takes.
+MOST = 2**31 - 1
 # Classes of errors that lie in the outcome itself: it will never be taken.
 SPOILT = frozenset({"22", "23", "54"})
+
+
+class Refused(Exception):  # noqa: N818
+    """The database refuses a call, and the worker is to end."""
 
 
 class WorkerOptions(TypedDict, total=False):
@@ -130,12 +136,13 @@ class Worker:
         self.jobs_per_process = options.get("jobs_per_process", 100)
         #: The worker's id in the database while it is registered.
         self.id: int | None = None
-        #: How many jobs have ended here, and how many were given back because the worker stopped.
+        #: How many jobs have ended here, and how many that ran were given back for a stop.
         self.finished = 0
         self.given_back = 0
         #: How many coroutines were told to end and did not.
         self.deserters = 0
         self._listens = app.source.ears is not None
+        self._thread: int | None = None
         self._claimed: collections.deque[JobContext] = collections.deque()
         self._running: set[JobContext] = set()
         self._outcomes: list[tuple[JobContext, str]] = []
@@ -171,6 +178,7 @@ class Worker:
     async def run_async(self, *, handle_signals: bool = False) -> None:
         """Run until `stop`; cancelled, end at once."""
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._at_once = asyncio.Event()
         self.app.import_tasks()
         self._threads = Threads(self._loop, self.concurrency)
@@ -201,7 +209,13 @@ class Worker:
             await self._end()
 
     def stop(self) -> None:
-        """Claim no more; end when the running jobs have, or after `shutdown_timeout` at once."""
+        """Claim no more; end when the running jobs have, or after `shutdown_timeout` at once.
+
+        May be called from any thread, as may `stop_at_once`.
+        """
+        if self._is_elsewhere():
+            self._loop.call_soon_threadsafe(self.stop)
+            return
         if self._is_stopping:
             return
         self._is_stopping = True
@@ -214,6 +228,9 @@ class Worker:
 
     def stop_at_once(self) -> None:
         """Abort the running jobs and give back those that don't end within a second."""
+        if self._is_elsewhere():
+            self._loop.call_soon_threadsafe(self.stop_at_once)
+            return
         if self._at_once.is_set():
             return
         self._at_once.set()
@@ -221,6 +238,10 @@ class Worker:
         for job in list(self._running):
             self._abort(job, STOPPED)
         self._loop.call_later(GRACE, self._give_back_all)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this is another thread than the worker's."""
+        return self._thread not in (None, threading.get_ident())
 
     async def _end(self) -> None:
         self._give_back_all()
@@ -286,6 +307,9 @@ class Worker:
                 return
             except WorkerGone:
                 self._on_worker_gone(self.id)
+            except Refused as error:
+                log.error("stopped while the database refuses its calls: %s", error)
+                return
             except LostError as error:
                 # Later a refusal may be mended: the database is restored, the password changed.
                 cause = error.__cause__
@@ -332,6 +356,9 @@ class Worker:
 
     async def _pump_connected(self) -> None:
         self._is_drained = False
+        if self._left < math.inf and self._free() and not self._running:
+            # One that ends soon may never come to make room for those that have crashed.
+            await self._fetch_alone()
         while True:
             if self._suspicion and self._suspicion[0] <= self._loop.time():
                 await self._look_for_lost_claims()
@@ -512,8 +539,7 @@ class Worker:
             self._outcomes[:0] = sending
             raise
         if sqlstate_of(error) != "22023":
-            self._raise_translated(error)
-        await self._pause(0.1)
+            await self._try_again(error, Backoff())
 
     async def _send_one(self, job: JobContext, outcome: str) -> None:
         spoilt = PgDeferError("the outcome can't be stored")
@@ -564,30 +590,38 @@ class Worker:
 
     async def _ask(self, statement: _sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
         """Call on the main connection; what can be retried is, what can't is raised as ours."""
+        backoff = Backoff()
         while True:
             try:
                 return await self._link.call(statement, **parameters)
             except psycopg.Error as error:
                 if "outcomes" in parameters:
                     raise
-                self._raise_translated(error)
-                log.warning("trying again: %s", describe(error))
-                await self._pause(0.2)
+                await self._try_again(error, backoff)
 
     async def _call_with_connection(
         self, function: Callable[[AsyncConnection], Awaitable[object]]
     ) -> None:
         """As `_ask`, of a function that takes the main connection."""
+        backoff = Backoff()
         while True:
             try:
                 async with self._link.lent() as connection:
                     await function(connection)
             except psycopg.Error as error:
-                self._raise_translated(error)
-                log.warning("trying again: %s", describe(error))
-                await self._pause(0.2)
+                await self._try_again(error, backoff)
             else:
                 return
+
+    async def _try_again(self, error: psycopg.Error, backoff: Backoff) -> None:
+        """Wait before the next try. Raises what is fatal, and Refused where there is to be none."""
+        self._raise_translated(error)
+        if self._is_stopping and not (self._running or self._claimed or self._outcomes):
+            raise Refused(describe(error)) from error
+        log.warning("trying again: %s", describe(error))
+        await self._pause(backoff.delay())
+        if self._at_once.is_set():
+            raise Refused(describe(error)) from error
 
     def _raise_translated(self, error: psycopg.Error) -> None:
         """Raise what is fatal, or tells that the worker is gone."""
@@ -733,7 +767,10 @@ class Worker:
 
     async def _run(self, job: JobContext, task: Task[..., Any]) -> None:
         """Run a coroutine; for others only fetch what the arguments stand for."""
-        ended: str | Call | None = await run_async(job, task, self._async_pool)
+        try:
+            ended: str | Call | None = await run_async(job, task, self._async_pool)
+        except Exception as error:
+            ended = _mishap(job, error)
         if isinstance(ended, tuple):
             job._runner = None
             self._submit(job, functools.partial(run, job, task, self._pool, ended))
@@ -745,7 +782,11 @@ class Worker:
         context = contextvars.copy_context()
 
         def work() -> Callable[[], None]:
-            return functools.partial(self._ended, job, context.run(function))
+            try:
+                ended = context.run(function)
+            except Exception as error:
+                ended = _mishap(job, error)
+            return functools.partial(self._ended, job, ended)
 
         self._threads.submit(work)
 
@@ -801,7 +842,7 @@ class Worker:
     def _give_back(self, job: JobContext) -> None:
         if not job._is_released:
             job._is_released = True
-            self.given_back += 1
+            self.given_back += job in self._running
             self._leave(job)
             self._outcomes.append((job, _outcome.released(job.id, job.claim)))
             self._on_hint()
@@ -821,10 +862,33 @@ def _check(options: WorkerOptions) -> None:
         raise TypeError(f"a worker takes no option {unknown}: it takes queues, {', '.join(known)}")
     if "slots" in options and "concurrency" in options:
         raise ValueError("give slots or concurrency, not both")
-    least = {"concurrency": 1, "jobs_per_process": 1, "max_jobs": 1, "shutdown_timeout": 0}
     for name, value in options.items():
-        if name in least and isinstance(value, int | float) and value < least[name]:
-            raise ValueError(f"{name} must be at least {least[name]}, not {value}")
+        if name in ("concurrency", "jobs_per_process", "max_jobs"):
+            _check_number(name, value, int, at_least=1)
+        elif name in ("shutdown_timeout", "heartbeat_every", "dead_after"):
+            _check_number(name, value, (int, float), at_least=0)
+    beat, dead = options.get("heartbeat_every", 10.0), options.get("dead_after", 30.0)
+    if not 0 < beat < dead:
+        raise ValueError(
+            f"heartbeat_every must be above 0 and below dead_after: {beat:g} and {dead:g}"
+        )
+
+
+def _check_number(name: str, value: object, kind: Any, *, at_least: int) -> None:
+    if value is None and name in ("max_jobs", "shutdown_timeout"):
+        return
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, not {value}")
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, not {value}")
+
+
+def _mishap(job: JobContext, error: Exception) -> str:
+    """Return the outcome of a job that could not be given one: no slot must be lost by that."""
+    log.error("%r: its outcome could not be made", job, exc_info=error)
+    return _outcome.failed(job.id, job.claim, error)
 
 
 def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:

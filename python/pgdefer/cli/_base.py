@@ -116,7 +116,7 @@ class _Moment(TimestamptzLoader):
     def load(self, data: Buffer) -> Any:
         try:
             return super().load(data)
-        except psycopg.DataError:
+        except (psycopg.DataError, NotImplementedError):  # of another style, as well
             return bytes(data).decode()
 
 
@@ -126,7 +126,7 @@ class _Span(IntervalLoader):
     def load(self, data: Buffer) -> Any:
         try:
             return super().load(data)
-        except psycopg.DataError:
+        except (psycopg.DataError, NotImplementedError):  # of another style, as well
             return bytes(data).decode()
 
 
@@ -156,10 +156,13 @@ class Session:
         """Run a statement."""
         given = dict(parameters or {})
         with _misread(given), self._connection.cursor(row_factory=dict_row) as cursor:
-            if not self.as_json:
-                return Rows(cursor.execute(statement.psycopg, given).fetchall())
-            texts = [row["row"] for row in cursor.execute(statement.json.psycopg, given)]
-        return Rows([json.loads(text) for text in texts], texts)
+            try:
+                if not self.as_json:
+                    return Rows(cursor.execute(statement.psycopg, given).fetchall())
+                texts = [row["row"] for row in cursor.execute(statement.json.psycopg, given)]
+                return Rows([json.loads(text) for text in texts], texts)
+            except (RecursionError, ValueError) as error:
+                raise PgDeferError(f"JSON that Python can't read: {error}") from error
 
     def one(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> Any:
         """Run a statement that returns one value."""

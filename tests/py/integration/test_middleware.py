@@ -327,6 +327,21 @@ async def test_headers_go_with_every_job(dsn: str, jobs: Jobs) -> None:
     assert jobs()[-1]["headers"] is None
 
 
+async def test_headers_of_the_task_stay(dsn: str, jobs: Jobs) -> None:
+    app = App(dsn, headers=lambda task: {"trace": "T", "both": "app"})
+
+    @app.task(name="t", headers={"tenant": "acme", "both": "task"})
+    def task() -> None: ...
+
+    task.defer()
+    app.defer("t", headers={"tenant": "other"})
+    assert [row["headers"] for row in jobs()] == [
+        {"tenant": "acme", "trace": "T", "both": "app"},
+        {"tenant": "other", "trace": "T", "both": "app"},
+    ]
+    app.close()
+
+
 def test_what_is_none_is_refused() -> None:
     with pytest.raises(TypeError, match="middleware must be a list"):
         App("host=nowhere", middleware="trace")

@@ -29,7 +29,7 @@ from .conftest import Jobs, give_up, running, until, wait_for
 Connection = psycopg.Connection[Any]
 
 MODULE = """
-import ctypes, datetime as dt, os, subprocess, sys, time, uuid
+import contextvars, ctypes, datetime as dt, os, subprocess, sys, time, uuid
 import psycopg
 from pgdefer import App, JobAborted, Retry, RetryLater, current_job
 
@@ -83,6 +83,17 @@ def segfault() -> None:
 @app.task(**process, retry=Retry(1, on_crash="fail"))
 def leave() -> None:
     os._exit(3)
+
+@app.task(**process, retry=Retry(1, on_crash="fail"))
+def signal_itself(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+seen = contextvars.ContextVar("seen", default=0)
+
+@app.task(**process)
+def count() -> int:
+    seen.set(seen.get() + 1)
+    return seen.get()
 
 @app.task(**process, retry=Retry(1))
 def die_once(path: str) -> str:
@@ -163,6 +174,23 @@ def app(tasks: Any) -> App:
 
 def by_id(jobs: Jobs) -> dict[int, dict[str, Any]]:
     return {row["id"]: row for row in jobs()}
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
+async def test_whatever_signal_ends_one(
+    tasks: Any, app: App, jobs: Jobs, number: int, name: str
+) -> None:
+    async with running(app, concurrency=1):
+        tasks.signal_itself.defer(number)
+        (row,) = await jobs.end()
+    assert row["error"] == f"ProcessDied: its process was ended by {name}"
+
+
+async def test_every_job_has_a_context_of_its_own(tasks: Any, app: App, jobs: Jobs) -> None:
+    async with running(app, concurrency=1):
+        tasks.count.defer_many([{}] * 3)
+        rows = await jobs.end()
+    assert [row["result"] for row in rows] == [1, 1, 1]
 
 
 async def test_jobs_run_in_processes_that_are_used_again(tasks: Any, app: App, jobs: Jobs) -> None:

@@ -11,7 +11,16 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer import App, DecodeError, Job, JobCancelled, JobFailed, JobNotFound, Worker
+from pgdefer import (
+    App,
+    DecodeError,
+    Job,
+    JobCancelled,
+    JobFailed,
+    JobNotFound,
+    Worker,
+    current_job,
+)
 
 from .conftest import Jobs, running, until
 
@@ -87,6 +96,32 @@ def test_results(app: App, conn: Connection) -> None:
     with app._hearing_pool.connection() as connection:
         # What was listened to is listened to no more.
         assert connection.execute("select pg_listening_channels()").fetchall() == []
+
+
+def test_a_timeout_holds_where_the_database_does_not_answer(
+    app: App, conn: Connection, dsn: str
+) -> None:
+    job = app.defer("t")
+    with pytest.raises(TimeoutError):
+        job.result(0)
+    with psycopg.connect(dsn) as other:
+        other.execute("lock table queue.finished in access exclusive mode")
+        with pytest.raises(TimeoutError, match=f"job {job.id} has not finished within 0.1 s"):
+            job.result(0.1)
+
+
+@pytest.mark.parametrize("style", ["intervalstyle = iso_8601", "datestyle = German"])
+def test_any_style(app: App, conn: Connection, style: str) -> None:
+    conn.execute(f'alter database "{conn.info.dbname}" set {style}'.encode())
+
+    @app.task(name="t")
+    def task() -> str:
+        return current_job().extend(dt.timedelta(hours=1)).isoformat()
+
+    with InThread(app):
+        end = task.defer().result(20)
+    assert dt.datetime.fromisoformat(end) > dt.datetime.now(dt.UTC)
+    app.close()
 
 
 async def test_results_async(app: App, conn: Connection) -> None:

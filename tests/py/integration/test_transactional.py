@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
+from psycopg.rows import dict_row
 from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_async
 
@@ -27,6 +28,32 @@ def table(conn: Connection) -> None:
 
 def effects(conn: Connection) -> list[int]:
     return [row[0] for row in conn.execute("select n from effect order by n").fetchall()]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_what_a_handler_sets_on_its_connection_reaches_no_other(
+    app: App, jobs: Jobs, is_async: bool
+) -> None:
+    if is_async:
+
+        @app.task(name="t", transactional=True)
+        async def coroutine(connection: AsyncConnection) -> str:
+            found = await (await connection.execute("select 1 as a")).fetchone()
+            connection.row_factory = dict_row
+            return repr(found)
+    else:
+
+        @app.task(name="t", transactional=True)
+        def function(connection: Connection) -> str:
+            found = connection.execute("select 1 as a").fetchone()
+            connection.row_factory = dict_row
+            return repr(found)
+
+    async with running(app, concurrency=1):
+        for _ in range(2):
+            app.defer("t")
+        rows = await jobs.end()
+    assert [row["result"] for row in rows] == ["(1,)"] * 2
 
 
 async def test_both_or_neither(app: App, jobs: Jobs, conn: Connection) -> None:

@@ -18,6 +18,7 @@ from sqlalchemy import orm
 
 from pgdefer import (
     App,
+    Decision,
     JobAborted,
     JobContext,
     Retry,
@@ -136,6 +137,54 @@ async def test_code_that_nobody_would_run_does_not_succeed(app: App, jobs: Jobs)
     for row in rows:
         start = f"TypeError: the task returned a {row['args']['kind']}, whose code nobody runs"
         assert row["error"].startswith(start)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_json_that_python_cannot_read_is_that_jobs_failure(
+    app: App, conn: Connection, is_async: bool
+) -> None:
+    def work(value: object = None) -> None:
+        assert current_job().headers
+
+    async def work_async(value: object = None) -> None:
+        work(value)
+
+    app.task(name="t", retry=Retry(5))(work_async if is_async else work)
+    conn.execute("select queue.register_task('t', '{\"retry\": {\"max_attempts\": 5}}')")
+    deep, digits = "[" * 5000 + "]" * 5000, "1" * 5000
+    for text in (deep, digits):
+        conn.execute("select queue.defer('t', options => %s)", [f'{{"headers": {{"x": {text}}}}}'])
+        conn.execute("select queue.defer('t', %s)", [f'{{"value": {text}}}'])
+    conn.execute("select queue.defer('t', options => '{\"headers\": {\"x\": 1}}')")
+    shown = "select state, reason, attempts, split_part(error, ':', 1) from queue.jobs order by id"
+    async with running(app):
+        await until(lambda: conn.execute(shown).fetchall()[-1][0] == "succeeded")
+        await until(lambda: conn.execute(shown).fetchall()[3][0] != "running")
+    assert conn.execute(shown).fetchall() == [
+        *[("failed", "not_retryable", 1, "DecodeError")] * 4,
+        ("succeeded", None, 1, None),
+    ]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_decision_that_is_no_json_loses_no_slot(
+    app: App, jobs: Jobs, is_async: bool
+) -> None:
+    def decide(error: BaseException, job: JobContext) -> Decision:
+        return Decision(retryable=False, reason=error)  # type: ignore[arg-type]
+
+    def work() -> None:
+        raise ValueError("x")
+
+    async def work_async() -> None:
+        work()
+
+    app.task(name="t", decide=decide)(work_async if is_async else work)
+    async with running(app, concurrency=1):
+        for _ in range(2):
+            await app.defer_async("t")
+        rows = await jobs.end()
+    assert [(r["state"], r["error"]) for r in rows] == [("failed", "ValueError: x")] * 2
 
 
 async def test_a_result_that_cannot_be_stored_is_logged(
@@ -435,6 +484,23 @@ async def test_ending_after_so_many_jobs(app: App, jobs: Jobs, options: Any) -> 
         assert (states.count("succeeded"), worker.given_back) == (ended, 0)
         assert sum(row["attempts"] for row in jobs()) == ended
     await app.close_async()
+
+
+async def test_jobs_that_crashed_go_first_where_workers_end_soon(
+    app: App, jobs: Jobs, conn: Connection
+) -> None:
+    @app.task(name="t")
+    async def task() -> None: ...
+
+    suspect = await task.defer_async()
+    conn.execute("select queue.register_worker('dead')")
+    conn.execute("select queue.fetch(max(id)) from queue.worker")
+    give_up(conn)
+    task.defer_many([{}] * 20)
+    await Worker(app, max_jobs=5).run_async()
+    await app.close_async()
+    assert jobs.states()[suspect.id] == "succeeded"
+    assert list(jobs.states().values()).count("succeeded") == 5
 
 
 async def test_ending_after_a_job_that_runs_alone(app: App, jobs: Jobs, conn: Connection) -> None:

@@ -68,6 +68,45 @@ async def test_a_graceful_stop_lets_jobs_end(app: App, jobs: Jobs) -> None:
     assert worker.given_back == 0
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_stop_while_the_database_refuses_all(
+    app: App, dsn: str, conn: Connection, is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a failover to a standby: what nothing is left to be said of ends at once."""
+
+    def refuse() -> None:
+        conn.execute(f'alter database "{conn.info.dbname}" set default_transaction_read_only = on')
+        conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and pid <> pg_backend_pid()"
+        )
+
+    @app.task(name="t")
+    async def task() -> None: ...
+
+    if is_first:
+        refuse()
+    async with running(app) as worker:
+        if not is_first:
+            await until(lambda: worker.id is not None)
+            refuse()
+        await until(lambda: "read-only transaction" in caplog.text)
+    said = [record for record in caplog.records if "trying again" in record.message]
+    assert len(said) < 50
+    conn.execute(f'alter database "{conn.info.dbname}" reset default_transaction_read_only')
+
+
+async def test_a_stop_from_another_thread(app: App) -> None:
+    async with running(app) as worker:
+        await until(lambda: worker._waiter is not None)
+        other = threading.Thread(target=worker.stop)
+        other.start()
+        other.join()
+        # All that the worker keeps belongs to its own thread, which has yet to come to it.
+        assert not worker._is_stopping
+        await until(lambda: worker.id is None)
+
+
 async def test_what_did_not_begin_goes_back(app: App, jobs: Jobs) -> None:
     @app.task
     async def first() -> None:
@@ -79,7 +118,8 @@ async def test_what_did_not_begin_goes_back(app: App, jobs: Jobs) -> None:
     await app.close_async()
     states = list(jobs.states().values())
     assert states.count("succeeded") + states.count("ready") == 500
-    assert states.count("ready") == worker.given_back > 0
+    # none that ran was given back
+    assert (states.count("ready") > 0, worker.given_back) == (True, 0)
     assert {row["attempts"] for row in jobs() if row["state"] == "ready"} == {0}
 
 

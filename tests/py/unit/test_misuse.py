@@ -28,6 +28,13 @@ def app() -> App:
         (None, {"shutdown_timeout": -1}, ValueError, "shutdown_timeout must be at least 0, not -1"),
         (None, {"concurrency": 0}, ValueError, "concurrency must be at least 1, not 0"),
         (None, {"jobs_per_process": 0}, ValueError, "jobs_per_process must be at least 1, not 0"),
+        (None, {"concurrency": 2**40}, ValueError, "concurrency must be at most 2147483647"),
+        (None, {"max_jobs": 2.5}, TypeError, "max_jobs must be a number, not 2.5"),
+        (None, {"max_jobs": "5"}, TypeError, "max_jobs must be a number, not '5'"),
+        (None, {"shutdown_timeout": "5"}, TypeError, "shutdown_timeout must be a number, not '5'"),
+        (None, {"dead_after": 10}, ValueError, "heartbeat_every must be above 0 and below dead"),
+        (None, {"heartbeat_every": 0}, ValueError, "heartbeat_every must be above 0 and below"),
+        (None, {"slots": ["1:99999999999w"]}, ValueError, "the horizon of '1:99999999999w' is too"),
     ],
 )
 def test_options_of_a_worker(
@@ -105,6 +112,25 @@ def test_options_among_the_arguments(app: App) -> None:
         defer(1, delay=5)
     with pytest.raises(TypeError, match=r"missing a required argument: 'a'$"):
         defer(queue="its own")
+
+
+@pytest.mark.parametrize("given", [ValueError("x"), [ValueError], (ValueError, "x"), "ValueError"])
+@pytest.mark.parametrize("name", ["give_up_on", "retry_on"])
+def test_errors_are_classes(app: App, name: str, given: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a class of errors, or a tuple of such"):
+        app.task(**{name: given})(lambda: None)
+
+
+@pytest.mark.parametrize("kind", [int, str, list, dict, bool, type(None)])
+def test_what_is_json_is_not_encoded_otherwise(app: App, kind: type[Any]) -> None:
+    with pytest.raises(ValueError, match="which are stored as they are"):
+        app.codec.register(kind, "mine", str, str)
+
+
+def test_headers_are_a_mapping() -> None:
+    app = App(NOWHERE, headers=lambda task: ["trace"])  # type: ignore[return-value, arg-type]
+    with pytest.raises(TypeError, match=r"App\(headers=\.\.\.\) must return a mapping, not"):
+        app.defer("t")
 
 
 def test_imports_are_a_list() -> None:
