@@ -67,6 +67,8 @@ end $$;
 comment on function queue.stats() is
   'A row for each queue and task: its unfinished jobs by state, the failed ones that are kept, for how long the oldest ready one has been due; and of the last 5 minutes and the last hour the jobs that ended, attempts that failed (failures), jobs per second, and the percentiles of waiting (from when it was due to its last start) and running.';
 
+-- What ended in the last 5 minutes says how many slots it kept busy in them, and how long a job takes; what
+-- runs may be the one job of hours among many of seconds, so it says that only where nothing has ended.
 -- Raises: 22023.
 create or replace function queue.autoscale_hint(within interval default '1 minute')
 returns table (queue text, ready bigint, running bigint, workers bigint, per_second numeric, run_for interval, slots integer)
@@ -75,6 +77,7 @@ set search_path = pg_catalog, pg_temp set jit = off as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_5m timestamptz := v_now - interval '5 minutes';
   v_limits text[] := queue._limits('{operator,reader}');
 begin
   if to_regclass('queue.installation') is null then
@@ -87,25 +90,26 @@ begin
     with u as materialized (
       select u.queue, count(*) filter (where u.state <> 'running') as ready, count(*) filter (where u.state = 'running') as running
       from queue.unfinished u
-      where u.state in ('ready', 'running') or u.state = 'scheduled' and u.due_at <= v_now + autoscale_hint.within
+      where u.state in ('ready', 'running') or u.state = 'scheduled' and u.due_at <= v_now + least(autoscale_hint.within, interval '1000 years')
       group by u.queue),
     r as (
       select l.queue, avg(v_now - v.claimed_at) as run_for
       from queue.live v join queue.lane l on l.lane = v.lane where v.claim is not null group by l.queue),
     d as (
-      select coalesce(s.queue, j.queue) as queue, count(*) / 300.0 as rate, avg(f.finished_at - f.started_at) as run_for
+      select coalesce(s.queue, j.queue) as queue, count(*) / 300.0 as rate, avg(f.finished_at - f.started_at) as run_for,
+        sum(extract(epoch from f.finished_at - greatest(f.started_at, v_5m))) / 300.0 as busy
       from queue.finished f join queue.job j on j.id = f.id left join queue.job_state s on s.id = f.id
-      where f.finished_at > v_now - interval '5 minutes' and f.started_at is not null group by 1)
+      where f.finished_at > v_5m and f.started_at is not null group by 1)
     select q.name, coalesce(u.ready, 0), coalesce(u.running, 0), w.n, round(coalesce(d.rate, 0), 3), x.run_for,
-      least(c.max_running, ceil(
-        greatest(coalesce(u.running, 0), coalesce(d.rate, 0) * extract(epoch from x.run_for))
+      least(c.max_running, 2147483647, ceil(
+        greatest(coalesce(u.running, 0), d.busy)
         + coalesce(u.ready, 0) * least(1, extract(epoch from x.run_for) / extract(epoch from autoscale_hint.within))))::integer
     from (select u.queue as name from u union select d.queue from d union select c.queue from queue.queue_config c) q
     left join u on u.queue = q.name
     left join r on r.queue = q.name
     left join d on d.queue = q.name
     left join queue.queue_config c on c.queue = q.name
-    cross join lateral (select coalesce(greatest(d.run_for, r.run_for), interval '1 second') as run_for) x
+    cross join lateral (select coalesce(d.run_for, r.run_for, interval '1 second') as run_for) x
     cross join lateral (
       select count(*) as n from queue.worker w
       where w.gone_at is null and w.last_seen_at + w.dead_after >= v_now
@@ -114,7 +118,7 @@ begin
     order by q.name;
 end $$;
 comment on function queue.autoscale_hint(interval) is
-  'For each queue that is not paused: slots, how many jobs should run at once so that what is ready, or due within that time, starts within it, at the rate and the running time of the last 5 minutes (1 second where nothing has run).';
+  'For each queue that is not paused: slots, how many jobs should run at once so that what is ready, or due within that time, starts within it: at least those that run, and those that what ended in the last 5 minutes kept busy; and more for what is ready, at most one each, by how long a job took in these 5 minutes (where none ended, by how long those that run have run; 1 second where none does).';
 
 create or replace function queue.health()
 returns table (name text, status text, detail text, fix text)

@@ -1,6 +1,6 @@
 -- stats, metrics, autoscale_hint and health: every figure from jobs that are known, every check seen bad.
 
-select plan(71);
+select plan(76);
 
 set pgdefer.notify = off;
 
@@ -96,6 +96,20 @@ select is_empty('select * from queue.autoscale_hint() where queue = ''win''', 'a
 select is((select paused from queue.metrics where queue = 'win'), 1, 'which the metrics show');
 select queue.resume('win') \g /dev/null
 
+-- One long job among short ones
+select queue.defer('long', queue => 'long') as long \gset
+select count(*) from queue.fetch(:worker, '{long}', 1) \g /dev/null
+update queue.live set claimed_at = claimed_at - interval '10 years' where id = :long;
+select results_eq($$select running, run_for > '9 years', slots from queue.autoscale_hint() where queue = 'long'$$, 'values (1::bigint, true, 1)', 'one that has run for 10 years is one slot');
+select queue.defer('short', queue => 'long') from generate_series(1, 100) \g /dev/null
+select is((select slots from queue.autoscale_hint() where queue = 'long'), 101, 'what has waited beside it may take as long');
+select queue.finish_many(jsonb_agg(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded'))) from queue.fetch(:worker, '{long}', 100) f \g /dev/null
+select results_eq($$select run_for < '10 s', slots from queue.autoscale_hint() where queue = 'long'$$, 'values (true, 1)', 'unless others have ended: then these say how long one takes');
+select queue.done(array[:long]) \g /dev/null
+select results_eq($$select per_second, slots from queue.autoscale_hint() where queue = 'long'$$, 'values (0.337, 2)', 'nor was it more than one slot of the last five minutes when it ends');
+select lives_ok($$select from queue.autoscale_hint('170000000 years')$$, 'in any time');
+select queue.delete(array_agg(id)) from queue.jobs where queue = 'long' \g /dev/null
+
 -- Failures: jobs that failed, and attempts
 select queue.defer('f', queue => 'fails', options => '{"retry": {"max_attempts": 2}}') as id, queue.defer('f', queue => 'fails') as gone \gset
 select queue.finish_many(jsonb_build_array(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'failed'))) from queue.fetch(:worker, '{fails}', 1) f \g /dev/null
@@ -117,7 +131,7 @@ select is((select string_agg(format('%s %s', a.attname, format_type(a.atttypid, 
           'queue text', 'one label, the rest numbers');
 select is_empty('select * from queue.metrics m where m is null or not m is not null', 'and none is NULL');
 select queue.register_worker('some', '{q,mov*}') \g /dev/null
-select is((select string_agg(concat_ws(' ', queue, workers), ', ' order by queue) from queue.metrics), 'fails 1, moved 2, q 2, win 1', 'workers by the queues that they serve');
+select is((select string_agg(concat_ws(' ', queue, workers), ', ' order by queue) from queue.metrics), 'fails 1, long 1, moved 2, q 2, win 1', 'workers by the queues that they serve');
 
 -- health: every check, bad
 create function pg_temp.health(name text) returns text language sql as $$select concat_ws('|', h.status, h.detail, h.fix) from queue.health() h where h.name = health.name$$;
