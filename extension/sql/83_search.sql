@@ -71,7 +71,7 @@ begin
   end if;
 end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is
-  'Jobs, newest first, whose args hold pattern (or whose description does). by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a predicate that is true), key (the whole of a lock, queueing_lock or concurrency key). Without a pattern all, of a queue (a name, prefix* or *), task and state. When it stops at max_jobs or after max_bytes (NULL: no limit), the last row says so in excerpt, has no id, and next_id is the before to go on with.';
+  'Jobs, newest first, whose args hold pattern (or whose description does). by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a predicate that is true; without variables), key (the whole of a lock, queueing_lock or concurrency key). Without a pattern all, of a queue (a name, prefix* or *), task and state. When it stops at max_jobs or after max_bytes (NULL: no limit), the last row says so in excerpt, has no id, and next_id is the before to go on with.';
 
 -- Raises: 22023, QJ001.
 create or replace function queue.get(id bigint, path text)
@@ -93,8 +93,8 @@ begin
     perform queue._job_not_found(get.id);
   end if;
   return query
-    select jsonb_path_query(v_args, queue._jsonpath(case when get.path ~ '^\s*(\$|(lax|strict)\s)' then get.path
-                                                         when starts_with(get.path, '[') then '$' || get.path else '$.' || get.path end), '{}', true);
+    select jsonb_path_query_tz(v_args, queue._jsonpath(case when get.path ~ '^\s*(\$|(lax|strict)\s)' then get.path
+                                                            when starts_with(get.path, '[') then '$' || get.path else '$.' || get.path end), '{}', true);
 end $$;
 comment on function queue.get(bigint, text) is
   'What a path finds in a job''s args, a row for each: items[0].price, or any jsonpath, as $.items[*].price. JSON null is a row with null in it, what is missing no row.';
@@ -125,20 +125,31 @@ begin
   return case when p_by = 'path' then queue._jsonpath(p_pattern) end;
 end $$;
 
--- Raises: 22023 unless it is a jsonpath.
+-- Raises: 22023 unless it is a jsonpath without variables.
 create or replace function queue._jsonpath(p_path text)
 returns jsonpath language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_path jsonpath;
 begin
-  return p_path::jsonpath;
-exception when syntax_error or data_exception then
-  perform queue._invalid('not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
-  return null;
+  begin
+    v_path := p_path::jsonpath;
+    -- a template is read only when a text is
+    perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
+    from regexp_matches(v_path::text, '\.datetime\(("(?:\\.|[^"\\])*")\)', 'g') t;
+  exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
+    perform queue._invalid('not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
+  end;
+  -- it is shown with every name and text in quotes
+  if strpos(regexp_replace(v_path::text, '"(?:\\.|[^"\\])*"', '""', 'g'), '$""') > 0 then
+    perform queue._invalid('a jsonpath may not hold variables', 'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
+  end if;
+  return v_path;
 end $$;
 
 -- How many bytes of a job were read, below zero if they do not match. A path is a predicate if it gives an
 -- empty object a truth value; then it must be true.
 create or replace function queue._match(p_pattern text, p_by text, p_path jsonpath, p_args jsonb, p_description text, p_keys text[])
-returns integer language plpgsql immutable parallel safe security invoker as $$
+returns integer language plpgsql stable parallel safe security invoker as $$
 declare
   v_text text;
   v_item jsonb;
@@ -148,8 +159,8 @@ begin
   end if;
   v_text := p_args::text;
   if p_by = 'path' then
-    v_item := jsonb_path_query_first(p_args, p_path, '{}', true);
-    if v_item = 'true' or v_item is not null and coalesce(jsonb_typeof(jsonb_path_query_first('{}', p_path, '{}', true)), '') not in ('boolean', 'null') then
+    v_item := jsonb_path_query_first_tz(p_args, p_path, '{}', true);
+    if v_item = 'true' or v_item is not null and coalesce(jsonb_typeof(jsonb_path_query_first_tz('{}', p_path, '{}', true)), '') not in ('boolean', 'null') then
       return octet_length(v_text);
     end if;
   elsif strpos(v_text, p_pattern) > 0 or strpos(p_description, p_pattern) > 0 or strpos(v_text, queue._escaped(p_pattern)) > 0 then
@@ -160,7 +171,7 @@ end $$;
 
 -- What is shown of a job that matches.
 create or replace function queue._excerpt(p_pattern text, p_by text, p_path jsonpath, p_args jsonb)
-returns text language plpgsql immutable parallel safe security invoker as $$
+returns text language plpgsql stable parallel safe security invoker as $$
 declare
   v_text text;
   v_at integer;
@@ -168,7 +179,7 @@ begin
   if p_pattern is null or p_by = 'key' then
     return null;
   elsif p_by = 'path' then
-    return left(jsonb_path_query_first(p_args, p_path, '{}', true)::text, 200);
+    return left(jsonb_path_query_first_tz(p_args, p_path, '{}', true)::text, 200);
   end if;
   v_text := p_args::text;
   v_at := coalesce(nullif(strpos(v_text, p_pattern), 0), strpos(v_text, queue._escaped(p_pattern)));

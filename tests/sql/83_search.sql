@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a cap on what it reads.
 
-select plan(135);
+select plan(151);
 
 set pgdefer.notify = off;
 
@@ -29,7 +29,7 @@ select is_empty('select * from queue.search(''x'', max_bytes => 1)', 'nor anythi
 
 select is(pg_temp.refusal('select queue.search(' || arguments || ')'), '22023', 'search(' || arguments || ')') from (values
   (''''''), ('queue => '''''), ('task => '''''), ('state => ''nope'''), ('state => '''''), ('max_bytes => 0'), ('max_bytes => -1'), ('max_jobs => 0'), ('max_jobs => null'), ('by => ''nope'''), ('by => null'),
-  ('''$.'', by => ''path'''), ('''$[nope'', by => ''path'''), ('''$.a like_regex "("'', by => ''path'''), ('queue => repeat(''x'', 1001)')) v (arguments);
+  ('''$.'', by => ''path'''), ('''$[nope'', by => ''path'''), ('''$.a like_regex "("'', by => ''path'''), ('''$.a like_regex "a" flag "x"'', by => ''path'''), ('''$.a.datetime("zzz")'', by => ''path'''), ('''$foo'', by => ''path'''), ('''$.n ? (@ > $"f o")'', by => ''path'''), ('queue => repeat(''x'', 1001)')) v (arguments);
 
 select queue.register_worker('w') as worker \gset
 select queue.defer('a', '{"n": 1, "name": "one", "list": [{"price": 5}], "deep": {"x": null}}', queue => 'q1', lock => 'lock a', options => '{"description": "the first"}') as a,
@@ -79,6 +79,15 @@ select is((select string_agg(excerpt, ' ') from queue.search('$.list[*].price ? 
 select is(pg_temp.found('''strict $.list[5]'', by => ''path'''), null, 'a path that fails finds nothing');
 select is(pg_temp.found('''$.name like_regex "^O" flag "i"'', by => ''path'''), 'a', 'a regular expression');
 select is(pg_temp.found('''$'', by => ''path'''), 'long d c b a', 'the args themselves');
+select is(pg_temp.found('''$.name == "\"$\"" || $.n == 1'', by => ''path'''), 'a', 'a dollar in a text is no variable');
+select is(pg_temp.found('''$."$" == "$" || $.n == 1'', by => ''path'''), 'a', 'nor one in a key');
+select queue.defer('date', '{"d": "2020-06-01T12:00:00+02:00"}') as date \gset
+select is(pg_temp.found('''$.d.datetime() < "2021-01-01T00:00:00+00:00".datetime()'', by => ''path'''), 'date', 'times with a time zone');
+select is(pg_temp.found('''$.d.datetime() < "2021-01-01".datetime()'', by => ''path'''), 'date', 'and with dates, which have none');
+select is(pg_temp.found('''$.d ? (@.datetime() > "2021-01-01".datetime())'', by => ''path'''), null, 'later ones');
+select is((select excerpt from queue.search('$.d ? (@.datetime() < "2021-01-01".datetime())', by => 'path')), '"2020-06-01T12:00:00+02:00"', 'show what was found');
+select is((select count(*) from queue.get(:date, '$.d ? (@.datetime() < "2021-01-01".datetime())')), 1::bigint, 'for get too');
+select queue.delete(array[:date]) \g /dev/null
 
 -- By key
 select is(pg_temp.found('''lock a'', by => ''key'''), 'a', 'a lock');
@@ -154,7 +163,7 @@ select is((select coalesce(string_agg(g::text, ' '), 'missing') from queue.get(:
   ('nothing', 'null'), ('no_such', 'missing'), ('items[7].price', 'missing'), ('text.deeper', 'missing'), ('items.size()', '2'), ('strict $.items[0].price', '1'), ('strict $.no', 'missing')) v (path, value);
 select is((select count(*)::integer from queue.get(:id, 'nothing')), 1, 'null is a row');
 select is_empty(format('select * from queue.get(%s, ''no_such'')', :id), 'what is missing none');
-select is(pg_temp.refusal(format('select queue.get(%s, %L)', :id, path)), '22023', 'no path: ' || coalesce(path, 'NULL')) from (values (null), (''), ('items['), ('a b'), ('$.')) v (path);
+select is(pg_temp.refusal(format('select queue.get(%s, %L)', :id, path)), '22023', 'no path: ' || coalesce(path, 'NULL')) from (values (null), (''), ('items['), ('a b'), ('$.'), ('text.datetime("z\"")'), ('$foo'), ('items[$foo]'), ('text ? (@ like_regex "a" flag "x")'), ('text ? (@ == $"f\"o")')) v (path);
 select is(pg_temp.refusal('select queue.get(424242, ''a'')'), 'QJ001', 'no such job');
 
 -- What is in another state is not looked at, and so there is no more to look at
