@@ -74,7 +74,7 @@ begin
   return v_next_run_at;
 end $$;
 comment on function queue.schedule(text, text, text, jsonb, text, jsonb) is
-  'Defers a job at each run of a cron expression in a time zone, its args with scheduled_for. The same arguments again change nothing, others take effect at once. Returns the next run, NULL if disabled. options: those of defer, queue, priority, lock, queueing_lock, concurrency_key, concurrency_limit, deadline (an interval from the run''s time), and catch_up (none | latest | all), max_delay, overlap (allow | skip), enabled, source.';
+  'Defers a job at each run of a cron expression in a time zone, its args with scheduled_for. The same arguments again change nothing, others take effect at once. Returns the next run, NULL if disabled. options: those of defer, queue, priority, lock, queueing_lock, concurrency_key, concurrency_limit, deadline (an interval from the run''s time), and catch_up (none | latest | all), max_delay (1 second to 4,000 years), overlap (allow | skip), enabled, source.';
 
 -- Locks: ADM, waited for. Raises: 22023, QJ008.
 create or replace function queue.unschedule(name text)
@@ -201,6 +201,9 @@ begin
     perform queue._invalid('enabled must be true or false', 'Pass a JSON boolean.');
   elsif queue._interval('max_delay', v_options -> 'max_delay') < interval '1 s' then
     perform queue._invalid('max_delay is too short', 'A run is skipped when it is later than 1 second or more.');
+  elsif queue._interval('max_delay', v_options -> 'max_delay') > interval '4000 years' then
+    -- as the calendar begins that long before now
+    perform queue._invalid('max_delay is too long', 'Give at most 4,000 years, or leave it out to skip no run.');
   elsif v_options ? 'source' then
     if jsonb_typeof(v_options -> 'source') <> 'string' then
       perform queue._invalid('source must be text', 'Name the program that registers this schedule.');

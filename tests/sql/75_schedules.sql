@@ -1,6 +1,6 @@
 -- Recurring runs: what they defer, outages, overlap, pauses, changes, refusals, history.
 
-select plan(141);
+select plan(144);
 
 select queue.register_worker('w') as worker \gset
 
@@ -122,6 +122,12 @@ from (values ('none', '2 missed, 1 missed, 0 missed'), ('latest', '2 missed, 1 m
   ('all but', '2 max_delay, 1 job, 0 job'), ('all late', '2 max_delay, 1 max_delay, 0 max_delay')) v (name, history);
 select is((select array_agg(distinct s.next_run_at) from queue.schedules s), array[last_run + interval '1 hour'], 'all of them run next at the same time') from clock;
 select is((select array_agg(distinct s.last_run_at) from queue.schedules s where s.name <> 'plain'), array[last_run], 'and have dealt with the same run') from clock;
+
+select queue.schedule('always', :'hourly', 'always', options => '{"max_delay": "4000 years"}') \g /dev/null
+select pg_temp.outage('always') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.history('always'), '2 missed, 1 missed, 0 job', 'the longest max_delay that there may be');
+select queue.unschedule('always') \g /dev/null
 
 -- Long outages of what runs often
 select queue.schedule('second', 'every 1 second', 's', options => '{"catch_up": "latest"}') \g /dev/null
@@ -344,6 +350,8 @@ begin isolation level repeatable read;
 select is(pg_temp.refusal($$select queue.schedule('n', '@daily', 't')$$), 'QJ008 wrong isolation level', 'not in REPEATABLE READ');
 rollback;
 select lives_ok($$select queue.schedule(E'o''neill "*" \u00e9 {}', '@daily', E'\u4efb\u52a1 ''')$$, 'any name will do');
+  ($$select queue.schedule('n', '@daily', 't', options => '{"max_delay": "4001 years"}')$$, '22023 max_delay is too long'),
+  ($$select queue.schedule('n', '@daily', 't', options => '{"max_delay": "4000 years 1 us"}')$$, '22023 max_delay is too long'),
 
 -- Who may
 create role pgdefer_tap_schedules;
