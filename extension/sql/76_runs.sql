@@ -82,6 +82,7 @@ declare
   v_id bigint;
   v_skipped text;
   v_detail text;
+  v_error text;
   v_text text;
   v_text_of record;
   v_prune text[] := '{}'::text[];
@@ -154,11 +155,13 @@ begin
     v_overlaps := 0;
     v_is_new := false;
     v_is_busy := false;
+    v_error := null;
     foreach v_run_at in array v_plan.runs loop
       continue when exists (select from queue.schedule_run r where r.name = v.name and r.run_at = v_run_at);
       v_id := null;
       v_skipped := null;
       v_detail := null;
+      v_error := null;
       if v.skips_overlap and (
         v_is_new or exists (select from queue.job j where j.id = v.last_job_id and not exists (select from queue.finished f where f.id = j.id)))
       then
@@ -201,6 +204,7 @@ begin
             v_skipped := 'error';
             get stacked diagnostics v_detail = pg_exception_detail;
             v_detail := left(concat_ws(': ', sqlerrm, nullif(v_detail, '')), 1000);
+            v_error := format('error: %s (%s)', v_detail, sqlstate);
         end;
       end if;
       exit when v_is_busy;
@@ -225,7 +229,7 @@ begin
     else
       v_dues := v_dues || greatest(v_next_run_at, case when v_next_run_at is not null then p_now end);
       v_nexts := v_nexts || v_next_run_at;
-      v_reasons := v_reasons || null::text;
+      v_reasons := v_reasons || v_error;
       has_more := has_more or coalesce(v_next_run_at <= p_now, false);
     end if;
     v_lasts := v_lasts || v.last_run_at;

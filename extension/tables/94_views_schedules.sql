@@ -10,6 +10,6 @@ select r.name, r.run_at, r.job_id, r.skipped, r.detail, r.is_manual as manual, r
 from queue.schedule_run r;
 
 comment on view queue.schedules is
-  'Recurring runs: when each runs next, and the last run that was dealt with. reason: why nothing runs now, though it is due: disabled, paused, an error.';
+  'Recurring runs: when each runs next, and the last run that was dealt with. reason: why nothing runs, though it should: disabled, paused, queueing_lock, or the error of the last run.';
 comment on view queue.schedule_runs is
   'What became of each run, for the last 100 of each schedule at least: its job, or why it was skipped: missed, max_delay, overlap, queueing_lock, changed, error; detail says more. manual: by run_now.';

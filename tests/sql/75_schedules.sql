@@ -1,6 +1,6 @@
 -- Recurring runs: what they defer, outages, overlap, pauses, changes, refusals, history.
 
-select plan(144);
+select plan(148);
 
 select queue.register_worker('w') as worker \gset
 
@@ -240,12 +240,22 @@ select pg_temp.outage(name, '30 min') from queue.schedules where name in ('poiso
 select queue.tick() \g /dev/null
 select results_eq($$select r.skipped, r.detail from queue.schedule_runs r where r.name = 'poisoned'$$,
   $$values ('error'::text, 'lock names a field that args do not fill: template: {nothing}, field: nothing'::text)$$, 'what can''t be deferred is noted');
+select is((select reason from queue.schedules where name = 'poisoned'), 'error: lock names a field that args do not fill: template: {nothing}, field: nothing (22023)', 'the view says why nothing runs');
+select matches((select status || ' ' || detail from queue.health() where name = 'schedules'), '^warn 0 late, 1 with an error: poisoned: error: lock names', 'and so does health');
 select results_eq($$select r.skipped, r.detail from queue.schedule_runs r where r.name = 'taken'$$,
   format($$values ('queueing_lock'::text, 'id: %s, queueing_lock: taken'::text)$$, :holder), 'so is a queueing_lock that is taken');
 select is((select job_id from queue.schedule_runs r where r.name = 'ignores'), :holder::bigint, 'with on_conflict ignore the waiting job is the run''s');
 select is(pg_temp.history('after'), '0 job', 'others run');
 select is((select array_agg(next_run_at = last_run + interval '1 hour') from queue.schedules, clock where name in ('poisoned', 'taken', 'ignores', 'after')),
           '{t,t,t,t}', 'and each goes on to its next run');
+select queue.register_task('poisoned', '{}') \g /dev/null
+delete from queue.schedule_run r where r.name = 'poisoned';
+select pg_temp.outage('poisoned', '30 min') \g /dev/null
+select queue.tick() \g /dev/null
+select is((select reason from queue.schedules where name = 'poisoned'), null, 'until a run is deferred');
+select is((select status from queue.health() where name = 'schedules'), 'ok', 'which ends the warning');
+select queue.tick() \g /dev/null
+select pg_temp.work() \g /dev/null
 -- one that not even its own row lets run
 update queue.schedule s set timezone = 'Europe/Atlantis' where s.name = 'poisoned';
 delete from queue.schedule_run r where r.name = 'after';
