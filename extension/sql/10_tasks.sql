@@ -76,7 +76,7 @@ begin
 end $$;
 
 -- Returns the options without those that are JSON null, max_progress excepted, and expires_at as the moment
--- that it means now.
+-- that it means now, in UTC.
 -- Raises: 22023 for an unknown key or a value that it can't have.
 create or replace function queue._check_options(options jsonb)
 returns jsonb language plpgsql stable parallel safe security invoker as $$
@@ -112,7 +112,7 @@ begin
         perform queue._invalid('timeout must be longer than 0', 'Leave timeout out for no limit.');
       end if;
     elsif v_option.key = 'expires_at' then
-      v_options := v_options || jsonb_build_object('expires_at', queue._timestamp('expires_at', v_option.value));
+      v_options := v_options || jsonb_build_object('expires_at', queue._utc(queue._timestamp('expires_at', v_option.value)));
     elsif v_option.key = 'held' and v_option.type <> 'boolean' then
       perform queue._invalid('held must be true or false', 'Pass a JSON boolean.');
     elsif v_option.key = 'description' and v_option.type <> 'string' then
@@ -143,6 +143,13 @@ exception when others then
   perform queue._invalid(what || ' is not a timestamp', 'Give a timestamp with a time zone, such as 2030-01-31T09:00:00Z.',
                          'value: ' || left(value::text, 200));
   return null;
+end $$;
+
+-- A moment as it is written down, the same whatever the session's time zone.
+create or replace function queue._utc(p_at timestamptz)
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return (to_jsonb(p_at at time zone 'UTC') #>> '{}') || case when isfinite(p_at) then '+00:00' else '' end;
 end $$;
 
 -- The keys and limits that concurrency_key, concurrency_limit and options.concurrency give together.

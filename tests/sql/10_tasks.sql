@@ -1,6 +1,6 @@
 -- Tasks: registered defaults, and what they may not be.
 
-select plan(72);
+select plan(73);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -81,8 +81,9 @@ select queue.defer('t', options => '{"expires_at": "2030-02-01 00:00"}') as id \
 set timezone = 'America/New_York';
 set datestyle = 'SQL, MDY';
 select is((select j.expires_at from queue.jobs j where j.id = :id), '2030-01-31T15:00:00Z'::timestamptz, 'a moment without a zone counts in the zone of the call');
+select is((select j.options ->> 'expires_at' from queue.job j where j.id = :id), '2030-01-31T15:00:00+00:00', 'and is written down in UTC');
 select queue.defer('t', options => '{"expires_at": "tomorrow"}') as id \gset
-select matches((select j.options ->> 'expires_at' from queue.job j where j.id = :id), '^[0-9]', 'and is written down as a moment');
+select matches((select j.options ->> 'expires_at' from queue.job j where j.id = :id), '^[0-9]', 'and a word is written down as a moment');
 reset timezone;
 reset datestyle;
 
