@@ -254,13 +254,45 @@ begin
       union
       (select h.job_id from queue.handover h where h.kind = 'again' and h.job_id < p_before order by h.job_id desc limit p_n)
       union
-      -- a replaced one may be in another state than it was deferred in
-      (select a.id
-       from (select a.id, a.flags, a.scheduled_at, a.needs from queue.unadmitted a offset 0) a
-       where a.id < p_before and p_state <> 'upstream_failed'
-         and (p_state = case when a.flags & 32 <> 0 then 'held' when a.scheduled_at > statement_timestamp() then 'scheduled'
-                             when a.needs is not null then 'waiting' else 'ready' end
-              or exists (select from queue.job_state s where s.id = a.id))
-       order by a.id desc limit p_n)) c
+      select u.id from unnest(queue._unadmitted(p_state, p_before, p_n)) u (id)) c
     order by c.id desc limit p_n);
+end $$;
+
+-- The newest jobs below an id that have not been admitted and may be in a state.
+create or replace function queue._unadmitted(p_state text, p_before bigint, p_n integer)
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+declare
+  c record;
+  v_ids bigint[];
+begin
+  -- they can't be read by id: where they abound, enough are among the newest jobs
+  if (select count(*) from (select from queue.unadmitted a limit 1001) a) > 1000 then
+    select k.next_xid, k.in_flight into c from queue.cursor k order by k.tick desc limit 1;
+    v_ids := array(
+      select j.id
+      from (select j.id, j.xid, j.flags, j.scheduled_at, j.needs from queue.job j where j.id < p_before order by j.id desc limit 20000) j
+      where queue._may_be(p_state, j.id, j.flags, j.scheduled_at, j.needs)
+        and (j.xid >= c.next_xid or j.xid = any (c.in_flight)
+             or (select true from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid limit 1))
+      order by j.id desc limit p_n);
+    if cardinality(v_ids) = p_n then
+      return v_ids;
+    end if;
+  end if;
+  return array(
+    select a.id
+    from (select a.id, a.flags, a.scheduled_at, a.needs from queue.unadmitted a offset 0) a
+    where a.id < p_before and queue._may_be(p_state, a.id, a.flags, a.scheduled_at, a.needs)
+    order by a.id desc limit p_n);
+end $$;
+
+-- Whether a job that has not been admitted may be in a state. One that was replaced may be in another than
+-- it was deferred in.
+create or replace function queue._may_be(p_state text, p_id bigint, p_flags smallint, p_scheduled_at timestamptz, p_needs bigint[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return p_state = case when p_flags & 32 <> 0 then 'held' when p_scheduled_at > statement_timestamp() then 'scheduled'
+                        when p_needs is not null then 'waiting' else 'ready' end
+    or p_state <> 'upstream_failed' and exists (select from queue.job_state s where s.id = p_id);
 end $$;

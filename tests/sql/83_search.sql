@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a cap on what it reads.
 
-select plan(151);
+select plan(158);
 
 set pgdefer.notify = off;
 
@@ -174,6 +174,22 @@ select is_empty(format('select * from queue.search(state => %L, max_bytes => 1)'
 select queue.tick() \g /dev/null
 select is_empty(format('select * from queue.search(state => %L, max_bytes => 1)', state), 'no ' || state || ' ones') from unnest('{waiting,upstream_failed,blocked,ready,running,held}'::text[]) state;
 select is(pg_temp.found('state => ''scheduled'', max_jobs => 3'), 'later later later more', 'but those');
+
+-- What is not admitted, by any number of jobs: a page costs what it returns
+select count(*) from queue.defer_many((select jsonb_agg(jsonb_build_object('task', case when n % 4000 = 0 then 'rare' else 'many' end, 'queue', 'many', 'options', jsonb_build_object('held', n % 4000 = 0)))
+                                       from generate_series(1, 20000) n)) \g /dev/null
+create function pg_temp.reads(call text) returns bigint language plpgsql as $$
+begin
+  perform pg_temp.found(call);
+  return (select sum(pg_stat_get_xact_tuples_fetched(i.indexrelid)) from pg_index i where i.indrelid = 'queue.job'::regclass);
+end $$;
+select cmp_ok(pg_temp.reads('state => ''ready'''), '<', 5000::bigint, 'a page of ready ones');
+select cmp_ok(pg_temp.reads('state => ''ready'', queue => ''nowhere'', max_bytes => null'), '<', 200000::bigint, 'all pages');
+select is((select count(*) from queue.search(state => 'ready', queue => 'many', max_jobs => 100000, max_bytes => null)), 19995::bigint, 'each is found');
+select is((select count(distinct id) from queue.search(state => 'ready', queue => 'many', max_jobs => 100000, max_bytes => null)), 19995::bigint, 'once');
+select is(pg_temp.found('state => ''held'', queue => ''many'''), 'rare rare rare rare rare', 'and the few among many');
+select is(pg_temp.found('state => ''scheduled'', queue => ''many'''), null, 'or none');
+select is(pg_temp.found('state => ''scheduled'', max_jobs => 2'), 'later later more', 'beside those that are older');
 
 -- A search changes nothing, and may stand in a read-only transaction
 begin transaction isolation level repeatable read read only;
