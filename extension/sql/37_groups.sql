@@ -62,10 +62,8 @@ set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_hashjo
 set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
-  v_ids bigint[] := array[graph.id];
-  v_depths integer[] := array[0];
-  v_level bigint[];
-  v_depth integer;
+  v_ids bigint[];
+  v_depths integer[];
   v_limits text[] := queue._limits('{operator,reader}');
 begin
   if to_regclass('queue.unlimited') is null then
@@ -75,29 +73,53 @@ begin
   if not exists (select from queue.job j where j.id = graph.id) then
     perform queue._job_not_found(graph.id);
   end if;
-  foreach v_depth in array array[-1, 1] loop
-    v_level := array[graph.id];
-    loop
-      v_level := array(
-        select distinct n.id from unnest(v_level) u (id) cross join lateral queue._neighbours(u.id, v_depth > 0) n (id)
-        except select u.id from unnest(v_ids) u (id));
-      exit when v_level = '{}';
-      v_ids := v_ids || v_level;
-      v_depths := v_depths || array_fill(v_depth, array[cardinality(v_level)]);
-      v_depth := v_depth + sign(v_depth)::integer;
-    end loop;
-  end loop;
-  v_level := array(select u.id from unnest(v_ids) u (id) order by u.id);
+  select array_agg(u.id), array_agg(u.depth) into v_ids, v_depths
+  from (select w.id, -w.depth as depth from queue._walk(graph.id, false) w
+        union all
+        select w.id, w.depth from queue._walk(graph.id, true) w where w.depth > 0) u;
   return query
     select u.id, n.id, u.depth, j.task, case when j.id is null then 'deleted' else j.state end
     from unnest(v_ids, v_depths) u (id, depth)
     left join lateral (select j.id, case when x.is_seen then j.task end as task, case when x.is_seen then j.state end as state
                        from queue.jobs j cross join lateral (select queue._covers(v_limits, j.queue) as is_seen) x where j.id = u.id offset 0) j on true
-    left join lateral (select n.id from queue._neighbours(u.id, false) n (id) where v_level[width_bucket(n.id, v_level)] = n.id) n on true
+    left join lateral (select n.id, n.id in (select x from unnest(v_ids) x) as is_in from queue._neighbours(u.id, false) n (id) offset 0) n on n.is_in
     order by u.depth, u.id, n.id;
 end $$;
 comment on function queue.graph(bigint) is
   'The jobs that a job needs and those that need it, recursively: a row for each need of each job (need_id NULL: it has none), with the job''s task and state. depth: 0 the job itself, -1 what it needs, -2 what these need, 1 what needs it, and so on, by the shortest way.';
+
+-- Every job that a job needs, or that needs it, recursively, itself too, and how many steps away it is.
+-- A walk that carried its steps would come to a job by each way that leads there. So it carries ids alone, and comes
+-- to them nearest first: then a job is one step farther than the first of those that it was found from.
+create or replace function queue._walk(p_id bigint, p_dependents boolean)
+returns table (id bigint, depth integer) language plpgsql stable parallel safe security invoker rows 20 as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[];
+  v_from integer[];
+  v_depths integer[] := array[0];
+begin
+  v_ids := array(
+    with recursive walk (id) as (
+      select p_id
+      union
+      select n.id from walk w cross join lateral queue._neighbours(w.id, p_dependents) n (id))
+    select w.id from walk w);
+  v_from := array(
+    select x.first_from
+    from (
+      select y.n, min(y.from_n) over (partition by y.id) as first_from
+      from (
+        select u.id, u.n, null::bigint as from_n from unnest(v_ids) with ordinality u (id, n)
+        union all
+        select n.id, null, u.n from unnest(v_ids) with ordinality u (id, n) cross join lateral queue._neighbours(u.id, p_dependents) n (id)) y) x
+    where x.n is not null
+    order by x.n);
+  for i in 2 .. cardinality(v_ids) loop
+    v_depths[i] := v_depths[v_from[i]] + 1;
+  end loop;
+  return query select u.id, u.depth from unnest(v_ids, v_depths) u (id, depth);
+end $$;
 
 -- What a job needs, or what needs it, of admitted jobs; of the job itself also before it is admitted.
 create or replace function queue._neighbours(p_id bigint, p_dependents boolean)

@@ -1,6 +1,6 @@
 -- Groups, chains and graphs.
 
-select plan(42);
+select plan(45);
 
 select queue.register_worker('w') as worker \gset
 
@@ -105,6 +105,25 @@ begin
 end $$;
 select queue.tick() \g /dev/null
 select results_eq('select count(distinct g.job_id), min(g.depth), max(g.depth) from queue.graph((select min(j.id) + 1000 from queue.job j)) g', 'values (2000::bigint, -500, 500)', 'the way is the shortest');
+call pg_temp.clear();
+-- a long one, in which the jobs of a chain are each a step of their own
+select count(*) from queue.defer_chain((select jsonb_agg('{"task": "n"}'::jsonb) from generate_series(1, 12000))) \g /dev/null
+select queue.tick() \g /dev/null
+set statement_timeout = '3 s';
+select results_eq('select count(*), min(g.depth), max(g.depth), count(distinct g.depth) from queue.graph((select min(j.id) from queue.job j)) g', 'values (12000::bigint, 0, 11999, 12000::bigint)', 'from its begin');
+select results_eq('select count(*), min(g.depth), max(g.depth) from queue.graph((select max(j.id) from queue.job j)) g', 'values (12000::bigint, -11999, 0)', 'from its end');
+reset statement_timeout;
+call pg_temp.clear();
+-- by ways of many lengths
+begin;
+select queue.defer('a'), queue.defer('x') \g /dev/null
+select queue.defer('b', needs => array[pg_temp.id('a')]) \g /dev/null
+select queue.defer('c', needs => array[pg_temp.id('b')]) \g /dev/null
+select queue.defer('d', needs => array[pg_temp.id('a'), pg_temp.id('c'), pg_temp.id('x')]), queue.defer('e', needs => array[pg_temp.id('c')]) \g /dev/null
+select queue.defer('f', needs => array[pg_temp.id('d'), pg_temp.id('e'), pg_temp.id('b')]) \g /dev/null
+commit;
+select queue.tick() \g /dev/null
+select is(pg_temp.graph('a'), '0 a:ready, 1 b>a:waiting, 1 d>a:waiting, 1 d>c:waiting, 2 c>b:waiting, 2 f>b:waiting, 2 f>d:waiting, 2 f>e:waiting, 3 e>c:waiting', 'each by the shortest');
 call pg_temp.clear();
 
 select * from finish();
