@@ -42,12 +42,11 @@ begin
     perform queue._invalid('jobs must be a JSON array', 'Pass [{"task": text, "args": object, ...}, ...].');
   end if;
   for v_job in select e from jsonb_array_elements(defer_chain.jobs) e loop
-    if v_id is null then
-      v_id := queue.defer_many(jsonb_build_array(v_job));
-    else
-      select g.then_id into v_id from queue.defer_group('[]', v_job || case when jsonb_typeof(v_job) = 'object'
-        then jsonb_build_object('needs', jsonb_build_array(v_id) || coalesce(nullif(v_job -> 'needs', 'null'), '[]')) else '[]' end) g;
+    if v_id is not null and jsonb_typeof(v_job) = 'object' then
+      perform queue._check_types('a job', v_job);
+      v_job := v_job || jsonb_build_object('needs', jsonb_build_array(v_id) || coalesce(nullif(v_job -> 'needs', 'null'), '[]'));
     end if;
+    v_id := queue.defer_many(jsonb_build_array(v_job));
     return next v_id;
   end loop;
 end $$;

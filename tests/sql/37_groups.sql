@@ -1,6 +1,6 @@
 -- Groups, chains and graphs.
 
-select plan(45);
+select plan(48);
 
 select queue.register_worker('w') as worker \gset
 
@@ -75,6 +75,10 @@ select is(pg_temp.refusal($$select queue.defer_chain('{}')$$), '22023', 'no chai
 select is(pg_temp.refusal($$select queue.defer_chain('[{"task": "a"}, 1]')$$), '22023', 'a link that is no job');
 select is(pg_temp.refusal($$select queue.defer_chain('[1]')$$), '22023', 'the first');
 select is(pg_temp.refusal($$select queue.defer_chain(null)$$), '22023', 'none');
+select queue.defer('first') as first \gset
+select is(pg_temp.refusal(format('select queue.defer_chain(%L)', jsonb_build_array('{"task": "a"}'::jsonb, jsonb_build_object('task', 'b', 'needs', needs)))), '22023', 'needs that are no list: ' || needs::text)
+from (values (to_jsonb(:first)), (to_jsonb(:'first'::text)), (jsonb_build_object('id', :first))) v (needs);
+call pg_temp.clear();
 select is_empty('select from queue.job', 'nothing of that was deferred');
 
 -- graph
