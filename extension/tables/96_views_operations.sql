@@ -6,7 +6,8 @@ create index attempt_at_idx on queue.attempt using brin (finished_at) with (page
 -- Jobs that are not finished, without a look at those that are. due_at: since when it could have run, but for
 -- its gates. Private.
 create view queue.unfinished as
-select j.id, j.task, coalesce(s.queue, j.queue) as queue, u.state,
+select j.id, j.task, coalesce(s.queue, j.queue) as queue,
+  coalesce(u.state, case when coalesce(s.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled' else 'ready' end) as state,
   coalesce(nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity'), j.created_at) as due_at
 from (
   select v.id, case when v.claim is null then 'ready' else 'running' end as state from queue.live v
@@ -21,7 +22,8 @@ from (
     and not exists (select from queue.finished f where f.id = m.id)
     and not exists (select from queue.handover h where h.job_id = m.id and h.kind = 'again')
   union all
-  select h.job_id, 'ready' as state from queue.handover h where h.kind = 'again'
+  -- by its time, as in queue.jobs
+  select h.job_id, null as state from queue.handover h where h.kind = 'again'
   union all
   select a.id, case when a.flags & 32 <> 0 then 'held' when a.scheduled_at > statement_timestamp() then 'scheduled' when a.needs is not null then 'waiting' else 'ready' end
   from queue.unadmitted a) u

@@ -1,6 +1,6 @@
 -- stats, metrics, autoscale_hint and health: every figure from jobs that are known, every check seen bad.
 
-select plan(76);
+select plan(80);
 
 set pgdefer.notify = off;
 
@@ -56,6 +56,13 @@ select queue.resume(task => 'u') \g /dev/null
 begin;
 select queue.fail(j.id, j.claim, 'again', options => '{"retry_in": 0}') from queue.jobs j where j.state = 'running' and j.lock is null \g /dev/null
 select is(pg_temp.counts('q'), '1 1 1 2 3 1 1 0', 'one whose retry is handed over');
+rollback;
+begin;
+select queue.fail(j.id, j.claim, 'later', options => '{"retry_in": "1 hour"}') from queue.jobs j where j.state = 'running' and j.lock is null \g /dev/null
+select is(pg_temp.counts('q'), '2 1 1 2 2 1 1 0', 'one whose retry is not due');
+select is(pg_temp.metrics('q'), '2 1 1 2 2 1 1 0', 'in the metrics too');
+select ok((select bool_and(oldest_ready_for >= '0') from queue.stats()), 'the oldest that is ready is due');
+select is((select ready from queue.autoscale_hint() where queue = 'q'), 2::bigint, 'nor is it ready for the hint');
 rollback;
 select is((select (count(*) filter (where u.state = j.state))::integer from queue.unfinished u join queue.jobs j on j.id = u.id), 10, 'as the jobs themselves say');
 select ok((select oldest_ready_for between '0' and '1 minute' from queue.stats() where task = 'u'), 'the oldest that is ready');
