@@ -15,14 +15,12 @@ begin
     perform queue._bound_jobs('{operator,reader}', array[why.id]);
   end if;
   select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at, j.finished_at, j.error,
-    w.reason as gate, w.key, w.at, l.paused_until, l.kind, v.id is not null as is_live,
-    m.id is not null as is_member
+    w.reason as gate, w.key, w.at, l.paused_until, l.kind, v.id is not null as is_live
   into v
   from queue.jobs j
   left join queue.waiting w on w.id = j.id
   left join queue.live v on v.id = j.id
   left join queue.lane l on l.lane = v.lane
-  left join queue.lock_member m on m.lock = j.lock and m.id = j.id
   where j.id = why.id;
   if not found then
     perform queue._job_not_found(why.id);
@@ -55,13 +53,17 @@ begin
     return case left(v.key, 1)
       when 'm' then format('its lock %s is held by job %s', v_key, coalesce(v_text, 'that is about to start'))
       else format('its concurrency key %s is full: job %s', v_key, coalesce(v_text, 'that is about to start')) end;
-  elsif not v.is_live and v.is_member then
+  elsif v.state = 'blocked' then
     select m.id into v_text
     from (select m.id, 0 as n from queue.lock_member m where m.lock = v.lock and m.has_turn
           union all (select m.id, 1 from queue.lock_member m where m.lock = v.lock and not m.is_late order by m.id limit 1)
           union all (select m.id, 2 from queue.lock_member m where m.lock = v.lock order by m.id limit 1)) m
     where m.id <> why.id order by m.n limit 1;
-    return format('its lock %s is held by job %s (%s)', v.lock, v_text, (select j.state from queue.jobs j where j.id = v_text::bigint));
+    return coalesce(
+      (select format('its lock %s is held by job %s (%s)', v.lock, j.id, j.state)
+         || case when j.finished_at is not null then '; the next fetch or tick passes it on' else '' end
+       from queue.jobs j where j.id = v_text::bigint),
+      format('its lock %s is free; the next fetch or tick passes it on', v.lock));
   elsif not v.is_live then
     v.paused_until := queue._paused_until(v.queue);
     v.at := queue._task_paused_until(v.task, v.queue);
@@ -75,7 +77,9 @@ begin
       and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(v.queue, q)))) then
     return format('no live worker serves its queue %s', v.queue);
   elsif not v.is_live then
-    return 'it has not been admitted yet; the next fetch or tick does that';
+    return case when exists (select from queue.handover h where h.job_id = why.id and h.kind = 'again')
+      then 'its last run has just ended; the next fetch or tick admits it again'
+      else 'it has not been admitted yet; the next fetch or tick does that' end;
   elsif queue._is_queue_full(v.queue) then
     return queue._why_full(v.queue);
   elsif v.kind = 2 then

@@ -1,6 +1,6 @@
 -- check finds what is planted; why tells what a job waits for; peek shows what comes.
 
-select plan(77);
+select plan(81);
 
 set pgdefer.notify = off;
 
@@ -111,6 +111,17 @@ select is(queue.why(pg_temp.id('waits too')), queue.why(pg_temp.id('waits its tu
 select matches(queue.why(pg_temp.id('waits its turn')), format('job %s ', pg_temp.id('runs')), 'by its id');
 select matches(queue.why(pg_temp.id('waits for a slot')), format('job %s$', pg_temp.id('runs')), 'whoever fills a key too');
 select matches(queue.why(pg_temp.id('needs')), format('job %s ', pg_temp.id('scheduled')), 'and what is needed');
+begin;
+select queue.fail(j.id, j.claim, 'again', options => '{"retry_in": 0}') from queue.jobs j where j.task = 'runs' \g /dev/null
+select is(queue.why(pg_temp.id('runs')), 'its last run has just ended; the next fetch or tick admits it again', 'one that has failed and runs again at once');
+select matches(queue.why(pg_temp.id('waits its turn')), '^its lock l is held by job \d+ \(ready\)$', 'still has its lock');
+update queue.worker set last_seen_at = now() - interval '1 hour';
+select is(queue.why(pg_temp.id('runs')), 'no live worker serves its queue default', 'and needs a worker');
+rollback;
+begin;
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.task = 'runs' \g /dev/null
+select matches(queue.why(pg_temp.id('waits its turn')), '^its lock l is held by job \d+ \(succeeded\); the next fetch or tick passes it on$', 'one that has ended does not keep it');
+rollback;
 select queue.pause('p', '2999-01-01Z') \g /dev/null
 select matches(queue.why(pg_temp.id('paused')), '^its queue p is paused until 2999-01-01', 'a pause with an end');
 select queue.resume('p') \g /dev/null
