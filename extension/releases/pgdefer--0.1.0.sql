@@ -825,7 +825,7 @@ select r.name, r.run_at, r.job_id, r.skipped, r.detail, r.is_manual as manual, r
 from queue.schedule_run r;
 
 comment on view queue.schedules is
-  'Recurring runs: when each runs next, and the last run that was dealt with. reason: why nothing runs now, though it is due: disabled, paused, an error.';
+  'Recurring runs: when each runs next, and the last run that was dealt with. reason: why nothing runs, though it should: disabled, paused, queueing_lock, or the error of the last run.';
 comment on view queue.schedule_runs is
   'What became of each run, for the last 100 of each schedule at least: its job, or why it was skipped: missed, max_delay, overlap, queueing_lock, changed, error; detail says more. manual: by run_now.';
 
@@ -838,7 +838,8 @@ create index attempt_at_idx on queue.attempt using brin (finished_at) with (page
 -- Jobs that are not finished, without a look at those that are. due_at: since when it could have run, but for
 -- its gates. Private.
 create view queue.unfinished as
-select j.id, j.task, coalesce(s.queue, j.queue) as queue, u.state,
+select j.id, j.task, coalesce(s.queue, j.queue) as queue,
+  coalesce(u.state, case when coalesce(s.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled' else 'ready' end) as state,
   coalesce(nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity'), j.created_at) as due_at
 from (
   select v.id, case when v.claim is null then 'ready' else 'running' end as state from queue.live v
@@ -853,7 +854,8 @@ from (
     and not exists (select from queue.finished f where f.id = m.id)
     and not exists (select from queue.handover h where h.job_id = m.id and h.kind = 'again')
   union all
-  select h.job_id, 'ready' as state from queue.handover h where h.kind = 'again'
+  -- by its time, as in queue.jobs
+  select h.job_id, null as state from queue.handover h where h.kind = 'again'
   union all
   select a.id, case when a.flags & 32 <> 0 then 'held' when a.scheduled_at > statement_timestamp() then 'scheduled' when a.needs is not null then 'waiting' else 'ready' end
   from queue.unadmitted a) u
@@ -1417,7 +1419,7 @@ begin
 end $$;
 
 -- Returns the options without those that are JSON null, max_progress excepted, and expires_at as the moment
--- that it means now.
+-- that it means now, in UTC.
 -- Raises: 22023 for an unknown key or a value that it can't have.
 create or replace function queue._check_options(options jsonb)
 returns jsonb language plpgsql stable parallel safe security invoker as $$
@@ -1453,7 +1455,7 @@ begin
         perform queue._invalid('timeout must be longer than 0', 'Leave timeout out for no limit.');
       end if;
     elsif v_option.key = 'expires_at' then
-      v_options := v_options || jsonb_build_object('expires_at', queue._timestamp('expires_at', v_option.value));
+      v_options := v_options || jsonb_build_object('expires_at', queue._utc(queue._timestamp('expires_at', v_option.value)));
     elsif v_option.key = 'held' and v_option.type <> 'boolean' then
       perform queue._invalid('held must be true or false', 'Pass a JSON boolean.');
     elsif v_option.key = 'description' and v_option.type <> 'string' then
@@ -1484,6 +1486,13 @@ exception when others then
   perform queue._invalid(what || ' is not a timestamp', 'Give a timestamp with a time zone, such as 2030-01-31T09:00:00Z.',
                          'value: ' || left(value::text, 200));
   return null;
+end $$;
+
+-- A moment as it is written down, the same whatever the session's time zone.
+create or replace function queue._utc(p_at timestamptz)
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return (to_jsonb(p_at at time zone 'UTC') #>> '{}') || case when isfinite(p_at) then '+00:00' else '' end;
 end $$;
 
 -- The keys and limits that concurrency_key, concurrency_limit and options.concurrency give together.
@@ -4897,12 +4906,11 @@ begin
     perform queue._invalid('jobs must be a JSON array', 'Pass [{"task": text, "args": object, ...}, ...].');
   end if;
   for v_job in select e from jsonb_array_elements(defer_chain.jobs) e loop
-    if v_id is null then
-      v_id := queue.defer_many(jsonb_build_array(v_job));
-    else
-      select g.then_id into v_id from queue.defer_group('[]', v_job || case when jsonb_typeof(v_job) = 'object'
-        then jsonb_build_object('needs', jsonb_build_array(v_id) || coalesce(nullif(v_job -> 'needs', 'null'), '[]')) else '[]' end) g;
+    if v_id is not null and jsonb_typeof(v_job) = 'object' then
+      perform queue._check_types('a job', v_job);
+      v_job := v_job || jsonb_build_object('needs', jsonb_build_array(v_id) || coalesce(nullif(v_job -> 'needs', 'null'), '[]'));
     end if;
+    v_id := queue.defer_many(jsonb_build_array(v_job));
     return next v_id;
   end loop;
 end $$;
@@ -4917,10 +4925,8 @@ set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_hashjo
 set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
-  v_ids bigint[] := array[graph.id];
-  v_depths integer[] := array[0];
-  v_level bigint[];
-  v_depth integer;
+  v_ids bigint[];
+  v_depths integer[];
   v_limits text[] := queue._limits('{operator,reader}');
 begin
   if to_regclass('queue.unlimited') is null then
@@ -4930,29 +4936,53 @@ begin
   if not exists (select from queue.job j where j.id = graph.id) then
     perform queue._job_not_found(graph.id);
   end if;
-  foreach v_depth in array array[-1, 1] loop
-    v_level := array[graph.id];
-    loop
-      v_level := array(
-        select distinct n.id from unnest(v_level) u (id) cross join lateral queue._neighbours(u.id, v_depth > 0) n (id)
-        except select u.id from unnest(v_ids) u (id));
-      exit when v_level = '{}';
-      v_ids := v_ids || v_level;
-      v_depths := v_depths || array_fill(v_depth, array[cardinality(v_level)]);
-      v_depth := v_depth + sign(v_depth)::integer;
-    end loop;
-  end loop;
-  v_level := array(select u.id from unnest(v_ids) u (id) order by u.id);
+  select array_agg(u.id), array_agg(u.depth) into v_ids, v_depths
+  from (select w.id, -w.depth as depth from queue._walk(graph.id, false) w
+        union all
+        select w.id, w.depth from queue._walk(graph.id, true) w where w.depth > 0) u;
   return query
     select u.id, n.id, u.depth, j.task, case when j.id is null then 'deleted' else j.state end
     from unnest(v_ids, v_depths) u (id, depth)
     left join lateral (select j.id, case when x.is_seen then j.task end as task, case when x.is_seen then j.state end as state
                        from queue.jobs j cross join lateral (select queue._covers(v_limits, j.queue) as is_seen) x where j.id = u.id offset 0) j on true
-    left join lateral (select n.id from queue._neighbours(u.id, false) n (id) where v_level[width_bucket(n.id, v_level)] = n.id) n on true
+    left join lateral (select n.id, n.id in (select x from unnest(v_ids) x) as is_in from queue._neighbours(u.id, false) n (id) offset 0) n on n.is_in
     order by u.depth, u.id, n.id;
 end $$;
 comment on function queue.graph(bigint) is
   'The jobs that a job needs and those that need it, recursively: a row for each need of each job (need_id NULL: it has none), with the job''s task and state. depth: 0 the job itself, -1 what it needs, -2 what these need, 1 what needs it, and so on, by the shortest way.';
+
+-- Every job that a job needs, or that needs it, recursively, itself too, and how many steps away it is.
+-- A walk that carried its steps would come to a job by each way that leads there. So it carries ids alone, and comes
+-- to them nearest first: then a job is one step farther than the first of those that it was found from.
+create or replace function queue._walk(p_id bigint, p_dependents boolean)
+returns table (id bigint, depth integer) language plpgsql stable parallel safe security invoker rows 20 as $$
+#variable_conflict use_column
+declare
+  v_ids bigint[];
+  v_from integer[];
+  v_depths integer[] := array[0];
+begin
+  v_ids := array(
+    with recursive walk (id) as (
+      select p_id
+      union
+      select n.id from walk w cross join lateral queue._neighbours(w.id, p_dependents) n (id))
+    select w.id from walk w);
+  v_from := array(
+    select x.first_from
+    from (
+      select y.n, min(y.from_n) over (partition by y.id) as first_from
+      from (
+        select u.id, u.n, null::bigint as from_n from unnest(v_ids) with ordinality u (id, n)
+        union all
+        select n.id, null, u.n from unnest(v_ids) with ordinality u (id, n) cross join lateral queue._neighbours(u.id, p_dependents) n (id)) y) x
+    where x.n is not null
+    order by x.n);
+  for i in 2 .. cardinality(v_ids) loop
+    v_depths[i] := v_depths[v_from[i]] + 1;
+  end loop;
+  return query select u.id, u.depth from unnest(v_ids, v_depths) u (id, depth);
+end $$;
 
 -- What a job needs, or what needs it, of admitted jobs; of the job itself also before it is admitted.
 create or replace function queue._neighbours(p_id bigint, p_dependents boolean)
@@ -7572,7 +7602,7 @@ begin
   return v_next_run_at;
 end $$;
 comment on function queue.schedule(text, text, text, jsonb, text, jsonb) is
-  'Defers a job at each run of a cron expression in a time zone, its args with scheduled_for. The same arguments again change nothing, others take effect at once. Returns the next run, NULL if disabled. options: those of defer, queue, priority, lock, queueing_lock, concurrency_key, concurrency_limit, deadline (an interval from the run''s time), and catch_up (none | latest | all), max_delay, overlap (allow | skip), enabled, source.';
+  'Defers a job at each run of a cron expression in a time zone, its args with scheduled_for. The same arguments again change nothing, others take effect at once. Returns the next run, NULL if disabled. options: those of defer, queue, priority, lock, queueing_lock, concurrency_key, concurrency_limit, deadline (an interval from the run''s time), and catch_up (none | latest | all), max_delay (1 second to 4,000 years), overlap (allow | skip), enabled, source.';
 
 -- Locks: ADM, waited for. Raises: 22023, QJ008.
 create or replace function queue.unschedule(name text)
@@ -7699,6 +7729,9 @@ begin
     perform queue._invalid('enabled must be true or false', 'Pass a JSON boolean.');
   elsif queue._interval('max_delay', v_options -> 'max_delay') < interval '1 s' then
     perform queue._invalid('max_delay is too short', 'A run is skipped when it is later than 1 second or more.');
+  elsif queue._interval('max_delay', v_options -> 'max_delay') > interval '4000 years' then
+    -- as the calendar begins that long before now
+    perform queue._invalid('max_delay is too long', 'Give at most 4,000 years, or leave it out to skip no run.');
   elsif v_options ? 'source' then
     if jsonb_typeof(v_options -> 'source') <> 'string' then
       perform queue._invalid('source must be text', 'Name the program that registers this schedule.');
@@ -7858,6 +7891,7 @@ declare
   v_id bigint;
   v_skipped text;
   v_detail text;
+  v_error text;
   v_text text;
   v_text_of record;
   v_prune text[] := '{}'::text[];
@@ -7930,11 +7964,13 @@ begin
     v_overlaps := 0;
     v_is_new := false;
     v_is_busy := false;
+    v_error := null;
     foreach v_run_at in array v_plan.runs loop
       continue when exists (select from queue.schedule_run r where r.name = v.name and r.run_at = v_run_at);
       v_id := null;
       v_skipped := null;
       v_detail := null;
+      v_error := null;
       if v.skips_overlap and (
         v_is_new or exists (select from queue.job j where j.id = v.last_job_id and not exists (select from queue.finished f where f.id = j.id)))
       then
@@ -7977,6 +8013,7 @@ begin
             v_skipped := 'error';
             get stacked diagnostics v_detail = pg_exception_detail;
             v_detail := left(concat_ws(': ', sqlerrm, nullif(v_detail, '')), 1000);
+            v_error := format('error: %s (%s)', v_detail, sqlstate);
         end;
       end if;
       exit when v_is_busy;
@@ -8001,7 +8038,7 @@ begin
     else
       v_dues := v_dues || greatest(v_next_run_at, case when v_next_run_at is not null then p_now end);
       v_nexts := v_nexts || v_next_run_at;
-      v_reasons := v_reasons || null::text;
+      v_reasons := v_reasons || v_error;
       has_more := has_more or coalesce(v_next_run_at <= p_now, false);
     end if;
     v_lasts := v_lasts || v.last_run_at;
@@ -9222,7 +9259,7 @@ begin
   end if;
 end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is
-  'Jobs, newest first, whose args hold pattern (or whose description does). by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a predicate that is true), key (the whole of a lock, queueing_lock or concurrency key). Without a pattern all, of a queue (a name, prefix* or *), task and state. When it stops at max_jobs or after max_bytes (NULL: no limit), the last row says so in excerpt, has no id, and next_id is the before to go on with.';
+  'Jobs, newest first, whose args hold pattern (or whose description does). by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a predicate that is true; without variables), key (the whole of a lock, queueing_lock or concurrency key). Without a pattern all, of a queue (a name, prefix* or *), task and state. When it stops at max_jobs or after max_bytes (NULL: no limit), the last row says so in excerpt, has no id, and next_id is the before to go on with.';
 
 -- Raises: 22023, QJ001.
 create or replace function queue.get(id bigint, path text)
@@ -9244,8 +9281,8 @@ begin
     perform queue._job_not_found(get.id);
   end if;
   return query
-    select jsonb_path_query(v_args, queue._jsonpath(case when get.path ~ '^\s*(\$|(lax|strict)\s)' then get.path
-                                                         when starts_with(get.path, '[') then '$' || get.path else '$.' || get.path end), '{}', true);
+    select jsonb_path_query_tz(v_args, queue._jsonpath(case when get.path ~ '^\s*(\$|(lax|strict)\s)' then get.path
+                                                            when starts_with(get.path, '[') then '$' || get.path else '$.' || get.path end), '{}', true);
 end $$;
 comment on function queue.get(bigint, text) is
   'What a path finds in a job''s args, a row for each: items[0].price, or any jsonpath, as $.items[*].price. JSON null is a row with null in it, what is missing no row.';
@@ -9276,20 +9313,31 @@ begin
   return case when p_by = 'path' then queue._jsonpath(p_pattern) end;
 end $$;
 
--- Raises: 22023 unless it is a jsonpath.
+-- Raises: 22023 unless it is a jsonpath without variables.
 create or replace function queue._jsonpath(p_path text)
 returns jsonpath language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_path jsonpath;
 begin
-  return p_path::jsonpath;
-exception when syntax_error or data_exception then
-  perform queue._invalid('not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
-  return null;
+  begin
+    v_path := p_path::jsonpath;
+    -- a template is read only when a text is
+    perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
+    from regexp_matches(v_path::text, '\.datetime\(("(?:\\.|[^"\\])*")\)', 'g') t;
+  exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
+    perform queue._invalid('not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
+  end;
+  -- it is shown with every name and text in quotes
+  if strpos(regexp_replace(v_path::text, '"(?:\\.|[^"\\])*"', '""', 'g'), '$""') > 0 then
+    perform queue._invalid('a jsonpath may not hold variables', 'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
+  end if;
+  return v_path;
 end $$;
 
 -- How many bytes of a job were read, below zero if they do not match. A path is a predicate if it gives an
 -- empty object a truth value; then it must be true.
 create or replace function queue._match(p_pattern text, p_by text, p_path jsonpath, p_args jsonb, p_description text, p_keys text[])
-returns integer language plpgsql immutable parallel safe security invoker as $$
+returns integer language plpgsql stable parallel safe security invoker as $$
 declare
   v_text text;
   v_item jsonb;
@@ -9299,8 +9347,8 @@ begin
   end if;
   v_text := p_args::text;
   if p_by = 'path' then
-    v_item := jsonb_path_query_first(p_args, p_path, '{}', true);
-    if v_item = 'true' or v_item is not null and coalesce(jsonb_typeof(jsonb_path_query_first('{}', p_path, '{}', true)), '') not in ('boolean', 'null') then
+    v_item := jsonb_path_query_first_tz(p_args, p_path, '{}', true);
+    if v_item = 'true' or v_item is not null and coalesce(jsonb_typeof(jsonb_path_query_first_tz('{}', p_path, '{}', true)), '') not in ('boolean', 'null') then
       return octet_length(v_text);
     end if;
   elsif strpos(v_text, p_pattern) > 0 or strpos(p_description, p_pattern) > 0 or strpos(v_text, queue._escaped(p_pattern)) > 0 then
@@ -9311,7 +9359,7 @@ end $$;
 
 -- What is shown of a job that matches.
 create or replace function queue._excerpt(p_pattern text, p_by text, p_path jsonpath, p_args jsonb)
-returns text language plpgsql immutable parallel safe security invoker as $$
+returns text language plpgsql stable parallel safe security invoker as $$
 declare
   v_text text;
   v_at integer;
@@ -9319,7 +9367,7 @@ begin
   if p_pattern is null or p_by = 'key' then
     return null;
   elsif p_by = 'path' then
-    return left(jsonb_path_query_first(p_args, p_path, '{}', true)::text, 200);
+    return left(jsonb_path_query_first_tz(p_args, p_path, '{}', true)::text, 200);
   end if;
   v_text := p_args::text;
   v_at := coalesce(nullif(strpos(v_text, p_pattern), 0), strpos(v_text, queue._escaped(p_pattern)));
@@ -9394,15 +9442,47 @@ begin
       union
       (select h.job_id from queue.handover h where h.kind = 'again' and h.job_id < p_before order by h.job_id desc limit p_n)
       union
-      -- a replaced one may be in another state than it was deferred in
-      (select a.id
-       from (select a.id, a.flags, a.scheduled_at, a.needs from queue.unadmitted a offset 0) a
-       where a.id < p_before and p_state <> 'upstream_failed'
-         and (p_state = case when a.flags & 32 <> 0 then 'held' when a.scheduled_at > statement_timestamp() then 'scheduled'
-                             when a.needs is not null then 'waiting' else 'ready' end
-              or exists (select from queue.job_state s where s.id = a.id))
-       order by a.id desc limit p_n)) c
+      select u.id from unnest(queue._unadmitted(p_state, p_before, p_n)) u (id)) c
     order by c.id desc limit p_n);
+end $$;
+
+-- The newest jobs below an id that have not been admitted and may be in a state.
+create or replace function queue._unadmitted(p_state text, p_before bigint, p_n integer)
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+declare
+  c record;
+  v_ids bigint[];
+begin
+  -- they can't be read by id: where they abound, enough are among the newest jobs
+  if (select count(*) from (select from queue.unadmitted a limit 1001) a) > 1000 then
+    select k.next_xid, k.in_flight into c from queue.cursor k order by k.tick desc limit 1;
+    v_ids := array(
+      select j.id
+      from (select j.id, j.xid, j.flags, j.scheduled_at, j.needs from queue.job j where j.id < p_before order by j.id desc limit 20000) j
+      where queue._may_be(p_state, j.id, j.flags, j.scheduled_at, j.needs)
+        and (j.xid >= c.next_xid or j.xid = any (c.in_flight)
+             or (select true from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid limit 1))
+      order by j.id desc limit p_n);
+    if cardinality(v_ids) = p_n then
+      return v_ids;
+    end if;
+  end if;
+  return array(
+    select a.id
+    from (select a.id, a.flags, a.scheduled_at, a.needs from queue.unadmitted a offset 0) a
+    where a.id < p_before and queue._may_be(p_state, a.id, a.flags, a.scheduled_at, a.needs)
+    order by a.id desc limit p_n);
+end $$;
+
+-- Whether a job that has not been admitted may be in a state. One that was replaced may be in another than
+-- it was deferred in.
+create or replace function queue._may_be(p_state text, p_id bigint, p_flags smallint, p_scheduled_at timestamptz, p_needs bigint[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return p_state = case when p_flags & 32 <> 0 then 'held' when p_scheduled_at > statement_timestamp() then 'scheduled'
+                        when p_needs is not null then 'waiting' else 'ready' end
+    or p_state <> 'upstream_failed' and exists (select from queue.job_state s where s.id = p_id);
 end $$;
 
 -- sql/85_inspect.sql
@@ -9423,14 +9503,12 @@ begin
     perform queue._bound_jobs('{operator,reader}', array[why.id]);
   end if;
   select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at, j.finished_at, j.error,
-    w.reason as gate, w.key, w.at, l.paused_until, l.kind, v.id is not null as is_live,
-    m.id is not null as is_member
+    w.reason as gate, w.key, w.at, l.paused_until, l.kind, v.id is not null as is_live
   into v
   from queue.jobs j
   left join queue.waiting w on w.id = j.id
   left join queue.live v on v.id = j.id
   left join queue.lane l on l.lane = v.lane
-  left join queue.lock_member m on m.lock = j.lock and m.id = j.id
   where j.id = why.id;
   if not found then
     perform queue._job_not_found(why.id);
@@ -9463,13 +9541,17 @@ begin
     return case left(v.key, 1)
       when 'm' then format('its lock %s is held by job %s', v_key, coalesce(v_text, 'that is about to start'))
       else format('its concurrency key %s is full: job %s', v_key, coalesce(v_text, 'that is about to start')) end;
-  elsif not v.is_live and v.is_member then
+  elsif v.state = 'blocked' then
     select m.id into v_text
     from (select m.id, 0 as n from queue.lock_member m where m.lock = v.lock and m.has_turn
           union all (select m.id, 1 from queue.lock_member m where m.lock = v.lock and not m.is_late order by m.id limit 1)
           union all (select m.id, 2 from queue.lock_member m where m.lock = v.lock order by m.id limit 1)) m
     where m.id <> why.id order by m.n limit 1;
-    return format('its lock %s is held by job %s (%s)', v.lock, v_text, (select j.state from queue.jobs j where j.id = v_text::bigint));
+    return coalesce(
+      (select format('its lock %s is held by job %s (%s)', v.lock, j.id, j.state)
+         || case when j.finished_at is not null then '; the next fetch or tick passes it on' else '' end
+       from queue.jobs j where j.id = v_text::bigint),
+      format('its lock %s is free; the next fetch or tick passes it on', v.lock));
   elsif not v.is_live then
     v.paused_until := queue._paused_until(v.queue);
     v.at := queue._task_paused_until(v.task, v.queue);
@@ -9483,7 +9565,9 @@ begin
       and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(v.queue, q)))) then
     return format('no live worker serves its queue %s', v.queue);
   elsif not v.is_live then
-    return 'it has not been admitted yet; the next fetch or tick does that';
+    return case when exists (select from queue.handover h where h.job_id = why.id and h.kind = 'again')
+      then 'its last run has just ended; the next fetch or tick admits it again'
+      else 'it has not been admitted yet; the next fetch or tick does that' end;
   elsif queue._is_queue_full(v.queue) then
     return queue._why_full(v.queue);
   elsif v.kind = 2 then
@@ -9727,6 +9811,8 @@ end $$;
 comment on function queue.stats() is
   'A row for each queue and task: its unfinished jobs by state, the failed ones that are kept, for how long the oldest ready one has been due; and of the last 5 minutes and the last hour the jobs that ended, attempts that failed (failures), jobs per second, and the percentiles of waiting (from when it was due to its last start) and running.';
 
+-- What ended in the last 5 minutes says how many slots it kept busy in them, and how long a job takes; what
+-- runs may be the one job of hours among many of seconds, so it says that only where nothing has ended.
 -- Raises: 22023.
 create or replace function queue.autoscale_hint(within interval default '1 minute')
 returns table (queue text, ready bigint, running bigint, workers bigint, per_second numeric, run_for interval, slots integer)
@@ -9735,6 +9821,7 @@ set search_path = pg_catalog, pg_temp set jit = off as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
+  v_5m timestamptz := v_now - interval '5 minutes';
   v_limits text[] := queue._limits('{operator,reader}');
 begin
   if to_regclass('queue.installation') is null then
@@ -9747,25 +9834,26 @@ begin
     with u as materialized (
       select u.queue, count(*) filter (where u.state <> 'running') as ready, count(*) filter (where u.state = 'running') as running
       from queue.unfinished u
-      where u.state in ('ready', 'running') or u.state = 'scheduled' and u.due_at <= v_now + autoscale_hint.within
+      where u.state in ('ready', 'running') or u.state = 'scheduled' and u.due_at <= v_now + least(autoscale_hint.within, interval '1000 years')
       group by u.queue),
     r as (
       select l.queue, avg(v_now - v.claimed_at) as run_for
       from queue.live v join queue.lane l on l.lane = v.lane where v.claim is not null group by l.queue),
     d as (
-      select coalesce(s.queue, j.queue) as queue, count(*) / 300.0 as rate, avg(f.finished_at - f.started_at) as run_for
+      select coalesce(s.queue, j.queue) as queue, count(*) / 300.0 as rate, avg(f.finished_at - f.started_at) as run_for,
+        sum(extract(epoch from f.finished_at - greatest(f.started_at, v_5m))) / 300.0 as busy
       from queue.finished f join queue.job j on j.id = f.id left join queue.job_state s on s.id = f.id
-      where f.finished_at > v_now - interval '5 minutes' and f.started_at is not null group by 1)
+      where f.finished_at > v_5m and f.started_at is not null group by 1)
     select q.name, coalesce(u.ready, 0), coalesce(u.running, 0), w.n, round(coalesce(d.rate, 0), 3), x.run_for,
-      least(c.max_running, ceil(
-        greatest(coalesce(u.running, 0), coalesce(d.rate, 0) * extract(epoch from x.run_for))
+      least(c.max_running, 2147483647, ceil(
+        greatest(coalesce(u.running, 0), d.busy)
         + coalesce(u.ready, 0) * least(1, extract(epoch from x.run_for) / extract(epoch from autoscale_hint.within))))::integer
     from (select u.queue as name from u union select d.queue from d union select c.queue from queue.queue_config c) q
     left join u on u.queue = q.name
     left join r on r.queue = q.name
     left join d on d.queue = q.name
     left join queue.queue_config c on c.queue = q.name
-    cross join lateral (select coalesce(greatest(d.run_for, r.run_for), interval '1 second') as run_for) x
+    cross join lateral (select coalesce(d.run_for, r.run_for, interval '1 second') as run_for) x
     cross join lateral (
       select count(*) as n from queue.worker w
       where w.gone_at is null and w.last_seen_at + w.dead_after >= v_now
@@ -9774,7 +9862,7 @@ begin
     order by q.name;
 end $$;
 comment on function queue.autoscale_hint(interval) is
-  'For each queue that is not paused: slots, how many jobs should run at once so that what is ready, or due within that time, starts within it, at the rate and the running time of the last 5 minutes (1 second where nothing has run).';
+  'For each queue that is not paused: slots, how many jobs should run at once so that what is ready, or due within that time, starts within it: at least those that run, and those that what ended in the last 5 minutes kept busy; and more for what is ready, at most one each, by how long a job took in these 5 minutes (where none ended, by how long those that run have run; 1 second where none does).';
 
 create or replace function queue.health()
 returns table (name text, status text, detail text, fix text)

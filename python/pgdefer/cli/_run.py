@@ -287,8 +287,8 @@ def _find(where: str) -> App:
     module_name, _, attribute = where.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name or "?")
-    except (ModuleNotFoundError, TypeError) as error:  # TypeError: of a relative name
+        module = importlib.import_module(module_name)
+    except (ModuleNotFoundError, TypeError, ValueError) as error:  # of no name, or a relative one
         fail(Exit.NO_APP, f"{where}: {error}")
     found: Any = module
     for part in attribute.split(".") if attribute else ():
