@@ -222,9 +222,18 @@ _REFUSED = re.compile(
 
 
 def translate(error: BaseException) -> PgDeferError | None:
-    """Return the error that stands for a driver's, or None where SQLSTATES has none."""
+    """Return the error that stands for a driver's, or None where there is none.
+
+    Beside SQLSTATES, values that can't be stored, as a text with a NUL, are bad arguments; some the
+    driver refuses by itself.
+    """
     original: Any = getattr(error, "orig", None) or error
-    kind = SQLSTATES.get(sqlstate_of(error) or "")
+    code = sqlstate_of(error) or ""
+    kind = SQLSTATES.get(code)
+    if kind is None and (
+        code.startswith("22") or (not code and isinstance(original, psycopg.DataError))
+    ):
+        kind = InvalidParameter
     if kind is None:
         return None
     diag = getattr(original, "diag", None) or original

@@ -213,6 +213,14 @@ def test_errors(app: App) -> None:
 
 
 @pytest.mark.unchecked("there is nothing to check")
+@pytest.mark.parametrize("options", [{"lock": "a\0"}, {"description": "a\0"}, {"queue": "a\0"}])
+def test_a_text_that_cannot_be_stored_is_a_bad_argument(app: App, options: Any) -> None:
+    with pytest.raises(InvalidParameter):
+        app.defer("t", **options)
+    with pytest.raises(InvalidParameter):
+        app.defer_many([app.prepare("t", **options)])
+
+
 def test_not_installed(blank_dsn: str) -> None:
     app = App(blank_dsn)
     with pytest.raises(NotInstalled, match="pgdefer install"):
