@@ -8,8 +8,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psycopg
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ._connect import Source
 
 __all__ = ["Waiter", "wait"]
+
+T = TypeVar("T")
 
 # How often to ask where no notification can come.
 POLL_FIRST, POLL_LAST = 0.02, 1.0
@@ -154,7 +156,7 @@ class Waiter(Ears):
         self._waiting: collections.defaultdict[str, set[asyncio.Event]] = collections.defaultdict(
             set
         )
-        self._asking: set[asyncio.Task[Rows]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()
 
     async def wait(
         self,
@@ -218,16 +220,25 @@ class Waiter(Ears):
                         await self.unlisten(channel)
 
     async def _ask(self, statement: Statement, **parameters: object) -> Rows:
-        """Run a statement, to its end even where whoever waits for it is cancelled."""
-        asking = asyncio.create_task(self.exchange(statement, **parameters))
+        return await self._to_its_end(self.exchange(statement, **parameters))
+
+    async def _to_its_end(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it to its end, even where whoever waits for it is cancelled."""
+        asking = asyncio.create_task(coroutine)
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
         return await asyncio.shield(asking)
 
     async def listen(self, channel: str) -> None:
         if channel not in self._channels:
-            await self._ask(_sql.listen(channel))
-            self._channels.add(channel)
+            await self._to_its_end(self._listen(channel))
+
+    async def _listen(self, channel: str) -> None:
+        await self.exchange(_sql.listen(channel))
+        self._channels.add(channel)
+        if channel not in self._waiting:  # who waited was cancelled meanwhile
+            self._channels.discard(channel)
+            await self.exchange(_sql.unlisten(channel))
 
     async def unlisten(self, channel: str) -> None:
         """Hear this channel no more. Raises LostError."""

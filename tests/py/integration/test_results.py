@@ -19,6 +19,7 @@ from pgdefer import (
     JobFailed,
     JobNotFound,
     Worker,
+    _sql,
     current_job,
 )
 
@@ -160,6 +161,31 @@ async def test_many_wait_over_one_connection(app: App, conn: Connection, jobs: J
     assert connections[0] <= 4
     async with running(app):
         assert await waiting == [2 * n for n in range(100)]
+
+
+async def test_who_is_cancelled_leaves_nothing_to_listen_to(app: App, conn: Connection) -> None:
+    job = await app.defer_async("t")
+    with pytest.raises(TimeoutError):
+        await job.result_async(0.2)  # and there is a connection
+    (waiter,) = app._waiters.values()
+    real, asked = waiter.exchange, asyncio.Event()
+
+    async def exchange(statement: Any, **parameters: object) -> Any:
+        if statement.text.startswith("listen"):
+            asked.set()
+        return await real(statement, **parameters)
+
+    waiter.exchange = exchange  # type: ignore[method-assign]
+    waiting = asyncio.create_task(job.result_async())
+    await asked.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await until(lambda: not waiter._asking)
+    ((channels,),) = await real(_sql.Statement("select array(select pg_listening_channels())"))
+    assert channels == []
+    assert not waiter._channels
+    await app.close_async()
 
 
 async def test_a_wait_is_short(app: App) -> None:
