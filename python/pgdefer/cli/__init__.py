@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import sys
+
 from . import _db, _defer, _graph, _job, _pg, _psql, _queue, _run, _schedule, _top
-from ._base import Exit, cli
+from ._base import Exit, cli, fail
 
 __all__ = ["Exit", "main"]
 
@@ -27,4 +31,12 @@ cli.command()(_psql.psqlrc)
 
 def main() -> None:
     """Run the command line."""
-    cli()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="replace")
+    try:
+        cli()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        fail(Exit.ERROR, f"the output can't be written: {error.strerror}")

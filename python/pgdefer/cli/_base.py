@@ -42,7 +42,8 @@ cli = typer.Typer(
 )
 # A file or a pipe is as wide as what is written into it.
 NO_TERMINAL = 100_000
-out = Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS") else NO_TERMINAL)
+_is_wide = sys.stdout is None or not sys.stdout.isatty()
+out = Console(width=NO_TERMINAL if _is_wide and not os.environ.get("COLUMNS") else None)
 err = Console(stderr=True)
 
 

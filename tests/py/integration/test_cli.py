@@ -70,6 +70,32 @@ def test_version(run: Run, dsn: str) -> None:
     assert (done.returncode, done.stdout) == (0, f"client {__version__}\ndatabase {__version__}\n")
 
 
+@pytest.mark.parametrize(
+    ("to", "code", "said"),
+    [
+        ("> out", 0, ""),
+        (">&-", 0, ""),
+        (
+            "> /dev/full",
+            Exit.ERROR,
+            "pgdefer: the output can't be written: No space left on device",
+        ),
+    ],
+)
+def test_wherever_the_output_goes(
+    app: App, dsn: str, tmp_path: Path, *, to: str, code: int, said: str
+) -> None:
+    app.defer("\N{SNOWMAN}")
+    command = f'"{sys.executable}" -m pgdefer job ls --dsn "{dsn}" {to}'
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        ["sh", "-c", command], check=False, capture_output=True, text=True, cwd=tmp_path, env=env
+    )
+    assert (done.returncode, done.stderr.partition("\n")[0]) == (code, said)
+    if to == "> out":
+        assert "ready" in (tmp_path / "out").read_text()
+
+
 @pytest.mark.unchecked("there is nothing to check")
 @pytest.mark.parametrize("form", ["auto", "plain"])
 def test_install(run: Run, blank_dsn: str, form: str) -> None:
