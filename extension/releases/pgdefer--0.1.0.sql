@@ -1258,19 +1258,21 @@ declare
   v_other bigint;
   v record;
 begin
-  select coalesce(s.queue, j.queue) as queue, j.needs || (j.options ->> 'parent')::bigint as others, j.xid, j.queueing_lock into v
+  -- of one that was there before only the queue counts
+  select coalesce(s.queue, j.queue) as queue, j.xid is distinct from pg_current_xact_id_if_assigned() as is_old, j.queueing_lock,
+    case when j.xid = pg_current_xact_id_if_assigned() then array_remove(j.needs || (j.options ->> 'parent')::bigint, null) end as others into v
   from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id;
-  v_other := case when v.others is not null then queue._job_beyond(v_limits, v.others) end;
+  v_other := case when v.others <> '{}' then queue._job_beyond(v_limits, v.others) end;
   if p_table is not null and (v_other is not null or not queue._covers(v_limits, v.queue)) then
     select r.rolname into v_owner from pg_class c join pg_roles r on r.oid = c.relowner where c.oid = p_table;
     if has_function_privilege(v_owner, 'queue.defer_trigger()', 'execute') then
       v_limits := queue._limits('{producer}', v_owner);
-      v_other := case when v.others is not null then queue._job_beyond(v_limits, v.others) end;
+      v_other := case when v.others <> '{}' then queue._job_beyond(v_limits, v.others) end;
     end if;
   end if;
   if v_other is not null then
     perform queue._job_not_found(v_other);
-  elsif not queue._covers(v_limits, v.queue) and v.xid is distinct from pg_current_xact_id_if_assigned() then
+  elsif v.is_old and not queue._covers(v_limits, v.queue) then
     perform queue._already_queued(p_id, v.queueing_lock);
   elsif not queue._covers(v_limits, v.queue) then
     perform queue._beyond_limits(v.queue, v_limits);
@@ -1333,10 +1335,10 @@ begin
     return;
   end;
   perform queue._bound_claims(v.ids, v.claims);
-  perform queue._bound_jobs('{worker}', array[n::text::bigint])
+  perform queue._bound_jobs('{worker,operator}', array[n::text::bigint])
   from jsonb_array_elements(p_outcomes) o
   cross join jsonb_array_elements(case when jsonb_typeof(o -> 'needs') = 'array' then o -> 'needs' end) n where n::text ~ '^[0-9]{1,18}$';
-  perform queue._bound_queue('{worker}', o -> 'options' ->> 'queue')
+  perform queue._bound_queue('{worker,operator}', o -> 'options' ->> 'queue')
   from jsonb_array_elements(p_outcomes) o where o -> 'options' ->> 'queue' <> '';
 end $$;
 
@@ -2988,7 +2990,8 @@ declare
   v record;
 begin
   with joining as materialized (
-    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.lock is not null as has_others
+    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.id is not null as has_others,
+      x.id <= p_high_id or coalesce(o.id > x.id, false) as is_late  -- the latter also by members that took the lock on a retry
     from (
       select j.id, j.lock, j.flags & 2 <> 0 as is_mutex,
         j.flags & (8 | 16 | 32) = 0 and not j.is_later and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
@@ -2998,16 +3001,16 @@ begin
                             coalesce(s.scheduled_at > clock_timestamp(), false) as is_later
                           from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
       where j.flags & 3 <> 0 and j.lock <> '') x
-    left join lateral (select m.lock from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true),
+    left join lateral (select m.id from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true),
   joined as (
     insert into queue.lock_member (lock, id, is_mutex, is_late, is_passed, has_turn)
-    select x.lock, x.id, x.is_mutex, x.id <= p_high_id and not x.is_mutex and (x.n > 1 or x.has_others),
+    select x.lock, x.id, x.is_mutex, x.is_late and not x.is_mutex and (x.n > 1 or x.has_others),
       x.is_passed, not x.is_mutex and x.n = 1 and not x.has_others
     from joining x)
   select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
     array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered,
     array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free,
-    array_agg(x.lock) filter (where x.has_others and x.id <= p_high_id) as late
+    array_agg(x.lock) filter (where x.has_others and x.is_late) as late
   into v
   from joining x
   left join lateral (
@@ -10108,7 +10111,9 @@ begin
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
   perform pg_advisory_xact_lock(1885824102, 3);
   -- what another role of this name had, that was dropped, does not come back
-  delete from queue.access a where a.role = grant_access.role and not has_schema_privilege(grant_access.role, 'queue', 'usage');
+  delete from queue.access a where a.role = grant_access.role and not exists (
+    select from pg_namespace n cross join lateral aclexplode(n.nspacl) x join pg_roles r on r.oid = x.grantee
+    where n.nspname = 'queue' and x.privilege_type = 'USAGE' and r.rolname = grant_access.role);
   insert into queue.access (role, kind, queues)
   values (grant_access.role, grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
   on conflict on constraint access_pkey do update set queues = excluded.queues;
@@ -10195,7 +10200,7 @@ end $$;
 create or replace function queue._switch_limits()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_is_limited boolean := exists (select from queue.access a join pg_roles r on r.rolname = a.role where a.queues is not null);
+  v_is_limited boolean := exists (select from queue.access a where a.queues is not null);
   v_timeout text := current_setting('lock_timeout');
   v_view text;
 begin
@@ -10204,25 +10209,26 @@ begin
   elsif not v_is_limited and to_regclass('queue.unlimited') is null then
     create view queue.unlimited as select true as is_unlimited;
   end if;
-  -- one that an upgrade has replaced has lost its barrier
-  for v_view in
-    select c.relname from pg_class c
-    where c.relnamespace = 'queue'::regnamespace and c.relname in ('jobs', 'attempts', 'queues', 'workers', 'metrics') and c.relkind = 'v'
-      and coalesce('security_barrier=true' = any (c.reloptions), false) <> v_is_limited
-  loop
-    for v_try in 1 .. 100 loop
-      begin
-        perform set_config('lock_timeout', '100ms', true);
+  for v_try in 1 .. 100 loop
+    -- a try that fails keeps none of them locked
+    begin
+      perform set_config('lock_timeout', '100ms', true);
+      -- one that an upgrade has replaced has lost its barrier
+      for v_view in
+        select c.relname from pg_class c
+        where c.relnamespace = 'queue'::regnamespace and c.relname in ('jobs', 'attempts', 'queues', 'workers', 'metrics') and c.relkind = 'v'
+          and coalesce('security_barrier=true' = any (c.reloptions), false) <> v_is_limited
+      loop
         execute format(case when v_is_limited then 'alter view queue.%I set (security_barrier = true)' else 'alter view queue.%I reset (security_barrier)' end, v_view);
-        perform set_config('lock_timeout', v_timeout, true);
-        exit;
-      exception when lock_not_available then
-        if v_try = 100 then
-          raise exception using errcode = '55P03', message = 'a view is in use by a transaction that stays open', detail = 'view: queue.' || v_view,
-            hint = 'Nothing was changed. End the transactions that have been open for long (see pg_stat_activity), and call it again.';
-        end if;
-      end;
-    end loop;
+      end loop;
+      perform set_config('lock_timeout', v_timeout, true);
+      exit;
+    exception when lock_not_available then
+      if v_try = 100 then
+        raise exception using errcode = '55P03', message = 'a view is in use by a transaction that stays open', detail = 'view: queue.' || v_view,
+          hint = 'Nothing was changed. End the transactions that have been open for long (see pg_stat_activity), and call it again.';
+      end if;
+    end;
   end loop;
 end $$;
 

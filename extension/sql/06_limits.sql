@@ -127,19 +127,21 @@ declare
   v_other bigint;
   v record;
 begin
-  select coalesce(s.queue, j.queue) as queue, j.needs || (j.options ->> 'parent')::bigint as others, j.xid, j.queueing_lock into v
+  -- of one that was there before only the queue counts
+  select coalesce(s.queue, j.queue) as queue, j.xid is distinct from pg_current_xact_id_if_assigned() as is_old, j.queueing_lock,
+    case when j.xid = pg_current_xact_id_if_assigned() then array_remove(j.needs || (j.options ->> 'parent')::bigint, null) end as others into v
   from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id;
-  v_other := case when v.others is not null then queue._job_beyond(v_limits, v.others) end;
+  v_other := case when v.others <> '{}' then queue._job_beyond(v_limits, v.others) end;
   if p_table is not null and (v_other is not null or not queue._covers(v_limits, v.queue)) then
     select r.rolname into v_owner from pg_class c join pg_roles r on r.oid = c.relowner where c.oid = p_table;
     if has_function_privilege(v_owner, 'queue.defer_trigger()', 'execute') then
       v_limits := queue._limits('{producer}', v_owner);
-      v_other := case when v.others is not null then queue._job_beyond(v_limits, v.others) end;
+      v_other := case when v.others <> '{}' then queue._job_beyond(v_limits, v.others) end;
     end if;
   end if;
   if v_other is not null then
     perform queue._job_not_found(v_other);
-  elsif not queue._covers(v_limits, v.queue) and v.xid is distinct from pg_current_xact_id_if_assigned() then
+  elsif v.is_old and not queue._covers(v_limits, v.queue) then
     perform queue._already_queued(p_id, v.queueing_lock);
   elsif not queue._covers(v_limits, v.queue) then
     perform queue._beyond_limits(v.queue, v_limits);
@@ -202,9 +204,9 @@ begin
     return;
   end;
   perform queue._bound_claims(v.ids, v.claims);
-  perform queue._bound_jobs('{worker}', array[n::text::bigint])
+  perform queue._bound_jobs('{worker,operator}', array[n::text::bigint])
   from jsonb_array_elements(p_outcomes) o
   cross join jsonb_array_elements(case when jsonb_typeof(o -> 'needs') = 'array' then o -> 'needs' end) n where n::text ~ '^[0-9]{1,18}$';
-  perform queue._bound_queue('{worker}', o -> 'options' ->> 'queue')
+  perform queue._bound_queue('{worker,operator}', o -> 'options' ->> 'queue')
   from jsonb_array_elements(p_outcomes) o where o -> 'options' ->> 'queue' <> '';
 end $$;

@@ -23,7 +23,8 @@ declare
   v record;
 begin
   with joining as materialized (
-    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.lock is not null as has_others
+    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.id is not null as has_others,
+      x.id <= p_high_id or coalesce(o.id > x.id, false) as is_late  -- the latter also by members that took the lock on a retry
     from (
       select j.id, j.lock, j.flags & 2 <> 0 as is_mutex,
         j.flags & (8 | 16 | 32) = 0 and not j.is_later and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
@@ -33,16 +34,16 @@ begin
                             coalesce(s.scheduled_at > clock_timestamp(), false) as is_later
                           from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
       where j.flags & 3 <> 0 and j.lock <> '') x
-    left join lateral (select m.lock from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true),
+    left join lateral (select m.id from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true),
   joined as (
     insert into queue.lock_member (lock, id, is_mutex, is_late, is_passed, has_turn)
-    select x.lock, x.id, x.is_mutex, x.id <= p_high_id and not x.is_mutex and (x.n > 1 or x.has_others),
+    select x.lock, x.id, x.is_mutex, x.is_late and not x.is_mutex and (x.n > 1 or x.has_others),
       x.is_passed, not x.is_mutex and x.n = 1 and not x.has_others
     from joining x)
   select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
     array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered,
     array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free,
-    array_agg(x.lock) filter (where x.has_others and x.id <= p_high_id) as late
+    array_agg(x.lock) filter (where x.has_others and x.is_late) as late
   into v
   from joining x
   left join lateral (

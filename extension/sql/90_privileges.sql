@@ -57,7 +57,9 @@ begin
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
   perform pg_advisory_xact_lock(1885824102, 3);
   -- what another role of this name had, that was dropped, does not come back
-  delete from queue.access a where a.role = grant_access.role and not has_schema_privilege(grant_access.role, 'queue', 'usage');
+  delete from queue.access a where a.role = grant_access.role and not exists (
+    select from pg_namespace n cross join lateral aclexplode(n.nspacl) x join pg_roles r on r.oid = x.grantee
+    where n.nspname = 'queue' and x.privilege_type = 'USAGE' and r.rolname = grant_access.role);
   insert into queue.access (role, kind, queues)
   values (grant_access.role, grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
   on conflict on constraint access_pkey do update set queues = excluded.queues;
@@ -144,7 +146,7 @@ end $$;
 create or replace function queue._switch_limits()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_is_limited boolean := exists (select from queue.access a join pg_roles r on r.rolname = a.role where a.queues is not null);
+  v_is_limited boolean := exists (select from queue.access a where a.queues is not null);
   v_timeout text := current_setting('lock_timeout');
   v_view text;
 begin
@@ -153,25 +155,26 @@ begin
   elsif not v_is_limited and to_regclass('queue.unlimited') is null then
     create view queue.unlimited as select true as is_unlimited;
   end if;
-  -- one that an upgrade has replaced has lost its barrier
-  for v_view in
-    select c.relname from pg_class c
-    where c.relnamespace = 'queue'::regnamespace and c.relname in ('jobs', 'attempts', 'queues', 'workers', 'metrics') and c.relkind = 'v'
-      and coalesce('security_barrier=true' = any (c.reloptions), false) <> v_is_limited
-  loop
-    for v_try in 1 .. 100 loop
-      begin
-        perform set_config('lock_timeout', '100ms', true);
+  for v_try in 1 .. 100 loop
+    -- a try that fails keeps none of them locked
+    begin
+      perform set_config('lock_timeout', '100ms', true);
+      -- one that an upgrade has replaced has lost its barrier
+      for v_view in
+        select c.relname from pg_class c
+        where c.relnamespace = 'queue'::regnamespace and c.relname in ('jobs', 'attempts', 'queues', 'workers', 'metrics') and c.relkind = 'v'
+          and coalesce('security_barrier=true' = any (c.reloptions), false) <> v_is_limited
+      loop
         execute format(case when v_is_limited then 'alter view queue.%I set (security_barrier = true)' else 'alter view queue.%I reset (security_barrier)' end, v_view);
-        perform set_config('lock_timeout', v_timeout, true);
-        exit;
-      exception when lock_not_available then
-        if v_try = 100 then
-          raise exception using errcode = '55P03', message = 'a view is in use by a transaction that stays open', detail = 'view: queue.' || v_view,
-            hint = 'Nothing was changed. End the transactions that have been open for long (see pg_stat_activity), and call it again.';
-        end if;
-      end;
-    end loop;
+      end loop;
+      perform set_config('lock_timeout', v_timeout, true);
+      exit;
+    exception when lock_not_available then
+      if v_try = 100 then
+        raise exception using errcode = '55P03', message = 'a view is in use by a transaction that stays open', detail = 'view: queue.' || v_view,
+          hint = 'Nothing was changed. End the transactions that have been open for long (see pg_stat_activity), and call it again.';
+      end if;
+    end;
   end loop;
 end $$;
 

@@ -32,6 +32,8 @@ T = TypeVar("T")
 POLL_FIRST, POLL_LAST = 0.02, 1.0
 # How long, after its time, to wait for what is asked about a job that is late.
 GRACE = 1.0
+# Longer waits than this are the same to a timer, which can't count for ever.
+YEAR = 3e7
 # What to ask about a job that is late; not every role may ask why.
 LATE = (_sql.STATE, _sql.WHY)
 
@@ -114,7 +116,8 @@ def _limited(connection: Connection, end: float) -> Iterator[None]:
     if math.isinf(end):
         yield
         return
-    limit = threading.Timer(max(end - time.monotonic(), 0.0) + GRACE, cut, [connection])
+    seconds = max(end - time.monotonic(), 0.0) + GRACE
+    limit = threading.Timer(min(seconds, YEAR), cut, [connection])
     limit.daemon = True
     limit.start()
     try:

@@ -214,7 +214,8 @@ class Worker:
         May be called from any thread, as may `stop_at_once`.
         """
         if self._is_elsewhere():
-            self._loop.call_soon_threadsafe(self.stop)
+            with contextlib.suppress(RuntimeError):  # it has ended, and its loop is closed
+                self._loop.call_soon_threadsafe(self.stop)
             return
         if self._is_stopping:
             return
@@ -229,7 +230,8 @@ class Worker:
     def stop_at_once(self) -> None:
         """Abort the running jobs and give back those that don't end within a second."""
         if self._is_elsewhere():
-            self._loop.call_soon_threadsafe(self.stop_at_once)
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self.stop_at_once)
             return
         if self._at_once.is_set():
             return
@@ -881,7 +883,7 @@ def _check_number(name: str, value: object, kind: Any, *, at_least: int) -> None
         raise TypeError(f"{name} must be a number, not {value!r}")
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {value}")
-    if value > MOST:
+    if not value <= MOST:  # NaN, too
         raise ValueError(f"{name} must be at most {MOST}, not {value}")
 
 

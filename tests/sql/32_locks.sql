@@ -1,6 +1,6 @@
 -- Locks: ordered, mutex, and both on one lock; every way out gives the turn on.
 
-select plan(68);
+select plan(72);
 
 select queue.register_worker('w') as worker \gset
 
@@ -273,6 +273,21 @@ select is((select array_agg(f.id) from queue.fetch(:worker, null, 10, '{"alone":
 select pg_temp.finish_all();
 select is(pg_temp.claim(), array[:b]::bigint[], 'and then the next');
 select pg_temp.finish_all();
+
+-- Jobs that take a lock on a retry, the younger first: the older one goes before it, though none that was deferred with the
+-- lock has a greater id.
+select queue.defer('plain') as a, queue.defer('plain') as b \gset
+select pg_temp.claim() \g /dev/null
+select queue.fail(j.id, j.claim, 'x', options => '{"lock": "R", "retry_in": "1 hour"}') from queue.jobs j where j.id = :b \g /dev/null
+select from queue.tick() \g /dev/null
+select queue.fail(j.id, j.claim, 'x', options => '{"lock": "R", "retry_in": "0 s"}') from queue.jobs j where j.id = :a \g /dev/null
+select is(pg_temp.claim(), array[:a]::bigint[], 'the older one runs while the younger waits for its time');
+select queue.reschedule(:b, now()) \g /dev/null
+select is(pg_temp.claim(), null, 'the younger one waits for it');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:b]::bigint[], 'and is next');
+select pg_temp.finish_all();
+select is_empty($$select * from queue.lock_member m where m.lock = 'R'$$, 'nobody is left behind');
 
 select is_empty('select * from queue.check()', 'sound');
 select * from finish();

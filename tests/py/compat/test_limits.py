@@ -366,6 +366,14 @@ def test_the_queueing_lock_of_a_job_that_is_not_seen(
 ) -> None:
     owner.execute("select queue.defer('t', queue => 'b secret', queueing_lock => 'k')")
     become(owner, roles["producer"])
+    owner.execute("reset session authorization")
+    (need,) = owner.execute("select queue.defer('n', queue => 'z')").fetchone() or ()
+    text = "select queue.defer('t', queue => 'a', queueing_lock => 'own', needs => %s)"
+    (holder,) = owner.execute(text.encode(), [[need]]).fetchone() or ()
+    become(owner, roles["producer"])
+    text = "select queue.defer('t', queue => 'a', queueing_lock => 'own', options => %s)"
+    said = outcome(owner, text, '{"on_conflict": "ignore"}')
+    assert str(holder) in said, said  # whatever that job needs
     for way in ("raise", "ignore", "replace"):
         said = outcome(
             owner,
@@ -600,6 +608,57 @@ def test_limits_come_and_go(owner: psycopg.Connection[Any]) -> None:
             assert said.startswith("22023"), bad
     finally:
         drop(owner, "limits_some")
+
+
+def test_a_renamed_role_is_not_without_limits(owner: psycopg.Connection[Any]) -> None:
+    owner.execute("create role limits_name")
+    owner.execute("create role limits_other")
+    owner.execute("select queue.grant_access('limits_name', 'operator', '{a}')")
+    owner.execute("select queue.defer('t', queue => 'z')")
+    owner.execute("alter role limits_name rename to limits_renamed")
+    try:
+        owner.execute("select queue.grant_access('limits_other', 'reader')")
+        become(owner, "limits_renamed")
+        assert outcome(owner, "select queue.search()") == "[]"
+        assert outcome(owner, "select queue.delete('{1}')").startswith("QJ001")
+        owner.execute("reset session authorization")
+    finally:
+        owner.execute("reset session authorization")
+        owner.execute("alter role limits_renamed rename to limits_name")
+        drop(owner, "limits_name", "limits_other")
+
+
+def test_a_team_gives_a_new_role_nothing_of_an_old_one(owner: psycopg.Connection[Any]) -> None:
+    owner.execute("create role limits_team")
+    owner.execute("select queue.grant_access('limits_team', 'reader')")
+    owner.execute("create role limits_eve")
+    owner.execute("select queue.grant_access('limits_eve', 'operator')")
+    owner.execute("drop owned by limits_eve")
+    owner.execute("drop role limits_eve")
+    owner.execute("create role limits_eve in role limits_team")
+    try:
+        owner.execute("select queue.grant_access('limits_eve', 'producer')")
+        become(owner, "limits_eve")
+        assert outcome(owner, "select queue.delete('{1}')").startswith("42501")
+    finally:
+        drop(owner, "limits_eve", "limits_team")
+
+
+def test_a_limited_operator_ends_the_claim_that_it_has(
+    owner: psycopg.Connection[Any], roles: dict[str, str]
+) -> None:
+    for _ in range(2):
+        owner.execute("select queue.defer('t', queue => 'a')")
+    (need,) = owner.execute("select queue.defer('n', queue => 'a1')").fetchone() or ()
+    become(owner, roles["operator"])
+    options = json.dumps({"queue": "a", "retry_in": "1 hour"})
+    for call in (
+        f"queue.fail(n.id, n.claim, 'x', options => '{options}')",
+        f"queue.retry_later(n.id, n.claim, needs => '{{{need}}}')",
+    ):
+        said = outcome(owner, f"select {call} from queue.next('{{a}}') n")
+        assert said[0] == "[", said
+    owner.execute("reset session authorization")
 
 
 def test_a_dropped_role_leaves_nothing_to_the_next_of_its_name(
