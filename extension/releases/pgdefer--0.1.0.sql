@@ -1101,6 +1101,7 @@ end $$;
 comment on function queue.version() is
   'The version of the functions, and of the tables (NULL before queue.install()).';
 
+-- Locks: exclusive ones of all tables and views, one after the other: nobody should be at work.
 -- Raises: 22023 without force; drops every ordinary object that install made.
 create or replace function queue.uninstall(force boolean default false)
 returns void language plpgsql volatile parallel unsafe security definer
@@ -1259,9 +1260,12 @@ declare
   v record;
 begin
   -- of one that was there before only the queue counts
-  select coalesce(s.queue, j.queue) as queue, j.xid is distinct from pg_current_xact_id_if_assigned() as is_old, j.queueing_lock,
-    case when j.xid = pg_current_xact_id_if_assigned() then array_remove(j.needs || (j.options ->> 'parent')::bigint, null) end as others into v
-  from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id;
+  select coalesce(s.queue, j.queue) as queue, x.is_new, j.queueing_lock,
+    case when x.is_new then array_remove(j.needs || (j.options ->> 'parent')::bigint, null) end as others into v
+  from queue.job j
+  left join queue.job_state s on s.id = j.id
+  cross join lateral (select j.xid is not distinct from pg_current_xact_id_if_assigned() as is_new) x
+  where j.id = p_id;
   v_other := case when v.others <> '{}' then queue._job_beyond(v_limits, v.others) end;
   if p_table is not null and (v_other is not null or not queue._covers(v_limits, v.queue)) then
     select r.rolname into v_owner from pg_class c join pg_roles r on r.oid = c.relowner where c.oid = p_table;
@@ -1272,9 +1276,10 @@ begin
   end if;
   if v_other is not null then
     perform queue._job_not_found(v_other);
-  elsif v.is_old and not queue._covers(v_limits, v.queue) then
-    perform queue._already_queued(p_id, v.queueing_lock);
   elsif not queue._covers(v_limits, v.queue) then
+    if not v.is_new then
+      perform queue._already_queued(p_id, v.queueing_lock);
+    end if;
     perform queue._beyond_limits(v.queue, v_limits);
   end if;
 end $$;
@@ -3099,6 +3104,7 @@ begin
 end $$;
 
 -- Their rows among the members: statements that work on them leave the planner no way but by these.
+-- Locks: none; the caller holds ADM, so that nobody moves the rows meanwhile.
 create or replace function queue._members(p_ids bigint[])
 returns tid[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
@@ -8537,8 +8543,7 @@ begin
   perform pg_current_xact_id();  -- as in _check_needs
   v_now := clock_timestamp();
   v_needs := array(
-    select n.id
-    from unnest(coalesce((select array_agg(d.need_id) from queue.need d where d.job_id = copy.id), (select j.needs from queue.job j where j.id = copy.id))) n (id)
+    select n.id from queue._direct_needs(copy.id) n
     cross join lateral (select o.id from queue.job o where o.id = n.id offset 0) o
     left join lateral (select f.purge_at, f.finished_at, f.state from queue.finished f where f.id = n.id offset 0) f on true
     where not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days', false)
@@ -10141,7 +10146,7 @@ begin
 end $$;
 comment on function queue.revoke_access(text) is 'Takes back everything that grant_access gave a role; of one that was dropped, too.';
 
--- Takes from a role everything in the schema.
+-- Takes from a role everything in the schema. Locks: the caller's, which are those of install.
 create or replace function queue._take_all(p_role text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -162,6 +162,7 @@ end $$;
 comment on function queue.version() is
   'The version of the functions, and of the tables (NULL before queue.install()).';
 
+-- Locks: exclusive ones of all tables and views, one after the other: nobody should be at work.
 -- Raises: 22023 without force; drops every ordinary object that install made.
 create or replace function queue.uninstall(force boolean default false)
 returns void language plpgsql volatile parallel unsafe security definer

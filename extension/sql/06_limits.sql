@@ -128,9 +128,12 @@ declare
   v record;
 begin
   -- of one that was there before only the queue counts
-  select coalesce(s.queue, j.queue) as queue, j.xid is distinct from pg_current_xact_id_if_assigned() as is_old, j.queueing_lock,
-    case when j.xid = pg_current_xact_id_if_assigned() then array_remove(j.needs || (j.options ->> 'parent')::bigint, null) end as others into v
-  from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id;
+  select coalesce(s.queue, j.queue) as queue, x.is_new, j.queueing_lock,
+    case when x.is_new then array_remove(j.needs || (j.options ->> 'parent')::bigint, null) end as others into v
+  from queue.job j
+  left join queue.job_state s on s.id = j.id
+  cross join lateral (select j.xid is not distinct from pg_current_xact_id_if_assigned() as is_new) x
+  where j.id = p_id;
   v_other := case when v.others <> '{}' then queue._job_beyond(v_limits, v.others) end;
   if p_table is not null and (v_other is not null or not queue._covers(v_limits, v.queue)) then
     select r.rolname into v_owner from pg_class c join pg_roles r on r.oid = c.relowner where c.oid = p_table;
@@ -141,9 +144,10 @@ begin
   end if;
   if v_other is not null then
     perform queue._job_not_found(v_other);
-  elsif v.is_old and not queue._covers(v_limits, v.queue) then
-    perform queue._already_queued(p_id, v.queueing_lock);
   elsif not queue._covers(v_limits, v.queue) then
+    if not v.is_new then
+      perform queue._already_queued(p_id, v.queueing_lock);
+    end if;
     perform queue._beyond_limits(v.queue, v_limits);
   end if;
 end $$;

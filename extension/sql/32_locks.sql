@@ -132,6 +132,7 @@ begin
 end $$;
 
 -- Their rows among the members: statements that work on them leave the planner no way but by these.
+-- Locks: none; the caller holds ADM, so that nobody moves the rows meanwhile.
 create or replace function queue._members(p_ids bigint[])
 returns tid[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column

@@ -66,8 +66,7 @@ begin
   perform pg_current_xact_id();  -- as in _check_needs
   v_now := clock_timestamp();
   v_needs := array(
-    select n.id
-    from unnest(coalesce((select array_agg(d.need_id) from queue.need d where d.job_id = copy.id), (select j.needs from queue.job j where j.id = copy.id))) n (id)
+    select n.id from queue._direct_needs(copy.id) n
     cross join lateral (select o.id from queue.job o where o.id = n.id offset 0) o
     left join lateral (select f.purge_at, f.finished_at, f.state from queue.finished f where f.id = n.id offset 0) f on true
     where not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days', false)

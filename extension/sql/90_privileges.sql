@@ -87,7 +87,7 @@ begin
 end $$;
 comment on function queue.revoke_access(text) is 'Takes back everything that grant_access gave a role; of one that was dropped, too.';
 
--- Takes from a role everything in the schema.
+-- Takes from a role everything in the schema. Locks: the caller's, which are those of install.
 create or replace function queue._take_all(p_role text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

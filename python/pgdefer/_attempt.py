@@ -47,10 +47,7 @@ def run(job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None
         with _memory.limited(task.handling.max_memory), _middleware(job, task):
             if task.handling.transactional:
                 return _in_transaction(job, task, pool, given, named)
-            try:
-                result = _ran(task.function(*given, **named))
-            except RetryLater as asked:
-                result = asked
+            result = _called(task, given, named)
     except BaseException as error:
         return outcome_of(job, task, error)
     return _success(job, task, result)
@@ -75,10 +72,7 @@ async def run_async(job: JobContext, task: Task[..., Any], pool: AsyncPool) -> s
         with _middleware(job, task):
             if task.handling.transactional:
                 return await _in_transaction_async(job, task, pool, given, named)
-            try:
-                result = _ran(await task.function(*given, **named))
-            except RetryLater as asked:
-                result = asked
+            result = await _called_async(task, given, named)
     except BaseException as error:
         return outcome_of(job, task, error)
     return _success(job, task, result)
@@ -92,6 +86,22 @@ def _decoded(job: JobContext, task: Task[..., Any]) -> dict[str, Any]:
     else:
         args = codec.decode_stored(job._stored)
     return args
+
+
+def _called(task: Task[..., Any], given: list[Any], named: dict[str, Any]) -> object:
+    """Return what a handler returned, or the RetryLater that it raised."""
+    try:
+        return _ran(task.function(*given, **named))
+    except RetryLater as asked:
+        return asked
+
+
+async def _called_async(task: Task[..., Any], given: list[Any], named: dict[str, Any]) -> object:
+    """As `_called`, for coroutines."""
+    try:
+        return _ran(await task.function(*given, **named))
+    except RetryLater as asked:
+        return asked
 
 
 def _middleware(job: JobContext, task: Task[..., Any]) -> contextlib.AbstractContextManager[object]:
@@ -204,10 +214,7 @@ def _in_transaction(
     job: JobContext, task: Task[..., Any], pool: SyncPool, given: list[Any], named: dict[str, Any]
 ) -> str | None:
     with _transaction(task.handling.transactional, pool) as connection:
-        try:
-            result = _ran(task.function(connection, *given, **named))
-        except RetryLater as asked:
-            result = asked
+        result = _called(task, [connection, *given], named)
         if isinstance(connection, _Flushes):
             connection.flush()
         execute(connection, *_ending(job, task, result))
@@ -218,10 +225,7 @@ async def _in_transaction_async(
     job: JobContext, task: Task[..., Any], pool: AsyncPool, given: list[Any], named: dict[str, Any]
 ) -> str | None:
     async with _transaction_async(task.handling.transactional, pool) as connection:
-        try:
-            result = _ran(await task.function(connection, *given, **named))
-        except RetryLater as asked:
-            result = asked
+        result = await _called_async(task, [connection, *given], named)
         if isinstance(connection, _Flushes):
             await connection.flush()
         await execute_async(connection, *_ending(job, task, result))

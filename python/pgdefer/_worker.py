@@ -63,6 +63,8 @@ LINGER_POLLS = 5
 LINGER_DELAY = 0.002
 # How many jobs are started before outcomes get their turn.
 SLICE = 64
+# The greatest number that the database takes.
+MOST = 2**31 - 1
 # How long aborted jobs have to unwind before they are given back.
 GRACE = 1.0
 # When claims of an answer that was lost are looked for: the lost call may be under way still.
@@ -72,8 +74,6 @@ SUSPICION = (0.0, 15.0, 120.0)
 FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01", "28000", "28P01"})
 
 
-# The greatest number that the database takes.
-MOST = 2**31 - 1
 # Classes of errors that lie in the outcome itself: it will never be taken.
 SPOILT = frozenset({"22", "23", "54"})
 

@@ -285,10 +285,12 @@ def _load(where: str) -> App:
 
 def _find(where: str) -> App:
     module_name, _, attribute = where.partition(":")
+    if not module_name or module_name.startswith("."):
+        fail(Exit.NO_APP, f"{where} names no module: give package.module, or package.module:name")
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except (ModuleNotFoundError, TypeError, ValueError) as error:  # of no name, or a relative one
+    except ModuleNotFoundError as error:
         fail(Exit.NO_APP, f"{where}: {error}")
     found: Any = module
     for part in attribute.split(".") if attribute else ():
