@@ -219,7 +219,6 @@ create table queue.cursor (
   next_xid xid8 not null,
   in_flight xid8[] not null,
   high_id bigint not null,
-  high_lock_id bigint not null,
   has_backlog boolean not null,
   due_at timestamptz not null,
   constraint cursor_pkey primary key (tick)
@@ -949,7 +948,7 @@ begin
     perform queue._create_tables();
     execute format('insert into queue.installation (version, system_identifier) values (%L, %s)',
                    '0.1.0', (select system_identifier from pg_control_system()));
-    execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, 0, false, ''-infinity'')';
+    execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
     return '0.1.0';
   end if;
   return queue.migrate();
@@ -2431,7 +2430,6 @@ declare
   v_xid xid8;
   v_start timestamptz := clock_timestamp();
   v_high_id bigint;
-  v_high_lock_id bigint;
   v_has_backlog boolean;
   v_has_handover boolean;
   v_ended_xids xid8[] := '{}'::xid8[];  -- those in flight then that have committed since
@@ -2460,7 +2458,6 @@ begin
   admitted := 0;
   has_more := false;
   v_high_id := c.high_id;
-  v_high_lock_id := c.high_lock_id;
   v_has_backlog := c.has_backlog;
   v_has_handover := c.has_handover;
   if c.in_flight <> '{}' then
@@ -2482,9 +2479,8 @@ begin
   foreach v_xid in array v_ranges loop
     v_range := queue._admit_range(
       v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
-      p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, v_has_backlog, null);
+      p_slice, v_high_id, c.high_need_id, c.has_task_pause, v_has_backlog, null);
     v_high_id := v_range.high_id;
-    v_high_lock_id := v_range.high_lock_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
     admitted := admitted + v_range.n;
     v_gated := v_gated || v_range.gated;
@@ -2497,9 +2493,8 @@ begin
     if not v_is_read then
       v_range := queue._admit_range(
         v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own,
-        p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no);
+        p_slice, v_high_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no);
       v_high_id := v_range.high_id;
-      v_high_lock_id := v_range.high_lock_id;
       admitted := admitted + v_range.n;
       v_gated := v_gated || v_range.gated;
       v_parked := v_parked || v_range.parked;
@@ -2508,7 +2503,7 @@ begin
   end if;
   -- all at once, so that those of one lock come in the order of ids; before turns are given on
   if v_gated is not null then
-    perform queue._admit_gated(v_gated, c.high_lock_id);
+    perform queue._admit_gated(v_gated);
   end if;
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
@@ -2517,8 +2512,7 @@ begin
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
-    select u.high_lock_id, u.n > 0 or exists (select from queue.backlog) into v_high_lock_id, v_has_backlog
-    from queue._unpark(p_slice, v_high_lock_id) u;
+    v_has_backlog := queue._unpark(p_slice) > 0 or exists (select from queue.backlog);
   end if;
   v_due := c.due_at;
   if c.due_at > v_start then
@@ -2540,7 +2534,7 @@ begin
     v_move := true;
   end if;
   if v_move then
-    perform queue._move_cursor(c.tick, c.upto, c.own, v_high_id, v_high_lock_id, v_has_backlog, v_due);
+    perform queue._move_cursor(c.tick, c.upto, c.own, v_high_id, v_has_backlog, v_due);
   end if;
   has_more := has_more or v_has_backlog;
 end $$;
@@ -2549,13 +2543,13 @@ end $$;
 -- An update that changes the key is read newest first like a row of its own.
 -- Locks: the caller holds ADM.
 create or replace function queue._move_cursor(
-  p_tick bigint, p_upto pg_snapshot, p_own xid8, p_high_id bigint, p_high_lock_id bigint, p_has_backlog boolean, p_due_at timestamptz)
+  p_tick bigint, p_upto pg_snapshot, p_own xid8, p_high_id bigint, p_has_backlog boolean, p_due_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   update queue.cursor k
   set tick = p_tick + 1, next_xid = pg_snapshot_xmax(p_upto), in_flight = queue._in_flight(p_upto, p_own), high_id = p_high_id,
-    high_lock_id = p_high_lock_id, has_backlog = p_has_backlog, due_at = p_due_at
+    has_backlog = p_has_backlog, due_at = p_due_at
   where k.tick = p_tick;
 end $$;
 
@@ -2588,8 +2582,8 @@ end $$;
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
-  p_high_id bigint, p_high_lock_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
-  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
+  p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
+  out n integer, out high_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -2609,11 +2603,10 @@ begin
     insert into queue.live (id, deadline, lane, attempt, flags)
     select x.id, x.deadline, x.lane, 0, x.flags | x.extra_flags from fresh x where x.is_plain)
   select count(*), greatest(p_high_id, max(x.id)),
-    greatest(p_high_lock_id, max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0))),
     array_agg(x.id) filter (where not x.is_plain and not (p_park and x.flags & 1 <> 0)),
     array_agg(x.id) filter (where p_park and x.flags & 1 <> 0),
     array_agg(x.id) filter (where x.is_plain and x.is_low)
-  into n, high_id, high_lock_id, gated, parked, v_low
+  into n, high_id, gated, parked, v_low
   from fresh x;
   is_cut := n >= p_slice;
   if is_cut then
@@ -2726,10 +2719,10 @@ begin
   update queue.handover h set xid = pg_current_xact_id();
   update queue.horizon h set looked_at = '-infinity', looked_xid = '0';
   perform queue._note_needed((select max(d.need_id) from queue.need d));
-  insert into queue.cursor (tick, next_xid, in_flight, high_id, high_lock_id, has_backlog, due_at)
+  insert into queue.cursor (tick, next_xid, in_flight, high_id, has_backlog, due_at)
   select k.tick + 1, pg_snapshot_xmax(v_snapshot),
     array(select x from pg_snapshot_xip(v_snapshot) x union select pg_current_xact_id() where pg_current_xact_id() < pg_snapshot_xmax(v_snapshot) order by 1),
-    k.high_id, k.high_lock_id, exists (select from queue.waiting w where w.reason = 'parked'), '-infinity'
+    k.high_id, exists (select from queue.waiting w where w.reason = 'parked'), '-infinity'
   from queue.cursor k order by k.tick desc limit 1;
   delete from queue.cursor k where k.tick < (select max(m.tick) from queue.cursor m);
   update queue.installation i set system_identifier = (select c.system_identifier from pg_control_system() c)
@@ -2741,7 +2734,7 @@ end $$;
 -- looked at once per gate, and waits in that gate's own place. Everything here runs under ADM.
 
 -- New jobs that are not plain: joins locks, writes needs, and sends them to their first gate.
-create or replace function queue._admit_gated(p_ids bigint[], p_high_lock_id bigint)
+create or replace function queue._admit_gated(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -2757,7 +2750,7 @@ begin
   cross join lateral (select j.id, j.flags from queue.job j where j.id = u.id offset 0) j
   left join lateral (select s.id from queue.job_state s where s.id = u.id offset 0) s on true;
   if v_flags & 3 <> 0 then
-    v_free := queue._join_locks(v_ids, p_high_lock_id);
+    v_free := queue._join_locks(v_ids);
     if v_only_locks and not exists (select from queue.pause p where p.task is not null) then
       -- those that wait for their turn need not be looked at again
       perform queue._to_slots(v_free) where v_free is not null;
@@ -2871,9 +2864,9 @@ begin
   return case when cardinality(v_ids) >= p_slice then v_at else v_now end;
 end $$;
 
--- Admits jobs that were put aside while there was a backlog, in the order of ids.
-create or replace function queue._unpark(p_slice integer, p_high_lock_id bigint, out n integer, out high_lock_id bigint)
-language plpgsql volatile parallel unsafe security invoker as $$
+-- Admits jobs that were put aside while there was a backlog, in the order of ids, and returns how many.
+create or replace function queue._unpark(p_slice integer)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_ids bigint[];
@@ -2882,10 +2875,11 @@ begin
     delete from queue.waiting w
     where w.ctid = any (array(select p.ctid from queue.waiting p where p.reason = 'parked' order by p.id limit p_slice))
     returning w.id)
-  select array_agg(p.id), count(*), greatest(p_high_lock_id, max(p.id)) into v_ids, n, high_lock_id from parked p;
-  if n > 0 then
-    perform queue._admit_gated(v_ids, p_high_lock_id);
+  select array_agg(p.id) into v_ids from parked p;
+  if v_ids is not null then
+    perform queue._admit_gated(v_ids);
   end if;
+  return coalesce(cardinality(v_ids), 0);
 end $$;
 
 -- Where jobs go in queue.live: lane, order key, flags and attempts so far, in the order of ids. Makes lanes that are
@@ -2974,9 +2968,9 @@ end $$;
 --
 -- ordered: the first member by id has the turn, and keeps it until it has ended, whatever it waits for.
 -- The next is found by looking past the id of the one that ended, so that the dead rows before it cost
--- nothing. A job that is admitted after one with a greater id (its transaction committed late, or it is
--- retried) is late: it joins before those that wait, and takes the turn of a younger one unless that one runs
--- (_displace); is_late keeps it findable until it has had its turn.
+-- nothing. A job that joins where one with a greater id is a member (its transaction committed late, it is
+-- retried, or that one took the lock on a retry) is late: it goes before those that wait, and takes the turn of
+-- a younger one unless that one runs (_displace); is_late keeps it findable until it has had its turn.
 -- mutex: a member that never waits for its turn; it takes the semaphore 'm' || lock (33_semaphores.sql),
 -- as ordered jobs of a mixed lock do, one that has mutex members. An ordered job waits for every older
 -- member, so that in a mixed lock the turn is only given to the first of all.
@@ -2988,15 +2982,14 @@ end $$;
 -- Adds new jobs. The turn goes to the first of a lock that had no member. While any task is paused none counts as passed
 -- before it has been at that gate, after which _wait_for_turn notes it. Returns those that nothing here holds
 -- up: that have the turn, or need none.
-create or replace function queue._join_locks(p_ids bigint[], p_high_id bigint)
+create or replace function queue._join_locks(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
 begin
   with joining as materialized (
-    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.id is not null as has_others,
-      x.id <= p_high_id or coalesce(o.id > x.id, false) as is_late  -- the latter also by members that took the lock on a retry
+    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.id is not null as has_others, coalesce(o.id > x.id, false) as is_late
     from (
       select j.id, j.lock, j.flags & 2 <> 0 as is_mutex,
         j.flags & (8 | 16 | 32) = 0 and not j.is_later and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
@@ -3009,13 +3002,13 @@ begin
     left join lateral (select m.id from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true),
   joined as (
     insert into queue.lock_member (lock, id, is_mutex, is_late, is_passed, has_turn)
-    select x.lock, x.id, x.is_mutex, x.is_late and not x.is_mutex and (x.n > 1 or x.has_others),
+    select x.lock, x.id, x.is_mutex, x.is_late and not x.is_mutex,
       x.is_passed, not x.is_mutex and x.n = 1 and not x.has_others
     from joining x)
   select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
     array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered,
     array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free,
-    array_agg(x.lock) filter (where x.has_others and x.is_late) as late
+    array_agg(x.lock) filter (where x.is_late) as late
   into v
   from joining x
   left join lateral (
@@ -3275,7 +3268,7 @@ begin
   update queue.job_state s
   set lock = p_lock, extra_flags = s.extra_flags | case when p_lock <> '' and j.flags & 3 = 0 then 1 else 0 end
   from queue.job j where s.id = p_id and j.id = p_id;
-  perform queue._join_locks(array[p_id], (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
+  perform queue._join_locks(array[p_id]);
   perform queue._route(array[p_id], false);
 end $$;
 
@@ -7787,9 +7780,9 @@ begin
   perform queue._lock_admission(true);
   with gone as (
     delete from queue.cursor k where k.due_at > clock_timestamp()
-    returning k.tick, k.next_xid, k.in_flight, k.high_id, k.high_lock_id, k.has_backlog)
-  insert into queue.cursor (tick, next_xid, in_flight, high_id, high_lock_id, has_backlog, due_at)
-  select g.tick + 1, g.next_xid, g.in_flight, g.high_id, g.high_lock_id, g.has_backlog, '-infinity' from gone g;
+    returning k.tick, k.next_xid, k.in_flight, k.high_id, k.has_backlog)
+  insert into queue.cursor (tick, next_xid, in_flight, high_id, has_backlog, due_at)
+  select g.tick + 1, g.next_xid, g.in_flight, g.high_id, g.has_backlog, '-infinity' from gone g;
 end $$;
 
 -- Has paused schedules looked at again.
@@ -9188,7 +9181,7 @@ begin
   insert into queue.expiry (id, at)
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
-  perform queue._join_locks(p_ids, (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
+  perform queue._join_locks(p_ids);
   perform queue._route(p_ids, false);
   perform queue._needs_changed(p_ids);
 end $$;

@@ -10,7 +10,7 @@ begin
     perform queue._create_tables();
     execute format('insert into queue.installation (version, system_identifier) values (%L, %s)',
                    '@VERSION@', (select system_identifier from pg_control_system()));
-    execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, 0, false, ''-infinity'')';
+    execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
     return '@VERSION@';
   end if;
   return queue.migrate();

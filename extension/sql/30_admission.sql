@@ -42,7 +42,6 @@ declare
   v_xid xid8;
   v_start timestamptz := clock_timestamp();
   v_high_id bigint;
-  v_high_lock_id bigint;
   v_has_backlog boolean;
   v_has_handover boolean;
   v_ended_xids xid8[] := '{}'::xid8[];  -- those in flight then that have committed since
@@ -71,7 +70,6 @@ begin
   admitted := 0;
   has_more := false;
   v_high_id := c.high_id;
-  v_high_lock_id := c.high_lock_id;
   v_has_backlog := c.has_backlog;
   v_has_handover := c.has_handover;
   if c.in_flight <> '{}' then
@@ -93,9 +91,8 @@ begin
   foreach v_xid in array v_ranges loop
     v_range := queue._admit_range(
       v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
-      p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, v_has_backlog, null);
+      p_slice, v_high_id, c.high_need_id, c.has_task_pause, v_has_backlog, null);
     v_high_id := v_range.high_id;
-    v_high_lock_id := v_range.high_lock_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
     admitted := admitted + v_range.n;
     v_gated := v_gated || v_range.gated;
@@ -108,9 +105,8 @@ begin
     if not v_is_read then
       v_range := queue._admit_range(
         v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own,
-        p_slice, v_high_id, v_high_lock_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no);
+        p_slice, v_high_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no);
       v_high_id := v_range.high_id;
-      v_high_lock_id := v_range.high_lock_id;
       admitted := admitted + v_range.n;
       v_gated := v_gated || v_range.gated;
       v_parked := v_parked || v_range.parked;
@@ -119,7 +115,7 @@ begin
   end if;
   -- all at once, so that those of one lock come in the order of ids; before turns are given on
   if v_gated is not null then
-    perform queue._admit_gated(v_gated, c.high_lock_id);
+    perform queue._admit_gated(v_gated);
   end if;
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
@@ -128,8 +124,7 @@ begin
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
-    select u.high_lock_id, u.n > 0 or exists (select from queue.backlog) into v_high_lock_id, v_has_backlog
-    from queue._unpark(p_slice, v_high_lock_id) u;
+    v_has_backlog := queue._unpark(p_slice) > 0 or exists (select from queue.backlog);
   end if;
   v_due := c.due_at;
   if c.due_at > v_start then
@@ -151,7 +146,7 @@ begin
     v_move := true;
   end if;
   if v_move then
-    perform queue._move_cursor(c.tick, c.upto, c.own, v_high_id, v_high_lock_id, v_has_backlog, v_due);
+    perform queue._move_cursor(c.tick, c.upto, c.own, v_high_id, v_has_backlog, v_due);
   end if;
   has_more := has_more or v_has_backlog;
 end $$;
@@ -160,13 +155,13 @@ end $$;
 -- An update that changes the key is read newest first like a row of its own.
 -- Locks: the caller holds ADM.
 create or replace function queue._move_cursor(
-  p_tick bigint, p_upto pg_snapshot, p_own xid8, p_high_id bigint, p_high_lock_id bigint, p_has_backlog boolean, p_due_at timestamptz)
+  p_tick bigint, p_upto pg_snapshot, p_own xid8, p_high_id bigint, p_has_backlog boolean, p_due_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   update queue.cursor k
   set tick = p_tick + 1, next_xid = pg_snapshot_xmax(p_upto), in_flight = queue._in_flight(p_upto, p_own), high_id = p_high_id,
-    high_lock_id = p_high_lock_id, has_backlog = p_has_backlog, due_at = p_due_at
+    has_backlog = p_has_backlog, due_at = p_due_at
   where k.tick = p_tick;
 end $$;
 
@@ -199,8 +194,8 @@ end $$;
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
-  p_high_id bigint, p_high_lock_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
-  out n integer, out high_id bigint, out high_lock_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
+  p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
+  out n integer, out high_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -220,11 +215,10 @@ begin
     insert into queue.live (id, deadline, lane, attempt, flags)
     select x.id, x.deadline, x.lane, 0, x.flags | x.extra_flags from fresh x where x.is_plain)
   select count(*), greatest(p_high_id, max(x.id)),
-    greatest(p_high_lock_id, max(x.id) filter (where x.flags & 3 <> 0 and not (p_park and x.flags & 1 <> 0))),
     array_agg(x.id) filter (where not x.is_plain and not (p_park and x.flags & 1 <> 0)),
     array_agg(x.id) filter (where p_park and x.flags & 1 <> 0),
     array_agg(x.id) filter (where x.is_plain and x.is_low)
-  into n, high_id, high_lock_id, gated, parked, v_low
+  into n, high_id, gated, parked, v_low
   from fresh x;
   is_cut := n >= p_slice;
   if is_cut then
@@ -337,10 +331,10 @@ begin
   update queue.handover h set xid = pg_current_xact_id();
   update queue.horizon h set looked_at = '-infinity', looked_xid = '0';
   perform queue._note_needed((select max(d.need_id) from queue.need d));
-  insert into queue.cursor (tick, next_xid, in_flight, high_id, high_lock_id, has_backlog, due_at)
+  insert into queue.cursor (tick, next_xid, in_flight, high_id, has_backlog, due_at)
   select k.tick + 1, pg_snapshot_xmax(v_snapshot),
     array(select x from pg_snapshot_xip(v_snapshot) x union select pg_current_xact_id() where pg_current_xact_id() < pg_snapshot_xmax(v_snapshot) order by 1),
-    k.high_id, k.high_lock_id, exists (select from queue.waiting w where w.reason = 'parked'), '-infinity'
+    k.high_id, exists (select from queue.waiting w where w.reason = 'parked'), '-infinity'
   from queue.cursor k order by k.tick desc limit 1;
   delete from queue.cursor k where k.tick < (select max(m.tick) from queue.cursor m);
   update queue.installation i set system_identifier = (select c.system_identifier from pg_control_system() c)

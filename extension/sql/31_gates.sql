@@ -2,7 +2,7 @@
 -- looked at once per gate, and waits in that gate's own place. Everything here runs under ADM.
 
 -- New jobs that are not plain: joins locks, writes needs, and sends them to their first gate.
-create or replace function queue._admit_gated(p_ids bigint[], p_high_lock_id bigint)
+create or replace function queue._admit_gated(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -18,7 +18,7 @@ begin
   cross join lateral (select j.id, j.flags from queue.job j where j.id = u.id offset 0) j
   left join lateral (select s.id from queue.job_state s where s.id = u.id offset 0) s on true;
   if v_flags & 3 <> 0 then
-    v_free := queue._join_locks(v_ids, p_high_lock_id);
+    v_free := queue._join_locks(v_ids);
     if v_only_locks and not exists (select from queue.pause p where p.task is not null) then
       -- those that wait for their turn need not be looked at again
       perform queue._to_slots(v_free) where v_free is not null;
@@ -132,9 +132,9 @@ begin
   return case when cardinality(v_ids) >= p_slice then v_at else v_now end;
 end $$;
 
--- Admits jobs that were put aside while there was a backlog, in the order of ids.
-create or replace function queue._unpark(p_slice integer, p_high_lock_id bigint, out n integer, out high_lock_id bigint)
-language plpgsql volatile parallel unsafe security invoker as $$
+-- Admits jobs that were put aside while there was a backlog, in the order of ids, and returns how many.
+create or replace function queue._unpark(p_slice integer)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_ids bigint[];
@@ -143,10 +143,11 @@ begin
     delete from queue.waiting w
     where w.ctid = any (array(select p.ctid from queue.waiting p where p.reason = 'parked' order by p.id limit p_slice))
     returning w.id)
-  select array_agg(p.id), count(*), greatest(p_high_lock_id, max(p.id)) into v_ids, n, high_lock_id from parked p;
-  if n > 0 then
-    perform queue._admit_gated(v_ids, p_high_lock_id);
+  select array_agg(p.id) into v_ids from parked p;
+  if v_ids is not null then
+    perform queue._admit_gated(v_ids);
   end if;
+  return coalesce(cardinality(v_ids), 0);
 end $$;
 
 -- Where jobs go in queue.live: lane, order key, flags and attempts so far, in the order of ids. Makes lanes that are

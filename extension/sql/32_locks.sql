@@ -2,9 +2,9 @@
 --
 -- ordered: the first member by id has the turn, and keeps it until it has ended, whatever it waits for.
 -- The next is found by looking past the id of the one that ended, so that the dead rows before it cost
--- nothing. A job that is admitted after one with a greater id (its transaction committed late, or it is
--- retried) is late: it joins before those that wait, and takes the turn of a younger one unless that one runs
--- (_displace); is_late keeps it findable until it has had its turn.
+-- nothing. A job that joins where one with a greater id is a member (its transaction committed late, it is
+-- retried, or that one took the lock on a retry) is late: it goes before those that wait, and takes the turn of
+-- a younger one unless that one runs (_displace); is_late keeps it findable until it has had its turn.
 -- mutex: a member that never waits for its turn; it takes the semaphore 'm' || lock (33_semaphores.sql),
 -- as ordered jobs of a mixed lock do, one that has mutex members. An ordered job waits for every older
 -- member, so that in a mixed lock the turn is only given to the first of all.
@@ -16,15 +16,14 @@
 -- Adds new jobs. The turn goes to the first of a lock that had no member. While any task is paused none counts as passed
 -- before it has been at that gate, after which _wait_for_turn notes it. Returns those that nothing here holds
 -- up: that have the turn, or need none.
-create or replace function queue._join_locks(p_ids bigint[], p_high_id bigint)
+create or replace function queue._join_locks(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
 begin
   with joining as materialized (
-    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.id is not null as has_others,
-      x.id <= p_high_id or coalesce(o.id > x.id, false) as is_late  -- the latter also by members that took the lock on a retry
+    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.id is not null as has_others, coalesce(o.id > x.id, false) as is_late
     from (
       select j.id, j.lock, j.flags & 2 <> 0 as is_mutex,
         j.flags & (8 | 16 | 32) = 0 and not j.is_later and (select p.no from queue.pause p where p.task is not null limit 1) is null as is_passed,
@@ -37,13 +36,13 @@ begin
     left join lateral (select m.id from queue.lock_member m where m.lock = x.lock order by m.id desc limit 1) o on true),
   joined as (
     insert into queue.lock_member (lock, id, is_mutex, is_late, is_passed, has_turn)
-    select x.lock, x.id, x.is_mutex, x.is_late and not x.is_mutex and (x.n > 1 or x.has_others),
+    select x.lock, x.id, x.is_mutex, x.is_late and not x.is_mutex,
       x.is_passed, not x.is_mutex and x.n = 1 and not x.has_others
     from joining x)
   select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
     array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered,
     array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free,
-    array_agg(x.lock) filter (where x.has_others and x.is_late) as late
+    array_agg(x.lock) filter (where x.is_late) as late
   into v
   from joining x
   left join lateral (
@@ -303,7 +302,7 @@ begin
   update queue.job_state s
   set lock = p_lock, extra_flags = s.extra_flags | case when p_lock <> '' and j.flags & 3 = 0 then 1 else 0 end
   from queue.job j where s.id = p_id and j.id = p_id;
-  perform queue._join_locks(array[p_id], (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
+  perform queue._join_locks(array[p_id]);
   perform queue._route(array[p_id], false);
 end $$;
 

@@ -250,9 +250,9 @@ begin
   perform queue._lock_admission(true);
   with gone as (
     delete from queue.cursor k where k.due_at > clock_timestamp()
-    returning k.tick, k.next_xid, k.in_flight, k.high_id, k.high_lock_id, k.has_backlog)
-  insert into queue.cursor (tick, next_xid, in_flight, high_id, high_lock_id, has_backlog, due_at)
-  select g.tick + 1, g.next_xid, g.in_flight, g.high_id, g.high_lock_id, g.has_backlog, '-infinity' from gone g;
+    returning k.tick, k.next_xid, k.in_flight, k.high_id, k.has_backlog)
+  insert into queue.cursor (tick, next_xid, in_flight, high_id, has_backlog, due_at)
+  select g.tick + 1, g.next_xid, g.in_flight, g.high_id, g.has_backlog, '-infinity' from gone g;
 end $$;
 
 -- Has paused schedules looked at again.

@@ -155,7 +155,7 @@ begin
   insert into queue.expiry (id, at)
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
-  perform queue._join_locks(p_ids, (select k.high_lock_id from queue.cursor k order by k.tick desc limit 1));
+  perform queue._join_locks(p_ids);
   perform queue._route(p_ids, false);
   perform queue._needs_changed(p_ids);
 end $$;

@@ -25,7 +25,6 @@ create table queue.cursor (
   next_xid xid8 not null,
   in_flight xid8[] not null,
   high_id bigint not null,
-  high_lock_id bigint not null,
   has_backlog boolean not null,
   due_at timestamptz not null,
   constraint cursor_pkey primary key (tick)

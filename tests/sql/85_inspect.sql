@@ -95,7 +95,7 @@ from (values
   ($$update queue.live v set worker_id = null where v.id = pg_temp.id('has a lease')$$, 'claimed by a worker that never was: has a lease'),
   ($$delete from queue.admission$$, 'not one row'),
   ($$delete from queue.cursor$$, 'not one row'),
-  ($$insert into queue.cursor select k.tick + 1, k.next_xid, k.in_flight, k.high_id, k.high_lock_id, k.has_backlog, k.due_at from queue.cursor k$$, 'not one row'),
+  ($$insert into queue.cursor select k.tick + 1, k.next_xid, k.in_flight, k.high_id, k.has_backlog, k.due_at from queue.cursor k$$, 'not one row'),
   ($$delete from queue.installation$$, 'not one row')
 ) v (statement, expected);
 select is_empty('select * from queue.check()', 'and nothing of it is left');
