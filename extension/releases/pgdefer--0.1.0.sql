@@ -1147,6 +1147,18 @@ begin
   return case when current_setting('role') = 'none' then session_user else current_setting('role')::name end;
 end $$;
 
+-- The view queue.unlimited, NULL without it: to_regclass for the calls that every job makes, at no cost. It is called
+-- immutable, which it is not, so that the planner works it out once and puts the view into the plan; and a plan that
+-- holds a relation is made anew when that is dropped. A plan made without the view keeps its NULL, so NULL means: look
+-- yourself. Use it as coalesce(v_none, queue._unlimited()) with a v_none that is NULL, or the planner works out more and the
+-- relation is not in the plan; and in expressions that read no table, as planning those may take locks, and so hear of the
+-- drop before there is a plan that it concerns.
+create or replace function queue._unlimited()
+returns regclass language plpgsql immutable parallel safe security invoker as $$
+begin
+  return to_regclass('queue.unlimited');
+end $$;
+
 -- The queues, names and patterns, on which a role (NULL: the caller) may act in one of the kinds; NULL is all.
 create or replace function queue._limits(p_kinds text[], p_role name default null)
 returns text[] language plpgsql stable parallel safe security invoker as $$
@@ -1947,17 +1959,14 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_id bigint;
   v_is_awake boolean;
-  v_is_short boolean;
+  v_none regclass;
 begin
-  -- few expressions and one statement for most calls, as each is set up anew in every transaction: a task that is registered
+  -- one expression and one statement for most calls, as each is set up anew in every transaction: a task that is registered
   -- with no more than a queue and a priority, and a call that names no more than these
-  v_is_short := to_regclass('queue.unlimited') is not null and defer.args @> '{}'
+  if coalesce(v_none, queue._unlimited()) is not null and defer.args @> '{}' and coalesce(defer.queue ~ '^.{0,249}[^*]$', true)
     and num_nonnulls(defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs, defer.concurrency_key,
-                     defer.concurrency_limit, defer.options) = 0;
-  if defer.queue is not null then
-    v_is_short := v_is_short and defer.queue <> '' and right(defer.queue, 1) <> '*' and octet_length(defer.queue) <= 1000;
-  end if;
-  if v_is_short then
+                     defer.concurrency_limit, defer.options) = 0
+  then
     insert into queue.job (task, args, queue, priority)
     select t.name, defer.args, coalesce(defer.queue, t.queue, 'default'), coalesce(defer.priority, t.priority, 0)
     from queue.task t where t.name = defer.task and t.is_plain
@@ -1967,7 +1976,7 @@ begin
     elsif v_id is null then
       -- or one that is not
       insert into queue.job (task, args, queue, priority)
-      select defer.task, defer.args, coalesce(nullif(defer.queue, ''), 'default'), coalesce(defer.priority, 0)
+      select defer.task, defer.args, coalesce(defer.queue, 'default'), coalesce(defer.priority, 0)
       where defer.task <> '' and octet_length(defer.task) <= 1000 and (select t.is_plain from queue.task t where t.name = defer.task) is null
       returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
     end if;
@@ -5016,8 +5025,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v record;
+  v_none regclass;
 begin
-  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
@@ -5498,8 +5508,9 @@ declare
   v_flags smallint;
   v_claimed_at timestamptz;
   v_worker_id bigint;
+  v_none regclass;
 begin
-  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
@@ -5589,8 +5600,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v_ended record;
+  v_none regclass;
 begin
-  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
@@ -5618,8 +5630,9 @@ declare
   v_ended record;
   v record;
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
+  v_none regclass;
 begin
-  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();

@@ -16,6 +16,18 @@ begin
   return case when current_setting('role') = 'none' then session_user else current_setting('role')::name end;
 end $$;
 
+-- The view queue.unlimited, NULL without it: to_regclass for the calls that every job makes, at no cost. It is called
+-- immutable, which it is not, so that the planner works it out once and puts the view into the plan; and a plan that
+-- holds a relation is made anew when that is dropped. A plan made without the view keeps its NULL, so NULL means: look
+-- yourself. Use it as coalesce(v_none, queue._unlimited()) with a v_none that is NULL, or the planner works out more and the
+-- relation is not in the plan; and in expressions that read no table, as planning those may take locks, and so hear of the
+-- drop before there is a plan that it concerns.
+create or replace function queue._unlimited()
+returns regclass language plpgsql immutable parallel safe security invoker as $$
+begin
+  return to_regclass('queue.unlimited');
+end $$;
+
 -- The queues, names and patterns, on which a role (NULL: the caller) may act in one of the kinds; NULL is all.
 create or replace function queue._limits(p_kinds text[], p_role name default null)
 returns text[] language plpgsql stable parallel safe security invoker as $$

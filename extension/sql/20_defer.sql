@@ -21,17 +21,14 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_id bigint;
   v_is_awake boolean;
-  v_is_short boolean;
+  v_none regclass;
 begin
-  -- few expressions and one statement for most calls, as each is set up anew in every transaction: a task that is registered
+  -- one expression and one statement for most calls, as each is set up anew in every transaction: a task that is registered
   -- with no more than a queue and a priority, and a call that names no more than these
-  v_is_short := to_regclass('queue.unlimited') is not null and defer.args @> '{}'
+  if coalesce(v_none, queue._unlimited()) is not null and defer.args @> '{}' and coalesce(defer.queue ~ '^.{0,249}[^*]$', true)
     and num_nonnulls(defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs, defer.concurrency_key,
-                     defer.concurrency_limit, defer.options) = 0;
-  if defer.queue is not null then
-    v_is_short := v_is_short and defer.queue <> '' and right(defer.queue, 1) <> '*' and octet_length(defer.queue) <= 1000;
-  end if;
-  if v_is_short then
+                     defer.concurrency_limit, defer.options) = 0
+  then
     insert into queue.job (task, args, queue, priority)
     select t.name, defer.args, coalesce(defer.queue, t.queue, 'default'), coalesce(defer.priority, t.priority, 0)
     from queue.task t where t.name = defer.task and t.is_plain
@@ -41,7 +38,7 @@ begin
     elsif v_id is null then
       -- or one that is not
       insert into queue.job (task, args, queue, priority)
-      select defer.task, defer.args, coalesce(nullif(defer.queue, ''), 'default'), coalesce(defer.priority, 0)
+      select defer.task, defer.args, coalesce(defer.queue, 'default'), coalesce(defer.priority, 0)
       where defer.task <> '' and octet_length(defer.task) <= 1000 and (select t.is_plain from queue.task t where t.name = defer.task) is null
       returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
     end if;

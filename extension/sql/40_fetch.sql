@@ -15,8 +15,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v record;
+  v_none regclass;
 begin
-  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();

@@ -17,8 +17,9 @@ declare
   v_flags smallint;
   v_claimed_at timestamptz;
   v_worker_id bigint;
+  v_none regclass;
 begin
-  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
@@ -108,8 +109,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v_ended record;
+  v_none regclass;
 begin
-  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
@@ -137,8 +139,9 @@ declare
   v_ended record;
   v record;
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
+  v_none regclass;
 begin
-  if to_regclass('queue.unlimited') is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();

@@ -9,7 +9,7 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
@@ -610,6 +610,76 @@ def test_limits_come_and_go(owner: psycopg.Connection[Any]) -> None:
         drop(owner, "limits_some")
 
 
+@pytest.mark.parametrize(
+    ("limit", "unlimit"),
+    [
+        (
+            "select queue.grant_access('limits_other', 'reader', '{a}')",
+            "select queue.revoke_access('limits_other')",
+        ),
+        # All that concerns the plans; grant_access changes the schema's rights, too, after which
+        # all plans are made anew.
+        (
+            "drop view queue.unlimited",
+            "create view queue.unlimited as select true as is_unlimited",
+        ),
+    ],
+)
+def test_a_limit_holds_at_once_where_plans_were_made_without_one(
+    owner: psycopg.Connection[Any], dsn: str, limit: LiteralString, unlimit: LiteralString
+) -> None:
+    """The calls of every job keep in their plans that nobody is limited, until somebody is."""
+    outcomes = (
+        "jsonb_build_array(jsonb_build_object('id', %s, 'claim', %s, 'outcome', 'succeeded'))"
+    )
+    calls = {
+        "select queue.succeed(%s, %s)": "QJ002",
+        f"select state, error from queue.finish_many({outcomes})": "QJ002",
+        f"select error from queue.finish_and_fetch({{worker}}, {outcomes})": "QJ007",
+        "select id, claim from queue.fetch({worker})": "QJ007",
+        "select queue.defer('t')": "42501",
+    }
+    owner.execute("create role limits_warm")
+    owner.execute("create role limits_other")
+    owner.execute("grant usage on schema queue to limits_warm")
+    for function in ("defer", "register_worker", "fetch", "succeed", "finish_many"):
+        owner.execute(f"grant execute on function queue.{function} to limits_warm")
+    owner.execute("grant execute on function queue.finish_and_fetch to limits_warm")
+    try:
+        with psycopg.connect(dsn, autocommit=True) as warm:
+            become(warm, "limits_warm")
+            (worker,) = warm.execute("select queue.register_worker('w')").fetchone() or ()
+
+            def call(statement: str) -> str:
+                given = claim[: statement.count("%s")]
+                return outcome(warm, statement.replace("{worker}", str(worker)), *given)
+
+            for statement in calls:
+                for _ in range(7):
+                    owner.execute("select queue.defer('t')")
+                    claim = warm.execute(
+                        "select id, claim from queue.fetch(%s)", (worker,)
+                    ).fetchone()
+                    assert claim
+                    assert call(statement)[0] == "["
+            owner.execute("select queue.defer('t')")
+            claim = warm.execute("select id, claim from queue.fetch(%s)", (worker,)).fetchone()
+            assert claim
+            for begin, end in (("begin", "rollback"), ("begin", "commit")):
+                owner.execute(begin)
+                owner.execute(limit)
+                assert call("select queue.defer('t')")[0] == "["
+                owner.execute(end)
+            for statement, said in calls.items():
+                assert call(statement).startswith(said), statement
+            state = owner.execute("select state from queue.jobs where id = %s", claim[:1])
+            assert state.fetchone() == ("running",)
+            owner.execute(unlimit)
+            assert call("select queue.defer('t')")[0] == "["
+    finally:
+        drop(owner, "limits_warm", "limits_other")
+
+
 def test_a_renamed_role_is_not_without_limits(owner: psycopg.Connection[Any]) -> None:
     owner.execute("create role limits_name")
     owner.execute("create role limits_other")
@@ -678,6 +748,33 @@ def test_a_dropped_role_leaves_nothing_to_the_next_of_its_name(
     owner.execute("select queue.revoke_access('limits_old')")
     assert owner.execute("select * from queue.access").fetchall() == []
     assert outcome(owner, "select queue.revoke_access('limits_old')").startswith("22023")
+
+
+@pytest.mark.unchecked("it uninstalls")
+def test_plans_that_were_made_with_the_tables_end_with_them(
+    owner: psycopg.Connection[Any], dsn: str
+) -> None:
+    with psycopg.connect(dsn, autocommit=True) as warm:
+        (worker,) = warm.execute("select queue.register_worker('w')").fetchone() or ()
+        calls = (
+            "select queue.defer('t')",
+            f"select * from queue.fetch({worker})",
+            "select * from queue.finish_many('[]')",
+            f"select * from queue.finish_and_fetch({worker}, '[]')",
+        )
+        for _ in range(7):
+            for call in calls:
+                assert outcome(warm, call)[0] == "["
+            (job,) = warm.execute("select queue.defer('t')").fetchone() or ()
+            (claim,) = warm.execute(f"select claim from queue.fetch({worker})").fetchone() or ()
+            assert outcome(warm, "select queue.succeed(%s, %s)", job, claim)[0] == "["
+        owner.execute("select queue.uninstall(true)")
+        try:
+            for call in (*calls, "select queue.succeed(1, 1)"):
+                assert outcome(warm, call).startswith("QJ090"), call
+        finally:
+            owner.execute("select queue.install()")
+        assert outcome(warm, "select queue.defer('t')") == "[(1,)]"
 
 
 @pytest.mark.unchecked("it uninstalls")
