@@ -63,6 +63,19 @@ def measured(connection: Connection, statement: LiteralString, given: str | None
     return (cpu(connection) - before) / n
 
 
+def show(connection: Connection, name: str, more: dict[str, Any], runs: int, calls: int) -> None:
+    """Print what a job costs that has `more`."""
+    job = {"task": "plain", "args": {"n": 1}, **more}
+    single, empty, many = [], [], []
+    for _ in range(runs):
+        given = json.dumps(job)
+        empty.append(measured(connection, NOTHING, given, calls))
+        single.append(measured(connection, DEFER, given, calls))
+        many.append(measured(connection, MANY, json.dumps([job] * 1000), 3) / 1000)
+    of_one = statistics.median(single) - statistics.median(empty)
+    print(f"{name:<30}{of_one:>8.0f}{statistics.median(many):>26.1f}", flush=True)
+
+
 def main() -> None:
     parser = arguments(__doc__, runs=5)
     parser.add_argument("--calls", type=int, default=1000, help="of each run (1,000)")
@@ -80,19 +93,15 @@ def main() -> None:
         print(f"{'us of CPU for a job with':<30}{'defer':>8}{'of 1,000 in defer_many':>26}")
         for kind, more in KINDS.items():
             if options.only in kind:
-                job = {"task": "plain", "args": {"n": 1}, **more}
-                single, empty, many = [], [], []
-                for _ in range(options.runs):
-                    given = json.dumps(job)
-                    empty.append(measured(connection, NOTHING, given, options.calls))
-                    single.append(measured(connection, DEFER, given, options.calls))
-                    many.append(measured(connection, MANY, json.dumps([job] * 1000), 3) / 1000)
-                of_one = statistics.median(single) - statistics.median(empty)
-                print(f"{kind:<30}{of_one:>8.0f}{statistics.median(many):>26.1f}", flush=True)
+                show(connection, kind, more, options.runs, options.calls)
         rows = statistics.median(
             measured(connection, TRIGGER, None, 3) / 1000 for _ in range(options.runs)
         )
         print(f"{'a row of a trigger, of 1,000':<30}{rows:>34.1f}")
+        connection.execute("create role bench_limited")
+        connection.execute("select queue.grant_access('bench_limited', 'producer', '{default}')")
+        connection.execute("set session authorization bench_limited")
+        show(connection, "nothing, by a limited role", {}, options.runs, options.calls)
         print("\nmedians; of defer less what the same statement costs without it")
 
 
