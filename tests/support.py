@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,14 +13,20 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
 from pgdefer._server import EmbeddedServer, sql_folder
+from pgdefer.cli._pg import find_program
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def server_program(server: EmbeddedServer, name: str) -> str | None:
-    """Return a client program, the server's own version where there is one."""
+    """Return a client program: the server's own, or another that can talk to it.
+
+    pg_dump and its like refuse servers that are newer than they.
+    """
     own = server.bin_dir / name
-    return str(own) if own.exists() else shutil.which(name)
+    if own.exists():
+        return str(own)
+    return find_program(name, server.major if name.startswith("pg_") else 0)
 
 
 def isolationtester() -> Path | None:

@@ -941,7 +941,11 @@ def test_top(run: Run, claim: Claim) -> None:
     assert "mail" in shown
 
 
-def test_backup_and_restore(run: Run, dsn: str, blank_dsn: str, tmp_path: Path) -> None:
+def test_backup_and_restore(
+    run: Run, server: EmbeddedServer, dsn: str, blank_dsn: str, tmp_path: Path
+) -> None:
+    if server_program(server, "pg_dump") is None:
+        pytest.skip(f"there is no pg_dump for PostgreSQL {server.major}")
     id = defer(run, "t", '{"kept": true}')
     command = [sys.executable, "-m", "pgdefer", "pg"]
     with (tmp_path / "dump").open("wb") as file:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import psycopg
+import pytest
 
 from pgdefer._server import EmbeddedServer
+from support import server_program
 
 from .test_docs import Block, Reader, blocks, reader, squeezed
 
@@ -23,6 +25,8 @@ def matches(output: str, shown: str) -> bool:
 
 
 def test_operating(reader: Reader, server: EmbeddedServer) -> None:
+    if server_program(server, "pg_dump") is None:
+        pytest.skip(f"the page makes a backup: there is no pg_dump for PostgreSQL {server.major}")
     reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
     output = ""
     try:
