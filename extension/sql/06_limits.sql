@@ -18,10 +18,11 @@ end $$;
 
 -- The view queue.unlimited, NULL without it: to_regclass for the calls that every job makes, at no cost. It is called
 -- immutable, which it is not, so that the planner works it out once and puts the view into the plan; and a plan that
--- holds a relation is made anew when that is dropped. A plan made without the view keeps its NULL, so NULL means: look
--- yourself. Use it as coalesce(v_none, queue._unlimited()) with a v_none that is NULL, or the planner works out more and the
--- relation is not in the plan; and in expressions that read no table, as planning those may take locks, and so hear of the
--- drop before there is a plan that it concerns.
+-- holds a relation is made anew when that is dropped. Use it as coalesce(v_none, queue._unlimited()) with a v_none that is
+-- NULL, or the planner works out more and the relation is not in the plan. A plan made without the view keeps its NULL, so
+-- NULL means: look yourself.
+-- Why no limit is overlooked: a plan that was just being made when the view went may not hear of that; but every
+-- grant_access changes the rights on the schema, too (_regrant), after which PostgreSQL has all plans made anew, also those.
 create or replace function queue._unlimited()
 returns regclass language plpgsql immutable parallel safe security invoker as $$
 begin

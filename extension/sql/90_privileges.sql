@@ -111,6 +111,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_object record;
 begin
+  -- even where the role has it: afterwards all plans are made anew (queue._unlimited)
   execute format('grant usage on schema queue to %I', p_role);
   for v_object in
     with wanted as (
