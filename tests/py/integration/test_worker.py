@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import datetime as dt
 import itertools
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -139,6 +140,14 @@ async def test_code_that_nobody_would_run_does_not_succeed(app: App, jobs: Jobs)
         assert row["error"].startswith(start)
 
 
+def unreadable(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (RecursionError, ValueError):
+        return True
+    return False
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 async def test_json_that_python_cannot_read_is_that_jobs_failure(
     app: App, conn: Connection, is_async: bool
@@ -152,16 +161,18 @@ async def test_json_that_python_cannot_read_is_that_jobs_failure(
     app.task(name="t", retry=Retry(5))(work_async if is_async else work)
     conn.execute("select queue.register_task('t', '{\"retry\": {\"max_attempts\": 5}}')")
     deep, digits = "[" * 5000 + "]" * 5000, "1" * 5000
-    for text in (deep, digits):
+    texts = list(filter(unreadable, (deep, digits)))  # Python 3.13 reads the first
+    assert digits in texts
+    for text in texts:
         conn.execute("select queue.defer('t', options => %s)", [f'{{"headers": {{"x": {text}}}}}'])
         conn.execute("select queue.defer('t', %s)", [f'{{"value": {text}}}'])
     conn.execute("select queue.defer('t', options => '{\"headers\": {\"x\": 1}}')")
     shown = "select state, reason, attempts, split_part(error, ':', 1) from queue.jobs order by id"
     async with running(app):
         await until(lambda: conn.execute(shown).fetchall()[-1][0] == "succeeded")
-        await until(lambda: conn.execute(shown).fetchall()[3][0] != "running")
+        await until(lambda: conn.execute(shown).fetchall()[-2][0] != "running")
     assert conn.execute(shown).fetchall() == [
-        *[("failed", "not_retryable", 1, "DecodeError")] * 4,
+        *[("failed", "not_retryable", 1, "DecodeError")] * (2 * len(texts)),
         ("succeeded", None, 1, None),
     ]
 
