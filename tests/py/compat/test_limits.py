@@ -642,13 +642,19 @@ def test_a_limit_holds_at_once_where_plans_were_made_without_one(
     owner.execute("create role limits_warm")
     owner.execute("create role limits_other")
     owner.execute("grant usage on schema queue to limits_warm")
-    for function in ("defer", "register_worker", "fetch", "succeed", "finish_many"):
-        owner.execute(f"grant execute on function queue.{function} to limits_warm")
-    owner.execute("grant execute on function queue.finish_and_fetch to limits_warm")
+    owner.execute(
+        "grant execute on function queue.defer, queue.register_worker, queue.fetch, queue.succeed,"
+        " queue.finish_many, queue.finish_and_fetch to limits_warm"
+    )
     try:
         with psycopg.connect(dsn, autocommit=True) as warm:
             become(warm, "limits_warm")
             (worker,) = warm.execute("select queue.register_worker('w')").fetchone() or ()
+
+            def claimed() -> tuple[int, int]:
+                owner.execute("select queue.defer('t')")
+                (row,) = warm.execute("select id, claim from queue.fetch(%s)", (worker,))
+                return row
 
             def call(statement: str) -> str:
                 given = claim[: statement.count("%s")]
@@ -656,15 +662,9 @@ def test_a_limit_holds_at_once_where_plans_were_made_without_one(
 
             for statement in calls:
                 for _ in range(7):
-                    owner.execute("select queue.defer('t')")
-                    claim = warm.execute(
-                        "select id, claim from queue.fetch(%s)", (worker,)
-                    ).fetchone()
-                    assert claim
+                    claim = claimed()
                     assert call(statement)[0] == "["
-            owner.execute("select queue.defer('t')")
-            claim = warm.execute("select id, claim from queue.fetch(%s)", (worker,)).fetchone()
-            assert claim
+            claim = claimed()
             for begin, end in (("begin", "rollback"), ("begin", "commit")):
                 owner.execute(begin)
                 owner.execute(limit)
