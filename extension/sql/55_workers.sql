@@ -138,6 +138,24 @@ end $$;
 comment on function queue.deregister_worker(bigint) is
   'Removes the worker; its running jobs go back to ready. Returns how many. No error if it is gone already.';
 
+-- Locks: the worker's row, then as reap. Raises: QJ007 (a limited role), QJ008.
+-- A fetch of the dead process may be under way in the server: reap looks for its claims as for those of any worker that went.
+create or replace function queue.worker_died(worker bigint)
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  if to_regclass('queue.unlimited') is null then
+    perform queue._not_installed();
+    perform queue._bound_worker(worker_died.worker);
+  end if;
+  perform queue._check_isolation();
+  update queue.worker w set gone_at = clock_timestamp() where w.id = worker_died.worker and w.gone_at is null;
+  return (select r.reaped from queue.reap() r);
+end $$;
+comment on function queue.worker_died(bigint) is
+  'Says that a worker''s process has ended without deregistering it: its claims end as crashed now, not after dead_after, but for those with a lease of their own. For whoever watches processes. Returns how many claims were ended, those of other dead workers included. No error if the worker is gone already.';
+
 -- Locks: rows of queue.worker and queue.live by skip locked, each row on its own; ADM by try.
 -- Two reapers at once: a claim ends once, whoever deletes its row.
 -- A fetch that was under way when its worker went may still bring claims: so a worker's claims are looked

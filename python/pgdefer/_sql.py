@@ -112,6 +112,10 @@ HEARTBEAT = Statement("select id, claim, reason from queue.heartbeat(cast(:worke
 
 DEREGISTER_WORKER = Statement("select * from queue.deregister_worker(cast(:worker as bigint))")
 
+WORKER_DIED = Statement("""
+    select ended from queue.worker_died(cast(:worker as bigint)) as ended
+""")
+
 BEFORE_SLEEP = Statement("""
     select may_sleep, wait_for, channels
     from queue.before_sleep(cast(:worker as bigint), cast(:queues as text[]))

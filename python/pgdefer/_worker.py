@@ -53,6 +53,7 @@ from ._threads import Threads
 
 if TYPE_CHECKING:
     from ._app import App
+    from ._supervisor import Tether
 
 __all__ = ["Worker", "WorkerOptions"]
 
@@ -142,6 +143,8 @@ class Worker:
         #: How many coroutines were told to end and did not.
         self.deserters = 0
         self._listens = app.source.ears is not None
+        #: What binds it to a supervisor, if one has started it.
+        self.tether: Tether | None = None
         self._thread: int | None = None
         self._claimed: collections.deque[JobContext] = collections.deque()
         self._running: set[JobContext] = set()
@@ -197,16 +200,17 @@ class Worker:
             on_gone=self._on_worker_gone,
             on_suspects=self._on_suspects,
         )
-        try:
-            with self._signals() if handle_signals else contextlib.nullcontext():
+        # Until all is reported: a signal more must not kill it before.
+        with self._signals() if handle_signals else contextlib.nullcontext():
+            try:
                 await self._pump()
-        except BaseException:
-            self.stop_at_once()
-            if runners := [job._runner for job in self._running if job._runner is not None]:
-                await asyncio.wait(runners, timeout=GRACE)
-            raise
-        finally:
-            await self._end()
+            except BaseException:
+                self.stop_at_once()
+                if runners := [job._runner for job in self._running if job._runner is not None]:
+                    await asyncio.wait(runners, timeout=GRACE)
+                raise
+            finally:
+                await self._end()
 
     def stop(self) -> None:
         """Claim no more; end when the running jobs have, or after `shutdown_timeout` at once.
@@ -277,7 +281,8 @@ class Worker:
             return
 
         def on_stop() -> None:
-            if self._is_stopping:
+            # A service manager may send what the supervisor sends, too: that would be twice.
+            if self._is_stopping and self.tether is None:
                 self.stop_at_once()
             else:
                 self.stop()
@@ -354,7 +359,17 @@ class Worker:
             # From now on a busy worker hears what is meant for it, too.
             await self._before_sleep(self._listener)
             await self._listener.after_sleep(self._registered())
+        if self.tether is not None:
+            await self._tell_supervisor(self.tether)
         log.info("worker %d serves %s", self.id, ", ".join(self.queues or ["all queues"]))
+
+    async def _tell_supervisor(self, tether: Tether) -> None:
+        """Say who this is; before that, to the database, that the one it stands in for is dead."""
+        dead, tether.replaces = tether.replaces, None
+        if dead is not None:
+            ((ended,),) = await self._ask(_sql.WORKER_DIED, worker=dead)
+            log.info("worker %d has died: %d jobs are given to others", dead, ended)
+        tether.tell(self._registered())
 
     async def _pump_connected(self) -> None:
         self._is_drained = False

@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, leases, timeouts, crashes, aborts; what reap ends and what it leaves.
 
-select plan(160);
+select plan(167);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -253,6 +253,26 @@ select is((select count(*) from queue.fetch(:w4, null, 10)), 3::bigint, 'another
 select queue.succeed(id, claim) from queue.jobs where state = 'running' \g /dev/null
 begin isolation level repeatable read;
 select is(pg_temp.refusal('select queue.reap()'), 'QJ008', 'reap in REPEATABLE READ');
+rollback;
+
+-- worker_died: what runs has crashed, at once
+select queue.register_worker('w') as w11 \gset
+select queue.defer('d1', lock => 'd') as d1, queue.defer('d2') as d2, queue.defer('d3') as d3 \gset
+select max(claim) as claim from queue.fetch(:w11, null, 10) \gset
+select queue.extend(:d3, :claim, '1 hour') \g /dev/null
+select is(queue.worker_died(:w11), 2, 'worker_died returns how many claims it ended');
+select is((select string_agg(pg_temp.job(id), ', ' order by id) from unnest(array[:d1, :d2, :d3]) id), 'ready 1 0 1 1, ready 1 0 1 1, running 1 0 0 1', 'as crashed, but for one with a lease of its own');
+select is(pg_temp.refusal(format('select queue.heartbeat(%s)', :w11)), 'QJ007', 'the worker is gone');
+select is(queue.worker_died(:w11), 0, 'again: nothing, and no error');
+select is(queue.worker_died(424242), 0, 'a worker that never was: the same');
+select is((select count(*) from queue.workers where id = :w4 and is_alive), 1::bigint, 'others live on');
+select queue.succeed(:d3, :claim) \g /dev/null
+select id, claim from queue.fetch(:w4, null, 1, '{"alone": true}') \gset
+select queue.succeed(:id, :claim) \g /dev/null
+select id, claim from queue.fetch(:w4, null, 1, '{"alone": true}') \gset
+select queue.succeed(:id, :claim) \g /dev/null
+begin isolation level repeatable read;
+select is(pg_temp.refusal(format('select queue.worker_died(%s)', :w4)), 'QJ008', 'worker_died in REPEATABLE READ');
 rollback;
 
 -- A claim that comes of a fetch that was under way when its worker went (isolation/late_fetch.spec)

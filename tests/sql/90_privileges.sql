@@ -1,6 +1,6 @@
 -- Privileges: what each kind of role may and may not, and that nothing a caller brings along changes anything.
 
-select plan(134);
+select plan(135);
 
 -- The outcome of a call by a role: ok, or its SQLSTATE. What it did is undone.
 create function pg_temp.as_role(role text, call text) returns text language plpgsql as $$
@@ -58,6 +58,7 @@ insert into calls values
   ('select queue.release(:id, :claim)', 'wo'),
   ('select queue.finish_many(''[]'')', 'w'),
   ('select queue.deregister_worker(:worker)', 'w'),
+  ('select queue.worker_died(:worker)', 'w'),
   ('select * from queue.reap()', 'wo'),
   ('select * from queue.tick()', 'wo'),
   ('select queue.peek()', 'wor'),
@@ -299,6 +300,7 @@ insert into hostile_calls (call) values
   ($$select queue.cancel(I, true)$$),
   ($$select queue.next_runs('*/5 * * * MON', 'Europe/Paris'), queue.backoff('{"base": "1 s", "backoff": "exponential"}', 3), queue.version(), queue.prune()$$),
   ($$select queue.grant_access('pgdefer_tap_nobody', 'operator'), queue.revoke_access('pgdefer_tap_nobody')$$),
+  ($$select queue.worker_died(0)$$),
   ($$select queue.deregister_worker(W)$$),
   ($$select queue.install()$$);
 create temp table outcomes (run integer, n integer, said pg_catalog.text);

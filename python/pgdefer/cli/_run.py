@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,6 +18,7 @@ import typer
 from pgdefer import App, Worker, WorkerOptions, __version__, _sql
 from pgdefer._connect import Source
 from pgdefer._install import install, installed_version
+from pgdefer._supervisor import Supervisor, Tether
 
 from . import _show
 from ._base import DSN, AsJson, Exit, fail, out, reported, session
@@ -48,6 +50,8 @@ def program(
 
 
 workers = typer.Typer(invoke_without_command=True)
+# What a new process would end with again.
+_UNMENDABLE = (Exit.USAGE, Exit.NOT_INSTALLED, Exit.INCOMPATIBLE, Exit.NO_APP, Exit.FORBIDDEN)
 
 
 @workers.callback()
@@ -102,6 +106,15 @@ def worker(
             "1w; without a horizon any jobs. May be given several times.",
         ),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Run so many worker processes, and start anew those that end or die: each with "
+            "these options.",
+            show_default="one, without a supervisor",
+        ),
+    ] = None,
     jobs_per_process: Annotated[
         int,
         typer.Option(min=1, help="Replace a process of tasks with run_in='process' after so many."),
@@ -129,6 +142,8 @@ def worker(
         typer.Option("--prune-schedules", help="Remove recurring runs that the app no longer has."),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    tether: Annotated[int | None, typer.Option(hidden=True)] = None,
+    replaces: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run jobs; `worker ls` lists the workers.
 
@@ -144,12 +159,12 @@ def worker(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    found = _load(app)
-    if dsn is not None:
-        with reported():
-            found.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
-    elif pgbouncer or listen_dsn is not None:
-        fail(Exit.USAGE, "--pgbouncer and --listen-dsn go with --dsn; else the App says them.")
+    if processes is not None and tether is None:
+        if drain and max_jobs is not None:
+            fail(Exit.USAGE, "with --processes give --drain or --max-jobs, not both.")
+        _supervise(processes, is_drain=drain, shutdown_timeout=shutdown_timeout)
+    tied = None if tether is None else _tied(tether, replaces)
+    found = _moved(_load(app), dsn, listen_dsn, pgbouncer=pgbouncer)
     wanted = _names(queues or []) or None
     options: WorkerOptions = {
         "name": name,
@@ -167,6 +182,7 @@ def worker(
         running = Worker(found, wanted, **options)
     except ValueError as error:
         fail(Exit.USAGE, str(error))
+    running.tether = tied
     with reported():
         running.run()
     if running.given_back:
@@ -303,6 +319,35 @@ def _find(where: str) -> App:
     if not isinstance(found, App):
         fail(Exit.NO_APP, f"{where} is no App")
     return found
+
+
+def _moved(app: App, dsn: str | None, listen_dsn: str | None, *, pgbouncer: bool) -> App:
+    """Have the App use the database that the options name, if they do."""
+    if dsn is not None:
+        with reported():
+            app.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
+    elif pgbouncer or listen_dsn is not None:
+        fail(Exit.USAGE, "--pgbouncer and --listen-dsn go with --dsn; else the App says them.")
+    return app
+
+
+def _supervise(processes: int, *, is_drain: bool, shutdown_timeout: float | None) -> NoReturn:
+    """Run this command in several processes, and end as they do."""
+    supervisor = Supervisor(
+        [sys.executable, "-m", "pgdefer", *sys.argv[1:]],
+        processes,
+        is_drain=is_drain,
+        shutdown_timeout=shutdown_timeout,
+        fatal=_UNMENDABLE,
+    )
+    raise typer.Exit(supervisor.run())
+
+
+def _tied(descriptor: int, replaces: int | None) -> Tether:
+    """Bind this process to its supervisor: without one it ends as by SIGTERM."""
+    tether = Tether(descriptor, replaces)
+    tether.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    return tether
 
 
 def _leave(code: Exit) -> NoReturn:

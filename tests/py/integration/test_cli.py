@@ -19,7 +19,7 @@ from psycopg.conninfo import make_conninfo
 from pgdefer import App, __version__
 from pgdefer.cli import Exit
 
-from .conftest import Jobs
+from .conftest import Jobs, wait_for
 
 MODULE = """
 import time
@@ -196,6 +196,31 @@ def test_a_worker_that_gave_jobs_back_says_so(
     assert process.wait(10) == Exit.GAVE_BACK
     process.stdout.close()
     assert list(jobs.states().values()) == ["ready"]
+
+
+def test_a_signal_while_a_worker_reports_its_end(
+    dsn: str, conn: Connection, connect: Callable[..., Connection], tmp_path: Path
+) -> None:
+    """Twice SIGTERM is at once, but not before what has ended is reported."""
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=dsn))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pgdefer", "worker", "-A", "mod"],
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+    )
+    wait_for(lambda: conn.execute("select 1 from queue.workers").fetchone())
+    with connect() as holder, holder.transaction():
+        holder.execute("select from queue.worker for update")
+        process.send_signal(signal.SIGTERM)
+        waiting = (
+            "select 1 from pg_stat_activity"
+            " where wait_event_type = 'Lock' and query like '%deregister_worker%'"
+        )
+        wait_for(lambda: conn.execute(waiting).fetchone())
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGQUIT)
+    assert process.wait(10) == Exit.DONE
+    assert conn.execute("select from queue.workers where is_alive").fetchall() == []
 
 
 @pytest.mark.parametrize(

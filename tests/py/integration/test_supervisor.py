@@ -1,0 +1,290 @@
+"""`pgdefer worker --processes`: what becomes of workers, and of their jobs, that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import App
+from pgdefer.cli import Exit
+
+from .conftest import Jobs, wait_for
+
+MODULE = """
+import os, pathlib, signal, sys, time
+from pgdefer import App
+
+if pathlib.Path("broken").exists():
+    sys.exit(int(pathlib.Path("broken").read_text()))
+app = App({dsn!r})
+
+@app.task(name="note")
+def note() -> int:
+    return os.getpid()
+
+@app.task(name="wait")
+def wait() -> int:
+    # as a handler that asks whether it should end does
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+    return os.getpid()
+
+@app.task(name="deadly")
+def deadly() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+Connection = psycopg.Connection[Any]
+Supervise = Callable[..., "Supervisor"]
+
+
+class Supervisor:
+    """`pgdefer worker` as a process of its own."""
+
+    def __init__(self, folder: Path, options: Sequence[str]) -> None:
+        self._log = folder / "log"
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pgdefer", "worker", "-A", "mod", *options],
+                stderr=log,
+                cwd=folder,
+            )
+        self.pid = self.process.pid
+        self.send = self.process.send_signal
+
+    def log(self) -> str:
+        """What it and its workers have logged."""
+        return self._log.read_text()
+
+    def code(self) -> int:
+        """Wait until it has ended, and return its exit code."""
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, dsn: str) -> Path:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=dsn))
+    return tmp_path
+
+
+@pytest.fixture
+def supervise(folder: Path, conn: Connection) -> Iterator[Supervise]:
+    """Start supervisors; killed with all their workers after the test."""
+    started: list[Supervisor] = []
+
+    def supervise(*options: str) -> Supervisor:
+        started.append(Supervisor(folder, options))
+        return started[-1]
+
+    yield supervise
+    for supervisor in started:
+        supervisor.process.kill()
+        supervisor.code()
+    for pid in pids(conn):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids(conn: Connection) -> list[int]:
+    """The processes of the workers that are registered."""
+    rows = conn.execute("select info -> 'pid' from queue.workers where is_alive order by id")
+    return [row[0] for row in rows]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs: not even a zombie is left of one that a supervisor has waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_jobs_run_again_at_once(
+    supervise: Supervise, conn: Connection, jobs: Jobs, app: App, folder: Path
+) -> None:
+    supervisor = supervise("--processes", "2", "-c", "1")
+    before = wait_for(lambda: len(found := pids(conn)) == 2 and found)
+    app.defer("wait")
+    app.defer("wait")
+    wait_for(lambda: set(jobs.states().values()) == {"running"})
+    os.kill(before[0], signal.SIGKILL)
+    # long before 30 seconds without a heartbeat
+    crash = wait_for(jobs.attempts, 10)
+    assert [(row["outcome"], row["attempt"]) for row in crash] == [("crashed", 1)]
+    after = wait_for(lambda: len(found := pids(conn)) == 2 and found)
+    assert before[1] in after
+    assert before[0] not in after
+    (folder / "go").touch()
+    wait_for(lambda: set(jobs.states().values()) == {"succeeded"})
+    assert {row["result"] for row in jobs()} <= set(after)
+    supervisor.send(signal.SIGTERM)
+    assert supervisor.code() == Exit.DONE, supervisor.log()
+    assert f"process {before[0]}, worker 1, ended with SIGKILL" in supervisor.log()
+    assert pids(conn) == []
+
+
+def test_a_job_that_kills_its_worker_fails_in_the_end(
+    supervise: Supervise, jobs: Jobs, app: App
+) -> None:
+    app.defer("deadly")
+    supervise("--processes", "1")
+    wait_for(lambda: jobs()[0]["state"] == "failed")
+    (job,) = jobs()
+    assert (job["reason"], job["crashes"]) == ("crash_loop", 3)
+
+
+def test_workers_whose_supervisor_is_killed_end_when_their_jobs_have(
+    supervise: Supervise, conn: Connection, jobs: Jobs, app: App, folder: Path
+) -> None:
+    supervisor = supervise("--processes", "2", "-c", "1")
+    before = wait_for(lambda: len(found := pids(conn)) == 2 and found)
+    app.defer("wait")
+    wait_for(lambda: set(jobs.states().values()) == {"running"})
+    supervisor.process.kill()
+    # the idle one at once
+    wait_for(lambda: len(pids(conn)) == 1)
+    assert set(jobs.states().values()) == {"running"}
+    (folder / "go").touch()
+    wait_for(lambda: pids(conn) == [])
+    assert set(jobs.states().values()) == {"succeeded"}
+    wait_for(lambda: not any(is_alive(pid) for pid in before))
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGQUIT])
+def test_to_stop_waits_and_to_stop_twice_does_not(
+    supervise: Supervise,
+    conn: Connection,
+    jobs: Jobs,
+    app: App,
+    again: signal.Signals,
+) -> None:
+    supervisor = supervise("--processes", "2", "-c", "1")
+    app.defer("wait")
+    wait_for(lambda: set(jobs.states().values()) == {"running"} and len(pids(conn)) == 2)
+    supervisor.send(signal.SIGTERM)
+    (busy,) = wait_for(lambda: len(found := pids(conn)) == 1 and found)
+    # such as systemd sends to all processes of a service
+    os.kill(busy, signal.SIGTERM)
+    app.defer("note")
+    assert jobs.states()[1] == "running"
+    supervisor.send(again)
+    assert supervisor.code() == Exit.GAVE_BACK, supervisor.log()
+    assert jobs.states() == {1: "ready", 2: "ready"}
+
+
+def test_the_timeout_of_a_stop(supervise: Supervise, jobs: Jobs, app: App) -> None:
+    supervisor = supervise("--processes", "1", "--shutdown-timeout", "0.5")
+    app.defer("wait")
+    wait_for(lambda: set(jobs.states().values()) == {"running"})
+    supervisor.send(signal.SIGTERM)
+    assert supervisor.code() == Exit.GAVE_BACK, supervisor.log()
+    assert jobs.states() == {1: "ready"}
+
+
+def test_keys_of_a_terminal_reach_the_supervisor_alone(
+    supervise: Supervise, conn: Connection
+) -> None:
+    """Its process group is what a terminal sends SIGINT to: a worker would get it twice."""
+    supervisor = supervise("--processes", "1")
+    (pid,) = wait_for(lambda: pids(conn))
+    assert os.getpgid(pid) != os.getpgid(supervisor.pid)
+
+
+def test_workers_that_end_after_some_jobs_are_replaced(
+    supervise: Supervise, conn: Connection, jobs: Jobs, app: App
+) -> None:
+    for _ in range(7):
+        app.defer("note")
+    supervisor = supervise("--processes", "1", "--max-jobs", "2")
+    wait_for(lambda: set(jobs.states().values()) == {"succeeded"})
+    assert len({row["result"] for row in jobs()}) == 4
+    supervisor.send(signal.SIGINT)
+    assert supervisor.code() == Exit.DONE, supervisor.log()
+    assert jobs.attempts() == []
+
+
+def test_to_drain(supervise: Supervise, jobs: Jobs, app: App) -> None:
+    for _ in range(20):
+        app.defer("note")
+    supervisor = supervise("--processes", "2", "--drain")
+    assert supervisor.code() == Exit.DONE, supervisor.log()
+    assert set(jobs.states().values()) == {"succeeded"}
+
+
+def test_to_drain_although_a_worker_dies(supervise: Supervise, jobs: Jobs, app: App) -> None:
+    app.defer("deadly")
+    app.defer("note")
+    supervisor = supervise("--processes", "1", "--drain")
+    assert supervisor.code() == Exit.DONE, supervisor.log()
+    assert jobs.states() == {1: "failed", 2: "succeeded"}
+
+
+def test_a_worker_that_shows_no_life_is_killed_and_replaced(
+    conn: Connection, jobs: Jobs, app: App, folder: Path
+) -> None:
+    """As one is whose handler keeps Python's lock. The supervisor waits for 2 seconds here."""
+    program = (
+        "import sys; from pgdefer import _supervisor; _supervisor.MISSES = 2;"
+        "command = [sys.executable, '-m', 'pgdefer', 'worker', '-A', 'mod'];"
+        "sys.exit(_supervisor.Supervisor(command, 1).run())"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=folder)
+    try:
+        (frozen,) = wait_for(lambda: pids(conn))
+        app.defer("wait")
+        wait_for(lambda: set(jobs.states().values()) == {"running"})
+        os.kill(frozen, signal.SIGSTOP)
+        (folder / "go").touch()
+        wait_for(lambda: set(jobs.states().values()) == {"succeeded"}, 20)
+        assert not is_alive(frozen)
+        assert [row["outcome"] for row in jobs.attempts()] == ["crashed"]
+        # it was stopped itself, for longer: that is not the worker's silence
+        (busy,) = pids(conn)
+        supervisor.send_signal(signal.SIGSTOP)
+        conn.execute("select pg_sleep(3)")
+        supervisor.send_signal(signal.SIGCONT)
+        conn.execute("select pg_sleep(0.5)")
+        assert pids(conn) == [busy]
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(30) == 0
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+
+def test_what_no_new_process_mends_ends_the_supervisor(
+    supervise: Supervise, conn: Connection, folder: Path
+) -> None:
+    (folder / "broken").write_text("3")
+    supervisor = supervise("--processes", "3")
+    assert supervisor.code() == 3, supervisor.log()
+    # once one has worked, others are tried again for such
+    (folder / "broken").unlink()
+    supervisor = supervise("--processes", "1")
+    wait_for(lambda: "serves all queues" in supervisor.log())
+    (pid,) = pids(conn)
+    (folder / "broken").write_text("3")
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: supervisor.log().count("ended with exit code 3") >= 4)
+    (folder / "broken").unlink()
+    # but not for an App that is gone
+    (pid,) = wait_for(lambda: pid not in (found := pids(conn)) and found)
+    (folder / "broken").write_text(str(int(Exit.NO_APP)))
+    os.kill(pid, signal.SIGKILL)
+    assert supervisor.code() == Exit.NO_APP, supervisor.log()
+
+
+def test_options_that_do_not_go_together(supervise: Supervise) -> None:
+    supervisor = supervise("--processes", "1", "--drain", "--max-jobs", "5")
+    assert supervisor.code() == Exit.USAGE
+    assert "--drain or --max-jobs, not both" in supervisor.log()
