@@ -28,6 +28,7 @@ from ._errors import (
 from ._groups import Group
 from ._handling import Decision, HandlingOptions
 from ._options import DeferOptions, RecurringOptions, Retry, TaskOptions
+from ._stream import ClaimedJob, JobStream
 from ._task import AsyncTask, Job, Prepared, SyncTask, Task
 from ._worker import Worker, WorkerOptions
 
@@ -36,6 +37,7 @@ __all__ = [
     "App",
     "AsyncTask",
     "ClaimLost",
+    "ClaimedJob",
     "Codec",
     "Decision",
     "DecodeError",
@@ -53,6 +55,7 @@ __all__ = [
     "JobContext",
     "JobFailed",
     "JobNotFound",
+    "JobStream",
     "Middleware",
     "NotInstalled",
     "PgDeferError",

@@ -40,6 +40,7 @@ from ._options import (
 )
 from ._recurring import RecurringDecorator, Schedule, array, vanished
 from ._results import Waiter, wait
+from ._stream import JobStream
 from ._task import (
     AllTaskOptions,
     AsyncTask,
@@ -467,6 +468,20 @@ class App:
     ) -> None:
         """Run a worker in this event loop, until cancelled."""
         await Worker(self, queues, **options).run_async()
+
+    def stream_jobs(
+        self, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]
+    ) -> JobStream:
+        """Return the jobs of queues (None: all) for a loop of your own, whatever their tasks.
+
+        The options are a worker's; but where no `concurrency` is given there is one job at a time.
+
+            with app.stream_jobs(["mail"]) as jobs:
+                for job in jobs:
+                    with job:
+                        send(job.args["to"])
+        """
+        return JobStream(self, queues, **options)
 
     def extend(self, job: JobContext, lease: dt.timedelta) -> dt.datetime:
         """Give a running job a lease of its own: `current_job().extend(lease)`."""

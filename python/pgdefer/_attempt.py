@@ -21,9 +21,20 @@ from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
 
 if TYPE_CHECKING:
     from ._context import Middleware
+    from ._handling import Handling
     from ._task import Task
 
-__all__ = ["STOPPED", "TIMED_OUT", "failed", "outcome_of", "run", "run_async"]
+__all__ = [
+    "STOPPED",
+    "TIMED_OUT",
+    "decoded_async",
+    "failed",
+    "middleware",
+    "outcome_of",
+    "run",
+    "run_async",
+    "success",
+]
 
 log = logging.getLogger("pgdefer.worker")
 
@@ -44,38 +55,31 @@ def run(job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None
     try:
         given, named = call or task.parameters.unbind(_decoded(job, task))
         result: object = None
-        with _memory.limited(task.handling.max_memory), _middleware(job, task):
+        with _memory.limited(task.handling.max_memory), middleware(job):
             if task.handling.transactional:
                 return _in_transaction(job, task, pool, given, named)
             result = _called(task, given, named)
     except BaseException as error:
-        return outcome_of(job, task, error)
-    return _success(job, task, result)
+        return outcome_of(job, task.handling, error)
+    return success(job, task.handling, result)
 
 
 async def run_async(job: JobContext, task: Task[..., Any], pool: AsyncPool) -> str | Call | None:
     """As `run`, for coroutines; of a function that is none return how to call it."""
-    codec = task.app.codec
     _current.set(job)
     try:
-        how = codec.how(job._stored)
-        if how == "plain":
-            args = codec.decode_stored(job._stored)
-        elif how == "thread":
-            args = await asyncio.to_thread(codec.decode_stored, job._stored)
-        else:
-            args = await codec.decode_stored_async(job._stored)
+        args = await decoded_async(job)
         given, named = task.parameters.unbind(args)
         if not task.is_async:
             return given, named
         result: object = None
-        with _middleware(job, task):
+        with middleware(job):
             if task.handling.transactional:
                 return await _in_transaction_async(job, task, pool, given, named)
             result = await _called_async(task, given, named)
     except BaseException as error:
-        return outcome_of(job, task, error)
-    return _success(job, task, result)
+        return outcome_of(job, task.handling, error)
+    return success(job, task.handling, result)
 
 
 def _decoded(job: JobContext, task: Task[..., Any]) -> dict[str, Any]:
@@ -85,6 +89,20 @@ def _decoded(job: JobContext, task: Task[..., Any]) -> dict[str, Any]:
         args = asyncio.run(codec.decode_stored_async(job._stored))
     else:
         args = codec.decode_stored(job._stored)
+    return args
+
+
+async def decoded_async(job: JobContext) -> dict[str, Any]:
+    """Return a job's arguments: decoded in a thread, or awaited, where they are of own types."""
+    codec = job.app.codec
+    how = codec.how(job._stored)
+    args: dict[str, Any]
+    if how == "plain":
+        args = codec.decode_stored(job._stored)
+    elif how == "thread":
+        args = await asyncio.to_thread(codec.decode_stored, job._stored)
+    else:
+        args = await codec.decode_stored_async(job._stored)
     return args
 
 
@@ -104,9 +122,9 @@ async def _called_async(task: Task[..., Any], given: list[Any], named: dict[str,
         return asked
 
 
-def _middleware(job: JobContext, task: Task[..., Any]) -> contextlib.AbstractContextManager[object]:
+def middleware(job: JobContext) -> contextlib.AbstractContextManager[object]:
     """Return what the app has around its handlers, entered in the order given."""
-    return _entered(job, task.app.middleware) if task.app.middleware else _NOTHING
+    return _entered(job, job.app.middleware) if job.app.middleware else _NOTHING
 
 
 _NOTHING = contextlib.nullcontext()
@@ -123,18 +141,19 @@ def _entered(job: JobContext, middleware: Iterable[Middleware]) -> Iterator[None
 # Outcomes
 
 
-def _success(job: JobContext, task: Task[..., Any], result: object) -> str:
+def success(job: JobContext, handling: Handling, result: object) -> str:
+    """Return the outcome of a handler that returned."""
     if isinstance(result, RetryLater):
-        return _yielded(job, task, result)
-    return _outcome.succeeded(job.id, job.claim, _text(job, task, result))
+        return _yielded(job, handling, result)
+    return _outcome.succeeded(job.id, job.claim, _text(job, result))
 
 
-def _text(job: JobContext, task: Task[..., Any], result: object) -> str | None:
+def _text(job: JobContext, result: object) -> str | None:
     """Return a result's JSON, or that of a note that it can't be stored."""
     if result is None:
         return None
     try:
-        return task.app.codec.dumps(result)
+        return job.app.codec.dumps(result)
     except Exception as error:
         # What the job did stands; only whoever asks for its result must learn that there is none.
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
@@ -155,17 +174,17 @@ def _ran(result: object) -> object:
     return result
 
 
-def _yielded(job: JobContext, task: Task[..., Any], asked: RetryLater) -> str:
+def _yielded(job: JobContext, handling: Handling, asked: RetryLater) -> str:
     try:
         return _outcome.retry_later(job.id, job.claim, asked)
     except Exception as error:
-        return failed(job, task, error)
+        return failed(job, handling, error)
 
 
-def outcome_of(job: JobContext, task: Task[..., Any] | None, error: BaseException) -> str:
-    """Return the outcome of a handler that raised."""
-    if isinstance(error, RetryLater) and task is not None:
-        return _yielded(job, task, error)
+def outcome_of(job: JobContext, handling: Handling | None, error: BaseException) -> str:
+    """Return the outcome of a handler that raised; None: there was none."""
+    if isinstance(error, RetryLater) and handling is not None:
+        return _yielded(job, handling, error)
     if isinstance(error, TransactionLost):
         log.warning("%r: %s", job, error)
         return _outcome.crashed(job.id, job.claim, error)
@@ -174,7 +193,7 @@ def outcome_of(job: JobContext, task: Task[..., Any] | None, error: BaseExceptio
             return _outcome.released(job.id, job.claim)
         if job._abort == TIMED_OUT:
             late = TimeoutError(f"not done within {job.timeout}")
-            return failed(job, task, late.with_traceback(error.__traceback__), "timed_out")
+            return failed(job, handling, late.with_traceback(error.__traceback__), "timed_out")
         if job._abort is not None:
             log.info("%r was aborted: %s", job, job._abort)
             cause = JobAborted(job._abort).with_traceback(error.__traceback__)
@@ -182,12 +201,12 @@ def outcome_of(job: JobContext, task: Task[..., Any] | None, error: BaseExceptio
         if isinstance(error, JobAborted):
             log.info("%r gave up: %s", job, error)
             return _outcome.aborted(job.id, job.claim, error)
-    return failed(job, task, error)
+    return failed(job, handling, error)
 
 
 def failed(
     job: JobContext,
-    task: Task[..., Any] | None,
+    handling: Handling | None,
     error: BaseException,
     outcome: str | None = None,
 ) -> str:
@@ -195,9 +214,9 @@ def failed(
     said = _outcome.headline(error)
     log.warning("%r failed: %s", job, said, exc_info=error if error.__traceback__ else None)
     options: dict[str, Any] = {"retryable": False}
-    if task is not None:
+    if handling is not None:
         try:
-            options = task.handling.decision(error, job)
+            options = handling.decision(error, job)
             json.dumps(options)
         except Exception:
             log.exception("%r: what to do about its failure could not be decided", job)
@@ -217,7 +236,7 @@ def _in_transaction(
         result = _called(task, [connection, *given], named)
         if isinstance(connection, _Flushes):
             connection.flush()
-        execute(connection, *_ending(job, task, result))
+        execute(connection, *_ending(job, result))
     return None
 
 
@@ -228,17 +247,15 @@ async def _in_transaction_async(
         result = await _called_async(task, [connection, *given], named)
         if isinstance(connection, _Flushes):
             await connection.flush()
-        await execute_async(connection, *_ending(job, task, result))
+        await execute_async(connection, *_ending(job, result))
     return None
 
 
-def _ending(
-    job: JobContext, task: Task[..., Any], result: object
-) -> tuple[_sql.Statement, dict[str, Any]]:
+def _ending(job: JobContext, result: object) -> tuple[_sql.Statement, dict[str, Any]]:
     """Return the last statement of the handler's transaction, and its parameters."""
     if isinstance(result, RetryLater):
         return _sql.RETRY_LATER, _outcome.yield_parameters(job.id, job.claim, result)
-    text = _text(job, task, result)
+    text = _text(job, result)
     return _sql.SUCCEED, {"id": job.id, "claim": job.claim, "result": text}
 
 

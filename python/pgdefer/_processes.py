@@ -56,7 +56,7 @@ class Processes:
                 if stillborn == STILLBORN:
                     return _crashed(job, process)
                 if job._abort is not None:
-                    return outcome_of(job, task, JobAborted(job._abort))
+                    return outcome_of(job, task.handling, JobAborted(job._abort))
         except Exception as error:
             log.exception("no process could be started for %r", job)
             return _outcome.crashed(job.id, job.claim, error)
@@ -66,7 +66,7 @@ class Processes:
             _write(answer.logged)
             return answer.outcome
         if job._abort is not None:
-            return outcome_of(job, task, JobAborted(job._abort))
+            return outcome_of(job, task.handling, JobAborted(job._abort))
         return _crashed(job, process)
 
     def tell(self, job: JobContext, reason: str) -> None:

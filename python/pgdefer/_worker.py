@@ -461,7 +461,7 @@ class Worker:
             return False
         self._suspects.ran()
         self._left -= 1
-        job = self._lone = JobContext(self.app, rows[0])
+        job = self._lone = self._claim_of(rows[0])
         if self._is_stopping:
             self._give_back(job)
         else:
@@ -583,14 +583,13 @@ class Worker:
 
     def _take(self, rows: Sequence[tuple[Any, ...]], slots: Slots) -> int:
         """Take in what was fetched; return how many jobs."""
-        app = self.app
         claimed = self._claimed
         before = len(claimed)
         for row in rows:
             if len(row) == 14 and row[13] is not None:
                 _log_refused(row[0], row[1], row[13])
             else:
-                job = JobContext(app, row[:13])
+                job = self._claim_of(row[:13])
                 job._slots = slots
                 claimed.append(job)
         taken = len(claimed) - before
@@ -604,6 +603,9 @@ class Worker:
             self._is_starting = True
             self._start_some()
         return taken
+
+    def _claim_of(self, row: Sequence[Any]) -> JobContext:
+        return JobContext(self.app, row)
 
     async def _ask(self, statement: _sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
         """Call on the main connection; what can be retried is, what can't is raised as ours."""
@@ -759,9 +761,16 @@ class Worker:
         else:
             self._is_starting = False
 
-    def _start(self, job: JobContext) -> None:
-        task = self.app.tasks.get(job.task)
+    def _begin(self, job: JobContext) -> None:
+        """Take note that a job runs, and for how long it may."""
         self._running.add(job)
+        if job.timeout is not None:
+            seconds = job.timeout.total_seconds()
+            job._timer = self._loop.call_later(seconds, self._abort, job, TIMED_OUT)
+
+    def _start(self, job: JobContext) -> None:
+        self._begin(job)
+        task = self.app.tasks.get(job.task)
         if task is None:
             error = UnknownTask(
                 f"the task {job.task!r} isn't known to this worker",
@@ -769,9 +778,6 @@ class Worker:
             )
             self._ended(job, failed(job, None, error))
             return
-        if job.timeout is not None:
-            seconds = job.timeout.total_seconds()
-            job._timer = self._loop.call_later(seconds, self._abort, job, TIMED_OUT)
         if task.is_async:
             job._runner = self._loop.create_task(self._run(job, task))
         elif task.handling.run_in == "process":
@@ -854,7 +860,8 @@ class Worker:
     def _never_began(self, job: JobContext, runner: asyncio.Task[None]) -> None:
         if job in self._running and job._runner is runner:
             task = self.app.tasks.get(job.task)
-            self._ended(job, outcome_of(job, task, asyncio.CancelledError()))
+            handling = None if task is None else task.handling
+            self._ended(job, outcome_of(job, handling, asyncio.CancelledError()))
 
     def _give_back(self, job: JobContext) -> None:
         if not job._is_released:

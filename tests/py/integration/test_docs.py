@@ -247,10 +247,12 @@ def test_the_page_on_python(reader: Reader) -> None:
     )
     assert squeezed(found)[2:] == [
         "inner | failed | 1",
+        "letter | failed | 1",
+        "letter | succeeded | 1",
         "outer | succeeded | 1",
         "resize | scheduled | 1",
         "resize | succeeded | 9",
-        "(4 rows)",
+        "(6 rows)",
     ]
 
 

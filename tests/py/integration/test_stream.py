@@ -1,0 +1,375 @@
+"""Jobs for a loop of one's own: `app.stream_jobs()`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import (
+    App,
+    Decision,
+    JobContext,
+    NotInstalled,
+    PgDeferError,
+    RetryLater,
+    current_job,
+)
+
+from .conftest import Jobs, until, wait_for
+
+Connection = psycopg.Connection[Any]
+UTC = dt.UTC
+
+
+def states(jobs: Jobs) -> list[str]:
+    return list(jobs.states().values())
+
+
+def test_each_way_to_end_a_job(app: App, jobs: Jobs) -> None:
+    when = dt.datetime(2030, 1, 1, tzinfo=UTC)
+    deferred = {
+        how: app.defer("any", {"how": how, "when": when}, retry={"max_attempts": 2, "base": 60})
+        for how in ("leave", "return", "raise", "fail", "decide", "yield", "later", "release")
+    }
+    seen = []
+    with app.stream_jobs(drain=True, max_jobs=8) as stream:
+        for job in stream:
+            with job as same:
+                assert same is job is current_job()
+                assert job.args.pop("when") == when
+                seen.append(job.args["how"])
+                match job.args["how"]:
+                    case "return":
+                        job.succeed({"at": when})
+                    case "raise":
+                        raise ValueError("no")
+                    case "fail":
+                        job.fail("not yet")
+                    case "decide":
+                        job.fail("never", Decision(retryable=False))
+                    case "yield":
+                        raise RetryLater(at=when)
+                    case "later":
+                        job.retry_later(RetryLater("waits", at=when))
+                    case "release":
+                        job.release()
+            with pytest.raises(LookupError):
+                current_job()
+    rows = dict(zip(seen, jobs(), strict=True))
+    assert {how: (row["state"], row["failures"]) for how, row in rows.items()} == {
+        "leave": ("succeeded", 0),
+        "return": ("succeeded", 0),
+        "raise": ("scheduled", 1),
+        "fail": ("scheduled", 1),
+        "decide": ("failed", 1),
+        "yield": ("scheduled", 0),
+        "later": ("scheduled", 0),
+        "release": ("ready", 0),
+    }
+    assert deferred["return"].result() == {"at": when}
+    assert rows["raise"]["error"] == "ValueError: no"
+    assert rows["decide"]["error"] == "PgDeferError: never"
+
+
+def test_a_job_ends_once(app: App, jobs: Jobs) -> None:
+    app.defer("any")
+    with app.stream_jobs(drain=True) as stream:
+        for job in stream:
+            with job:
+                job.succeed()
+                with pytest.raises(PgDeferError, match="was ended before"):
+                    job.fail("no")
+    assert states(jobs) == ["succeeded"]
+
+
+def test_an_error_after_the_end_goes_on(app: App, jobs: Jobs) -> None:
+    app.defer("any")
+
+    def loop() -> None:
+        with app.stream_jobs() as stream:
+            for job in stream:
+                with job:
+                    job.succeed()
+                    _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert states(jobs) == ["succeeded"]
+
+
+def test_leaving_gives_back_what_was_not_handed_out(app: App, jobs: Jobs) -> None:
+    for _ in range(20):
+        app.defer("any")
+    with app.stream_jobs(concurrency=10) as stream:
+        for job in stream:
+            with job:
+                wait_for(lambda: states(jobs).count("running") == 10)
+            break
+    assert states(jobs) == ["succeeded"] + ["ready"] * 19
+    assert sum(row["attempts"] for row in jobs()) == 1
+
+
+def test_leaving_fails_what_was_left_in_between(app: App, jobs: Jobs) -> None:
+    app.defer("any")
+    with app.stream_jobs() as stream:
+        job = next(iter(stream))
+    (row,) = jobs()
+    assert (row["state"], row["error"]) == (
+        "failed",
+        "PgDeferError: it was left without an outcome",
+    )
+    with pytest.raises(PgDeferError, match="was ended before"):
+        job.succeed()
+
+
+def test_to_ask_for_the_next_before_the_last_has_ended(app: App, jobs: Jobs) -> None:
+    """It would never come."""
+    app.defer("any")
+    app.defer("any")
+    with app.stream_jobs() as stream:
+        taken = iter(stream)
+        job = next(taken)
+        with pytest.raises(PgDeferError, match="the last job has not ended"):
+            next(taken)
+        job.succeed()
+        with next(iter(stream)):
+            pass
+    assert states(jobs) == ["succeeded", "succeeded"]
+
+
+def test_ctrl_c_gives_the_job_back(app: App, jobs: Jobs) -> None:
+    app.defer("any")
+
+    def loop() -> None:
+        with app.stream_jobs() as stream:
+            for job in stream:
+                with job:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert states(jobs) == ["ready"]
+    assert [row["attempts"] for row in jobs()] == [0]
+
+
+def test_threads_of_ones_own(app: App, jobs: Jobs) -> None:
+    for n in range(100):
+        app.defer("any", {"n": n}, lock=str(n % 3))
+    order: dict[str | None, list[int]] = {}
+
+    def handle(job: Any) -> None:
+        with job:
+            assert current_job() is job
+            order.setdefault(job.lock, []).append(job.args["n"])
+
+    with app.stream_jobs(concurrency=4, drain=True) as stream, ThreadPoolExecutor(4) as pool:
+        for job in stream:
+            pool.submit(handle, job)
+    assert set(states(jobs)) == {"succeeded"}
+    assert order == {str(lock): list(range(lock, 100, 3)) for lock in range(3)}
+
+
+def test_several_threads_at_one_stream(app: App, jobs: Jobs) -> None:
+    for _ in range(50):
+        app.defer("any")
+    took: dict[int, int] = {}
+
+    def work() -> None:
+        for job in stream:
+            with job:
+                took[threading.get_ident()] = took.get(threading.get_ident(), 0) + 1
+
+    with app.stream_jobs(concurrency=3, drain=True) as stream:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    assert set(states(jobs)) == {"succeeded"}
+    assert sum(took.values()) == 50
+
+
+def test_a_job_that_is_cancelled_meanwhile(app: App, jobs: Jobs, conn: Connection) -> None:
+    id = app.defer("any").id
+    with app.stream_jobs() as stream:
+        for job in stream:
+            with job:
+                conn.execute("select queue.cancel(%s, true)", (id,))
+                wait_for(job.should_abort)
+                job.check_abort()
+            break
+    assert states(jobs) == ["cancelled"]
+
+
+def test_a_job_that_takes_too_long(app: App, jobs: Jobs) -> None:
+    app.defer("any", timeout=dt.timedelta(seconds=0.2))
+    with app.stream_jobs() as stream:
+        for job in stream:
+            with job:
+                wait_for(job.should_abort)
+                job.check_abort()
+            break
+    assert [row["outcome"] for row in jobs.attempts()] == ["timed_out"]
+
+
+def test_arguments_that_cannot_be_read_fail_their_job_alone(
+    app: App, jobs: Jobs, conn: Connection
+) -> None:
+    conn.execute("""select queue.defer('any', '{"x": {"__pgdefer__": "no such", "value": 1}}')""")
+    app.defer("any", {"x": 1})
+    with app.stream_jobs(drain=True) as stream:
+        assert [ended(job) for job in stream] == [{"x": 1}]
+    assert states(jobs) == ["failed", "succeeded"]
+
+
+def ended(job: Any) -> Any:
+    """Its arguments, once it has ended."""
+    with job:
+        return job.args
+
+
+def test_middleware_is_around_the_block(dsn: str, jobs: Jobs) -> None:
+    seen: list[object] = []
+
+    @contextlib.contextmanager
+    def trace(job: JobContext) -> Iterator[None]:
+        seen.append(threading.get_ident())
+        try:
+            yield
+        except ZeroDivisionError:
+            seen.append("swallowed")
+
+    @contextlib.contextmanager
+    def refuse(job: JobContext) -> Iterator[None]:
+        if job.task == "refused":
+            raise PermissionError("not here")
+        yield
+
+    with App(dsn, middleware=[trace, refuse]) as app:
+        app.defer("divides")
+        app.defer("refused")
+        with app.stream_jobs(drain=True) as stream:
+            taken = iter(stream)
+            with next(taken):
+                _ = 1 / 0
+            job = next(taken)
+            with pytest.raises(PermissionError):
+                job.__enter__()
+    assert seen == [threading.get_ident(), "swallowed", threading.get_ident()]
+    assert states(jobs) == ["succeeded", "failed"]
+
+
+def test_it_lives_through_a_lost_connection(app: App, jobs: Jobs, conn: Connection) -> None:
+    with app.stream_jobs() as stream:
+        taken = iter(stream)
+        app.defer("any")
+        with next(taken):
+            conn.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity"
+                " where datname = current_database() and pid <> pg_backend_pid()"
+            )
+        conn.execute("select queue.defer('any')")
+        with next(taken):
+            pass
+    assert states(jobs) == ["succeeded", "succeeded"]
+
+
+@pytest.mark.unchecked
+def test_what_ends_the_worker_is_raised(blank_dsn: str) -> None:
+    app = App(blank_dsn)
+    with pytest.raises(NotInstalled), app.stream_jobs() as stream:
+        for _ in stream:
+            pass
+    app.close()
+
+
+def test_queues(app: App, jobs: Jobs) -> None:
+    app.defer("any", queue="a")
+    app.defer("any", queue="b")
+    with app.stream_jobs(["a"], drain=True) as stream:
+        assert [ended(job) for job in stream] == [{}]
+    assert states(jobs) == ["succeeded", "ready"]
+    with pytest.raises(TypeError, match="no option wait"):
+        app.stream_jobs(["a"], wait=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.anyio
+async def test_async(app: App, jobs: Jobs) -> None:
+    for n in range(30):
+        await app.defer_async("any", {"n": n})
+    seen = []
+    async with app.stream_jobs(concurrency=3, drain=True) as stream:
+        async for job in stream:
+            with job:
+                assert current_job() is job
+                await asyncio.sleep(0)
+                seen.append(job.args["n"])
+                if job.args["n"] == 7:
+                    raise ValueError("no")
+    assert seen == list(range(30))
+    assert [n for n, state in enumerate(states(jobs)) if state != "succeeded"] == [7]
+    await app.close_async()
+
+
+@pytest.mark.anyio
+async def test_async_tasks_of_ones_own(app: App, jobs: Jobs) -> None:
+    """One waits for a job when it comes; all end with the stream."""
+    took: list[int] = []
+
+    async def work(who: int) -> None:
+        async for job in stream:
+            with job:
+                took.append(who)
+                await until(lambda: len(took) >= 2)
+
+    async with app.stream_jobs(concurrency=2, max_jobs=2) as stream:
+        tasks = [asyncio.create_task(work(who)) for who in range(3)]
+        await app.defer_async("any")
+        await app.defer_async("any")
+        await asyncio.wait_for(asyncio.gather(*tasks), 30)
+    assert len(set(took)) == 2
+    assert states(jobs) == ["succeeded", "succeeded"]
+    await app.close_async()
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_coroutine_gives_its_job_back(app: App, jobs: Jobs) -> None:
+    async def work() -> None:
+        async with app.stream_jobs() as stream:
+            async for job in stream:
+                with job:
+                    await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await app.defer_async("any")
+    await until(lambda: states(jobs) == ["running"])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert states(jobs) == ["ready"]
+    await app.close_async()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_stream_that_nobody_reads(
+    app: App, jobs: Jobs, moment: str, connect: Callable[..., Connection]
+) -> None:
+    if moment == "before":
+        app.defer("any")
+    with app.stream_jobs():
+        if moment == "after":
+            app.defer("any")
+        wait_for(lambda: states(jobs) == ["running"])
+    assert states(jobs) == ["ready"]
+    with app.stream_jobs():  # closed at once, whatever it is about to do
+        pass
+    assert states(jobs) == ["ready"]
