@@ -33,6 +33,7 @@ from ._options import (
     HasId,
     RecurringOptions,
     Settings,
+    TaskOptions,
     defer_parameters,
     interval_text,
     job_id,
@@ -93,6 +94,9 @@ class App:
     raises, the job fails with; where one swallows an error, the job has succeeded. RetryLater is
     none: it goes by.
 
+    `defaults` are options that each task of the app has unless it says otherwise, None for none:
+    `{"deadline": timedelta(days=7), "retry": 4, "retain": timedelta(days=30)}`.
+
     `headers` is called with the task's name where a job is deferred, and returns headers for it,
     such as a trace's: those named with the job go before.
 
@@ -111,6 +115,7 @@ class App:
         name: str | None = None,
         middleware: Iterable[Middleware] = (),
         headers: Callable[[str], Mapping[str, Any]] | None = None,
+        defaults: TaskOptions | None = None,
     ) -> None:
         self.name = name or module_name(sys._getframe(1).f_globals["__name__"])
         self.codec = Codec()
@@ -125,6 +130,9 @@ class App:
         if headers is not None and not callable(headers):
             raise TypeError(f"headers must be a function of a task's name, not {headers!r}")
         self.headers = headers
+        if defaults is not None and not isinstance(defaults, Mapping):
+            raise TypeError(f"defaults must be a dict of a task's options, not {defaults!r}")
+        self.defaults: Mapping[str, Any] = defaults or {}
         self._open_pools()
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
         self._registered: dict[str, Settings] = {}
@@ -177,7 +185,7 @@ class App:
         `sessionmaker` or `async_sessionmaker` instead of True gives a session of SQLAlchemy's. To
         return or raise RetryLater commits, too; any other exception rolls back.
         """
-        decorator = TaskDecorator(self, name, options)
+        decorator = TaskDecorator(self, name, {**self.defaults, **options})
         return decorator if function is None else decorator(function)
 
     def recurring(

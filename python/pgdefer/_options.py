@@ -81,21 +81,24 @@ class _Common(TypedDict, total=False):
     needs_mode: Literal["all", "any"]
     on_need_failure: Literal["block", "proceed"]
     on_limit: Literal["block", "discard"]
-    retry: RetryPolicy
-    timeout: dt.timedelta
+    retry: RetryPolicy | None
+    timeout: dt.timedelta | None
     delay: dt.timedelta
     held: bool
     description: str
     headers: Mapping[str, Any]
-    retain: dt.timedelta
+    retain: dt.timedelta | None
     concurrency: Sequence[Mapping[str, Any]]
     max_progress: int | None
 
 
 class TaskOptions(_Common, total=False):
-    """What a task may register; `deadline` counts from the moment of deferring."""
+    """What a task may register; `deadline` counts from the moment of deferring.
 
-    deadline: dt.timedelta
+    None is as if not given, so that a default of the app's does not hold.
+    """
+
+    deadline: dt.timedelta | None
 
 
 class DeferOptions(_Common, total=False):

@@ -121,6 +121,33 @@ def test_registered_defaults_hold_for_sql_too(app: App, conn: Connection) -> Non
     assert all(about_an_hour(row["deadline"] - row["created_at"]) for row in shown)
 
 
+def test_defaults_of_an_app_hold_for_its_tasks(dsn: str, conn: Connection) -> None:
+    with App(dsn, defaults={"deadline": HOUR, "queue": "mail", "retry": 4}) as app:
+
+        @app.task
+        def plain() -> None: ...
+
+        @app.task(queue="own", deadline=None)
+        def own() -> None: ...
+
+        app.open()
+        for task in (plain, own):
+            conn.execute("select queue.defer(%s)", (task.name,))
+    shown = jobs(conn)
+    assert [row["queue"] for row in shown] == ["mail", "own"]
+    assert about_an_hour(shown[0]["deadline"] - shown[0]["created_at"])
+    assert shown[1]["deadline"] is None
+    rows = conn.execute("select defaults -> 'retry' from queue.tasks").fetchall()
+    assert rows == [({"max_attempts": 4},), ({"max_attempts": 4},)]
+    with pytest.raises(TypeError, match="defaults must be a dict"):
+        App(dsn, defaults=["queue"])  # type: ignore[arg-type]
+    with (
+        pytest.raises(InvalidParameter, match="unknown key"),
+        App(dsn, defaults={"colour": "red"}) as wrong,  # type: ignore[typeddict-unknown-key]
+    ):
+        wrong.task(plain.function).defer()
+
+
 def test_tasks_are_registered_once(app: App, conn: Connection) -> None:
     @app.task(name="t", queue="a")
     def task() -> None: ...
