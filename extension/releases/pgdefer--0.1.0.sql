@@ -1173,8 +1173,18 @@ begin
   end if;
   select bool_or(a.queues is null), coalesce(array_agg(distinct q) filter (where q is not null), '{}') into v_is_unlimited, v_limits
   from queue.access a join pg_roles r on r.rolname = a.role left join lateral unnest(a.queues) q on true
-  where a.kind = any (p_kinds) and pg_has_role(v_role, r.oid, 'usage');
+  where a.kind = any (p_kinds) and pg_has_role(v_role, r.oid, 'usage') and queue._may_enter(r.oid);
   return case when v_is_unlimited then null else v_limits end;
+end $$;
+
+-- Whether a role was given USAGE of the schema itself, as grant_access does. If not, its rows of queue.access are those of
+-- another role of its name, that was dropped.
+create or replace function queue._may_enter(p_role oid)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (
+    select from pg_namespace n cross join lateral aclexplode(n.nspacl) x
+    where n.nspname = 'queue' and x.grantee = p_role and x.privilege_type = 'USAGE');
 end $$;
 
 -- Whether limits hold all that a name or pattern selects.
@@ -10141,9 +10151,8 @@ begin
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
   perform pg_advisory_xact_lock(1885824102, 3);
   -- what another role of this name had, that was dropped, does not come back
-  delete from queue.access a where a.role = grant_access.role and not exists (
-    select from pg_namespace n cross join lateral aclexplode(n.nspacl) x join pg_roles r on r.oid = x.grantee
-    where n.nspname = 'queue' and x.privilege_type = 'USAGE' and r.rolname = grant_access.role);
+  delete from queue.access a using pg_roles r
+  where a.role = grant_access.role and r.rolname = a.role and not queue._may_enter(r.oid);
   insert into queue.access (role, kind, queues)
   values (grant_access.role, grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
   on conflict on constraint access_pkey do update set queues = excluded.queues;
@@ -10214,10 +10223,14 @@ begin
   end loop;
 end $$;
 
--- After an upgrade, or where the extension was dropped and made again.
+-- After an upgrade, or where the extension was dropped and made again. What a role had that was dropped does not come back
+-- to another of its name; but where no role may enter the tables alone were restored, and all get what they had.
 create or replace function queue._restore_grants()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
+  if exists (select from queue.access a join pg_roles r on r.rolname = a.role where queue._may_enter(r.oid)) then
+    delete from queue.access a using pg_roles r where r.rolname = a.role and not queue._may_enter(r.oid);
+  end if;
   perform queue._regrant(x.role)
   from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
   perform queue._switch_limits();

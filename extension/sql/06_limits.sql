@@ -42,8 +42,18 @@ begin
   end if;
   select bool_or(a.queues is null), coalesce(array_agg(distinct q) filter (where q is not null), '{}') into v_is_unlimited, v_limits
   from queue.access a join pg_roles r on r.rolname = a.role left join lateral unnest(a.queues) q on true
-  where a.kind = any (p_kinds) and pg_has_role(v_role, r.oid, 'usage');
+  where a.kind = any (p_kinds) and pg_has_role(v_role, r.oid, 'usage') and queue._may_enter(r.oid);
   return case when v_is_unlimited then null else v_limits end;
+end $$;
+
+-- Whether a role was given USAGE of the schema itself, as grant_access does. If not, its rows of queue.access are those of
+-- another role of its name, that was dropped.
+create or replace function queue._may_enter(p_role oid)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (
+    select from pg_namespace n cross join lateral aclexplode(n.nspacl) x
+    where n.nspname = 'queue' and x.grantee = p_role and x.privilege_type = 'USAGE');
 end $$;
 
 -- Whether limits hold all that a name or pattern selects.

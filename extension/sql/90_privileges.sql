@@ -57,9 +57,8 @@ begin
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
   perform pg_advisory_xact_lock(1885824102, 3);
   -- what another role of this name had, that was dropped, does not come back
-  delete from queue.access a where a.role = grant_access.role and not exists (
-    select from pg_namespace n cross join lateral aclexplode(n.nspacl) x join pg_roles r on r.oid = x.grantee
-    where n.nspname = 'queue' and x.privilege_type = 'USAGE' and r.rolname = grant_access.role);
+  delete from queue.access a using pg_roles r
+  where a.role = grant_access.role and r.rolname = a.role and not queue._may_enter(r.oid);
   insert into queue.access (role, kind, queues)
   values (grant_access.role, grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
   on conflict on constraint access_pkey do update set queues = excluded.queues;
@@ -130,10 +129,14 @@ begin
   end loop;
 end $$;
 
--- After an upgrade, or where the extension was dropped and made again.
+-- After an upgrade, or where the extension was dropped and made again. What a role had that was dropped does not come back
+-- to another of its name; but where no role may enter the tables alone were restored, and all get what they had.
 create or replace function queue._restore_grants()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
+  if exists (select from queue.access a join pg_roles r on r.rolname = a.role where queue._may_enter(r.oid)) then
+    delete from queue.access a using pg_roles r where r.rolname = a.role and not queue._may_enter(r.oid);
+  end if;
   perform queue._regrant(x.role)
   from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
   perform queue._switch_limits();

@@ -750,6 +750,53 @@ def test_a_dropped_role_leaves_nothing_to_the_next_of_its_name(
     assert outcome(owner, "select queue.revoke_access('limits_old')").startswith("22023")
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_an_upgrade_gives_a_new_role_nothing_of_an_old_one(
+    owner: psycopg.Connection[Any], is_alone: bool
+) -> None:
+    """But all roles theirs where the tables were restored without the schema's rights."""
+    for role in ("limits_eve", "limits_team"):
+        owner.execute(f"create role {role}".encode())
+        owner.execute("select queue.grant_access(%s, 'operator', '{a}')", (role,))
+    owner.execute("drop owned by limits_eve")
+    owner.execute("drop role limits_eve")
+    owner.execute("create role limits_eve")
+    try:
+        if is_alone:
+            owner.execute("revoke usage on schema queue from limits_team")
+        owner.execute("select queue.install()")
+        rows = owner.execute("select role from queue.access order by role").fetchall()
+        assert rows == [("limits_eve",)] * is_alone + [("limits_team",)]
+        for role, may in (("limits_eve", is_alone), ("limits_team", True)):
+            become(owner, role)
+            said = outcome(owner, "select error from queue.delete('{1}')")
+            assert said.startswith("[('QJ001',)]" if may else "42501"), said
+            owner.execute("reset session authorization")
+    finally:
+        owner.execute("reset session authorization")
+        drop(owner, "limits_eve", "limits_team")
+
+
+def test_a_member_of_a_limited_team_has_nothing_of_an_old_role(
+    owner: psycopg.Connection[Any],
+) -> None:
+    owner.execute("create role limits_eve")
+    owner.execute("select queue.grant_access('limits_eve', 'operator')")
+    owner.execute("drop owned by limits_eve")
+    owner.execute("drop role limits_eve")
+    owner.execute("create role limits_team")
+    owner.execute("select queue.grant_access('limits_team', 'operator', '{a}')")
+    owner.execute("create role limits_eve in role limits_team")
+    owner.execute("select queue.defer('t', queue => 'a'), queue.defer('t', queue => 'b')")
+    try:
+        become(owner, "limits_eve")
+        assert outcome(owner, "select outcome from queue.delete('{1}')") == "[('deleted',)]"
+        assert outcome(owner, "select queue.delete('{2}')").startswith("QJ001")
+    finally:
+        owner.execute("reset session authorization")
+        drop(owner, "limits_eve", "limits_team")
+
+
 @pytest.mark.unchecked("it uninstalls")
 def test_plans_that_were_made_with_the_tables_end_with_them(
     owner: psycopg.Connection[Any], dsn: str
