@@ -3274,7 +3274,7 @@ begin
 end $$;
 
 -- A retry changes a job's lock (empty: to none): it gives its turn away and joins the other lock, in the
--- mode that it has, and goes through the gates again.
+-- mode that it was deferred with, and goes through the gates again.
 -- Locks: the caller holds ADM; the job runs nowhere, and no other transaction knows its row of queue.live yet.
 create or replace function queue._change_lock(p_id bigint, p_lock text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -3286,7 +3286,8 @@ begin
   perform queue._take_out(p_id);
   perform queue._leave_locks(array[p_id], false);  -- has_turn says whether it has it
   update queue.job_state s
-  set lock = p_lock, extra_flags = s.extra_flags | case when p_lock <> '' and j.flags & 3 = 0 then 1 else 0 end
+  set lock = p_lock, extra_flags = s.extra_flags
+    | case when p_lock = '' or j.flags & 3 <> 0 then 0 when j.options ->> 'lock_mode' = 'mutex' then 2 else 1 end
   from queue.job j where s.id = p_id and j.id = p_id;
   perform queue._join_locks(array[p_id]);
   perform queue._route(array[p_id], false);

@@ -1,6 +1,6 @@
 -- Locks: ordered, mutex, and both on one lock; every way out gives the turn on.
 
-select plan(72);
+select plan(75);
 
 select queue.register_worker('w') as worker \gset
 
@@ -288,6 +288,18 @@ select pg_temp.finish_all();
 select is(pg_temp.claim(), array[:b]::bigint[], 'and is next');
 select pg_temp.finish_all();
 select is_empty($$select * from queue.lock_member m where m.lock = 'R'$$, 'nobody is left behind');
+
+-- The same with mutex: one that was deferred without a lock takes it in the mode that it was deferred with
+select queue.defer('plain', options => '{"lock_mode": "mutex"}') as a, queue.defer('plain', options => '{"lock_mode": "mutex"}') as b \gset
+select pg_temp.claim() \g /dev/null
+select queue.fail(j.id, j.claim, 'x', options => '{"lock": "S", "retry_in": "1 hour"}') from queue.jobs j where j.id = :a \g /dev/null
+select queue.fail(j.id, j.claim, 'x', options => '{"lock": "S", "retry_in": "0 s"}') from queue.jobs j where j.id = :b \g /dev/null
+select is(pg_temp.claim(), array[:b]::bigint[], 'the younger does not wait for the older one''s time');
+select queue.reschedule(:a, now()) \g /dev/null
+select is(pg_temp.claim(), null, 'but only one runs at a time');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), array[:a]::bigint[], 'then the other');
+select pg_temp.finish_all();
 
 select is_empty('select * from queue.check()', 'sound');
 select * from finish();
