@@ -838,15 +838,19 @@ def test_uninstalling_takes_back_what_was_given(owner: psycopg.Connection[Any]) 
         drop(owner, "limits_kept")
 
 
+VIEWS = ("jobs", "attempts", "queues", "workers", "metrics")
+
+
+@pytest.mark.parametrize("view", VIEWS)
 def test_a_reader_that_stays_open_stops_nobody_but_the_first_limit(
-    owner: psycopg.Connection[Any], dsn: str
+    owner: psycopg.Connection[Any], dsn: str, view: str
 ) -> None:
     """Views get a barrier with the first limit: those who read one meanwhile wait for moments."""
     owner.execute("create role limits_first")
     owner.execute("select queue.defer('t')")
     try:
         with psycopg.connect(dsn) as reader, psycopg.connect(dsn, autocommit=True) as other:
-            reader.execute("select * from queue.jobs").fetchall()
+            reader.execute(f"select * from queue.{view}".encode()).fetchall()
             granting = threading.Thread(
                 target=owner.execute,
                 args=("select queue.grant_access('limits_first', 'reader', '{a}')",),
@@ -858,6 +862,8 @@ def test_a_reader_that_stays_open_stops_nobody_but_the_first_limit(
                 while not other.execute(waiting, ("^select queue.grant_access",)).fetchall():
                     assert granting.is_alive()
                 other.execute("select * from queue.set_priority('{1}', 1)").fetchall()
+                for each in VIEWS:
+                    other.execute(f"select * from queue.{each}".encode()).fetchall()
             reader.rollback()
             granting.join()
         assert owner.execute("select to_regclass('queue.unlimited')").fetchone() == (None,)
