@@ -38,14 +38,20 @@ def isolationtester() -> Path | None:
     return next(lib.glob("**/src/test/isolation/isolationtester"), None)
 
 
+def has_extension(connection: psycopg.Connection[Any]) -> bool:
+    """Whether the server has the extension's files: from 18 on, or copied by tests/matrix."""
+    available = "select from pg_available_extensions where name = 'pgdefer'"
+    return connection.execute(available).rowcount == 1
+
+
 def install(server: EmbeddedServer, database: str) -> str:
-    """Install pgdefer: as an extension from PostgreSQL 18 on, else by psql -f; return which."""
+    """Install pgdefer: as an extension where the server has its files, else by psql -f; return which."""
     dsn = server.dsn(database)
-    if server.major >= 18:
-        with psycopg.connect(dsn, autocommit=True) as connection:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        if has_extension(connection):
             connection.execute("create extension pgdefer")
             connection.execute("select queue.install()")
-        return "extension"
+            return "extension"
     script = sql_folder() / "pgdefer.sql"
     if psql := server_program(server, "psql"):
         done = subprocess.run(

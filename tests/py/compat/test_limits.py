@@ -838,10 +838,10 @@ def test_uninstalling_takes_back_what_was_given(owner: psycopg.Connection[Any]) 
         drop(owner, "limits_kept")
 
 
-VIEWS = ("jobs", "attempts", "queues", "workers", "metrics")
+WITH_BARRIER = ("jobs", "attempts", "queues", "workers", "metrics")
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", WITH_BARRIER)
 def test_a_reader_that_stays_open_stops_nobody_but_the_first_limit(
     owner: psycopg.Connection[Any], dsn: str, view: str
 ) -> None:
@@ -862,7 +862,7 @@ def test_a_reader_that_stays_open_stops_nobody_but_the_first_limit(
                 while not other.execute(waiting, ("^select queue.grant_access",)).fetchall():
                     assert granting.is_alive()
                 other.execute("select * from queue.set_priority('{1}', 1)").fetchall()
-                for each in VIEWS:
+                for each in WITH_BARRIER:
                     other.execute(f"select * from queue.{each}".encode()).fetchall()
             reader.rollback()
             granting.join()

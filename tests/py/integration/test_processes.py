@@ -293,13 +293,12 @@ async def test_a_process_that_died_while_idle(tasks: Any, app: App, jobs: Jobs, 
     """The job that it should have run next is not charged."""
     async with running(app) as worker:
         first = await (await tasks.pid.defer_async()).result_async(30)
-        if when != "before":
-            os.kill(first, signal.SIGSTOP)
+        os.kill(first, signal.SIGKILL if when == "before" else signal.SIGSTOP)
         second = await tasks.pid.defer_async()
         if when != "before":
             # The job has been sent, and will not be read.
             await until(lambda: jobs.states()[second.id] == "running" and worker._running)
-        os.kill(first, signal.SIGKILL)
+            os.kill(first, signal.SIGKILL)
         assert await second.result_async(30) != first
         await jobs.end()
     assert [(row["attempts"], row["crashes"]) for row in jobs()] == [(1, 0)] * 2
