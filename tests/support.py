@@ -38,14 +38,14 @@ def isolationtester() -> Path | None:
     return next(lib.glob("**/src/test/isolation/isolationtester"), None)
 
 
-def has_extension(connection: psycopg.Connection[Any]) -> bool:
-    """Whether the server has the extension's files: from 18 on, or copied by tests/matrix."""
+def has_extension(connection: psycopg.Connection) -> bool:
+    """Whether the server has the extension's files: from 18 on, or as tests/matrix copies them."""
     available = "select from pg_available_extensions where name = 'pgdefer'"
     return connection.execute(available).rowcount == 1
 
 
 def install(server: EmbeddedServer, database: str) -> str:
-    """Install pgdefer: as an extension where the server has its files, else by psql -f; return which."""
+    """Install pgdefer: as an extension where there are its files, else by psql -f; say which."""
     dsn = server.dsn(database)
     with psycopg.connect(dsn, autocommit=True) as connection:
         if has_extension(connection):
