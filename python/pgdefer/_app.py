@@ -33,7 +33,6 @@ from ._options import (
     HasId,
     RecurringOptions,
     Settings,
-    TaskOptions,
     defer_parameters,
     interval_text,
     job_id,
@@ -94,14 +93,15 @@ class App:
     raises, the job fails with; where one swallows an error, the job has succeeded. RetryLater is
     none: it goes by.
 
-    `defaults` are options that each task of the app has unless it says otherwise, None for none:
+    `defaults` are options that each task of the app has unless it says otherwise, as None for none:
     `{"deadline": timedelta(days=7), "retry": 4, "retain": timedelta(days=30)}`.
 
     `headers` is called with the task's name where a job is deferred, and returns headers for it,
     such as a trace's: those named with the job go before.
 
-    Connections are opened when first needed and kept; `close` and `close_async` close them. An App
-    may be used from all threads and event loops.
+    Connections are opened when first needed, `max_connections` at once for synchronous calls and as
+    many for those of each event loop: further calls wait for their turn. Four of each are kept;
+    `close` and `close_async` close them. An App may be used from all threads and event loops.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class App:
         name: str | None = None,
         middleware: Iterable[Middleware] = (),
         headers: Callable[[str], Mapping[str, Any]] | None = None,
-        defaults: TaskOptions | None = None,
+        defaults: AllTaskOptions | None = None,
+        max_connections: int = 20,
     ) -> None:
         self.name = name or module_name(sys._getframe(1).f_globals["__name__"])
         self.codec = Codec()
@@ -133,6 +134,9 @@ class App:
         if defaults is not None and not isinstance(defaults, Mapping):
             raise TypeError(f"defaults must be a dict of a task's options, not {defaults!r}")
         self.defaults: Mapping[str, Any] = defaults or {}
+        if max_connections < 1:
+            raise ValueError(f"max_connections must be at least 1, not {max_connections}")
+        self._max_connections = max_connections
         self._open_pools()
         self._waiters: dict[asyncio.AbstractEventLoop, Waiter] = {}
         self._registered: dict[str, Settings] = {}
@@ -237,10 +241,10 @@ class App:
         self._registered.clear()
 
     def _open_pools(self) -> None:
-        ears = self.source.ears or self.source
-        self._pool = SyncPool(self.source)
-        self._hearing_pool = self._pool if ears is self.source else SyncPool(ears)
-        self._async_pool = AsyncPool(self.source)
+        self._pool = SyncPool(self.source, most=self._max_connections)
+        # One that waits for a result may wait for what another has yet to defer.
+        self._hearing_pool = SyncPool(self.source.ears or self.source)
+        self._async_pool = AsyncPool(self.source, most=self._max_connections)
 
     def import_tasks(self) -> None:
         """Import the modules of `imports`."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 import types
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ from ._connect import AsyncPool, SyncPool
 from ._context import JobAborted, JobContext, RetryLater, _current
 from ._errors import TransactionLost
 from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
+from ._link import Backoff
 
 if TYPE_CHECKING:
     from ._context import Middleware
@@ -232,7 +234,7 @@ def failed(
 def _in_transaction(
     job: JobContext, task: Task[..., Any], pool: SyncPool, given: list[Any], named: dict[str, Any]
 ) -> str | None:
-    with _transaction(task.handling.transactional, pool) as connection:
+    with _transaction(job, task.handling.transactional, pool) as connection:
         result = _called(task, [connection, *given], named)
         if isinstance(connection, _Flushes):
             connection.flush()
@@ -243,7 +245,7 @@ def _in_transaction(
 async def _in_transaction_async(
     job: JobContext, task: Task[..., Any], pool: AsyncPool, given: list[Any], named: dict[str, Any]
 ) -> str | None:
-    async with _transaction_async(task.handling.transactional, pool) as connection:
+    async with _transaction_async(job, task.handling.transactional, pool) as connection:
         result = await _called_async(task, [connection, *given], named)
         if isinstance(connection, _Flushes):
             await connection.flush()
@@ -268,12 +270,16 @@ class _Flushes(Protocol):
 
 
 @contextlib.contextmanager
-def _transaction(maker: Callable[[], Any] | bool, pool: SyncPool) -> Iterator[AnyConnection]:
+def _transaction(
+    job: JobContext, maker: Callable[[], Any] | bool, pool: SyncPool
+) -> Iterator[AnyConnection]:
     if callable(maker):
         with _lost_told_apart(), maker() as session, session.begin():
             yield session
-    else:
-        with pool.connection() as connection, _lost_told_apart(connection):
+        return
+    with contextlib.ExitStack() as stack:
+        connection = _opened(job, stack, pool)
+        with _lost_told_apart(connection):
             # another handler may have changed them
             connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             connection.row_factory, connection.cursor_factory = tuple_row, psycopg.Cursor
@@ -281,21 +287,49 @@ def _transaction(maker: Callable[[], Any] | bool, pool: SyncPool) -> Iterator[An
                 yield connection
 
 
+def _opened(
+    job: JobContext, stack: contextlib.ExitStack, pool: SyncPool
+) -> psycopg.Connection[Any]:
+    """Return a connection. Where none can be had it waits, which is no fault of the job's."""
+    waits = Backoff(last=1.0)
+    while True:
+        try:
+            return stack.enter_context(pool.connection())
+        except psycopg.OperationalError as error:
+            log.warning("%r waits for a connection: %s", job, error)
+        time.sleep(waits.delay())
+        job.check_abort()
+
+
 @contextlib.asynccontextmanager
 async def _transaction_async(
-    maker: Callable[[], Any] | bool, pool: AsyncPool
+    job: JobContext, maker: Callable[[], Any] | bool, pool: AsyncPool
 ) -> AsyncIterator[AnyAsyncConnection]:
     if callable(maker):
         with _lost_told_apart():
             async with maker() as session, session.begin():
                 yield session
-    else:
-        async with pool.connection() as connection:
-            with _lost_told_apart(connection):
-                await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
-                connection.row_factory, connection.cursor_factory = tuple_row, psycopg.AsyncCursor
-                async with connection.transaction():
-                    yield connection
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        connection = await _opened_async(job, stack, pool)
+        with _lost_told_apart(connection):
+            await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+            connection.row_factory, connection.cursor_factory = tuple_row, psycopg.AsyncCursor
+            async with connection.transaction():
+                yield connection
+
+
+async def _opened_async(
+    job: JobContext, stack: contextlib.AsyncExitStack, pool: AsyncPool
+) -> psycopg.AsyncConnection[Any]:
+    """As `_opened`, for asyncio."""
+    waits = Backoff(last=1.0)
+    while True:
+        try:
+            return await stack.enter_async_context(pool.connection())
+        except psycopg.OperationalError as error:
+            log.warning("%r waits for a connection: %s", job, error)
+        await asyncio.sleep(waits.delay())
 
 
 @contextlib.contextmanager

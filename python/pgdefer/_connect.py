@@ -236,32 +236,48 @@ class _Idle:
 
 
 class SyncPool:
-    """Connections for synchronous calls, from any thread."""
+    """Connections for synchronous calls, from any thread; `most` at once, None: without a limit."""
 
-    def __init__(self, source: Source, max_idle: int = 4) -> None:
+    def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
         self._source = source
         self._max_idle = max_idle
-        self._idle = _Idle()
+        self._most = most
+        #: Whose idle connections are closed where the server gives no more.
+        self.partner: AsyncPool | None = None
         self._pid = os.getpid()
         self._inherited: list[_Idle] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._idle = _Idle()
+        self._turn = threading.BoundedSemaphore(self._most) if self._most else _NO_TURN
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[Connection]:
-        """Lend a connection."""
+        """Lend a connection; wait for one where all are lent."""
         if self._pid != os.getpid():
             # After a fork they are the parent's: not ours to use, nor to close.
             self._inherited.append(self._idle)
-            self._idle = _Idle()
+            self._start()
             self._pid = os.getpid()
         idle = self._idle
-        connection = cast("Connection | None", idle.take()) or self._source.connect()
+        with self._turn:
+            connection = cast("Connection | None", idle.take()) or self._connect()
+            try:
+                yield connection
+            finally:
+                if len(idle.items) < self._max_idle and not connection.closed:
+                    idle.items.append(connection)
+                else:
+                    connection.close()
+
+    def _connect(self) -> Connection:
         try:
-            yield connection
-        finally:
-            if len(idle.items) < self._max_idle and not connection.closed:
-                idle.items.append(connection)
-            else:
-                connection.close()
+            return self._source.connect()
+        except psycopg.OperationalError:
+            if self.partner is not None:
+                self.partner.close_idle()
+            raise
 
     def close(self) -> None:
         """Close the idle ones; later calls open new ones."""
@@ -269,36 +285,59 @@ class SyncPool:
 
 
 class AsyncPool:
-    """Connections for asynchronous calls, for each event loop its own."""
+    """Connections for asynchronous calls, for each event loop its own; `most` at once in each."""
 
-    def __init__(self, source: Source, max_idle: int = 4) -> None:
+    def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
         self._source = source
         self._max_idle = max_idle
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Idle] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._most = most
+        #: As a SyncPool's.
+        self.partner: SyncPool | None = None
+        self._loops: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, tuple[_Idle, contextlib.AbstractAsyncContextManager[Any]]
+        ] = weakref.WeakKeyDictionary()
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[AsyncConnection]:
-        """Lend a connection."""
+        """Lend a connection; wait for one where all are lent."""
         loop = asyncio.get_running_loop()
-        idle = self._loops.setdefault(loop, _Idle())
-        connection = cast("AsyncConnection | None", idle.take())
-        if connection is None:
-            connection = await self._source.connect_async()
+        if loop not in self._loops:
+            turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
+            self._loops[loop] = _Idle(), turn
+        idle, turn = self._loops[loop]
+        async with turn:
+            connection = cast("AsyncConnection | None", idle.take())
+            if connection is None:
+                connection = await self._connect()
+            try:
+                yield connection
+            finally:
+                if len(idle.items) < self._max_idle and _is_usable(connection):
+                    idle.items.append(connection)
+                else:
+                    close_now(connection)
+
+    async def _connect(self) -> AsyncConnection:
         try:
-            yield connection
-        finally:
-            if len(idle.items) < self._max_idle and _is_usable(connection):
-                idle.items.append(connection)
-            else:
-                close_now(connection)
+            return await self._source.connect_async()
+        except psycopg.OperationalError:
+            if self.partner is not None:
+                self.partner.close()
+            raise
+
+    def close_idle(self) -> None:
+        """Close the idle ones of all loops; from any thread."""
+        for idle, _ in list(self._loops.values()):
+            idle.close()
 
     def close(self) -> None:
         """Close the running loop's idle ones; later calls open new ones."""
-        idle = self._loops.pop(asyncio.get_running_loop(), None)
+        idle, _ = self._loops.pop(asyncio.get_running_loop(), (None, None))
         if idle is not None:
             idle.close()
+
+
+_NO_TURN: Any = contextlib.nullcontext()
 
 
 def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:

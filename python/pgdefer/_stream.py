@@ -11,6 +11,7 @@ import contextlib
 import functools
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -40,18 +41,28 @@ class ClaimedJob(JobContext):
     given back, and the exception goes on, as does any once the job has ended.
 
     An end is reported by the stream, at once but without waiting: what then is refused, as the
-    claim was lost, is logged.
+    claim was lost, is logged. A job that nobody holds any more, and that has not ended, fails.
     """
 
-    __slots__ = ("_finish", "_has_ended", "_inside", "args")
+    __slots__ = ("__weakref__", "_claim", "_dropped", "_finish", "_inside", "args")
 
-    args: dict[str, Any]
-    _finish: Callable[[str], None]
-
-    def __init__(self, app: App, row: Sequence[Any]) -> None:
-        super().__init__(app, row)
-        self._has_ended = False
+    def __init__(self, claim: JobContext, args: dict[str, Any], giver: _Giver) -> None:
+        super().__init__(claim.app, claim._row)
+        self.args = args
+        # What the worker knows it as, and where it hears that it is to abort.
+        self._claim = claim
+        self._finish = giver.finish
+        self._dropped = weakref.finalize(self, giver.drop, claim)
+        self._dropped.atexit = False
         self._inside = contextlib.ExitStack()
+
+    def should_abort(self) -> bool:
+        """Whether the job was cancelled, timed out, or lost."""
+        return self._claim.should_abort()
+
+    def check_abort(self) -> None:
+        """Raise JobAborted where `should_abort` is true."""
+        self._claim.check_abort()
 
     def succeed(self, result: object = None) -> None:
         """End it as succeeded. A result that can't be stored is replaced by a note of that."""
@@ -79,7 +90,7 @@ class ClaimedJob(JobContext):
             self._inside.enter_context(middleware(self))
         except BaseException as error:
             self._inside.close()
-            self._end(outcome_of(self, _HANDLING, error))
+            self._end(outcome_of(self._claim, _HANDLING, error))
             raise
         return self
 
@@ -100,22 +111,20 @@ class ClaimedJob(JobContext):
 
     def _end_by(self, error: BaseException | None) -> bool:
         """End it as an exception says, None for none, and return whether that goes no further."""
-        if self._has_ended:
+        if not self._dropped.alive:
             return error is None
         if error is None:
             self.succeed()
         elif isinstance(error, Exception):
-            self._end(outcome_of(self, _HANDLING, error))
+            self._end(outcome_of(self._claim, _HANDLING, error))
         else:
             self.release()
             return False
         return True
 
     def _end(self, outcome: str) -> None:
-        if self._has_ended:
-            raise PgDeferError(f"job {self.id} was ended before")
-        self._has_ended = True
-        self._finish(outcome)
+        self._dropped.detach()
+        self._finish(self._claim, outcome)
 
 
 class JobStream:
@@ -139,7 +148,7 @@ class JobStream:
         self._is_closed = False
         self._error: BaseException | None = None
         #: What waits to be handed out; None, and again for each that asks: there will be no more.
-        self._waiting: queue.SimpleQueue[ClaimedJob | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
         self._wake: Callable[[], object] = _nobody
 
     # In the caller's thread, or threads
@@ -156,11 +165,11 @@ class JobStream:
     def __iter__(self) -> Iterator[ClaimedJob]:
         while True:
             self._check()
-            job = self._waiting.get()
-            if job is None:
+            given = self._waiting.get()
+            if given is None:
                 self._end()
                 return
-            yield self._worker.hand_out(job)
+            yield self._worker.hand_out(*given)
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -176,15 +185,15 @@ class JobStream:
         while True:
             self._check()
             try:
-                job = self._waiting.get_nowait()
+                given = self._waiting.get_nowait()
             except queue.Empty:
                 self._news.clear()
                 await self._news.wait()
                 continue
-            if job is None:
+            if given is None:
                 self._end()
                 return
-            yield self._worker.hand_out(job)
+            yield self._worker.hand_out(*given)
 
     def _check(self) -> None:
         """Raise where waiting would be for ever."""
@@ -220,25 +229,28 @@ class JobStream:
         self._is_started.set()
         await self._worker.run_async()
 
-    def _give(self, job: ClaimedJob) -> None:
+    def _give(self, claim: JobContext, args: dict[str, Any]) -> None:
         if self._is_closed:
-            job.release()
+            self._worker.give_back(claim)
         else:
-            self._offer(job)
+            self._offer((claim, args))
 
-    def _offer(self, job: ClaimedJob | None) -> None:
-        self._waiting.put(job)
+    def _offer(self, given: _Given | None) -> None:
+        self._waiting.put(given)
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed
             self._wake()
 
     def _close(self) -> None:
         self._is_closed = True
         with contextlib.suppress(queue.Empty):
-            while (job := self._waiting.get_nowait()) is not None:
-                job.release()
-        for job in list(self._worker.handed_out):
-            job.fail("it was left without an outcome")
+            while (given := self._waiting.get_nowait()) is not None:
+                self._worker.give_back(given[0])
+        for claim in list(self._worker.handed_out):
+            self._worker.fail(claim, "it was left without an outcome")
         self._worker.stop()
+
+
+_Given = tuple[JobContext, dict[str, Any]]
 
 
 class _Giver(Worker):
@@ -248,41 +260,58 @@ class _Giver(Worker):
         self,
         app: App,
         queues: Sequence[str] | None,
-        give: Callable[[ClaimedJob], None],
+        give: Callable[[JobContext, dict[str, Any]], None],
         **options: Unpack[WorkerOptions],
     ) -> None:
         super().__init__(app, queues, **options)
         self._give = give
-        self.handed_out: set[ClaimedJob] = set()
+        #: What somebody has, and has not ended.
+        self.handed_out: set[JobContext] = set()
 
-    def hand_out(self, job: ClaimedJob) -> ClaimedJob:
-        """Note that somebody has it."""
-        self.handed_out.add(job)
-        return job
+    # From any thread
 
-    def finish(self, job: ClaimedJob, outcome: str) -> None:
-        """Take in how a job has ended; from any thread."""
-        self.handed_out.discard(job)
-        with contextlib.suppress(RuntimeError):  # it has ended, and what it had was given back
-            self._loop.call_soon_threadsafe(self._ended, job, outcome)
+    def hand_out(self, claim: JobContext, args: dict[str, Any]) -> ClaimedJob:
+        """Return a job for somebody to run and end."""
+        self.handed_out.add(claim)
+        return ClaimedJob(claim, args, self)
 
-    def _claim_of(self, row: Sequence[Any]) -> JobContext:
-        return ClaimedJob(self.app, row)
+    def finish(self, claim: JobContext, outcome: str) -> None:
+        """Take in how a job has ended. Raises PgDeferError where it had ended before."""
+        try:
+            self.handed_out.remove(claim)
+        except KeyError:
+            raise PgDeferError(f"job {claim.id} was ended before") from None
+        with contextlib.suppress(RuntimeError):  # the worker has ended, and given back what it had
+            self._loop.call_soon_threadsafe(self._ended, claim, outcome)
+
+    def drop(self, claim: JobContext) -> None:
+        """Take note that nobody has the job any more. Called wherever Python collects garbage."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.fail, claim, "it was dropped without an outcome")
+
+    # In the worker's
+
+    def fail(self, claim: JobContext, why: str) -> None:
+        """End a job that was handed out, if it has not ended."""
+        if claim in self.handed_out:
+            self.finish(claim, failed(claim, _HANDLING, PgDeferError(why)))
+
+    def give_back(self, claim: JobContext) -> None:
+        """End a job that was not handed out."""
+        self._ended(claim, _outcome.released(claim.id, claim.claim))
 
     def _start(self, job: JobContext) -> None:
-        assert isinstance(job, ClaimedJob)
         self._begin(job)
         self._spawn(self._prepare(job))
 
-    async def _prepare(self, job: ClaimedJob) -> None:
+    async def _prepare(self, job: JobContext) -> None:
         try:
-            job.args = await decoded_async(job)
+            args = await decoded_async(job)
         except Exception as error:
             self._ended(job, failed(job, None, error))
             return
-        job._finish = functools.partial(self.finish, job)
         if not job._is_released:
-            self._give(job)
+            self._give(job, args)
 
 
 def _nobody() -> None:

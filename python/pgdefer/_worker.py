@@ -192,6 +192,7 @@ class Worker:
         )
         self._pool = SyncPool(self.app.source, self.concurrency)
         self._async_pool = AsyncPool(self.app.source, self.concurrency)
+        self._pool.partner, self._async_pool.partner = self._async_pool, self._pool
         self._processes = Processes(self.app.source, self.jobs_per_process)
         self._heart = Heart(
             self.app.source,
@@ -461,7 +462,7 @@ class Worker:
             return False
         self._suspects.ran()
         self._left -= 1
-        job = self._lone = self._claim_of(rows[0])
+        job = self._lone = JobContext(self.app, rows[0])
         if self._is_stopping:
             self._give_back(job)
         else:
@@ -589,7 +590,7 @@ class Worker:
             if len(row) == 14 and row[13] is not None:
                 _log_refused(row[0], row[1], row[13])
             else:
-                job = self._claim_of(row[:13])
+                job = JobContext(self.app, row[:13])
                 job._slots = slots
                 claimed.append(job)
         taken = len(claimed) - before
@@ -603,9 +604,6 @@ class Worker:
             self._is_starting = True
             self._start_some()
         return taken
-
-    def _claim_of(self, row: Sequence[Any]) -> JobContext:
-        return JobContext(self.app, row)
 
     async def _ask(self, statement: _sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
         """Call on the main connection; what can be retried is, what can't is raised as ours."""

@@ -36,7 +36,7 @@ COLUMNS = {
     "max_running": "max running",
     "rate": "rate",
     "retain": "retain",
-    "paused_until": "paused until",
+    "paused_until": "paused",
 }
 
 
@@ -51,7 +51,7 @@ def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
 def _show_queues(rows: Rows) -> None:
     for row in rows.values:
         if row["paused_until"] == "infinity":
-            row["paused_until"] = "resumed"
+            row["paused_until"] = "until resumed"
     _show.table(rows, COLUMNS, least=("retain", "rate"), empty="There are no queues.")
 
 

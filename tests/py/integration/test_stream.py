@@ -130,6 +130,22 @@ def test_leaving_fails_what_was_left_in_between(app: App, jobs: Jobs) -> None:
         job.succeed()
 
 
+def test_a_job_that_is_dropped_fails(app: App, jobs: Jobs) -> None:
+    """Or a loop that ends none would wait for ever once it has as many as it may."""
+    for n in range(10):
+        app.defer("any", {"n": n})
+    with app.stream_jobs(concurrency=3, drain=True) as stream:
+        for job in stream:
+            if job.args["n"] % 2:
+                job.succeed()
+        del job
+    assert states(jobs) == ["failed", "succeeded"] * 5
+    assert {row["error"] for row in jobs()} == {
+        None,
+        "PgDeferError: it was dropped without an outcome",
+    }
+
+
 def test_to_ask_for_the_next_before_the_last_has_ended(app: App, jobs: Jobs) -> None:
     """It would never come."""
     app.defer("any")

@@ -1,0 +1,104 @@
+"""How many connections are opened, and what becomes of jobs where none can be had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from pgdefer import App, current_job
+
+from .conftest import Jobs, running, until
+
+Connection = psycopg.Connection[Any]
+
+
+@pytest.fixture
+def narrow(dsn: str, conn: Connection) -> Iterator[str]:
+    """A role that may open five connections."""
+    conn.execute("create role narrow login connection limit 5")
+    for kind in ("worker", "producer"):
+        conn.execute("select queue.grant_access('narrow', %s)", (kind,))
+    yield make_conninfo(dsn, user="narrow")
+    conn.execute("select queue.revoke_access('narrow')")
+    conn.execute("drop role narrow")
+
+
+async def test_a_job_waits_for_the_connection_of_its_transaction(narrow: str, jobs: Jobs) -> None:
+    """It is no fault of the job's: the worker has three already."""
+    app = App(narrow)
+
+    @app.task(transactional=True, name="sync")
+    def sync(connection: Connection) -> None:
+        connection.execute("select pg_sleep(0.02)")
+
+    @app.task(transactional=True, name="async")
+    async def coroutine(connection: psycopg.AsyncConnection[Any]) -> None:
+        await connection.execute("select pg_sleep(0.02)")
+
+    await app.defer_many_async([sync.prepare() for _ in range(10)])
+    await app.defer_many_async([coroutine.prepare() for _ in range(10)])
+    await app.close_async()
+    async with running(app, concurrency=20):
+        rows = await jobs.end()
+    assert {(row["state"], row["failures"], row["claims"]) for row in rows} == {("succeeded", 0, 1)}
+
+
+async def test_a_job_that_waits_for_a_connection_may_be_cancelled(
+    narrow: str, jobs: Jobs, conn: Connection
+) -> None:
+    app = App(narrow)
+
+    @app.task(transactional=True, name="t")
+    def task(connection: Connection) -> None:
+        raise AssertionError("there is no connection")
+
+    async with running(app):
+        own = "select count(*) from pg_stat_activity where usename = 'narrow'"
+        await until(lambda: conn.execute(own).fetchone() == (3,))
+        taken: list[Connection] = []
+        with contextlib.suppress(psycopg.OperationalError):
+            while True:
+                taken.append(psycopg.connect(narrow))
+        conn.execute("select queue.defer('t', options => '{\"timeout\": \"1 s\"}')")
+        (row,) = await jobs.end()
+        for connection in taken:
+            connection.close()
+    assert (row["state"], row["failures"]) == ("failed", 1)
+    assert "TimeoutError" in row["error"]
+
+
+async def test_many_calls_at_once_share_connections(narrow: str, jobs: Jobs) -> None:
+    async with App(narrow, max_connections=2) as app:
+        deferred = await asyncio.gather(*(app.defer_async("t") for _ in range(100)))
+        with ThreadPoolExecutor(20) as pool:
+            deferred += list(pool.map(app.defer, ["t"] * 100))
+    assert len({job.id for job in deferred}) == len(jobs()) == 200
+
+
+async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs: Jobs) -> None:
+    """All that may wait do, for jobs that are yet to be deferred."""
+    few = App(app.source.conninfo(), max_connections=1)
+
+    @few.task(name="outer")
+    def outer() -> int:
+        return few.defer("inner").result(20)
+
+    @few.task(name="inner")
+    def inner() -> int:
+        return current_job().id
+
+    async with running(few, concurrency=8):
+        first = [few.defer("outer") for _ in range(4)]
+        assert len({await job.result_async(30) for job in first}) == 4
+
+
+def test_a_limit_below_one(dsn: str) -> None:
+    with pytest.raises(ValueError, match="max_connections must be at least 1"):
+        App(dsn, max_connections=0)
