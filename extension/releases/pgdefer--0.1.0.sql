@@ -4825,6 +4825,36 @@ end $$;
 comment on function queue.result(bigint) is
   'The job''s state, and once it has finished its result or error. error: the last one, also while it waits for a retry.';
 
+-- Raises: QJ001.
+create or replace function queue.needs(id bigint)
+returns table (need_id bigint, task text, state text, result jsonb, error text)
+language plpgsql stable parallel safe security definer rows 5
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+declare
+  v_limits text[];
+begin
+  if to_regclass('queue.unlimited') is null then
+    perform queue._not_installed();
+    perform queue._bound_jobs('{worker,operator,reader}', array[needs.id]);
+    v_limits := queue._limits('{worker,operator,reader}');
+  end if;
+  if not exists (select from queue.job j where j.id = needs.id) then
+    perform queue._job_not_found(needs.id);
+  end if;
+  return query
+    select d.id, j.task, case when j.id is null then 'deleted' when j.is_seen then j.state end, j.result, j.error
+    from queue._direct_needs(needs.id) d
+    left join lateral (
+      select j.id, x.is_seen, j.state, case when x.is_seen then j.task end as task, case when x.is_seen then j.result end as result,
+        case when x.is_seen then j.error end as error
+      from queue.jobs j cross join lateral (select queue._covers(v_limits, j.queue) as is_seen) x where j.id = d.id offset 0) j on true
+    order by d.id;
+end $$;
+comment on function queue.needs(bigint) is
+  'What a job needs, by id: their tasks, states, results and last errors, for a handler that decides by them. State deleted: by force. Of jobs of queues that are not the caller''s only the ids.';
+
 -- Locks: none. Raises: QJ001.
 create or replace function queue.await_result(id bigint)
 returns table (state text, result jsonb, error text, channel text, wait_for interval)
@@ -10115,13 +10145,13 @@ begin
       functions := '{register_task,defer,defer_many,defer_trigger,defer_group,defer_chain,result,await_result,version}';
       views := '{}';
     when 'worker' then
-      functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,worker_died,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
+      functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,worker_died,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,needs,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
       views := '{schedules}';
     when 'operator' then
-      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
+      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,needs,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
       views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     when 'reader' then
-      functions := '{search,get,stats,health,autoscale_hint,result,graph,why,check,peek,version,backoff,next_runs}';
+      functions := '{search,get,stats,health,autoscale_hint,result,needs,graph,why,check,peek,version,backoff,next_runs}';
       views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     else
       perform queue._invalid('kind is not one of its values', 'Allowed: producer, worker, operator, reader.', 'kind: ' || coalesce(kind, 'NULL'));

@@ -25,6 +25,36 @@ end $$;
 comment on function queue.result(bigint) is
   'The job''s state, and once it has finished its result or error. error: the last one, also while it waits for a retry.';
 
+-- Raises: QJ001.
+create or replace function queue.needs(id bigint)
+returns table (need_id bigint, task text, state text, result jsonb, error text)
+language plpgsql stable parallel safe security definer rows 5
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+declare
+  v_limits text[];
+begin
+  if to_regclass('queue.unlimited') is null then
+    perform queue._not_installed();
+    perform queue._bound_jobs('{worker,operator,reader}', array[needs.id]);
+    v_limits := queue._limits('{worker,operator,reader}');
+  end if;
+  if not exists (select from queue.job j where j.id = needs.id) then
+    perform queue._job_not_found(needs.id);
+  end if;
+  return query
+    select d.id, j.task, case when j.id is null then 'deleted' when j.is_seen then j.state end, j.result, j.error
+    from queue._direct_needs(needs.id) d
+    left join lateral (
+      select j.id, x.is_seen, j.state, case when x.is_seen then j.task end as task, case when x.is_seen then j.result end as result,
+        case when x.is_seen then j.error end as error
+      from queue.jobs j cross join lateral (select queue._covers(v_limits, j.queue) as is_seen) x where j.id = d.id offset 0) j on true
+    order by d.id;
+end $$;
+comment on function queue.needs(bigint) is
+  'What a job needs, by id: their tasks, states, results and last errors, for a handler that decides by them. State deleted: by force. Of jobs of queues that are not the caller''s only the ids.';
+
 -- Locks: none. Raises: QJ001.
 create or replace function queue.await_result(id bigint)
 returns table (state text, result jsonb, error text, channel text, wait_for interval)

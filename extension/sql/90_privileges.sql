@@ -20,13 +20,13 @@ begin
       functions := '{register_task,defer,defer_many,defer_trigger,defer_group,defer_chain,result,await_result,version}';
       views := '{}';
     when 'worker' then
-      functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,worker_died,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
+      functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,worker_died,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,needs,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
       views := '{schedules}';
     when 'operator' then
-      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
+      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,needs,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
       views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     when 'reader' then
-      functions := '{search,get,stats,health,autoscale_hint,result,graph,why,check,peek,version,backoff,next_runs}';
+      functions := '{search,get,stats,health,autoscale_hint,result,needs,graph,why,check,peek,version,backoff,next_runs}';
       views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     else
       perform queue._invalid('kind is not one of its values', 'Allowed: producer, worker, operator, reader.', 'kind: ' || coalesce(kind, 'NULL'));

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ._app import App
 from ._codec import Codec, model_codec
-from ._context import JobAborted, JobContext, Middleware, RetryLater, current_job
+from ._context import JobAborted, JobContext, Middleware, Need, RetryLater, current_job
 from ._errors import (
     AlreadyQueued,
     ClaimLost,
@@ -57,6 +57,7 @@ __all__ = [
     "JobNotFound",
     "JobStream",
     "Middleware",
+    "Need",
     "NotInstalled",
     "PgDeferError",
     "Prepared",

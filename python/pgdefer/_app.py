@@ -25,6 +25,7 @@ import psycopg
 from . import _sql
 from ._codec import Codec
 from ._connect import AsyncConnection, AsyncPool, Connection, Source, SyncPool
+from ._context import Need
 from ._errors import InvalidParameter, UnknownTask, concerning
 from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
 from ._groups import Group
@@ -494,6 +495,25 @@ class App:
                         send(job.args["to"])
         """
         return JobStream(self, queues, **options)
+
+    def needs(self, job: int | HasId) -> list[Need]:
+        """Return what a job needs, as it stands now, by id. Raises JobNotFound.
+
+        DecodeError where a result can't be read.
+        """
+        with self._pool.connection() as connection:
+            rows = execute(connection, _sql.NEEDS, {"id": job_id(job)})
+        decode = self.codec.decode
+        return [Need(id, task, state, decode(found), why) for id, task, state, found, why in rows]
+
+    async def needs_async(self, job: int | HasId) -> list[Need]:
+        """As `needs`, for asyncio."""
+        async with self._async_pool.connection() as connection:
+            rows = await execute_async(connection, _sql.NEEDS, {"id": job_id(job)})
+        decode = self.codec.decode_async
+        return [
+            Need(id, task, state, await decode(found), why) for id, task, state, found, why in rows
+        ]
 
     def extend(self, job: JobContext, lease: dt.timedelta) -> dt.datetime:
         """Give a running job a lease of its own: `current_job().extend(lease)`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import datetime as dt
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,22 @@ if TYPE_CHECKING:
     from ._options import HasId
     from ._slots import Slots
 
-__all__ = ["JobAborted", "JobContext", "Middleware", "RetryLater", "current_job"]
+__all__ = ["JobAborted", "JobContext", "Middleware", "Need", "RetryLater", "current_job"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """A job that another needs: its state, its result once it has one, its last error.
+
+    Of a job of a queue that is not this role's there is but the id; one that was deleted by force
+    has the state `deleted`.
+    """
+
+    id: int
+    task: str | None
+    state: str | None
+    result: Any
+    error: str | None
 
 
 class JobContext:
@@ -120,6 +136,14 @@ class JobContext:
         """Raise JobAborted where `should_abort` is true."""
         if self._abort is not None:
             raise JobAborted(self._abort)
+
+    def needs(self) -> list[Need]:
+        """Return what the job needs, as it stands now, by id: in a group its members."""
+        return self.app.needs(self)
+
+    async def needs_async(self) -> list[Need]:
+        """As `needs`, for asyncio."""
+        return await self.app.needs_async(self)
 
     def extend(self, lease: dt.timedelta) -> dt.datetime:
         """Give this run a lease of its own, which then alone decides when it is dead.

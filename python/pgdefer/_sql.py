@@ -152,6 +152,10 @@ RESULT = Statement("""
     from queue.await_result(cast(:id as bigint))
 """)
 
+NEEDS = Statement("""
+    select need_id, task, state, result, error from queue.needs(cast(:id as bigint))
+""")
+
 STATE = Statement("select state from queue.result(cast(:id as bigint))")
 
 # Operating

@@ -1,6 +1,6 @@
 -- Results: what became of a job, and how to wait for it. That the notification comes: tests/py/races/test_results.py.
 
-select plan(32);
+select plan(38);
 
 select queue.register_worker('w') as worker \gset
 
@@ -24,6 +24,24 @@ $$;
 create procedure pg_temp.age(id bigint) language sql as $$
   update queue.awaited a set since = a.since - interval '1 minute' where a.id = age.id
 $$;
+
+-- needs
+select queue.defer('ok') as ok, queue.defer('bad') as bad, queue.defer('open', scheduled_at => now() + interval '1 hour') as open \gset
+select queue.defer('t', needs => array[:open, :bad, :ok], options => '{"needs_mode": "any", "on_need_failure": "proceed"}') as id \gset
+select results_eq(format('select task, state, result, error from queue.needs(%s)', :id),
+                  $$values ('ok', 'ready', null::jsonb, null), ('bad', 'ready', null, null), ('open', 'scheduled', null, null)$$, 'needs of a job that was not admitted');
+select max(claim) as claim from queue.fetch(:worker, null, 2) \gset
+select queue.succeed(:ok, claim, '{"n": 1}'), null from queue.jobs where id = :ok \g /dev/null
+select queue.fail(:bad, claim, 'no luck') from queue.jobs where id = :bad \g /dev/null
+select results_eq(format('select need_id, task, state, result, error from queue.needs(%s)', :id),
+                  format($$values (%s::bigint, 'ok', 'succeeded', '{"n": 1}'::jsonb, null), (%s, 'bad', 'failed', null, 'no luck'), (%s, 'open', 'scheduled', null, null)$$, :ok, :bad, :open),
+                  'results and errors, by id');
+select queue.delete(array[:bad], force => true) \g /dev/null
+select results_eq(format('select state from queue.needs(%s)', :id), $$values ('succeeded'), ('deleted'), ('scheduled')$$, 'one that was deleted by force');
+select is_empty(format('select * from queue.needs(%s)', :ok), 'a job without needs');
+select is(pg_temp.refusal('select * from queue.needs(424242)'), 'QJ001', 'no such job');
+select is(pg_temp.refusal('select * from queue.needs(null)'), 'QJ001', 'nor NULL');
+select queue.cancel(:open), queue.cancel(:id) \g /dev/null
 
 -- result
 select queue.defer('t') as id \gset

@@ -1,6 +1,6 @@
 -- Privileges: what each kind of role may and may not, and that nothing a caller brings along changes anything.
 
-select plan(135);
+select plan(136);
 
 -- The outcome of a call by a role: ok, or its SQLSTATE. What it did is undone.
 create function pg_temp.as_role(role text, call text) returns text language plpgsql as $$
@@ -90,6 +90,7 @@ insert into calls values
   ('select queue.defer_group(''[]'', ''{"task": "t"}'')', 'p'),
   ('select queue.defer_chain(''[{"task": "t"}]'')', 'p'),
   ('select queue.result(:id)', 'pwor'),
+  ('select queue.needs(:id)', 'wor'),
   ('select queue.await_result(:id)', 'pw'),
   ('select queue.claims(:worker)', 'w'),
   ('select queue.backoff(''{}'', 1)', 'wor'),

@@ -18,6 +18,7 @@ from pgdefer import (
     JobCancelled,
     JobFailed,
     JobNotFound,
+    Need,
     Worker,
     _sql,
     current_job,
@@ -273,3 +274,38 @@ async def test_a_group_in_the_callers_transaction(app: App, jobs: Jobs, conn: Co
         app.group([step.prepare()] * 2, connection=conn).then(step.prepare())
         app.chain([step.prepare()] * 2, connection=conn)
     assert jobs() == []
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_handler_asks_what_it_needed(app: App, jobs: Jobs, is_async: bool) -> None:
+    @app.task(name="part")
+    def part(n: int) -> dict[str, Any]:
+        return {"when": dt.timedelta(seconds=10 // n)}
+
+    def told(needs: list[Need]) -> list[Any]:
+        return [[need.id, need.task, need.state, need.result, need.error] for need in needs]
+
+    if is_async:
+
+        @app.task(name="whole", on_need_failure="proceed")
+        async def whole() -> list[Any]:
+            return told(await current_job().needs_async())
+    else:
+
+        @app.task(name="whole", on_need_failure="proceed")
+        def whole() -> list[Any]:
+            return told(current_job().needs())
+
+    async with running(app):
+        group = app.group(part.prepare(n) for n in (2, 0, 5))
+        job = await group.then_async(whole.prepare())
+        result = await job.result_async(30)
+    assert result == [
+        [1, "part", "succeeded", {"when": dt.timedelta(seconds=5)}, None],
+        [2, "part", "failed", None, "ZeroDivisionError: integer division or modulo by zero"],
+        [3, "part", "succeeded", {"when": dt.timedelta(seconds=2)}, None],
+    ]
+    with App(app.source.conninfo()) as other:
+        assert [need.state for need in other.needs(job)] == ["succeeded", "failed", "succeeded"]
+        with pytest.raises(JobNotFound):
+            other.needs(4242)
