@@ -761,6 +761,7 @@ class Worker:
 
     def _begin(self, job: JobContext) -> None:
         """Take note that a job runs, and for how long it may."""
+        log.debug("%r starts", job)
         self._running.add(job)
         if job.timeout is not None:
             seconds = job.timeout.total_seconds()
@@ -819,6 +820,7 @@ class Worker:
             job._timer = None
         if job._is_released:
             return
+        log.debug("%r has ended", job)
         self._leave(job)
         if outcome is not None:
             self._outcomes.append((job, outcome))

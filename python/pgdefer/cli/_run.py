@@ -141,7 +141,7 @@ def worker(
         bool,
         typer.Option("--prune-schedules", help="Remove recurring runs that the app no longer has."),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log each job.")] = False,
     tether: Annotated[int | None, typer.Option(hidden=True)] = None,
     replaces: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -156,9 +156,10 @@ def worker(
     if app is None:
         fail(Exit.USAGE, "Missing option '--app' / '-A'.")
     logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if verbose:
+        logging.getLogger("pgdefer").setLevel(logging.DEBUG)
     if processes is not None and tether is None:
         if drain and max_jobs is not None:
             fail(Exit.USAGE, "with --processes give --drain or --max-jobs, not both.")
