@@ -944,7 +944,8 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
   perform pg_advisory_xact_lock(1885824102, 3);
-  if to_regclass('queue.installation') is null then
+  -- by a query, which hears of what was committed while that was waited for: to_regclass may not
+  if not exists (select from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relname = 'installation') then
     perform queue._create_tables();
     execute format('insert into queue.installation (version, system_identifier) values (%L, %s)',
                    '0.1.0', (select system_identifier from pg_control_system()));

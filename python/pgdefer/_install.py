@@ -134,13 +134,13 @@ def _run(connection: psycopg.Connection[Any], form: Form) -> str:
     found = Found(*row)
     if choose(found, form) == "extension":
         try:
-            _patiently(lambda: _make_extension(connection, is_created=found.is_created))
+            _patiently(connection, lambda: _make_extension(connection, is_created=found.is_created))
         except psycopg.errors.InsufficientPrivilege:
             if form == "extension" or found.is_created:
                 raise
         else:
             return "extension"
-    _patiently(lambda: connection.execute(_script().encode()))
+    _patiently(connection, lambda: connection.execute(_script().encode()))
     return "plain"
 
 
@@ -150,7 +150,7 @@ def _make_extension(connection: psycopg.Connection[Any], *, is_created: bool) ->
         connection.execute(statement.psycopg)
 
 
-def _patiently(action: Callable[[], object]) -> None:
+def _patiently(connection: psycopg.Connection[Any], action: Callable[[], object]) -> None:
     """Try again where two installers met: CREATE does not wait for another's."""
     for patience in (0.2, 0.5, 1.0, 2.0, None):
         try:
@@ -158,9 +158,13 @@ def _patiently(action: Callable[[], object]) -> None:
         except (
             psycopg.errors.UniqueViolation,
             psycopg.errors.DuplicateObject,
+            psycopg.errors.DuplicateTable,
+            psycopg.errors.DuplicateFunction,
+            psycopg.errors.DuplicateSchema,
             psycopg.errors.InternalError_,
             psycopg.errors.DeadlockDetected,
         ):
+            connection.rollback()  # the plain file begins its own transaction
             if patience is None:
                 raise
             time.sleep(patience)

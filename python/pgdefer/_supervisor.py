@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ._link import Backoff
+
+if TYPE_CHECKING:
+    from ._worker import Worker
 
 __all__ = ["Supervisor", "Tether"]
 
@@ -31,46 +36,61 @@ MARGIN = 10.0
 
 
 class Tether:
-    """A worker's end. `replaces` is the worker that this one stands in for: its process died."""
+    """A worker's end. `replaces` is the worker that this one stands in for: its process died.
+
+    When the supervisor is gone `worker` is told to stop, or without one the process ended.
+    """
 
     def __init__(self, descriptor: int, replaces: int | None = None) -> None:
         self.replaces = replaces
+        self.worker: Worker | None = None
+        self.is_loose = False
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         self._socket.settimeout(BEAT)
-
-    def watch(self, on_loose: Callable[[], None]) -> None:
-        """Say from now on that this process lives; `on_loose` is called in a thread."""
-        thread = threading.Thread(target=self._watch, args=(on_loose,), daemon=True)
-        thread.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def tell(self, worker: int) -> None:
         """Say that this process is that worker."""
-        with contextlib.suppress(OSError):
-            self._socket.sendall(b"%d\n" % worker)
+        self._say(b"%d\n" % worker)
 
-    def _watch(self, on_loose: Callable[[], None]) -> None:
-        try:
+    def tell_done(self) -> None:
+        """Say that nothing is left of the worker: to end now is no accident."""
+        self._say(b"done\n")
+
+    def _say(self, what: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.sendall(what)
+
+    def _watch(self) -> None:
+        """Say that this process lives, until the other end is closed."""
+        with contextlib.suppress(OSError):
             while True:
-                self._socket.sendall(b"\n")
+                # A supervisor that is stopped, as by Ctrl-Z, reads nothing: that is no end.
+                with contextlib.suppress(TimeoutError):
+                    self._socket.sendall(b"\n")
                 try:
                     if not self._socket.recv(1):
                         break
                 except TimeoutError:
                     pass
-        except OSError:
-            pass
+        self.is_loose = True
         log.warning("the supervisor is gone")
-        on_loose()
+        if self.worker is not None:
+            self.worker.stop()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Supervisor:
     """Keeps `processes` of a command running until it is told to stop.
 
-    One that ends by itself is followed by another at once, unless `is_drain`: then it has found
-    nothing to do. One that fails, dies or shows no life for 30 seconds is followed after a delay,
-    which grows from 0.1 to 5 seconds until one has lived for 30. One that fails before any has
-    registered, or whose exit code is in `fatal`, ends them all.
+    One that has ended its worker is followed by another at once, unless `is_drain`: then it has
+    found nothing to do. One that fails, dies or shows no life for 30 seconds is followed after a
+    delay, which grows from 0.1 to 5 seconds until one has lived for 30. One that fails before it
+    has registered ends them all if none ever has, or if its exit code is in `fatal`.
+
+    `command` is a worker's command, and `arguments` what follows the options of its tether.
 
     `shutdown_timeout` is what the workers know, too; one that runs 10 seconds longer is killed.
     """
@@ -78,6 +98,7 @@ class Supervisor:
     def __init__(
         self,
         command: Sequence[str],
+        arguments: Sequence[str],
         processes: int,
         *,
         is_drain: bool = False,
@@ -85,18 +106,21 @@ class Supervisor:
         fatal: Sequence[int] = (),
     ) -> None:
         self._command = command
+        self._arguments = arguments
         self._processes = processes
         self._is_drain = is_drain
         self._shutdown_timeout = shutdown_timeout
         self._fatal = frozenset(fatal)
         self._running: set[_Process] = set()
         self._has_registered = False
+        self._was_asked = False
         self._code = 0
 
     def run(self) -> int:
         """Run until SIGTERM or SIGINT, which the workers are sent too; return the exit code.
 
-        It is the first of a worker's that is not 0, 1 for one that a signal has killed.
+        It is that of the worker that ended them all, or the first that is not 0 of those that were
+        told to end; 1 for one that a signal has killed.
         """
         return asyncio.run(self._run())
 
@@ -104,7 +128,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_stop)
+            loop.add_signal_handler(number, self._on_signal)
         loop.add_signal_handler(signal.SIGQUIT, self._stop_at_once)
         log.info("%d processes", self._processes)
         await asyncio.gather(*(self._keep() for _ in range(self._processes)))
@@ -116,17 +140,17 @@ class Supervisor:
         replaces: int | None = None
         while not self._stopping.is_set():
             try:
-                process = _Process(self._command, replaces)
+                process = _Process(self._command, replaces, self._arguments)
             except OSError as error:
                 log.error("no process could be started: %s", error)
             else:
                 code = await self._watch(process)
                 if code == 0 and self._is_drain:
                     return
-                replaces = None if code == 0 else process.worker or replaces
+                replaces = process.worker or replaces
                 if process.beats > MISSES:
                     backoff.reset()
-                if code == 0 and process.worker is not None:
+                if code == 0:
                     continue
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), backoff.delay())
@@ -137,23 +161,27 @@ class Supervisor:
         code = await process.wait()
         self._has_registered |= any(one.worker is not None for one in self._running)
         self._running.discard(process)
-        if self._stopping.is_set() and -code in (signal.SIGTERM, signal.SIGQUIT):
-            code = 0  # it had not begun, or was through
-        if code == 0:
-            return code
-        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        if self._stopping.is_set() and code in (0, -signal.SIGTERM, -signal.SIGQUIT):
+            return 0  # it had not begun, or was through
+        if code == 0 and process.is_done:
+            return 0
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         log.error("%r ended with %s", process, how)
         if self._stopping.is_set():
             self._code = self._code or max(code, 1)
-        elif code in self._fatal or not self._has_registered:
+        elif process.worker is None and (code in self._fatal or not self._has_registered):
             self._code = max(code, 1)
-            self._on_stop()
-        return code
+            self._stop()
+        return code or 1
 
-    def _on_stop(self) -> None:
-        if self._stopping.is_set():
+    def _on_signal(self) -> None:
+        if self._was_asked:
             self._stop_at_once()
-            return
+        self._was_asked = True
+        if not self._stopping.is_set():
+            self._stop()
+
+    def _stop(self) -> None:
         self._stopping.set()
         log.info("stopping %d processes", len(self._running))
         self._send(signal.SIGTERM)
@@ -176,9 +204,13 @@ class Supervisor:
 class _Process:
     """A worker's process, and the supervisor's end of its tether."""
 
-    def __init__(self, command: Sequence[str], replaces: int | None) -> None:
-        #: The worker's id, once it has told it, and how many seconds it has lived.
+    def __init__(
+        self, command: Sequence[str], replaces: int | None, arguments: Sequence[str]
+    ) -> None:
+        #: The worker's id, once it has told it, and whether it has said that nothing is left of it.
         self.worker: int | None = None
+        self.is_done = False
+        #: How many seconds it has lived.
         self.beats = 0
         self._missed = 0
         self._rest = b""
@@ -193,7 +225,7 @@ class _Process:
             unless_started.callback(self._socket.close)
             # A session of its own: the keys of a terminal reach the supervisor alone.
             self._process = subprocess.Popen(
-                [*command, *options], pass_fds=[other.fileno()], start_new_session=True
+                [*command, *options, *arguments], pass_fds=[other.fileno()], start_new_session=True
             )
             unless_started.pop_all()
         self._loop.add_reader(self._socket, self._on_told)
@@ -240,4 +272,7 @@ class _Process:
         self._missed = 0
         *lines, self._rest = (self._rest + said).split(b"\n")
         for line in filter(None, lines):
-            self.worker = int(line)
+            if line == b"done":
+                self.is_done = True
+            else:
+                self.worker, self.is_done = int(line), False

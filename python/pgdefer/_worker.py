@@ -145,6 +145,7 @@ class Worker:
         self._listens = app.source.ears is not None
         #: What binds it to a supervisor, if one has started it.
         self.tether: Tether | None = None
+        self._told: int | None = None
         self._thread: int | None = None
         self._claimed: collections.deque[JobContext] = collections.deque()
         self._running: set[JobContext] = set()
@@ -260,6 +261,8 @@ class Worker:
                 if self._outcomes:
                     await self._send_only()
                 await self._link.call(_sql.DEREGISTER_WORKER, worker=worker)
+                if self.tether is not None:
+                    self.tether.tell_done()
                 # Or those that sleep beside it would hear nothing for a while.
                 await self._listener.after_sleep(worker)
             except (LostError, psycopg.Error) as error:
@@ -283,7 +286,7 @@ class Worker:
 
         def on_stop() -> None:
             # A service manager may send what the supervisor sends, too: that would be twice.
-            if self._is_stopping and self.tether is None:
+            if self._is_stopping and (self.tether is None or self.tether.is_loose):
                 self.stop_at_once()
             else:
                 self.stop()
@@ -310,6 +313,8 @@ class Worker:
                 await self._link.open()
                 if self.id is None:
                     await self._register()
+                if self.tether is not None and self._told != self.id:
+                    await self._tell_supervisor(self.tether)
                 backoff.reset()
                 await self._pump_connected()
                 return
@@ -360,17 +365,17 @@ class Worker:
             # From now on a busy worker hears what is meant for it, too.
             await self._before_sleep(self._listener)
             await self._listener.after_sleep(self._registered())
-        if self.tether is not None:
-            await self._tell_supervisor(self.tether)
         log.info("worker %d serves %s", self.id, ", ".join(self.queues or ["all queues"]))
 
     async def _tell_supervisor(self, tether: Tether) -> None:
         """Say who this is; before that, to the database, that the one it stands in for is dead."""
-        dead, tether.replaces = tether.replaces, None
-        if dead is not None:
-            ((ended,),) = await self._ask(_sql.WORKER_DIED, worker=dead)
-            log.info("worker %d has died: %d jobs are given to others", dead, ended)
-        tether.tell(self._registered())
+        if tether.replaces is not None:
+            with contextlib.suppress(WorkerGone):  # of other queues than this role's
+                ((ended,),) = await self._ask(_sql.WORKER_DIED, worker=tether.replaces)
+                log.info("worker %d is dead: %d claims were ended", tether.replaces, ended)
+            tether.replaces = None
+        self._told = self._registered()
+        tether.tell(self._told)
 
     async def _pump_connected(self) -> None:
         self._is_drained = False

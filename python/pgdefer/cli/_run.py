@@ -8,7 +8,6 @@ import importlib
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -164,7 +163,7 @@ def worker(
         if drain and max_jobs is not None:
             fail(Exit.USAGE, "with --processes give --drain or --max-jobs, not both.")
         _supervise(processes, is_drain=drain, shutdown_timeout=shutdown_timeout)
-    tied = None if tether is None else _tied(tether, replaces)
+    tied = _tied(tether, replaces)
     found = _moved(_load(app), dsn, listen_dsn, pgbouncer=pgbouncer)
     wanted = _names(queues or []) or None
     options: WorkerOptions = {
@@ -183,13 +182,9 @@ def worker(
         running = Worker(found, wanted, **options)
     except ValueError as error:
         fail(Exit.USAGE, str(error))
-    running.tether = tied
-    with reported():
-        running.run()
-    if running.given_back:
-        _leave(Exit.GAVE_BACK)
-    if running.deserters:
-        _leave(Exit.DONE)
+    if tied is not None:
+        running.tether, tied.worker = tied, running
+    _run(running)
 
 
 @workers.command("ls")
@@ -334,8 +329,10 @@ def _moved(app: App, dsn: str | None, listen_dsn: str | None, *, pgbouncer: bool
 
 def _supervise(processes: int, *, is_drain: bool, shutdown_timeout: float | None) -> NoReturn:
     """Run this command in several processes, and end as they do."""
+    # As the program does, without the current folder before Python's own modules.
     supervisor = Supervisor(
-        [sys.executable, "-m", "pgdefer", *sys.argv[1:]],
+        [sys.executable, "-P", "-m", "pgdefer", sys.argv[1]],
+        sys.argv[2:],
         processes,
         is_drain=is_drain,
         shutdown_timeout=shutdown_timeout,
@@ -344,11 +341,18 @@ def _supervise(processes: int, *, is_drain: bool, shutdown_timeout: float | None
     raise typer.Exit(supervisor.run())
 
 
-def _tied(descriptor: int, replaces: int | None) -> Tether:
-    """Bind this process to its supervisor: without one it ends as by SIGTERM."""
-    tether = Tether(descriptor, replaces)
-    tether.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    return tether
+def _tied(descriptor: int | None, replaces: int | None) -> Tether | None:
+    """Take hold of a supervisor's tether, if there is one, before anything can fail."""
+    return None if descriptor is None else Tether(descriptor, replaces)
+
+
+def _run(worker: Worker) -> None:
+    with reported():
+        worker.run()
+    if worker.given_back:
+        _leave(Exit.GAVE_BACK)
+    if worker.deserters:
+        _leave(Exit.DONE)
 
 
 def _leave(code: Exit) -> NoReturn:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, __version__
+from pgdefer._install import Form, install
 from pgdefer.cli import Exit
 
 from .conftest import Jobs, wait_for
@@ -114,6 +116,14 @@ def test_install(run: Run, blank_dsn: str, form: str) -> None:
 
 
 @pytest.mark.unchecked("there is nothing to check")
+@pytest.mark.parametrize("form", ["auto", "plain"])
+def test_installers_that_meet(blank_dsn: str, form: Form) -> None:
+    """As the workers of a supervisor do on a new embedded server."""
+    with ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(install, [blank_dsn] * 4, [form] * 4))
+    assert {(one.version, one.form) for one in done} == {(__version__, done[0].form)}
+
+
 def test_what_is_there_keeps_its_form(run: Run, blank_dsn: str) -> None:
     """Also where the server has the extension's files, as from PostgreSQL 18 on."""
     assert run("install", "--dsn", blank_dsn, "--form", "plain").returncode == 0
@@ -208,18 +218,22 @@ def test_a_signal_while_a_worker_reports_its_end(
         stderr=subprocess.DEVNULL,
         cwd=tmp_path,
     )
-    wait_for(lambda: conn.execute("select 1 from queue.workers").fetchone())
-    with connect() as holder, holder.transaction():
-        holder.execute("select from queue.worker for update")
-        process.send_signal(signal.SIGTERM)
-        waiting = (
-            "select 1 from pg_stat_activity"
-            " where wait_event_type = 'Lock' and query like '%deregister_worker%'"
-        )
-        wait_for(lambda: conn.execute(waiting).fetchone())
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGQUIT)
-    assert process.wait(10) == Exit.DONE
+    try:
+        wait_for(lambda: conn.execute("select 1 from queue.workers").fetchone())
+        with connect() as holder, holder.transaction():
+            holder.execute("select from queue.worker for update")
+            process.send_signal(signal.SIGTERM)
+            waiting = (
+                "select 1 from pg_stat_activity"
+                " where wait_event_type = 'Lock' and query like '%deregister_worker%'"
+            )
+            wait_for(lambda: conn.execute(waiting).fetchone())
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGQUIT)
+        assert process.wait(10) == Exit.DONE
+    finally:
+        process.kill()
+        process.wait()
     assert conn.execute("select from queue.workers where is_alive").fetchall() == []
 
 

@@ -38,6 +38,12 @@ def wait() -> int:
         time.sleep(0.01)
     return os.getpid()
 
+@app.task(name="vanish")
+def vanish() -> None:
+    if not pathlib.Path("vanished").exists():
+        pathlib.Path("vanished").touch()
+        os._exit(0)
+
 @app.task(name="deadly")
 def deadly() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -54,7 +60,7 @@ class Supervisor:
         self._log = folder / "log"
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pgdefer", "worker", "-A", "mod", *options],
+                [sys.executable, "-P", "-m", "pgdefer", "worker", "-A", "mod", *options],
                 stderr=log,
                 cwd=folder,
             )
@@ -229,6 +235,51 @@ def test_to_drain_although_a_worker_dies(supervise: Supervise, jobs: Jobs, app: 
     assert jobs.states() == {1: "failed", 2: "succeeded"}
 
 
+def test_an_exit_code_of_0_that_was_no_end(
+    supervise: Supervise, jobs: Jobs, app: App, folder: Path
+) -> None:
+    """A handler ended the process: there is a job left, which its successor runs."""
+    app.defer("vanish")
+    supervisor = supervise("--processes", "1", "--drain")
+    assert supervisor.code() == Exit.DONE, supervisor.log()
+    assert (jobs.states(), len(jobs.attempts())) == ({1: "succeeded"}, 1)
+    assert "ended with exit code 0" in supervisor.log()
+    (folder / "broken").write_text("0")
+    supervisor = supervise("--processes", "1", "--drain")
+    assert supervisor.code() == Exit.ERROR, supervisor.log()
+
+
+def test_modules_of_the_folder_do_not_hide_those_of_python(
+    supervise: Supervise, jobs: Jobs, app: App, folder: Path
+) -> None:
+    (folder / "queue.py").write_text("")
+    (folder / "pgdefer.py").write_text("")
+    app.defer("note")
+    supervisor = supervise("--processes", "1", "--drain", "--")
+    assert supervisor.code() == Exit.DONE, supervisor.log()
+    assert jobs.states() == {1: "succeeded"}
+
+
+def test_a_connection_that_is_lost_while_a_death_is_reported(
+    supervise: Supervise, conn: Connection, jobs: Jobs, app: App
+) -> None:
+    supervise("--processes", "1", "-c", "1")
+    app.defer("wait")
+    wait_for(lambda: set(jobs.states().values()) == {"running"})
+    (pid,) = pids(conn)
+    with conn.transaction():
+        # whoever reports the death waits for this, and is cut off
+        conn.execute("select from queue.worker for update")
+        os.kill(pid, signal.SIGKILL)
+        cut = (
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where wait_event_type = 'Lock' and query like '%worker_died%'"
+        )
+        with psycopg.connect(app.source.conninfo(), autocommit=True) as other:
+            wait_for(lambda: other.execute(cut).fetchone())
+    wait_for(jobs.attempts, 15)
+
+
 def test_a_worker_that_shows_no_life_is_killed_and_replaced(
     conn: Connection, jobs: Jobs, app: App, folder: Path
 ) -> None:
@@ -236,7 +287,7 @@ def test_a_worker_that_shows_no_life_is_killed_and_replaced(
     program = (
         "import sys; from pgdefer import _supervisor; _supervisor.MISSES = 2;"
         "command = [sys.executable, '-m', 'pgdefer', 'worker', '-A', 'mod'];"
-        "sys.exit(_supervisor.Supervisor(command, 1).run())"
+        "sys.exit(_supervisor.Supervisor(command, [], 1).run())"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=folder)
     try:
