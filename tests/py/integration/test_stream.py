@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -117,7 +118,9 @@ def test_leaving_gives_back_what_was_not_handed_out(app: App, jobs: Jobs) -> Non
     assert sum(row["attempts"] for row in jobs()) == 1
 
 
-def test_leaving_fails_what_was_left_in_between(app: App, jobs: Jobs) -> None:
+def test_leaving_fails_what_was_left_in_between(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
     app.defer("any")
     with app.stream_jobs() as stream:
         job = next(iter(stream))
@@ -126,8 +129,109 @@ def test_leaving_fails_what_was_left_in_between(app: App, jobs: Jobs) -> None:
         "failed",
         "PgDeferError: it was left without an outcome",
     )
-    with pytest.raises(PgDeferError, match="was ended before"):
-        job.succeed()
+    job.succeed()
+    assert "its end comes too late" in caplog.text
+
+
+def test_ctrl_c_gives_back_all_that_is_under_way(app: App, jobs: Jobs) -> None:
+    for _ in range(5):
+        app.defer("any")
+    kept = []
+
+    def loop() -> None:
+        with app.stream_jobs(concurrency=3) as stream:
+            for job in stream:
+                kept.append(job)
+                if len(kept) == 3:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert states(jobs) == ["ready"] * 5
+
+
+def test_ctrl_c_just_when_a_job_comes(app: App, jobs: Jobs, monkeypatch: Any) -> None:
+    """The job is in nobody's hands."""
+    app.defer("any")
+
+    def loop() -> None:
+        with app.stream_jobs() as stream:
+            monkeypatch.setattr(stream, "_taken", interrupted)
+            next(iter(stream))
+
+    def interrupted(given: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert states(jobs) == ["ready"]
+
+
+def test_threads_that_end_jobs_while_the_block_is_left(app: App, jobs: Jobs) -> None:
+    """Each ends as its thread has said, or as left in between."""
+    for turn in range(20):
+        before = len(jobs())
+        app.defer_many([app.prepare("any") for _ in range(30)])
+        with ThreadPoolExecutor(10) as pool, app.stream_jobs(concurrency=30) as stream:
+            taken = list(itertools.islice(stream, 30))
+            ended = [pool.submit(job.succeed) for job in taken]
+            if turn % 2:
+                ended[turn].result()
+        del taken
+        assert set(states(jobs)[before:]) <= {"succeeded", "failed"}
+
+
+def test_what_is_no_longer_to_be_run_is_not_handed_out(
+    app: App, jobs: Jobs, conn: Connection
+) -> None:
+    for n in range(3):
+        app.defer("any", {"n": n})
+    app.defer("any", {"n": 3}, timeout=dt.timedelta(seconds=0.1))
+    with app.stream_jobs(concurrency=4) as stream:
+        taken = iter(stream)
+        with next(taken) as job:
+            assert job.args == {"n": 0}
+        conn.execute("select queue.cancel(2, true)")
+        wait_for(lambda: any(claim.should_abort() for claim in stream._worker._running))
+        wait_for(lambda: sum(claim.should_abort() for claim in stream._worker._running) == 2)
+        with next(taken) as job:
+            assert job.args == {"n": 2}
+        app.defer("any", {"n": 4})
+        with next(taken) as job:
+            assert job.args == {"n": 4}
+    assert states(jobs) == ["succeeded", "cancelled", "succeeded", "failed", "succeeded"]
+    assert [row["outcome"] for row in jobs.attempts()] == ["aborted", "timed_out"]
+
+
+def test_what_cannot_be_an_end(app: App, jobs: Jobs) -> None:
+    app.defer("any")
+    with app.stream_jobs() as stream:
+        job = next(iter(stream))
+        for wrong in (RetryLater, "5 minutes"):
+            with pytest.raises(TypeError, match="must be a RetryLater"):
+                job.retry_later(wrong)  # type: ignore[arg-type]
+        for nothing in (None, ValueError):
+            with pytest.raises(TypeError, match="must be a text or an exception"):
+                job.fail(nothing)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="for retry_later"):
+            job.succeed(RetryLater())
+        job.release()
+        with pytest.raises(PgDeferError, match="was ended before"), job:
+            pass
+    assert states(jobs) == ["ready"]
+
+
+def test_a_stream_that_is_not_open(app: App) -> None:
+    stream = app.stream_jobs()
+    with pytest.raises(PgDeferError, match="is not open here"):
+        next(iter(stream))
+    with stream:
+        with pytest.raises(PgDeferError, match="is not open here"):
+            asyncio.run(anext(aiter(stream)))  # type: ignore[arg-type]
+        with pytest.raises(PgDeferError, match="can be used once"):
+            stream.__enter__()
+    with pytest.raises(PgDeferError, match="can be used once"):
+        stream.__enter__()
 
 
 def test_a_job_that_is_dropped_fails(app: App, jobs: Jobs) -> None:
@@ -270,6 +374,19 @@ def test_middleware_is_around_the_block(dsn: str, jobs: Jobs) -> None:
             raise PermissionError("not here")
         yield
 
+    @contextlib.contextmanager
+    def swallow(job: JobContext) -> Iterator[None]:
+        with contextlib.suppress(Exception):
+            yield
+
+    with App(dsn, middleware=[trace, refuse, swallow]) as app:
+        app.defer("yields", scheduled_at=dt.datetime(2020, 1, 1, tzinfo=UTC))
+        with app.stream_jobs(max_jobs=1) as stream:
+            for job in stream:
+                with job:
+                    raise RetryLater(at=dt.datetime(2030, 1, 1, tzinfo=UTC))
+    assert states(jobs) == ["scheduled"]
+    seen.clear()
     with App(dsn, middleware=[trace, refuse]) as app:
         app.defer("divides")
         app.defer("refused")
@@ -281,7 +398,7 @@ def test_middleware_is_around_the_block(dsn: str, jobs: Jobs) -> None:
             with pytest.raises(PermissionError):
                 job.__enter__()
     assert seen == [threading.get_ident(), "swallowed", threading.get_ident()]
-    assert states(jobs) == ["succeeded", "failed"]
+    assert states(jobs) == ["scheduled", "succeeded", "failed"]
 
 
 def test_it_lives_through_a_lost_connection(app: App, jobs: Jobs, conn: Connection) -> None:
