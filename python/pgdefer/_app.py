@@ -134,7 +134,7 @@ class App:
         self.headers = headers
         if defaults is not None and not isinstance(defaults, Mapping):
             raise TypeError(f"defaults must be a dict of a task's options, not {defaults!r}")
-        self.defaults: Mapping[str, Any] = defaults or {}
+        self.defaults: Mapping[str, Any] = dict(defaults or {})
         if max_connections < 1:
             raise ValueError(f"max_connections must be at least 1, not {max_connections}")
         self._max_connections = max_connections
