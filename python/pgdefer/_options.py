@@ -95,7 +95,7 @@ class _Common(TypedDict, total=False):
 class TaskOptions(_Common, total=False):
     """What a task may register; `deadline` counts from the moment of deferring.
 
-    None is as if not given, so that a default of the app's does not hold; but `max_progress` None is
+    None is as if not given, so that a default of the app's does not hold; for `max_progress` it is
     no limit.
     """
 
