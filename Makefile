@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 # A PostgreSQL of the system's, for the tests of the plain form; empty where there is none.
 SYSTEM_PG = $(shell tests/system-postgres)
 
-# Tests wait more than they compute: three files at once. Those in unit/ ask no server: once is enough.
+# Tests wait more than they compute: three files at once. Those in unit/ and those marked client ask nothing of the
+# server's version: once is enough.
 PYTEST := pytest -q -n 3 --dist loadfile
 
 .PHONY: help
@@ -60,7 +61,7 @@ test-sql-embedded: venv build tools
 test-py-embedded: venv build tools
 	$(BIN)/$(PYTEST)
 
-test-sql-system test-py-system: command = $(if $(findstring sql,$@),python tests/sql/run,$(PYTEST) --ignore tests/py/unit)
+test-sql-system test-py-system: command = $(if $(findstring sql,$@),python tests/sql/run,$(PYTEST) --ignore tests/py/unit -m 'not soak and not client')
 test-sql-system test-py-system: venv build tools
 	@if [ -n "$(SYSTEM_PG)" ]; then \
 	  echo "PGDEFER_PG_BIN=$(SYSTEM_PG) $(BIN)/$(command)"; \

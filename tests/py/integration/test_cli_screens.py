@@ -17,7 +17,10 @@ import pytest
 from pgdefer._connect import Connection
 
 TMUX = shutil.which("tmux")
-pytestmark = pytest.mark.skipif(TMUX is None, reason="there is no tmux")
+pytestmark = [
+    pytest.mark.client,
+    pytest.mark.skipif(TMUX is None, reason="there is no tmux"),
+]
 
 FILL = """
 select queue.defer('shop.send_receipt', jsonb_build_object('order', n), queue => 'mail',

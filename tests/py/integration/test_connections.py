@@ -16,6 +16,8 @@ from pgdefer import App, current_job
 
 from .conftest import Jobs, running, until
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 
 

@@ -22,6 +22,8 @@ from pgdefer._options import ARGUMENTS
 from pgdefer._server import EmbeddedServer
 from support import ROOT, server_program
 
+pytestmark = pytest.mark.client
+
 END = "=== that was it ==="
 
 

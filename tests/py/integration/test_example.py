@@ -19,6 +19,8 @@ from support import ROOT, url_of
 
 from .conftest import Jobs, wait_for
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 
 

@@ -22,6 +22,8 @@ from support import url_of
 
 from .conftest import Jobs, running, until
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 
 trace: contextvars.ContextVar[str] = contextvars.ContextVar("trace")

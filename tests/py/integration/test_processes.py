@@ -26,6 +26,8 @@ from pgdefer import App, DecodeError, JobContext, Worker, _child
 
 from .conftest import Jobs, give_up, running, until, wait_for
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 
 MODULE = """

@@ -18,6 +18,8 @@ import pytest
 
 from pgdefer._server import EmbeddedServer, ServerError, find_binaries, temporary_server
 
+pytestmark = pytest.mark.client
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:

@@ -26,6 +26,8 @@ from pgdefer import (
 
 from .conftest import Jobs, until, wait_for
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 UTC = dt.UTC
 

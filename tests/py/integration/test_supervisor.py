@@ -19,6 +19,8 @@ from pgdefer.cli import Exit
 
 from .conftest import Jobs, wait_for
 
+pytestmark = pytest.mark.client
+
 MODULE = """
 import os, pathlib, signal, sys, time
 from pgdefer import App
