@@ -6528,8 +6528,10 @@ end $$;
 comment on function queue.deregister_worker(bigint) is
   'Removes the worker; its running jobs go back to ready. Returns how many. No error if it is gone already.';
 
--- Locks: the worker's row, then as reap. Raises: QJ007 (a limited role), QJ008.
--- A fetch of the dead process may be under way in the server: reap looks for its claims as for those of any worker that went.
+-- Locks: the worker's row, then as reap. It waits for that row alone, the first that it takes, as reap skips rows that are
+-- locked and tries ADM: so no two of these, nor of reap, wait for each other. Two for one worker: two_reapers.spec.
+-- Raises: QJ007 (a limited role), QJ008.
+-- What a dead worker's claims held up goes on as reap ends them, or with the tick after it. A fetch of the dead process may be under way in the server: reap looks for its claims as for those of any worker that went.
 create or replace function queue.worker_died(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -10257,6 +10259,7 @@ end $$;
 
 -- After an upgrade, or where the extension was dropped and made again. What a role had that was dropped does not come back
 -- to another of its name; but where no role may enter the tables alone were restored, and all get what they had.
+-- Locks: the caller's, which are those of install; those of _switch_limits.
 create or replace function queue._restore_grants()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -131,6 +131,7 @@ end $$;
 
 -- After an upgrade, or where the extension was dropped and made again. What a role had that was dropped does not come back
 -- to another of its name; but where no role may enter the tables alone were restored, and all get what they had.
+-- Locks: the caller's, which are those of install; those of _switch_limits.
 create or replace function queue._restore_grants()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

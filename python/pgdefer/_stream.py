@@ -273,7 +273,7 @@ class JobStream:
 
     def _give(self, claim: JobContext, args: dict[str, Any]) -> None:
         if self._is_closed:
-            self._worker.give_back(claim)
+            self._worker._give_back(claim)
         else:
             self._offer((claim, args))
 
@@ -343,17 +343,13 @@ class _Giver(Worker):
         for claim in list(self._running):
             reader = self.handed_out.get(claim, self)
             if reader is self or (is_over and reader is not None):
-                self.give_back(claim)
+                self._give_back(claim)
             elif reader is not None:
                 self._fail(claim, "it was left without an outcome")
         if is_over:
             self.stop_at_once()
         else:
             self.stop()
-
-    def give_back(self, claim: JobContext) -> None:
-        """End a job as if it had never been claimed."""
-        self._ended(claim, _outcome.released(claim.id, claim.claim))
 
     def _fail(self, claim: JobContext, why: str) -> None:
         self.handed_out.pop(claim, None)

@@ -589,13 +589,14 @@ class Worker:
 
     def _take(self, rows: Sequence[tuple[Any, ...]], slots: Slots) -> int:
         """Take in what was fetched; return how many jobs."""
+        app = self.app
         claimed = self._claimed
         before = len(claimed)
         for row in rows:
             if len(row) == 14 and row[13] is not None:
                 _log_refused(row[0], row[1], row[13])
             else:
-                job = JobContext(self.app, row[:13])
+                job = JobContext(app, row[:13])
                 job._slots = slots
                 claimed.append(job)
         taken = len(claimed) - before
