@@ -27,9 +27,10 @@ from ._errors import (
 )
 from ._groups import Group
 from ._handling import Decision, HandlingOptions
+from ._job import Job
 from ._options import DeferOptions, RecurringOptions, Retry, TaskOptions
 from ._stream import ClaimedJob, JobStream
-from ._task import AsyncTask, Job, Prepared, SyncTask, Task
+from ._task import AsyncTask, Prepared, SyncTask, Task
 from ._worker import Worker, WorkerOptions
 
 __all__ = [

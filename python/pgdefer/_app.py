@@ -27,8 +27,9 @@ from ._codec import Codec
 from ._connect import AsyncConnection, AsyncPool, Connection, Source, SyncPool
 from ._context import Need
 from ._errors import InvalidParameter, UnknownTask, concerning
-from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
+from ._execute import AnyAsyncConnection, AnyConnection, Rows, execute, execute_async
 from ._groups import Group
+from ._job import Job
 from ._options import (
     DeferOptions,
     HasId,
@@ -38,6 +39,7 @@ from ._options import (
     interval_text,
     job_id,
     listed,
+    to_json,
 )
 from ._recurring import RecurringDecorator, Schedule, array, vanished
 from ._results import Waiter, wait
@@ -46,7 +48,6 @@ from ._task import (
     AllTaskOptions,
     AsyncTask,
     ConnectionDecorator,
-    Job,
     Prepared,
     SessionDecorator,
     SyncTask,
@@ -448,6 +449,71 @@ class App:
             rows = await execute_async(used, statement, parameters or {"task": task, "args": args})
         return Job(rows[0][0], self)
 
+    # Jobs and queues
+
+    def job(self, id: int | HasId) -> Job[Any]:
+        """Return the job of an id, to ask about or change; the database is not asked for it yet.
+
+        Also that of what has an id: `current_job()`, a row of `pgdefer.models`, a job of another
+        App. Raises TypeError, ValueError for what can't be an id.
+        """
+        return Job(job_id(id), self)
+
+    def pause(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        until: dt.datetime | None = None,
+        connection: AnyConnection | None = None,
+    ) -> int:
+        """Let no job of a queue (a name, prefix* or *; None: all), or of a task there, start.
+
+        Until `resume`, or until a time. Running jobs go on. Returns how many unfinished, not
+        running jobs it concerns. Raises WrongIsolation in a transaction of the caller's that is not
+        READ COMMITTED. Until that ends, no worker takes in new jobs: keep it short.
+        """
+        ((jobs,),) = self.call(_sql.PAUSE, _pause(queue, task, until), connection)
+        return int(jobs)
+
+    async def pause_async(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        until: dt.datetime | None = None,
+        connection: AnyAsyncConnection | None = None,
+    ) -> int:
+        """As `pause`, for asyncio."""
+        ((jobs,),) = await self.call_async(_sql.PAUSE, _pause(queue, task, until), connection)
+        return int(jobs)
+
+    def resume(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        connection: AnyConnection | None = None,
+    ) -> int:
+        """End a pause: the latest call of the two that matches a queue holds.
+
+        Without a task it ends the pauses of tasks on those queues too; with one, a pause of the
+        queue stays. Returns and raises as `pause`.
+        """
+        ((jobs,),) = self.call(_sql.RESUME, {"queue": queue, "task": task}, connection)
+        return int(jobs)
+
+    async def resume_async(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        connection: AnyAsyncConnection | None = None,
+    ) -> int:
+        """As `resume`, for asyncio."""
+        ((jobs,),) = await self.call_async(_sql.RESUME, {"queue": queue, "task": task}, connection)
+        return int(jobs)
+
     # Results
 
     def result(self, job: int | HasId, timeout: float | None = None) -> Any:
@@ -501,15 +567,13 @@ class App:
 
         DecodeError where a result can't be read.
         """
-        with self._pool.connection() as connection:
-            rows = execute(connection, _sql.NEEDS, {"id": job_id(job)})
+        rows = self.call(_sql.NEEDS, {"id": job_id(job)})
         decode = self.codec.decode
         return [Need(id, task, state, decode(found), why) for id, task, state, found, why in rows]
 
     async def needs_async(self, job: int | HasId) -> list[Need]:
         """As `needs`, for asyncio."""
-        async with self._async_pool.connection() as connection:
-            rows = await execute_async(connection, _sql.NEEDS, {"id": job_id(job)})
+        rows = await self.call_async(_sql.NEEDS, {"id": job_id(job)})
         decode = self.codec.decode_async
         return [
             Need(id, task, state, await decode(found), why) for id, task, state, found, why in rows
@@ -517,19 +581,35 @@ class App:
 
     def extend(self, job: JobContext, lease: dt.timedelta) -> dt.datetime:
         """Give a running job a lease of its own: `current_job().extend(lease)`."""
-        with self._pool.connection() as connection:
-            rows = execute(connection, _sql.EXTEND, _lease(job, lease))
-        end: dt.datetime = rows[0][0]
+        end: dt.datetime = self.call(_sql.EXTEND, _lease(job, lease))[0][0]
         return end
 
     async def extend_async(self, job: JobContext, lease: dt.timedelta) -> dt.datetime:
         """As `extend`, for asyncio."""
-        async with self._async_pool.connection() as connection:
-            rows = await execute_async(connection, _sql.EXTEND, _lease(job, lease))
-        end: dt.datetime = rows[0][0]
+        end: dt.datetime = (await self.call_async(_sql.EXTEND, _lease(job, lease)))[0][0]
         return end
 
     # Connections, on which the tasks are registered
+
+    def call(
+        self,
+        statement: _sql.Statement,
+        parameters: Mapping[str, Any],
+        connection: AnyConnection | None = None,
+    ) -> Rows:
+        """Run a statement that asks nothing of the tasks, in the caller's transaction if given."""
+        with self._connection([], connection) as used:
+            return execute(used, statement, parameters)
+
+    async def call_async(
+        self,
+        statement: _sql.Statement,
+        parameters: Mapping[str, Any],
+        connection: AnyAsyncConnection | None = None,
+    ) -> Rows:
+        """As `call`, for asyncio."""
+        async with self._connection_async([], connection) as used:
+            return await execute_async(used, statement, parameters)
 
     def _known(self, names: Iterable[str]) -> list[Task[..., Any]]:
         """Return those tasks of this app that have yet to be registered."""
@@ -666,6 +746,10 @@ def _defaults(tasks: Iterable[Task[..., Any]]) -> str:
     # Sorted, so that two processes that register the same tasks meet in the same order.
     defaults = {task.name: task.settings.defaults() for task in tasks}
     return json.dumps([{"name": name, "defaults": defaults[name]} for name in sorted(defaults)])
+
+
+def _pause(queue: str | None, task: str | None, until: dt.datetime | None) -> dict[str, Any]:
+    return {"queue": queue, "task": task, "until": to_json("until", until)}
 
 
 def _lease(job: JobContext, lease: dt.timedelta) -> dict[str, Any]:

@@ -36,6 +36,7 @@ __all__ = [
     "describe",
     "is_lost",
     "is_refused",
+    "refused",
     "sqlstate_of",
     "translate",
     "translated",
@@ -82,7 +83,10 @@ class InvalidState(PgDeferError):
 
 
 class AlreadyQueued(PgDeferError):
-    """QJ004: queueing_lock is taken by a job that has not started; `detail` names it."""
+    """QJ004: queueing_lock is taken by a job that has not started.
+
+    `detail` names that one, of a retry the job that was to be retried.
+    """
 
     sqlstate = "QJ004"
 
@@ -177,6 +181,27 @@ SQLSTATES: dict[str, type[PgDeferError]] = {
     "42883": NotInstalled,
     "42P01": NotInstalled,
 }
+
+
+# What functions on many jobs refuse in a job's row, in the words of those on one.
+_REFUSALS = {
+    "QJ001": (
+        "job not found",
+        "The id is wrong, its transaction has not committed, or the job was pruned or deleted.",
+    ),
+    "QJ003": (
+        "the job's state does not allow this",
+        "Where another transaction may be at the job, try again; else see what force does.",
+    ),
+    "QJ004": ("already queued", "Another job with its queueing_lock waits."),
+}
+
+
+def refused(id: int, state: str | None, code: str) -> PgDeferError:
+    """Return the error that stands for a job's row; `state` is the job's, None without one."""
+    message, hint = _REFUSALS[code]
+    detail = f"id: {id}" if state is None else f"id: {id}, state: {state}"
+    return SQLSTATES[code](message, detail=detail, hint=hint)
 
 
 def sqlstate_of(error: BaseException) -> str | None:

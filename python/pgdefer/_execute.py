@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import sqlalchemy.ext.asyncio as sa_async
     import sqlalchemy.orm as sa_orm
 
-__all__ = ["AnyAsyncConnection", "AnyConnection", "execute", "execute_async"]
+__all__ = ["AnyAsyncConnection", "AnyConnection", "Rows", "execute", "execute_async"]
 
 AnyConnection: TypeAlias = Union[
     "psycopg.Connection[Any]",
@@ -43,7 +43,7 @@ def execute(connection: AnyConnection, statement: Statement, parameters: Mapping
         if _is_sqlalchemy(connection, "Connection", "Session", "scoped_session"):
             found: Rows = connection.execute(_text(statement), dict(parameters)).all()
             return found
-    raise TypeError(_unfit(connection, "defer"))
+    raise TypeError(_unfit(connection))
 
 
 async def execute_async(
@@ -59,7 +59,7 @@ async def execute_async(
         if _is_sqlalchemy(connection, "AsyncConnection", "AsyncSession", "async_scoped_session"):
             found: Rows = (await connection.execute(_text(statement), dict(parameters))).all()
             return found
-    raise TypeError(_unfit(connection, "defer_async"))
+    raise TypeError(_unfit(connection))
 
 
 def _is_sqlalchemy(connection: object, *names: str) -> bool:
@@ -81,9 +81,9 @@ def _text(statement: Statement) -> sa.TextClause:
     return sqlalchemy.text(statement.text)
 
 
-def _unfit(connection: object, method: str) -> str:
+def _unfit(connection: object) -> str:
     kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
     return (
-        f"{method} can't use a {kind}: give a connection of psycopg, or a session or connection "
-        "of SQLAlchemy; asynchronous ones to defer_async, others to defer"
+        f"this call can't use a {kind}: give a connection of psycopg, or a session or connection "
+        "of SQLAlchemy; asynchronous ones to functions whose names end in _async, others to others"
     )

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._execute import AnyAsyncConnection, AnyConnection
-from ._task import Job, Prepared, checked
+from ._job import Job
+from ._task import Prepared, checked
 
 if TYPE_CHECKING:
     from ._app import App

@@ -29,6 +29,7 @@ from ._context import running_job
 from ._errors import DecodeError, UnknownTask
 from ._execute import AnyAsyncConnection, AnyConnection
 from ._handling import Handling, HandlingOptions
+from ._job import Job
 from ._options import (
     DeferOptions,
     Settings,
@@ -49,32 +50,11 @@ SCHEDULED_FOR = "scheduled_for"
 # What `configure` takes, and `defer` does not.
 OPTIONS = frozenset({*DeferOptions.__annotations__, "connection"})
 
-__all__ = ["AsyncTask", "Configured", "Job", "Prepared", "SyncTask", "Task"]
+__all__ = ["AsyncTask", "Configured", "Prepared", "SyncTask", "Task"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Job(Generic[R_co]):
-    """A deferred job. Equal to another of the same id; `int(job)` is its id."""
-
-    id: int
-    app: App = dataclasses.field(repr=False, compare=False)
-
-    def __int__(self) -> int:
-        return self.id
-
-    def result(self, timeout: float | None = None) -> R_co:
-        """Wait until it has succeeded, and return its result: as `App.result`."""
-        found: R_co = self.app.result(self, timeout)
-        return found
-
-    async def result_async(self, timeout: float | None = None) -> R_co:  # noqa: ASYNC109
-        """As `result`, for asyncio."""
-        found: R_co = await self.app.result_async(self, timeout)
-        return found
 
 
 @dataclasses.dataclass(frozen=True)

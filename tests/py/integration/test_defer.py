@@ -412,11 +412,11 @@ async def test_wrong_kinds_of_connection(app: App, dsn: str, engine: sa.Engine) 
     def task() -> None: ...
 
     async with await psycopg.AsyncConnection.connect(dsn) as mine:
-        with pytest.raises(TypeError, match=r"defer can't use a psycopg.*AsyncConnection"):
+        with pytest.raises(TypeError, match=r"this call can't use a psycopg.*AsyncConnection"):
             task.defer_with(mine)  # type: ignore[arg-type]
     with (
         orm.Session(engine) as session,
-        pytest.raises(TypeError, match="defer_async can't use a sqlalchemy"),
+        pytest.raises(TypeError, match="this call can't use a sqlalchemy"),
     ):
         await task.defer_with_async(session)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"builtins\.str"):

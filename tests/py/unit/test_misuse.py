@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -77,6 +78,34 @@ def test_options_of_a_job(app: App, options: Any, message: str) -> None:
         task.configure(**options)
     with pytest.raises(TypeError, match=message):
         app.defer("t", **options)
+
+
+def test_what_is_no_job(app: App) -> None:
+    assert app.job(7) == Job(7, app)
+    for wrong in ("7", True, 7.0, None):
+        with pytest.raises(TypeError, match="a job, or its id as an int, is needed, not"):
+            app.job(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="-1 is no job's id"):
+        app.job(-1)
+
+
+async def test_arguments_of_a_job(app: App) -> None:
+    job = app.job(7)
+    naive: Any = dt.datetime(2030, 1, 1)  # noqa: DTZ001
+    for wrong, kind, message in (
+        ("high", TypeError, "priority must be an int, not 'high'"),
+        (True, TypeError, "priority must be an int, not True"),
+        (2**31, ValueError, "priority must fit into 32 bits"),
+    ):
+        number: Any = wrong
+        with pytest.raises(kind, match=message):
+            job.set_priority(number)
+        with pytest.raises(kind, match=message):
+            await job.set_priority_async(number)
+    with pytest.raises(ValueError, match="at has no time zone"):
+        job.reschedule(naive)
+    with pytest.raises(ValueError, match="at has no time zone"):
+        await job.reschedule_async(naive)
 
 
 def test_what_is_no_call(app: App) -> None:

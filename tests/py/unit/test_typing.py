@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 import sqlalchemy.ext.asyncio as sa_async
 import sqlalchemy.orm as sa_orm
-from pgdefer import App, Decision, Job, JobContext, Retry
+from pgdefer import App, Decision, Job, JobContext, Retry, current_job, models
 
 app = App("postgresql://h/d")
 
@@ -58,7 +58,9 @@ def decide(error: BaseException, job: JobContext) -> Decision | None:
 @app.task(decide=decide)
 def decided() -> None: ...
 
-async def use(connection: psycopg.Connection, other: psycopg.AsyncConnection) -> None:
+async def use(
+    connection: psycopg.Connection, other: psycopg.AsyncConnection, row: models.Job
+) -> None:
 """
 
 GOOD = """
@@ -82,6 +84,11 @@ GOOD = """
     q: int = await n.result_async(timeout=5)
     r: Job[int] = app.group([send.prepare(1), count.prepare("x")]).then(count.prepare("x"))
     app.run_worker(["a"], slots=["1:30m", 2], drain=True)
+    s: Job[Any] = app.job(row)
+    t: str = app.job(current_job()).cancel(abort=True, connection=connection)
+    u: str = await app.job(j).retry_async(force=True, connection=other)
+    v: int = app.pause("mail", task="x", connection=sa_orm.Session())
+    w: int = await app.resume_async(connection=sa_async.AsyncSession())
 """
 
 BAD = [
@@ -108,6 +115,12 @@ BAD = [
     ("sweep.defer(1)", "incompatible type"),
     ("app.recurring('@daily', catch_up='some')", "incompatible type"),
     ("app.recurring('@daily', scheduled_at='x')", "Unexpected keyword argument"),
+    ("a.cancel(True)", "Too many positional arguments"),
+    ("a.hold(connection=other)", "incompatible type"),
+    ("await a.hold_async(connection=connection)", "incompatible type"),
+    ("a.reschedule('2030-01-01')", "incompatible type"),
+    ("a.set_priority('5')", "incompatible type"),
+    ("app.job('5')", "incompatible type"),
 ]
 
 

@@ -1,0 +1,412 @@
+"""Managing jobs: what the methods of Job and App say and do, and in whose transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import orm
+from sqlalchemy.ext import asyncio as sa_async
+
+from pgdefer import (
+    AlreadyQueued,
+    App,
+    InvalidParameter,
+    InvalidState,
+    Job,
+    JobCancelled,
+    JobNotFound,
+    WrongIsolation,
+    current_job,
+    models,
+)
+from support import url_of
+
+from .conftest import Jobs, running
+
+pytestmark = pytest.mark.client
+
+Connection = psycopg.Connection[Any]
+Call = Callable[..., Awaitable[Any]]
+LATER = dt.datetime(2999, 1, 1, tzinfo=dt.UTC)
+# Each method of a job's but `result`, with arguments.
+METHODS: dict[str, tuple[Any, ...]] = {
+    "state": (),
+    "why": (),
+    "cancel": (),
+    "retry": (),
+    "reschedule": (LATER,),
+    "hold": (),
+    "unhold": (),
+    "set_priority": (5,),
+    "delete": (),
+}
+
+
+def twin(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method's twin for asyncio."""
+    found: Callable[..., Any] = getattr(method.__self__, f"{method.__name__}_async")  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.fixture(params=["sync", "async"])
+async def call(request: pytest.FixtureRequest, app: App) -> AsyncIterator[Call]:
+    """Calls a method of the app's or of a job's, or its twin."""
+
+    async def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if request.param == "sync":
+            return method(*args, **kwargs)
+        return await twin(method)(*args, **kwargs)
+
+    yield call
+    await app.close_async()
+
+
+def claim(conn: Connection) -> tuple[int, int]:
+    """Claim the next job, and return what succeed takes."""
+    (row,) = conn.execute(
+        "select id, claim from queue.fetch(queue.register_worker('w'), null, 1)"
+    ).fetchall()
+    return row
+
+
+def test_each_method_has_its_twin() -> None:
+    public = {name for name, _ in inspect.getmembers(Job, inspect.isfunction) if name[0] != "_"}
+    names = {*METHODS, "result"}
+    assert public == names | {f"{name}_async" for name in names}
+    for kind, name in [*((Job, name) for name in names), (App, "pause"), (App, "resume")]:
+        plain, other = (inspect.signature(getattr(kind, n)) for n in (name, f"{name}_async"))
+        assert [*plain.parameters] == [*other.parameters]
+        if name != "result":
+            assert plain.parameters["connection"].annotation == "AnyConnection | None"
+            assert other.parameters["connection"].annotation == "AnyAsyncConnection | None"
+
+
+async def test_what_each_does(app: App, jobs: Jobs, call: Call) -> None:
+    job = app.job(app.defer("t").id)
+
+    def now(*columns: str) -> tuple[Any, ...]:
+        (row,) = jobs()
+        return tuple(row[column] for column in columns)
+
+    assert await call(job.state) == "ready"
+    assert await call(job.why) == "no live worker serves its queue default"
+    assert await call(job.hold) == "held"
+    assert now("state") == ("held",)
+    assert await call(job.state) == "held"
+    assert await call(job.why) == "it is held; queue.unhold lets it go on"
+    assert await call(job.unhold) == "ready"
+    assert now("state") == ("ready",)
+    assert await call(job.reschedule, LATER) == "scheduled"
+    assert now("state", "scheduled_at") == ("scheduled", LATER)
+    assert await call(job.reschedule) == "ready"
+    assert now("state") == ("ready",)
+    assert await call(job.set_priority, -7) == "ready"
+    assert now("priority") == (-7,)
+    assert await call(job.cancel) == "cancelled"
+    assert now("state") == ("cancelled",)
+    assert await call(job.retry) == "ready"
+    assert now("state") == ("ready",)
+    assert await call(job.delete) is None
+    assert jobs() == []
+
+
+async def test_a_retry_that_waits_is_made_at_once(
+    app: App, conn: Connection, jobs: Jobs, call: Call
+) -> None:
+    job = app.defer("t", retry={"max_attempts": 2, "base": 3600})
+    conn.execute("select queue.fail(%s, %s, 'no')", claim(conn))
+    assert await call(job.state) == "scheduled"
+    assert await call(job.retry) == "ready"
+    assert [row["failures"] for row in jobs()] == [0]
+
+
+async def test_an_id_that_is_none(app: App, call: Call) -> None:
+    said = []
+    for name, args in METHODS.items():
+        with pytest.raises(JobNotFound) as raised:
+            await call(getattr(app.job(999), name), *args)
+        assert raised.value.detail == "id: 999"
+        said.append(str(raised.value))
+    # Those that the database refuses in a row have its words.
+    assert len(said) == len(METHODS)
+    assert len(set(said)) == 1
+
+
+async def test_wrong_states(app: App, conn: Connection, jobs: Jobs, call: Call) -> None:
+    made = {"running": app.defer("t", priority=9)}
+    claim(conn)
+    made["succeeded"] = app.defer("t", priority=8)
+    conn.execute("select queue.succeed(%s, %s)", claim(conn))
+    made["cancelled"] = app.defer("t")
+    made["cancelled"].cancel()
+    made["held"] = app.defer("t", held=True)
+    made["ready"] = app.defer("t")
+    made["waiting"] = app.defer("t", needs=[made["ready"]])
+    assert {name: job.state() for name, job in made.items()} == {name: name for name in made}
+    refused = {
+        "running": ["cancel", "retry", "reschedule", "hold", "unhold", "delete"],
+        "succeeded": ["cancel", "reschedule", "hold", "unhold"],
+        "cancelled": ["cancel", "reschedule", "hold", "unhold"],
+        "held": ["retry"],
+        "ready": ["retry", "unhold", "delete"],
+        "waiting": ["retry", "unhold"],
+    }
+    before = jobs()
+    for state, names in refused.items():
+        job = made[state]
+        for name in names:
+            with pytest.raises(InvalidState, match="the job's state does not allow this") as raised:
+                await call(getattr(job, name), *METHODS[name])
+            needed = ", needed by job 6" if (state, name) == ("ready", "delete") else ""
+            assert raised.value.detail == f"id: {job.id}, state: {state}{needed}"
+            assert raised.value.hint
+    assert jobs() == before
+
+
+async def test_force(app: App, conn: Connection, jobs: Jobs, call: Call) -> None:
+    job = app.defer("t")
+    claim(conn)
+    assert await call(job.retry, force=True) == "ready"
+    claim(conn)
+    assert await call(job.delete, force=True) is None
+    needed = app.defer("t")
+    needing = app.defer("t", needs=[needed])
+    await call(needed.delete, force=True)
+    assert jobs.states() == {needing.id: "upstream_failed"}
+
+
+async def test_a_queueing_lock_that_another_has(app: App, call: Call) -> None:
+    job = app.defer("t", queueing_lock="k")
+    job.cancel()
+    app.defer("t", queueing_lock="k")
+    with pytest.raises(AlreadyQueued) as taken:
+        app.defer("t", queueing_lock="k")
+    with pytest.raises(AlreadyQueued, match=taken.value.message) as raised:
+        await call(job.retry)
+    assert raised.value.detail == f"id: {job.id}, state: cancelled"
+    assert await call(job.state) == "cancelled"
+
+
+async def test_a_running_job_is_aborted(app: App, jobs: Jobs, call: Call) -> None:
+    begun, stopped = asyncio.Event(), asyncio.Event()
+
+    @app.task(name="endless")
+    async def endless() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    async with running(app):
+        job = await endless.defer_async()
+        await asyncio.wait_for(begun.wait(), 30)
+        with pytest.raises(InvalidState, match="state: running"):
+            await call(job.cancel)
+        assert not stopped.is_set()
+        assert await call(job.cancel, abort=True) == "running"
+        await asyncio.wait_for(stopped.wait(), 30)
+        with pytest.raises(JobCancelled):
+            await job.result_async(30)
+    assert [row["outcome"] for row in jobs.attempts()] == ["aborted"]
+
+
+async def test_whatever_has_an_id(app: App, dsn: str, jobs: Jobs, call: Call) -> None:
+    other = App(dsn, name="another")
+
+    @app.task(name="t")
+    async def task() -> int:
+        return other.job(current_job()).id
+
+    job = task.defer()
+    theirs = other.job(job)
+    assert (theirs, hash(theirs), int(theirs)) == (job, hash(job), job.id)
+    assert theirs.app is other
+    with pytest.raises(AttributeError):
+        theirs.id = 2  # type: ignore[misc]
+    assert await call(theirs.hold) == "held"
+    assert job.state() == "held"
+    engine = sa.create_engine(url_of(dsn))
+    with orm.Session(engine) as session:
+        assert other.job(session.scalars(sa.select(models.Job)).one()) == job
+    engine.dispose()
+    assert await call(theirs.unhold) == "ready"
+    async with running(app):
+        assert await theirs.result_async(30) == job.id
+    await other.close_async()
+
+
+# Queues and tasks
+
+
+async def test_pausing(app: App, conn: Connection, jobs: Jobs, call: Call) -> None:
+    for queue, task in (("mail", "a"), ("mail", "b"), ("mail.slow", "a"), ("x", "a")):
+        app.defer(task, queue=queue)
+
+    def paused() -> list[int]:
+        return [row["id"] for row in jobs() if row["reason"] == "paused"]
+
+    assert await call(app.pause, "mail") == 2
+    assert paused() == [1, 2]
+    assert await call(app.resume, "mail") == 2
+    assert paused() == []
+    assert await call(app.pause, "mail*", task="a") == 2
+    assert paused() == [1, 3]
+    assert await call(app.resume, "mail.slow", task="a") == 1
+    assert paused() == [1]
+    assert await call(app.pause, "x") == 1
+    assert await call(app.resume, "x", task="a") == 1
+    assert paused() == [1, 4]
+    assert await call(app.pause, task="b", until=LATER) == 1
+    assert await call(app.job(2).why) == "its task b is paused until 2999-01-01 00:00:00+00"
+    assert await call(app.pause) == 4
+    assert conn.execute("select from queue.fetch(queue.register_worker('w'))").fetchall() == []
+    assert await call(app.resume) == 4
+    assert paused() == []
+    with pytest.raises(InvalidParameter, match="queue is missing"):
+        await call(app.pause, "")
+    with pytest.raises(ValueError, match="until has no time zone"):
+        await call(app.pause, until=LATER.replace(tzinfo=None))
+
+
+# In the caller's transaction
+
+
+@contextlib.asynccontextmanager
+async def opened(kind: str, dsn: str) -> AsyncIterator[Any]:
+    """A connection of some library's, in a transaction."""
+    is_async = kind.startswith("async")
+    if kind == "psycopg":
+        with psycopg.connect(dsn) as connection:
+            yield connection
+    elif kind == "async psycopg":
+        async with await psycopg.AsyncConnection.connect(dsn) as other:
+            yield other
+    elif not is_async:
+        engine = sa.create_engine(url_of(dsn))
+        with orm.Session(engine) if kind == "session" else engine.connect() as mine:
+            yield mine
+        engine.dispose()
+    else:
+        _, what, driver = kind.split()
+        engine = sa_async.create_async_engine(url_of(dsn, driver))
+        if what == "session":
+            made: Any = sa_async.AsyncSession(engine)
+        else:
+            made = engine.connect()
+        async with made as mine:
+            yield mine
+        await engine.dispose()
+
+
+KINDS = [
+    "psycopg",
+    "session",
+    "connection",
+    "async psycopg",
+    "async session psycopg",
+    "async session asyncpg",
+    "async connection asyncpg",
+]
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_in_the_callers_transaction(
+    app: App, dsn: str, jobs: Jobs, kind: str, is_committed: bool
+) -> None:
+    # It must never be asked for.
+    nowhere = App("postgresql://nowhere.invalid/x")
+    cases: list[tuple[str, tuple[Any, ...], str | None]] = [
+        ("cancel", (), "cancelled"),
+        ("retry", (), "ready"),
+        ("reschedule", (LATER,), "scheduled"),
+        ("hold", (), "held"),
+        ("unhold", (), "ready"),
+        ("set_priority", (5,), "ready"),
+        ("delete", (), None),
+    ]
+    made = {name: app.defer("t", held=name == "unhold") for name, *_ in cases}
+    made["retry"].cancel()
+    app.defer("u", queue="mail")
+    before = jobs()
+
+    async with opened(kind, dsn) as mine:
+
+        async def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if kind.startswith("async"):
+                return await twin(method)(*args, **kwargs, connection=mine)
+            return method(*args, **kwargs, connection=mine)
+
+        for name, args, state in cases:
+            job = nowhere.job(made[name])
+            assert await call(getattr(job, name), *args) == state
+            if state is not None:
+                assert await call(job.state) == state
+                assert await call(job.why)
+        assert await call(nowhere.pause, "mail") == 1
+        assert await call(nowhere.resume, "mail") == 1
+        assert await call(nowhere.pause, "mail", until=LATER) == 1
+        assert jobs() == before
+        done = mine.commit() if is_committed else mine.rollback()
+        if inspect.isawaitable(done):
+            await done
+    if not is_committed:
+        assert jobs() == before
+        return
+    rows = {row["id"]: row for row in jobs()}
+    assert {name: rows[made[name].id]["state"] for name, _, state in cases if state} == {
+        name: state for name, _, state in cases if state
+    }
+    assert made["delete"].id not in rows
+    assert rows[made["set_priority"].id]["priority"] == 5
+    assert rows[made["reschedule"].id]["scheduled_at"] == LATER
+    assert [row["reason"] for row in rows.values() if row["queue"] == "mail"] == ["paused"]
+
+
+def test_a_job_of_the_same_transaction(
+    app: App, jobs: Jobs, connect: Callable[..., Connection]
+) -> None:
+    mine = connect(autocommit=False)
+    job = app.defer("t", connection=mine)
+    assert job.state(connection=mine) == "ready"
+    with pytest.raises(JobNotFound):
+        job.state()
+    for name in set(METHODS) - {"state", "why"}:
+        with pytest.raises(InvalidState, match=f"id: {job.id}, state: ready"), mine.transaction():
+            getattr(job, name)(*METHODS[name], connection=mine)
+    mine.commit()
+    assert jobs.states() == {job.id: "ready"}
+    assert job.hold() == "held"
+
+
+def test_another_isolation(app: App, connect: Callable[..., Connection]) -> None:
+    mine = connect(autocommit=False)
+    mine.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    job = app.defer("t")
+    assert job.state(connection=mine) == "ready"
+    for change in (job.hold, job.delete, app.pause):
+        with pytest.raises(WrongIsolation), mine.transaction():
+            change(connection=mine)
+    assert job.state() == "ready"
+
+
+async def test_wrong_kinds_of_connection(app: App, dsn: str, conn: Connection) -> None:
+    job = app.defer("t")
+    refused = "this call can't use a psycopg.*: give .*; asynchronous ones to functions whose names"
+    async with await psycopg.AsyncConnection.connect(dsn) as other:
+        for name, args in METHODS.items():
+            method = getattr(job, name)
+            with pytest.raises(TypeError, match=refused):
+                method(*args, connection=other)
+            with pytest.raises(TypeError, match=refused):
+                await twin(method)(*args, connection=conn)
+    assert job.state() == "ready"
