@@ -8475,7 +8475,7 @@ begin
   end if;
   perform queue._reach(hold.id);
   if coalesce(queue._take_out(hold.id), 'log') = 'log' then
-    perform queue._invalid_state(hold.id, queue._state(hold.id), 'Only a job that has not started can be held; cancel a running one with abort.');
+    perform queue._invalid_state(hold.id, queue._state(hold.id), 'Only a job that has not started can be held, and not before the transaction that deferred it has committed; cancel a running one with abort.');
   end if;
   insert into queue.waiting (id, reason) values (hold.id, 'held');
   perform queue._needs_changed(array[hold.id]);
@@ -8811,6 +8811,37 @@ begin
 end $$;
 comment on function queue.reschedule(bigint, timestamptz) is
   'Gives a job that is neither running nor finished another time, NULL: now; one that waits for a retry too. Returns its new state.';
+
+-- Locks: the job's row of queue.live, waited for; ADM, waited for; the row of queue.finished by skip locked.
+-- Why no run has other args than it was given: a fetch that has the job's row is waited for, and the job is then running; one that
+-- comes later skips that row, and what is in no row of queue.live is let in under ADM.
+-- Raises: 22023, QJ001, QJ003 (running or succeeded), QJ008.
+create or replace function queue.set_args(id bigint, args jsonb)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+declare
+  v_standing text;
+begin
+  if to_regclass('queue.unlimited') is null then
+    perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', array[set_args.id]);
+  end if;
+  if jsonb_typeof(set_args.args) is distinct from 'object' then
+    perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || coalesce(jsonb_typeof(set_args.args), 'NULL'));
+  end if;
+  perform queue._reach(set_args.id);
+  select g.standing into v_standing from queue._grasp(set_args.id) g;
+  if v_standing not in ('open', 'finished') or exists (select from queue.finished f where f.id = set_args.id and f.state = 'succeeded') then
+    perform queue._invalid_state(set_args.id, queue._state(set_args.id), 'Only a job that neither runs nor has succeeded can get other args, and not before the transaction that deferred it has committed. Where another transaction may be at it, try again.');
+  end if;
+  perform queue._amend(set_args.id, p_args => set_args.args);
+  perform queue._announce();
+  return queue._state(set_args.id);
+end $$;
+comment on function queue.set_args(bigint, jsonb) is
+  'Gives a job that neither runs nor has succeeded other args, an object, in place of all it had: a failed or cancelled one for its retry. Its lock and keys stay as they were filled from the old ones. Returns its state.';
 
 -- Locks: as fetch. A transaction of its own. The claim hangs on its lease alone: the worker that it was made
 -- with is gone at once.
@@ -10151,7 +10182,7 @@ begin
       functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,worker_died,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,needs,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
       views := '{schedules}';
     when 'operator' then
-      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,needs,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
+      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,set_args,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,needs,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
       views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     when 'reader' then
       functions := '{search,get,stats,health,autoscale_hint,result,needs,graph,why,check,peek,version,backoff,next_runs}';

@@ -213,7 +213,7 @@ begin
   end if;
   perform queue._reach(hold.id);
   if coalesce(queue._take_out(hold.id), 'log') = 'log' then
-    perform queue._invalid_state(hold.id, queue._state(hold.id), 'Only a job that has not started can be held; cancel a running one with abort.');
+    perform queue._invalid_state(hold.id, queue._state(hold.id), 'Only a job that has not started can be held, and not before the transaction that deferred it has committed; cancel a running one with abort.');
   end if;
   insert into queue.waiting (id, reason) values (hold.id, 'held');
   perform queue._needs_changed(array[hold.id]);

@@ -266,6 +266,37 @@ end $$;
 comment on function queue.reschedule(bigint, timestamptz) is
   'Gives a job that is neither running nor finished another time, NULL: now; one that waits for a retry too. Returns its new state.';
 
+-- Locks: the job's row of queue.live, waited for; ADM, waited for; the row of queue.finished by skip locked.
+-- Why no run has other args than it was given: a fetch that has the job's row is waited for, and the job is then running; one that
+-- comes later skips that row, and what is in no row of queue.live is let in under ADM.
+-- Raises: 22023, QJ001, QJ003 (running or succeeded), QJ008.
+create or replace function queue.set_args(id bigint, args jsonb)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+#variable_conflict use_column
+declare
+  v_standing text;
+begin
+  if to_regclass('queue.unlimited') is null then
+    perform queue._not_installed();
+    perform queue._bound_jobs('{operator}', array[set_args.id]);
+  end if;
+  if jsonb_typeof(set_args.args) is distinct from 'object' then
+    perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || coalesce(jsonb_typeof(set_args.args), 'NULL'));
+  end if;
+  perform queue._reach(set_args.id);
+  select g.standing into v_standing from queue._grasp(set_args.id) g;
+  if v_standing not in ('open', 'finished') or exists (select from queue.finished f where f.id = set_args.id and f.state = 'succeeded') then
+    perform queue._invalid_state(set_args.id, queue._state(set_args.id), 'Only a job that neither runs nor has succeeded can get other args, and not before the transaction that deferred it has committed. Where another transaction may be at it, try again.');
+  end if;
+  perform queue._amend(set_args.id, p_args => set_args.args);
+  perform queue._announce();
+  return queue._state(set_args.id);
+end $$;
+comment on function queue.set_args(bigint, jsonb) is
+  'Gives a job that neither runs nor has succeeded other args, an object, in place of all it had: a failed or cancelled one for its retry. Its lock and keys stay as they were filled from the old ones. Returns its state.';
+
 -- Locks: as fetch. A transaction of its own. The claim hangs on its lease alone: the worker that it was made
 -- with is gone at once.
 -- Raises: 22023, QJ008.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import _sql
 from ._errors import refused
@@ -156,6 +157,22 @@ class Job(Generic[R_co]):
         """As `set_priority`, for asyncio."""
         given = {"ids": [self.id], "priority": to_json("priority", priority)}
         return _outcome(await self.app.call_async(_sql.SET_PRIORITY, given, connection))
+
+    def set_args(self, args: Mapping[str, Any], *, connection: AnyConnection | None = None) -> str:
+        """Give it other arguments, in place of all it had; return its state.
+
+        They are not checked against the task's. A failed or cancelled job has them for its retry;
+        its lock and keys stay. Raises InvalidState where it runs or has succeeded.
+        """
+        given = {"id": self.id, "args": self.app.codec.dumps_args(args)}
+        return _said(self.app.call(_sql.SET_ARGS, given, connection))
+
+    async def set_args_async(
+        self, args: Mapping[str, Any], *, connection: AnyAsyncConnection | None = None
+    ) -> str:
+        """As `set_args`, for asyncio."""
+        given = {"id": self.id, "args": self.app.codec.dumps_args(args)}
+        return _said(await self.app.call_async(_sql.SET_ARGS, given, connection))
 
     def delete(self, *, force: bool = False, connection: AnyConnection | None = None) -> None:
         """Remove it and every trace of it.

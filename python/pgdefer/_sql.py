@@ -253,6 +253,11 @@ CANCEL = Statement("""
     select state from queue.cancel(cast(:id as bigint), cast(:abort as boolean)) as state
 """)
 
+SET_ARGS = Statement("""
+    select state
+    from queue.set_args(cast(:id as bigint), cast(cast(:args as text) as jsonb)) as state
+""")
+
 RESCHEDULE = Statement("""
     select state
     from queue.reschedule(cast(:id as bigint), cast(cast(:at as text) as timestamptz)) as state

@@ -1,6 +1,6 @@
--- Operating on many jobs by hand: move, copy, delete, fail_jobs, done, set_priority, reschedule, delete_queue.
+-- Operating on many jobs by hand: move, copy, delete, fail_jobs, done, set_priority, reschedule, set_args, delete_queue.
 
-select plan(234);
+select plan(252);
 
 set pgdefer.notify = off;
 
@@ -95,12 +95,13 @@ select is(pg_temp.refusal('select queue.' || call), '22023', call) from (values
   ('move(null, ''q'')'), ('move(array[1, null], ''q'')'), ('move(''{}'', null)'), ('move(''{}'', '''')'), ('move(''{}'', ''a*'')'), ('move(''{}'', repeat(''x'', 1001))'),
   ('copy(1, '''')'), ('copy(1, ''a*'')'), ('delete(null)'), ('delete(array[null]::bigint[])'), ('fail_jobs(null)'), ('fail_jobs(array[null]::bigint[], ''x'')'), ('done(null)'), ('delete(''{{1},{2}}'')'), ('retry(''{{1},{2}}'')'), ('move(''{{1},{2}}'', ''q'')'),
   ('done(array[1, null])'), ('set_priority(null, 1)'), ('set_priority(''{}'', null)'), ('set_priority(array[null]::bigint[], 1)'), ('reschedule(1, ''infinity'')'),
+  ('set_args(1, null)'), ('set_args(1, ''[]'')'), ('set_args(1, ''1'')'), ('set_args(1, ''null'')'),
   ('reschedule(1, ''-infinity'')'), ('delete_queue(null)'), ('delete_queue('''')'), ('delete_queue(''*'')'), ('delete_queue(''never was'')'), ('delete_queue(''never was'', true)')) v (call);
-select is(pg_temp.refusal('select queue.' || call), 'QJ001', call) from (values ('copy(424242)'), ('copy(null)'), ('copy(424242, ''q'')'), ('reschedule(424242)'), ('reschedule(null)')) v (call);
+select is(pg_temp.refusal('select queue.' || call), 'QJ001', call) from (values ('copy(424242)'), ('copy(null)'), ('copy(424242, ''q'')'), ('reschedule(424242)'), ('reschedule(null)'), ('set_args(424242, ''{}'')'), ('set_args(null, ''{}'')')) v (call);
 select is_empty('select * from queue.' || call, 'no ids, no rows: ' || call) from (values ('move(''{}'', ''q'')'), ('delete(''{}'')'), ('fail_jobs(''{}'')'), ('done(''{}'')'), ('set_priority(''{}'', 1)')) v (call);
 begin isolation level repeatable read;
 select is(pg_temp.refusal('select queue.' || call), 'QJ008', call || ' in REPEATABLE READ') from (values
-  ('move(''{1}'', ''q'')'), ('delete(''{1}'')'), ('fail_jobs(''{1}'')'), ('done(''{1}'')'), ('set_priority(''{1}'', 1)'), ('reschedule(1)'), ('delete_queue(''q'')')) v (call);
+  ('move(''{1}'', ''q'')'), ('delete(''{1}'')'), ('fail_jobs(''{1}'')'), ('done(''{1}'')'), ('set_priority(''{1}'', 1)'), ('reschedule(1)'), ('set_args(1, ''{}'')'), ('delete_queue(''q'')')) v (call);
 rollback;
 
 -- Each call on each state
@@ -123,6 +124,12 @@ select is((select string_agg(pg_temp.refusal(format('select queue.reschedule(%s,
 select is(pg_temp.states(), 'running, scheduled, scheduled, scheduled, scheduled, scheduled, scheduled, waiting, upstream_failed, held, succeeded, failed attempts, cancelled aborted', 'is then scheduled, behind the gates before that');
 select is((select string_agg(queue.reschedule(z.id), ', ' order by z.no) from pg_temp.zoo z where z.name not in ('running', 'succeeded', 'failed', 'cancelled')),
           'ready, ready, ready, ready, blocked, blocked, waiting, upstream_failed, held', 'and now');
+select is_empty('select * from queue.check()', 'in order');
+call pg_temp.make_zoo();
+select is((select string_agg(pg_temp.refusal(format('select queue.set_args(%s, ''{"n": "new"}'')', z.id)), ', ' order by z.no) from pg_temp.zoo z),
+          'QJ003, accepted, accepted, accepted, accepted, accepted, accepted, accepted, accepted, accepted, QJ003, accepted, accepted', 'set_args: what may run yet');
+select is(pg_temp.states(), 'running, ready, ready paused, scheduled, scheduled, blocked lock, blocked limit, waiting, upstream_failed, held, succeeded, failed attempts, cancelled aborted', 'they keep their states');
+select is((select string_agg(z.name, ', ' order by z.no) from pg_temp.zoo z join queue.jobs j on j.id = z.id where j.args <> '{"n": "new"}'), 'running, succeeded', 'and have the args');
 select is_empty('select * from queue.check()', 'in order');
 
 call pg_temp.make_zoo();
@@ -382,6 +389,22 @@ select queue.done(array[:need]) \g /dev/null
 select is(pg_temp.state(:id), 'scheduled', 'waits for its time then');
 select queue.hold(:id), queue.reschedule(:id) \g /dev/null
 select is(queue.unhold(:id), 'ready', 'a held one has the new time when it is let go');
+
+-- set_args
+select queue.defer('t', '{"n": 1, "m": 1}', queue => 'p', lock => 'l{n}') as a, queue.defer('t', '{"n": 1}', queue => 'p', lock => 'l{n}') as b \gset
+select queue.set_args(:a, '{"n": 2}'), queue.set_args(:b, '{"n": 3}') as b_state \gset
+select is(:'b_state'::text, 'blocked', 'its lock stays');
+select results_eq('select f.id, f.args, f.lock from queue.fetch(' || :worker || ', ''{p}'') f', format('values (%s::bigint, ''{"n": 2}''::jsonb, ''l1'')', :a), 'it runs with the new args, all of them');
+select claim from queue.jobs where id = :a \gset
+select is(queue.fail(:a, :claim, 'x'), 'failed', 'fails');
+select is(queue.set_args(:a, '{"n": 4}'), 'failed', 'gets others');
+select queue.retry(array[:a]) \g /dev/null
+select results_eq('select f.id, f.args from queue.fetch(' || :worker || ', ''{p}'') f', format('values (%s::bigint, ''{"n": 4}''::jsonb)', :a), 'and runs again with these, before the younger one');
+select queue.done(array[:a, :b]) \g /dev/null
+begin;
+select queue.defer('t') as id \gset
+select is(pg_temp.refusal(format('select queue.%s', call)), 'QJ003', call || ' before its defer has committed') from (values (format('set_args(%s, ''{}'')', :id)), (format('hold(%s)', :id))) v (call);
+rollback;
 
 -- next
 select queue.defer('n', '{"n": 1}', queue => 'next') as a, queue.defer('n', queue => 'next', priority => 1) as b, queue.defer('n', queue => 'next') as c \gset

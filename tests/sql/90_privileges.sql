@@ -1,6 +1,6 @@
 -- Privileges: what each kind of role may and may not, and that nothing a caller brings along changes anything.
 
-select plan(136);
+select plan(137);
 
 -- The outcome of a call by a role: ok, or its SQLSTATE. What it did is undone.
 create function pg_temp.as_role(role text, call text) returns text language plpgsql as $$
@@ -107,6 +107,7 @@ insert into calls values
   ('select queue.done(array[:other])', 'o'),
   ('select queue.set_priority(array[:other], 1)', 'o'),
   ('select queue.reschedule(:other)', 'o'),
+  ('select queue.set_args(:other, ''{}'')', 'o'),
   ('select queue.delete_queue(''kept'')', 'o'),
   ('select queue.retry(array[:other])', 'o'),
   ('select queue.retry_failed()', 'o'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -495,6 +496,22 @@ def reschedule(
 ) -> None:
     """Give a job that neither runs nor has ended another time."""
     _change_one(_sql.RESCHEDULE, {"id": id, "at": at}, dsn, as_json, dry_run)
+
+
+@jobs.command("args")
+def args(
+    id: Id,
+    given: Annotated[
+        str, typer.Argument(metavar="JSON", help="Its new args, a JSON object; - reads stdin.")
+    ],
+    dsn: DSN = None,
+    as_json: AsJson = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Give a job other args, in place of all it had; a failed one for its retry."""
+    text = sys.stdin.read() if given == "-" else given
+    _show.check_json(args=text)
+    _change_one(_sql.SET_ARGS, {"id": id, "args": text}, dsn, as_json, dry_run)
 
 
 def _count(ids: Sequence[int]) -> str:

@@ -275,7 +275,7 @@ def test_an_unlimited_role_reads_and_changes_them(
     found = {leak[0] for leak in leaks}
     assert found >= set(
         "jobs attempts workers tasks schedules queues metrics move copy delete fail_jobs done"
-        " set_priority reschedule next delete_queue search get stats cancel hold retry pause"
+        " set_priority reschedule set_args next delete_queue search get stats cancel hold retry pause"
         " configure_queue result graph why peek fetch finish_and_fetch finish_many succeed fail"
         " release retry_later extend heartbeat deregister_worker register_task".split()
     ), found

@@ -558,6 +558,20 @@ def test_one_job(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert run("job", "reschedule", id).code == Exit.WRONG_STATE
 
 
+def test_args(run: Run, jobs: Jobs, claim: Claim) -> None:
+    id = defer(run, "t", '{"n": 1, "m": 1}')
+    assert run("job", "args", id, '{"n": 2}').out == f"{id}: ready\n"
+    assert jobs()[0]["args"] == {"n": 2}
+    assert run("job", "args", id, "-", input='{"n": 3}').code == 0
+    assert jobs()[0]["args"] == {"n": 3}
+    for wrong in ("[]", "null", "{", "7"):
+        assert run("job", "args", id, wrong).code == Exit.USAGE
+    assert run("job", "args", 99, "{}").code == Exit.NOT_FOUND
+    claim()
+    assert run("job", "args", id, "{}").code == Exit.WRONG_STATE
+    assert jobs()[0]["args"] == {"n": 3}
+
+
 def test_copy(run: Run, jobs: Jobs) -> None:
     id = defer(run, "t", '{"n": 1}', "-p", 3, "--queueing-lock", "k")
     assert run("job", "copy", id, "--json").json == {"id": id + 1}
@@ -595,6 +609,7 @@ def test_dry_runs(run: Run, conn: Connection, zoo: dict[str, int]) -> None:
         ["job", "cancel", zoo["running"], "--abort"],
         ["job", "priority", 7, one],
         ["job", "reschedule", one, "--at", "2999-01-01"],
+        ["job", "args", one, '{"n": 2}'],
         ["queue", "create", "new"],
         ["queue", "delete", "other"],
         ["queue", "delete", "default", "--force"],
@@ -666,6 +681,7 @@ def test_json_everywhere(run: Run, zoo: dict[str, int]) -> None:
         ["job", "unhold", one],
         ["job", "priority", 2, one],
         ["job", "reschedule", one],
+        ["job", "args", one, "{}"],
         ["job", "next", "--peek"],
         ["job", "restart", zoo["failed"]],
         ["job", "move", one, "--to", "q"],

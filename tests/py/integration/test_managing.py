@@ -46,6 +46,7 @@ METHODS: dict[str, tuple[Any, ...]] = {
     "hold": (),
     "unhold": (),
     "set_priority": (5,),
+    "set_args": ({"n": 5},),
     "delete": (),
 }
 
@@ -110,6 +111,8 @@ async def test_what_each_does(app: App, jobs: Jobs, call: Call) -> None:
     assert now("state") == ("ready",)
     assert await call(job.set_priority, -7) == "ready"
     assert now("priority") == (-7,)
+    assert await call(job.set_args, {"at": LATER}) == "ready"
+    assert [app.codec.decode(row["args"]) for row in jobs()] == [{"at": LATER}]
     assert await call(job.cancel) == "cancelled"
     assert now("state") == ("cancelled",)
     assert await call(job.retry) == "ready"
@@ -152,8 +155,8 @@ async def test_wrong_states(app: App, conn: Connection, jobs: Jobs, call: Call) 
     made["waiting"] = app.defer("t", needs=[made["ready"]])
     assert {name: job.state() for name, job in made.items()} == {name: name for name in made}
     refused = {
-        "running": ["cancel", "retry", "reschedule", "hold", "unhold", "delete"],
-        "succeeded": ["cancel", "reschedule", "hold", "unhold"],
+        "running": ["cancel", "retry", "reschedule", "hold", "unhold", "set_args", "delete"],
+        "succeeded": ["cancel", "reschedule", "hold", "unhold", "set_args"],
         "cancelled": ["cancel", "reschedule", "hold", "unhold"],
         "held": ["retry"],
         "ready": ["retry", "unhold", "delete"],
@@ -332,6 +335,7 @@ async def test_in_the_callers_transaction(
         ("hold", (), "held"),
         ("unhold", (), "ready"),
         ("set_priority", (5,), "ready"),
+        ("set_args", ({"n": 5},), "ready"),
         ("delete", (), None),
     ]
     made = {name: app.defer("t", held=name == "unhold") for name, *_ in cases}
@@ -368,6 +372,7 @@ async def test_in_the_callers_transaction(
     }
     assert made["delete"].id not in rows
     assert rows[made["set_priority"].id]["priority"] == 5
+    assert rows[made["set_args"].id]["args"] == {"n": 5}
     assert rows[made["reschedule"].id]["scheduled_at"] == LATER
     assert [row["reason"] for row in rows.values() if row["queue"] == "mail"] == ["paused"]
 

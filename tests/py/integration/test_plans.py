@@ -236,6 +236,7 @@ def _operate(session: Session, kind: str, ids: Sequence[int]) -> None:
         "hold(%s)",
         "copy(%s, 'elsewhere')",
         "reschedule(%s, '2100-01-01')",
+        "set_args(%s, '{}')",
         "result(%s)",
         "graph(%s)",
     ):

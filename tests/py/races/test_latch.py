@@ -194,6 +194,7 @@ WAKING = {
     "copy": ("queue.tick()", "queue.copy({id})"),
     "reschedule": ("queue.reschedule({id}, '2999-01-01Z')", "queue.reschedule({id}, null)"),
     "set_priority": ("queue.tick()", "queue.set_priority(array[{id}], 5)"),
+    "set_args": ("queue.tick()", "queue.set_args({id}, '{{}}')"),
     "configure_queue": (
         "queue.pause('default')",
         "queue.configure_queue('default', '{{\"paused\": false}}')",

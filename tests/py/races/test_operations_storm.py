@@ -132,8 +132,9 @@ class Storm:
             if name == "copy":
                 connection.execute("select queue.copy(%s)", some[:1])
             elif name == "one":
-                one = dice.choice(["hold", "unhold", "cancel", "reschedule"])
-                connection.execute(f"select queue.{one}(%s)", some[:1])
+                calls = ["hold(%s)", "unhold(%s)", "cancel(%s)", "reschedule(%s)"]
+                one = dice.choice([*calls, "set_args(%s, '{\"n\": 1}')"])
+                connection.execute(f"select queue.{one}", some[:1])
             else:
                 marks = ", ".join(["%s"] * (1 + len(given)))
                 rows = connection.execute(
