@@ -918,6 +918,16 @@ class Machine(RuleBasedStateMachine):
             job.is_later = later
             job.waits_for_retry = job.waits_for_retry and later
 
+    @rule(c=clients, n=a_job, value=st.integers(100, 199))
+    def set_args(self, c: int, n: int, value: int) -> None:
+        if (job := self.pick(n)) is None:
+            return
+        client = self.idle(c)
+        refused = job.claim is not None or job.final == "succeeded"
+        with self.refused(client, "QJ003" if refused else None):
+            client.call("set_args", ("id", job.id), ("args", {"n": value}))
+            job.args = {"n": value}
+
     def told(
         self, client: Client, function: str, jobs: list[Job], *more: Any
     ) -> dict[int, str | None]:
