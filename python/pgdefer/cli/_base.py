@@ -93,6 +93,7 @@ _READ_THERE = {
 REFUSALS = {
     "QJ001": (Exit.NOT_FOUND, "there is no such job"),
     "QJ003": (Exit.WRONG_STATE, "its state does not allow this"),
+    "QJ004": (Exit.ALREADY_QUEUED, "another job has its queueing lock"),
 }
 
 DSN = Annotated[

@@ -410,6 +410,20 @@ def test_restart(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     assert run("job", "restart", failed, "--failed").code == Exit.USAGE
 
 
+def test_restart_where_another_has_the_queueing_lock(run: Run, jobs: Jobs) -> None:
+    first = defer(run, "t", "--queueing-lock", "k")
+    run("job", "fail", first, "--yes")
+    second = defer(run, "t", "--queueing-lock", "k")
+    for which in (first, "--failed"):
+        done = run("job", "restart", which)
+        assert (done.code, done.out) == (Exit.ALREADY_QUEUED, "")
+        assert done.err == f"{first}: another job has its queueing lock (failed)\n"
+    assert run("job", "restart", first, 99).code == Exit.PARTLY
+    run("job", "delete", second, "--yes")
+    assert run("job", "restart", first).out == f"{first}: ready\n"
+    assert jobs.states() == {first: "ready"}
+
+
 def test_fail(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     retry = '{"retry": {"max_attempts": 10}}'
     need = defer(run, "t", "--options", retry)
