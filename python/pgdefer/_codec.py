@@ -43,7 +43,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from ._errors import DecodeError, EncodeError
 
-__all__ = ["TAG", "UNENCODABLE", "Codec", "model_codec"]
+__all__ = ["TAG", "UNENCODABLE", "Codec", "model_codec", "raw"]
 
 TAG = "__pgdefer__"
 # The tag of a result that could not be stored; its value is the type's name.
@@ -67,6 +67,31 @@ def unwrap(stored: str) -> Any:
         raise DecodeError("the value is nested too deeply") from None
     except ValueError as error:
         raise DecodeError(f"the value can't be read: {error}") from error
+
+
+def raw(stored: str) -> str | bytes:
+    """Return what JSON text stands for: a text or bytes, or the text of a tagged value of _TEXTS.
+
+    All else stays as it is stored. Raises DecodeError for such a value that is malformed.
+    """
+    if stored[0] != '"' and not (stored[0] == "{" and TAG in stored):
+        return stored
+    try:
+        value = json.loads(stored)
+    except (RecursionError, ValueError):  # too deep, or with too many digits, for one of those
+        return stored
+    match value:
+        case {"__pgdefer__": str(tag)} if tag in _TEXTS:
+            value = Codec().decode(value)
+    match value:
+        case bytes() | bytearray():
+            return bytes(value)
+        case dt.date() | dt.time():
+            return value.isoformat()
+        case dict():
+            return stored
+        case _:
+            return str(value)
 
 
 # What is JSON already.
@@ -500,6 +525,10 @@ _DECODERS: dict[str, Decoder] = {
     "enum": lambda value: value,
     "dataclass": lambda value: value,
 }
+
+# The tags of what `raw` takes for more than JSON.
+_TEXTS = frozenset({"float", "decimal", "uuid", "date", "time", "datetime", "timedelta"})
+_TEXTS |= {"str", "bytes", "bytearray"}
 
 
 def model_codec(

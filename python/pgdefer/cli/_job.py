@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from pgdefer import _sql
+from pgdefer._codec import raw
 
 from . import _complete, _show
 from ._base import (
@@ -221,12 +222,23 @@ def get(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one array of all that is found.")
     ] = False,
+    as_raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="Print texts without quotes; bytes, dates and so on as what they are."
+        ),
+    ] = False,
 ) -> None:
     """Print what a path finds in a job's args, as JSON. Ends with 14 where there is nothing."""
+    if as_raw and as_json:
+        fail(Exit.USAGE, "--raw and --json exclude each other")
     with session(dsn) as on:
         rows = on.call(_sql.GET, {"id": id, "path": path})
-    values = [row["value"] for row in rows.values]
-    if as_json:
+        values = [row["value"] for row in rows.values]
+        raws = [raw(value) for value in values] if as_raw else []
+    if raws:
+        _show.write_raw(raws)
+    elif as_json:
         _show.print_json(values)
     elif values:
         _show.write("\n".join(values))

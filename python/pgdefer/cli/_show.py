@@ -283,6 +283,15 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_raw(values: Sequence[str | bytes]) -> None:
+    """Print texts, in UTF-8, and bytes, a line each; bytes alone without a line's end."""
+    end = b"" if len(values) == 1 and isinstance(values[0], bytes) else b"\n"
+    for value in values:
+        data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
+        sys.stdout.buffer.write(data + end)
+    sys.stdout.flush()
+
+
 def check_json(**given: str | None) -> None:
     """End with a message where a text is no JSON."""
     for name, text in given.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import json
 import os
 import re
@@ -11,7 +12,10 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
+import zoneinfo
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ import psycopg
 import pytest
 from typer.testing import CliRunner
 
-from pgdefer import _sql
+from pgdefer import App, _sql
 from pgdefer._connect import Connection
 from pgdefer._server import EmbeddedServer
 from pgdefer.cli import Exit, _job
@@ -303,6 +307,50 @@ def test_get_tells_apart(run: Run) -> None:
     assert "nothing at nope" in missing.err
     assert run("job", "get", "items[", id).code == Exit.USAGE
     assert run("job", "get", "items", 99).code == Exit.NOT_FOUND
+
+
+def test_get_raw(run: Run, app: App) -> None:
+    args: dict[str, Any] = {
+        "to": 'Ünn "A"\t',
+        "pdf": b"%PDF\xff\0\n",
+        "parts": [bytearray(b"\xfe"), "b", {"c": b"d"}, None, 1.5],
+        "dates": [dt.date(2030, 1, 31), dt.time(9), dt.timedelta(-1, 5)],
+        "at": dt.datetime(2030, 1, 31, 9, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
+        "numbers": [Decimal("1.50"), 1e300, uuid.UUID(int=1)],
+        "odd": "a\0\ud800",
+        "code": Exit.DONE,
+        "tuple": (1, b"x"),
+    }
+    id = app.defer("t", args).id
+
+    def get(path: str) -> bytes:
+        command = [sys.executable, "-m", "pgdefer", "job", "get", path, str(id), "--raw"]
+        return subprocess.run(command, check=True, capture_output=True).stdout
+
+    assert get("to") == 'Ünn "A"\t\n'.encode()
+    assert get("pdf") == args["pdf"], "without a line's end"
+    tagged = b'{"c": {"value": "ZA==", "__pgdefer__": "bytes"}}'
+    assert get("parts[*]") == b"\xfe\nb\n%b\nnull\n1.5\n" % tagged
+    assert get("odd") == b"a\0\xed\xa0\x80\n"
+    for path, shown in {
+        "dates[*]": "2030-01-31\n09:00:00\n-1 day, 0:00:05\n",
+        "at": "2030-01-31T09:00:00+01:00\n",
+        "numbers[*]": f"1.50\n1e+300\n{uuid.UUID(int=1)}\n",
+    }.items():
+        assert run("job", "get", path, id, "--raw").out == shown
+    for path in ("$", "parts", "code", "tuple"):
+        assert run("job", "get", path, id, "--raw").out == run("job", "get", path, id).out
+    assert run("job", "get", "nope", id, "--raw").code == Exit.NOTHING
+    assert run("job", "get", "to", id, "--raw", "--json").code == Exit.USAGE
+
+
+def test_get_raw_what_was_written_by_hand(run: Run) -> None:
+    args = '{"a": {"__pgdefer__": "bytes", "value": 1}, "b": {"__pgdefer__": []}}'
+    id = defer(run, "t", args)
+    assert run("job", "get", "b", id, "--raw").out == '{"__pgdefer__": []}\n'
+    malformed = run("job", "get", "a", id, "--raw")
+    assert (malformed.code, malformed.out) == (Exit.ERROR, "")
+    assert "the value is malformed" in malformed.err
 
 
 def test_search(run: Run, conn: Connection) -> None:
