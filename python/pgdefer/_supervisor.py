@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ __all__ = ["Supervisor", "Tether"]
 log = logging.getLogger("pgdefer.supervisor")
 
 # How often a worker says that it lives, in seconds, and how often it may miss that: as long as the
-# database waits for a heartbeat.
+# database waits for a heartbeat unless told otherwise, and not less, as it has yet to start.
 BEAT = 1.0
 MISSES = 30
 # How long a process that was told to end at once may take to report that.
@@ -86,9 +87,10 @@ class Supervisor:
     """Keeps `processes` of a command running until it is told to stop.
 
     One that has ended its worker is followed by another at once, unless `is_drain`: then it has
-    found nothing to do. One that fails, dies or shows no life for 30 seconds is followed after a
-    delay, which grows from 0.1 to 5 seconds until one has lived for 30. One that fails before it
-    has registered ends them all if none ever has, or if its exit code is in `fatal`.
+    found nothing to do. One that fails, dies or shows no life for 30 seconds (`dead_after`, where
+    that is longer) is followed after a delay, which grows from 0.1 to 5 seconds until one has lived
+    for 30. One that fails before it has registered ends them all if none ever has, or if its exit
+    code is in `fatal`.
 
     `command` is a worker's command, and `arguments` what follows the options of its tether.
 
@@ -103,6 +105,7 @@ class Supervisor:
         *,
         is_drain: bool = False,
         shutdown_timeout: float | None = None,
+        dead_after: float = 0.0,
         fatal: Sequence[int] = (),
     ) -> None:
         self._command = command
@@ -110,6 +113,7 @@ class Supervisor:
         self._processes = processes
         self._is_drain = is_drain
         self._shutdown_timeout = shutdown_timeout
+        self._misses = max(MISSES, math.ceil(dead_after / BEAT))
         self._fatal = frozenset(fatal)
         self._running: set[_Process] = set()
         self._has_registered = False
@@ -140,7 +144,7 @@ class Supervisor:
         replaces: int | None = None
         while not self._stopping.is_set():
             try:
-                process = _Process(self._command, replaces, self._arguments)
+                process = _Process(self._command, replaces, self._arguments, self._misses)
             except OSError as error:
                 log.error("no process could be started: %s", error)
             else:
@@ -205,13 +209,18 @@ class _Process:
     """A worker's process, and the supervisor's end of its tether."""
 
     def __init__(
-        self, command: Sequence[str], replaces: int | None, arguments: Sequence[str]
+        self,
+        command: Sequence[str],
+        replaces: int | None,
+        arguments: Sequence[str],
+        misses: int,
     ) -> None:
         #: The worker's id, once it has told it, and whether it has said that nothing is left of it.
         self.worker: int | None = None
         self.is_done = False
         #: How many seconds it has lived.
         self.beats = 0
+        self._misses = misses
         self._missed = 0
         self._rest = b""
         self._loop = asyncio.get_running_loop()
@@ -241,8 +250,9 @@ class _Process:
                 # Counted, not by the clock: this process may have been stopped, too.
                 self.beats += 1
                 self._missed += 1
-                if self._missed > MISSES:
-                    log.error("%r has shown no life for %g seconds: killed", self, MISSES * BEAT)
+                if self._missed > self._misses:
+                    silence = self._misses * BEAT
+                    log.error("%r has shown no life for %g seconds: killed", self, silence)
                     self.send(signal.SIGKILL)
                 if self._ended.done():
                     await asyncio.to_thread(self._process.wait)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ._app import App
     from ._supervisor import Tether
 
-__all__ = ["Worker", "WorkerOptions"]
+__all__ = ["Worker", "WorkerOptions", "check_options"]
 
 log = logging.getLogger("pgdefer.worker")
 
@@ -122,7 +122,7 @@ class Worker:
     def __init__(
         self, app: App, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]
     ) -> None:
-        _check(options)
+        check_options(options)
         self.app = app
         self.queues = None if queues is None else listed("queues", queues)
         slots = options.get("slots") or [options.get("concurrency", 20)]
@@ -885,7 +885,7 @@ class Worker:
             self._give_back(job)
 
 
-def _check(options: WorkerOptions) -> None:
+def check_options(options: WorkerOptions) -> None:
     """Raise TypeError for an option that there is not, ValueError for a value out of range."""
     known = WorkerOptions.__annotations__
     if unknown := ", ".join(sorted(options.keys() - known.keys())):

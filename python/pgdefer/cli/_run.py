@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import importlib
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,6 +20,7 @@ from pgdefer import App, Worker, WorkerOptions, __version__, _sql
 from pgdefer._connect import Source
 from pgdefer._install import install, installed_version
 from pgdefer._supervisor import Supervisor, Tether
+from pgdefer._worker import check_options
 
 from . import _show
 from ._base import DSN, AsJson, Exit, fail, out, reported, session
@@ -129,6 +132,15 @@ def worker(
             show_default="no limit",
         ),
     ] = None,
+    heartbeat_every: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Say so often that the worker lives.")
+    ] = 10.0,
+    dead_after: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", help="After such a silence its jobs are given to others."
+        ),
+    ] = 30.0,
     drain: Annotated[
         bool, typer.Option("--drain", help="End when there is nothing to do.")
     ] = False,
@@ -159,16 +171,12 @@ def worker(
     )
     if verbose:
         logging.getLogger("pgdefer").setLevel(logging.DEBUG)
-    if processes is not None and tether is None:
-        if drain and max_jobs is not None:
-            fail(Exit.USAGE, "with --processes give --drain or --max-jobs, not both.")
-        _supervise(processes, is_drain=drain, shutdown_timeout=shutdown_timeout)
     tied = _tied(tether, replaces)
-    found = _moved(_load(app), dsn, listen_dsn, pgbouncer=pgbouncer)
-    wanted = _names(queues or []) or None
     options: WorkerOptions = {
         "name": name,
         "shutdown_timeout": shutdown_timeout,
+        "heartbeat_every": heartbeat_every,
+        "dead_after": dead_after,
         "drain": drain,
         "max_jobs": max_jobs,
         "prune_schedules": prune_schedules,
@@ -178,10 +186,16 @@ def worker(
         options["concurrency"] = concurrency
     if slots:
         options["slots"] = slots
-    try:
+    with _checked():
+        check_options(options)
+    if processes is not None and tied is None:
+        if drain and max_jobs is not None:
+            fail(Exit.USAGE, "with --processes give --drain or --max-jobs, not both.")
+        _supervise(processes, options)
+    found = _moved(_load(app), dsn, listen_dsn, pgbouncer=pgbouncer)
+    wanted = _names(queues or []) or None
+    with _checked():
         running = Worker(found, wanted, **options)
-    except ValueError as error:
-        fail(Exit.USAGE, str(error))
     if tied is not None:
         running.tether, tied.worker = tied, running
     _run(running)
@@ -327,15 +341,25 @@ def _moved(app: App, dsn: str | None, listen_dsn: str | None, *, pgbouncer: bool
     return app
 
 
-def _supervise(processes: int, *, is_drain: bool, shutdown_timeout: float | None) -> NoReturn:
+@contextlib.contextmanager
+def _checked() -> Iterator[None]:
+    """End with a message where the worker does not take an option's value."""
+    try:
+        yield
+    except ValueError as error:
+        fail(Exit.USAGE, str(error))
+
+
+def _supervise(processes: int, options: WorkerOptions) -> NoReturn:
     """Run this command in several processes, and end as they do."""
     # As the program does, without the current folder before Python's own modules.
     supervisor = Supervisor(
         [sys.executable, "-P", "-m", "pgdefer", sys.argv[1]],
         sys.argv[2:],
         processes,
-        is_drain=is_drain,
-        shutdown_timeout=shutdown_timeout,
+        is_drain=options["drain"],
+        shutdown_timeout=options["shutdown_timeout"],
+        dead_after=options["dead_after"],
         fatal=_UNMENDABLE,
     )
     raise typer.Exit(supervisor.run())

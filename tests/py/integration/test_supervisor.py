@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import os
 import signal
 import subprocess
@@ -315,6 +316,35 @@ def test_a_worker_that_shows_no_life_is_killed_and_replaced(
         supervisor.wait()
 
 
+def test_heartbeats(supervise: Supervise, conn: Connection) -> None:
+    supervise("--processes", "1", "--heartbeat-every", "0.1", "--dead-after", "5")
+    seen = "select dead_after, info -> 'heartbeat_every', last_seen_at from queue.workers"
+    dead_after, every, first = wait_for(lambda: conn.execute(seen).fetchone())
+    assert (dead_after, every) == (dt.timedelta(seconds=5), 0.1)
+    wait_for(lambda: conn.execute(f"{seen} where last_seen_at > %s", [first]).fetchone(), 5)
+
+
+def test_a_worker_may_show_no_life_for_as_long_as_dead_after(
+    conn: Connection, folder: Path
+) -> None:
+    program = (
+        "import sys; from pgdefer import _supervisor, cli; _supervisor.MISSES = 1;"
+        "sys.argv = ['pgdefer', 'worker', '-A', 'mod', '--processes', '1', '--dead-after', '60'];"
+        "cli.main()"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=folder)
+    try:
+        (silent,) = wait_for(lambda: pids(conn))
+        os.kill(silent, signal.SIGSTOP)
+        conn.execute("select pg_sleep(3)")
+        os.kill(silent, signal.SIGCONT)
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(30) == Exit.DONE
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+
+
 def test_what_no_new_process_mends_ends_the_supervisor(
     supervise: Supervise, conn: Connection, folder: Path
 ) -> None:
@@ -341,3 +371,6 @@ def test_options_that_do_not_go_together(supervise: Supervise) -> None:
     supervisor = supervise("--processes", "1", "--drain", "--max-jobs", "5")
     assert supervisor.code() == Exit.USAGE
     assert "--drain or --max-jobs, not both" in supervisor.log()
+    supervisor = supervise("--processes", "1", "--dead-after", "5")
+    assert supervisor.code() == Exit.USAGE
+    assert "1 processes" not in supervisor.log()
