@@ -124,12 +124,18 @@ class Source:
 
     def _embedded(self, *, restart: bool) -> str:
         from ._install import install  # noqa: PLC0415 (needs this module)
-        from ._server import EmbeddedServer  # noqa: PLC0415 (not on every system)
+        from ._server import EmbeddedServer, ServerError  # noqa: PLC0415 (not on every system)
 
         with self._lock:
             if self._dsn is None or restart:
                 self._server = self._server or EmbeddedServer()
-                self._dsn = self._server.ensure_running()
+                try:
+                    self._dsn = self._server.ensure_running()
+                except (ServerError, OSError) as error:
+                    if self._dsn is None:
+                        raise
+                    # It has run, and may again: to who is connected it is away as any other.
+                    raise psycopg.OperationalError(str(error)) from error
             if not self._is_installed:
                 install(self._dsn)
                 self._is_installed = True

@@ -116,7 +116,8 @@ class Worker:
 
     `WorkerOptions` says what else can be given. A worker lives until `stop`, whatever becomes of
     the database meanwhile; what nothing mends, such as missing rights, ends it with an exception,
-    and so does a first connection that is refused for its database, role or password.
+    and so does a first connection that is refused for its database, role or password, or an
+    embedded server that can't be started when it is first needed.
     """
 
     def __init__(
