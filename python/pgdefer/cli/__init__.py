@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
+import os
 import sys
+from pathlib import Path
+
+import typer
 
 from . import _db, _defer, _graph, _job, _pg, _psql, _queue, _run, _schedule, _top
 from ._base import Exit, cli, fail
@@ -31,6 +36,8 @@ cli.command()(_psql.psqlrc)
 
 def main() -> None:
     """Run the command line."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it is closed
             stream.reconfigure(errors="replace")
@@ -39,4 +46,6 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        fail(Exit.ERROR, f"the output can't be written: {error.strerror}")
+        with contextlib.suppress(typer.Exit):
+            fail(Exit.ERROR, f"the output can't be written: {error.strerror}")
+        sys.exit(Exit.ERROR)

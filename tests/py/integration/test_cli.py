@@ -72,6 +72,7 @@ def test_version(run: Run, dsn: str) -> None:
     assert (done.returncode, done.stdout) == (0, f"client {__version__}\ndatabase {__version__}\n")
 
 
+@pytest.mark.parametrize("command", ["job ls", "job ls --json", "job get name 1 --raw"])
 @pytest.mark.parametrize(
     ("to", "code", "said"),
     [
@@ -80,20 +81,20 @@ def test_version(run: Run, dsn: str) -> None:
         (
             "> /dev/full",
             Exit.ERROR,
-            "pgdefer: the output can't be written: No space left on device",
+            "pgdefer: the output can't be written: No space left on device\n",
         ),
     ],
 )
 def test_wherever_the_output_goes(
-    app: App, dsn: str, tmp_path: Path, *, to: str, code: int, said: str
+    app: App, dsn: str, tmp_path: Path, *, command: str, to: str, code: int, said: str
 ) -> None:
-    app.defer("\N{SNOWMAN}")
-    command = f'"{sys.executable}" -m pgdefer job ls --dsn "{dsn}" {to}'
+    app.defer("\N{SNOWMAN}", {"name": "ready"})
+    typed = f'"{sys.executable}" -m pgdefer {command} --dsn "{dsn}" {to}'
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
-        ["sh", "-c", command], check=False, capture_output=True, text=True, cwd=tmp_path, env=env
+        ["sh", "-c", typed], check=False, capture_output=True, text=True, cwd=tmp_path, env=env
     )
-    assert (done.returncode, done.stderr.partition("\n")[0]) == (code, said)
+    assert (done.returncode, done.stderr) == (code, said)
     if to == "> out":
         assert "ready" in (tmp_path / "out").read_text()
 
