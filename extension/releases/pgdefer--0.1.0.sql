@@ -4676,23 +4676,36 @@ begin
   return p_id || v_path;
 end $$;
 
--- Whether a job that yields will wait for its needs, as far as its transaction can see.
-create or replace function queue._yield_waits(p_id bigint, p_payload jsonb)
-returns boolean language plpgsql stable parallel safe security invoker as $$
+-- How the needs of a job that yields hold it, as far as its transaction can see: waiting or upstream_failed, NULL if they don't.
+-- As _needs_states, which knows the yield only once it has settled.
+create or replace function queue._yield_state(p_id bigint, p_payload jsonb)
+returns text language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
+declare
+  v_mode smallint := (select queue._needs_mode(j.options) from queue.job j where j.id = p_id);
+  v record;
 begin
-  return not p_payload ? 'ignore'
-    and not exists (
-      select from queue.need d join queue.finished f on f.id = d.need_id
-      where d.job_id = p_id and d.mode & 1 <> 0 and d.is_open and (f.state = 'succeeded' or d.mode & 2 <> 0))
-    and exists (
-    select from (
-      select d.need_id as id, d.deleted_state from queue.need d where d.job_id = p_id
-      union all
-      select n::bigint, null from jsonb_array_elements_text(p_payload -> 'needs') n) d
-    where d.deleted_state is null
-      and not exists (select from queue.finished f where f.id = d.id
-                      and (f.state = 'succeeded' or (select queue._needs_mode(j.options) & 2 <> 0 from queue.job j where j.id = p_id))));
+  if p_payload ? 'ignore' then
+    return null;
+  end if;
+  select count(*) as total, count(*) filter (where c.class = 'f') as failed, count(*) filter (where x.is_satisfied) as satisfied,
+    count(*) filter (where d.is_open) as open, count(*) filter (where x.is_satisfied and d.is_open) as satisfied_open
+  into v
+  from (
+    select d.need_id as id, d.is_open, d.deleted_state from queue.need d where d.job_id = p_id
+    union all
+    select n::bigint, not exists (select from queue.finished f where f.id = n::bigint), null from jsonb_array_elements_text(p_payload -> 'needs') n) d
+  left join lateral (select f.state from queue.finished f where f.id = d.id offset 0) f on true
+  left join lateral (select w.reason from queue.waiting w where w.id = d.id and f.state is null offset 0) w on true
+  cross join lateral (select case
+    when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
+    when coalesce(f.state, d.deleted_state) is not null or w.reason in ('held', 'upstream_failed') then 'f'
+    else 'p' end as class) c
+  cross join lateral (select c.class = 's' or c.class = 'f' and v_mode & 2 <> 0 as is_satisfied) x;
+  return case
+    when v.satisfied = v.total or v_mode & 1 <> 0 and (v.open = 0 or v.satisfied_open > 0) then null
+    when v_mode & 2 = 0 and case when v_mode & 1 <> 0 then v.failed = v.total else v.failed > 0 end then 'upstream_failed'
+    else 'waiting' end;
 end $$;
 
 -- Adds the needs of a yield. False, with nothing done: two yields at once closed a circle.
@@ -6194,9 +6207,8 @@ begin
     perform queue._start_over(array[p_id]);
   end if;
   perform queue._hand_over(array[p_id], array[v_live.flags], 'again', p_settle, v_payload);
-  return case when v_kind = 'retry_later' and queue._yield_waits(p_id, v_payload) then 'waiting'
-              when v_at > v_now then 'scheduled'
-              else 'ready' end;
+  return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_payload) end,
+                  case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 
 -- After how many failures a job has failed; NULL for never. Without a policy after the first, unless the

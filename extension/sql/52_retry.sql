@@ -106,9 +106,8 @@ begin
     perform queue._start_over(array[p_id]);
   end if;
   perform queue._hand_over(array[p_id], array[v_live.flags], 'again', p_settle, v_payload);
-  return case when v_kind = 'retry_later' and queue._yield_waits(p_id, v_payload) then 'waiting'
-              when v_at > v_now then 'scheduled'
-              else 'ready' end;
+  return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_payload) end,
+                  case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 
 -- After how many failures a job has failed; NULL for never. Without a policy after the first, unless the

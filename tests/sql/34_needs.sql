@@ -1,7 +1,7 @@
 -- Needs: modes, failures, their withdrawal, yields, circles, deadlines, what is kept for them.
 -- The full table is in tests/py/races/test_needs_oracle.py, the races are in isolation/needs_*.spec.
 
-select plan(188);
+select plan(190);
 
 select queue.register_worker('w') as worker \gset
 
@@ -256,6 +256,64 @@ select is(queue.unhold(pg_temp.id('h')), 'ready', 'let go');
 select is(pg_temp.run('h'), 'succeeded', 'it may end');
 select is(pg_temp.states(), 'h:succeeded b:ready j:waiting', 'the other is waited for');
 call pg_temp.clear();
+
+-- What retry_later says is the state that the job then has, whatever became of its needs while it ran
+create temp table said (mode text, failure text, a text, b text, is_late boolean, said text, state text);
+create procedure pg_temp.become(task text, state text) language plpgsql as $$
+declare
+  v_id bigint := pg_temp.id(become.task);
+  v_is_over boolean := (select j.state = 'succeeded' from queue.jobs j where j.id = v_id);
+begin
+  if v_is_over and become.state not in ('succeeded', 'deleted') then
+    perform queue.retry(array[v_id]);
+    commit;
+  end if;
+  case
+    when become.state = 'held' then
+      perform queue.hold(v_id);
+    when become.state = 'deleted' then
+      perform queue.delete(array[v_id], true);
+    when become.state = 'failed' or become.state = 'succeeded' and not v_is_over then
+      perform pg_temp.run(become.task, become.state);
+    else
+  end case;
+  commit;
+end $$;
+create procedure pg_temp.try_yields() language plpgsql as $$
+declare
+  v record;
+  v_said text;
+begin
+  for v in
+    select m.mode, f.failure, a.state as a, b.state as b, l.is_late
+    from unnest('{all,any}'::text[]) m (mode) cross join unnest('{block,proceed}'::text[]) f (failure)
+    cross join unnest('{succeeded,failed,held,ready,deleted}'::text[]) a (state) cross join unnest('{succeeded,failed,held,ready,deleted}'::text[]) b (state)
+    cross join unnest('{f,t}'::boolean[]) l (is_late)
+    where m.mode = 'any' or not l.is_late
+  loop
+    call pg_temp.clear();
+    commit;
+    perform pg_temp.defer('a'), pg_temp.defer('b');
+    commit;
+    perform pg_temp.run('a'), case when not v.is_late then pg_temp.run('b') end;
+    commit;
+    perform pg_temp.defer('j', 'a b', v.mode, v.failure);
+    commit;
+    perform pg_temp.run('j', 'none');
+    commit;
+    call pg_temp.become('a', v.a);
+    call pg_temp.become('b', v.b);
+    v_said := pg_temp.finish('j', 'retry_later', '{"needs": []}');
+    commit;
+    perform queue.tick();
+    commit;
+    insert into said select v.mode, v.failure, v.a, v.b, v.is_late, v_said, j.state from queue.jobs j where j.task = 'j';
+  end loop;
+  call pg_temp.clear();
+end $$;
+call pg_temp.try_yields();
+select is((select string_agg(distinct s.state, ' ') || ' ' || count(*) from said s), 'ready upstream_failed waiting 150', 'all ends of two needs');
+select is_empty('select * from said s where s.said <> s.state', 'retry_later has said so');
 
 -- max_progress
 select pg_temp.defer('j', more => '{"max_progress": 1}') \g /dev/null

@@ -277,6 +277,9 @@ class Model:
         elif way == "retry_later":
             self.give_back(job)
             job.is_later = job.waits_for_retry = options.get("at") is not None
+            needs = self.needs(job)
+            if needs != "satisfied":
+                return "upstream_failed" if needs == "failed" else "waiting"
             return "scheduled" if job.is_later else "ready"
         else:
             job.attempts -= 1
@@ -493,7 +496,7 @@ class Machine(RuleBasedStateMachine):
             priority=spec["priority"],
             own_deadline=arguments["deadline"] or "9999",
             lock=spec["lock"],
-            is_mutex=bool(spec["lock"]) and spec["is_mutex"],
+            is_mutex=spec["is_mutex"],
             keys=spec["keys"],
             discards=spec["discards"] and bool(spec["keys"]),
             is_later=spec["time"] == FUTURE,
@@ -817,7 +820,9 @@ class Machine(RuleBasedStateMachine):
 
         def end() -> None:
             expected = self.model.finish(job, way, options)
-            assert state in ("", None, expected), f"{state} for {expected}"
+            # what it needs may change until the transaction ends
+            is_unsure = way == "retry_later" and job.needs
+            assert is_unsure or state in ("", None, expected), f"{state} for {expected}"
             self.must_tick = True
 
         self.effect(client, end)
@@ -832,7 +837,7 @@ class Machine(RuleBasedStateMachine):
     def finish_many(
         self, c: int, drawn: list[tuple[int, tuple[str, dict[str, Any]]]], fetches: bool, n: int
     ) -> None:
-        client = self.idle(c)
+        client, model = self.idle(c), self.model
         jobs = self.claims()
         chosen = {jobs[n % len(jobs)].id: ending for n, ending in drawn} if jobs else {}
         outcomes = [{"id": 10**9, "claim": 1, "outcome": "succeeded"}]
@@ -864,6 +869,11 @@ class Machine(RuleBasedStateMachine):
                 "select id, state, error from queue.finish_many(%s)", [json.dumps(outcomes)]
             ).fetchall()
             told = {id: (state, error) for id, state, error in rows if error is None}
+            for id, (way, _) in chosen.items():
+                # what it needs may end in the same call, before it or after
+                job = model.jobs[id]
+                if way == "retry_later" and id in told and told[id][0] in model.states(job):
+                    expected[id] = told[id]
             assert told == {id: both for id, both in expected.items() if id != 10**9}
             assert len(rows) == len(outcomes)
 
