@@ -31,6 +31,8 @@ begin
     when 'cancelled' then return format('it was cancelled at %s: %s', v.finished_at, v.reason);
     when 'running' then
       return format('it runs since %s on worker %s, claim %s', v.started_at, v.worker_id, v.claim)
+        || coalesce((select case when l.is_own then format('; its lease ends at %s', l.expires_at) else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
+                     from queue.lease l where l.id = v.id and l.claim = v.claim), '')
         || case when v.reason is not null then format('; its worker has been told to abort it: %s', v.reason) else '' end;
     when 'held' then return 'it is held; queue.unhold lets it go on';
     when 'scheduled' then return format('its time has not come: %s', v.scheduled_at);

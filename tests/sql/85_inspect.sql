@@ -1,6 +1,6 @@
 -- check finds what is planted; why tells what a job waits for; peek shows what comes.
 
-select plan(81);
+select plan(83);
 
 set pgdefer.notify = off;
 
@@ -103,7 +103,7 @@ select is_empty('select * from queue.check()', 'and nothing of it is left');
 -- why
 select matches(queue.why(pg_temp.id(task)), expected, task || ': ' || expected)
 from (values
-  ('done', '^it succeeded at '), ('runs', '^it runs since .* on worker \d+, claim \d+$'), ('waits its turn', '^its lock l is held by job \d+ \(running\)$'),
+  ('done', '^it succeeded at '), ('runs', '^it runs since .* on worker \d+, claim \d+$'), ('has a lease', '^it runs since .* on worker \d+, claim \d+; its timeout ends at \d{4}-'), ('waits its turn', '^its lock l is held by job \d+ \(running\)$'),
   ('waits for a slot', '^its concurrency key k is full: job \d+$'), ('ready', '^it is ready'), ('scheduled', '^its time has not come: 2999-01-01'), ('held', '^it is held'),
   ('paused', '^its queue p is paused$'), ('needs', '^it needs job \d+ \(scheduled\)$'), ('not admitted', '^it has not been admitted yet')
 ) v (task, expected);
@@ -122,6 +122,12 @@ begin;
 select queue.succeed(j.id, j.claim) from queue.jobs j where j.task = 'runs' \g /dev/null
 select matches(queue.why(pg_temp.id('waits its turn')), '^its lock l is held by job \d+ \(succeeded\); the next fetch or tick passes it on$', 'one that has ended does not keep it');
 rollback;
+select queue.defer('extended') as extended \gset
+select f.claim from queue.fetch((select max(w.id) from queue.workers w), options => jsonb_build_object('ids', jsonb_build_array(:extended))) f \gset
+select queue.extend(:extended, :claim, interval '1 hour') as ends \gset
+select is(queue.why(:extended), format('it runs since %s on worker %s, claim %s; its lease ends at %s', j.started_at, j.worker_id, :claim, :'ends'), 'a lease of its own')
+from queue.jobs j where j.id = :extended;
+select queue.succeed(:extended, :claim) \g /dev/null
 select queue.pause('p', '2999-01-01Z') \g /dev/null
 select matches(queue.why(pg_temp.id('paused')), '^its queue p is paused until 2999-01-01', 'a pause with an end');
 select queue.resume('p') \g /dev/null
