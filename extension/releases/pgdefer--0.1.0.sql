@@ -4677,31 +4677,36 @@ begin
 end $$;
 
 -- How the needs of a job that yields hold it, as far as its transaction can see: waiting or upstream_failed, NULL if they don't.
--- As _needs_states, which knows the yield only once it has settled.
+-- As _needs_states, which knows the yield only once it has settled (_add_yield_needs).
 create or replace function queue._yield_state(p_id bigint, p_payload jsonb)
-returns text language plpgsql stable parallel safe security invoker as $$
+returns text language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_mode smallint := (select queue._needs_mode(j.options) from queue.job j where j.id = p_id);
+  v_now bigint := pg_current_xact_id()::text::bigint;
+  v_began bigint := (select s.began_xid::text::bigint from queue.job_state s where s.id = p_id);
   v record;
 begin
   if p_payload ? 'ignore' then
     return null;
   end if;
   select count(*) as total, count(*) filter (where c.class = 'f') as failed, count(*) filter (where x.is_satisfied) as satisfied,
-    count(*) filter (where d.is_open) as open, count(*) filter (where x.is_satisfied and d.is_open) as satisfied_open
+    count(*) filter (where o.is_open) as open, count(*) filter (where x.is_satisfied and o.is_open) as satisfied_open
   into v
   from (
     select d.need_id as id, d.is_open, d.deleted_state from queue.need d where d.job_id = p_id
     union all
-    select n::bigint, not exists (select from queue.finished f where f.id = n::bigint), null from jsonb_array_elements_text(p_payload -> 'needs') n) d
-  left join lateral (select f.state from queue.finished f where f.id = d.id offset 0) f on true
-  left join lateral (select w.reason from queue.waiting w where w.id = d.id and f.state is null offset 0) w on true
+    select n::bigint, null, null from jsonb_array_elements_text(p_payload -> 'needs') n
+    where not exists (select from queue.need d where d.job_id = p_id and d.need_id = n::bigint)) d
+  left join lateral (select f.state, age(f.xmin) as age from queue.finished f where f.id = d.id offset 0) f on true
+  left join lateral (select w.reason, age(w.xmin) as age from queue.waiting w where w.id = d.id and f.state is null offset 0) w on true
   cross join lateral (select case
     when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
     when coalesce(f.state, d.deleted_state) is not null or w.reason in ('held', 'upstream_failed') then 'f'
     else 'p' end as class) c
-  cross join lateral (select c.class = 's' or c.class = 'f' and v_mode & 2 <> 0 as is_satisfied) x;
+  cross join lateral (select c.class = 's' or c.class = 'f' and v_mode & 2 <> 0 as is_satisfied) x
+  cross join lateral (
+    select coalesce(d.is_open, not coalesce(x.is_satisfied and v_now - coalesce(f.age, w.age) < v_began, false)) as is_open) o;
   return case
     when v.satisfied = v.total or v_mode & 1 <> 0 and (v.open = 0 or v.satisfied_open > 0) then null
     when v_mode & 2 = 0 and case when v_mode & 1 <> 0 then v.failed = v.total else v.failed > 0 end then 'upstream_failed'

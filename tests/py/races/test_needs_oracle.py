@@ -401,7 +401,7 @@ class Walk:
         if not self.oracle.yield_(number, needs):
             assert said == "QJ005", (number, needs)
         else:
-            assert said in {"ready", "waiting"}, (number, needs, said)
+            assert said == self.oracle.state(number, {}), (number, needs, said)
         return f"retry_later {number} needs {needs}: {said}"
 
     def hold(self):
