@@ -32,6 +32,8 @@ from support import server_program
 
 from .conftest import Jobs
 
+pytestmark = pytest.mark.client
+
 NAMES = [
     '"quoted"',
     "it's",
