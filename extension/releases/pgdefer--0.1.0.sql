@@ -8525,7 +8525,7 @@ end $$;
 comment on function queue.unhold(bigint) is 'Lets a held job go on. Returns its new state.';
 
 -- Readies a call that changes one job: checks that it exists and takes the locks in their order.
--- Locks: the job's row of queue.live, waited for; ADM, waited for. Raises: QJ001, QJ008.
+-- Locks, each waited for: the job's row of queue.live, that of its queueing lock, ADM. Raises: QJ001, QJ008.
 create or replace function queue._reach(p_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -8829,9 +8829,10 @@ end $$;
 comment on function queue.reschedule(bigint, timestamptz) is
   'Gives a job that is neither running nor finished another time, NULL: now; one that waits for a retry too. Returns its new state.';
 
--- Locks: the job's row of queue.live, waited for; ADM, waited for; the row of queue.finished by skip locked.
+-- Locks: as _reach; then, under ADM, the job's row of queue.finished by skip locked.
 -- Why no run has other args than it was given: a fetch that has the job's row is waited for, and the job is then running; one that
--- comes later skips that row, and what is in no row of queue.live is let in under ADM.
+-- comes later skips that row, and what is in no row of queue.live is let in under ADM. Two sessions: operate_claim.spec.
+-- Why no wake-up is lost: it ends with _announce, as all that may leave a job ready.
 -- Raises: 22023, QJ001, QJ003 (running or succeeded), QJ008.
 create or replace function queue.set_args(id bigint, args jsonb)
 returns text language plpgsql volatile parallel unsafe security definer

@@ -246,7 +246,7 @@ end $$;
 comment on function queue.unhold(bigint) is 'Lets a held job go on. Returns its new state.';
 
 -- Readies a call that changes one job: checks that it exists and takes the locks in their order.
--- Locks: the job's row of queue.live, waited for; ADM, waited for. Raises: QJ001, QJ008.
+-- Locks, each waited for: the job's row of queue.live, that of its queueing lock, ADM. Raises: QJ001, QJ008.
 create or replace function queue._reach(p_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column

@@ -266,9 +266,10 @@ end $$;
 comment on function queue.reschedule(bigint, timestamptz) is
   'Gives a job that is neither running nor finished another time, NULL: now; one that waits for a retry too. Returns its new state.';
 
--- Locks: the job's row of queue.live, waited for; ADM, waited for; the row of queue.finished by skip locked.
+-- Locks: as _reach; then, under ADM, the job's row of queue.finished by skip locked.
 -- Why no run has other args than it was given: a fetch that has the job's row is waited for, and the job is then running; one that
--- comes later skips that row, and what is in no row of queue.live is let in under ADM.
+-- comes later skips that row, and what is in no row of queue.live is let in under ADM. Two sessions: operate_claim.spec.
+-- Why no wake-up is lost: it ends with _announce, as all that may leave a job ready.
 -- Raises: 22023, QJ001, QJ003 (running or succeeded), QJ008.
 create or replace function queue.set_args(id bigint, args jsonb)
 returns text language plpgsql volatile parallel unsafe security definer

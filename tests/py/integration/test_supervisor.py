@@ -283,6 +283,17 @@ def test_a_connection_that_is_lost_while_a_death_is_reported(
     wait_for(jobs.attempts, 15)
 
 
+@contextlib.contextmanager
+def running_program(text: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program of Python for the block."""
+    program = subprocess.Popen([sys.executable, "-c", text], cwd=folder)
+    try:
+        yield program
+    finally:
+        program.kill()
+        program.wait()
+
+
 def test_a_worker_that_shows_no_life_is_killed_and_replaced(
     conn: Connection, jobs: Jobs, app: App, folder: Path
 ) -> None:
@@ -292,8 +303,7 @@ def test_a_worker_that_shows_no_life_is_killed_and_replaced(
         "command = [sys.executable, '-m', 'pgdefer', 'worker', '-A', 'mod'];"
         "sys.exit(_supervisor.Supervisor(command, [], 1).run())"
     )
-    supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=folder)
-    try:
+    with running_program(program, folder) as supervisor:
         (frozen,) = wait_for(lambda: pids(conn))
         app.defer("wait")
         wait_for(lambda: set(jobs.states().values()) == {"running"})
@@ -311,9 +321,6 @@ def test_a_worker_that_shows_no_life_is_killed_and_replaced(
         assert pids(conn) == [busy]
         supervisor.send_signal(signal.SIGTERM)
         assert supervisor.wait(30) == 0
-    finally:
-        supervisor.kill()
-        supervisor.wait()
 
 
 def test_heartbeats(supervise: Supervise, conn: Connection) -> None:
@@ -332,17 +339,13 @@ def test_a_worker_may_show_no_life_for_as_long_as_dead_after(
         "sys.argv = ['pgdefer', 'worker', '-A', 'mod', '--processes', '1', '--dead-after', '60'];"
         "cli.main()"
     )
-    supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=folder)
-    try:
+    with running_program(program, folder) as supervisor:
         (silent,) = wait_for(lambda: pids(conn))
         os.kill(silent, signal.SIGSTOP)
         conn.execute("select pg_sleep(3)")
         os.kill(silent, signal.SIGCONT)
         supervisor.send_signal(signal.SIGTERM)
         assert supervisor.wait(30) == Exit.DONE
-    finally:
-        supervisor.kill()
-        supervisor.wait()
 
 
 def test_what_no_new_process_mends_ends_the_supervisor(

@@ -817,11 +817,11 @@ class Machine(RuleBasedStateMachine):
         if client.is_open:
             client.ended.add(job.id)
             client.keys |= {job.key} if job.holds_key and job.key else set()
+        # what it needs may change until the transaction ends
+        is_unsure = client.is_open and way == "retry_later" and job.needs
 
         def end() -> None:
             expected = self.model.finish(job, way, options)
-            # what it needs may change until the transaction ends
-            is_unsure = way == "retry_later" and job.needs
             assert is_unsure or state in ("", None, expected), f"{state} for {expected}"
             self.must_tick = True
 
