@@ -84,7 +84,7 @@ def main() -> None:
         connection.execute("set synchronous_commit = off")
         for task, defaults in TASKS.items():
             connection.execute("select queue.register_task(%s, %s)", [task, json.dumps(defaults)])
-        connection.execute("insert into queue.job (id, task) values (0, 'needed')")
+        connection.execute("insert into queue.log (id, task) values (0, 'needed')")
         connection.execute("create table traced (n integer)")
         connection.execute(
             "create trigger d after insert on traced for each row"

@@ -6,7 +6,7 @@
 Both sides run under pgbench with prepared statements, on one server that syncs to disk, in turn,
 each run in a fresh copy of its database. The task is registered, as those of workers are. What is
 drained was deferred just before and has yet to be admitted, so that admission is part of the
-figures. The bare table has a key, a state with a partial index, and args; nothing is claimed twice
+figures. No task has defaults, but where it says so: then `defer` looks for those of its task. The bare table has a key, a state with a partial index, and args; nothing is claimed twice
 by SKIP LOCKED, and finishing is deleting.
 """
 
@@ -109,9 +109,15 @@ def run_ours(
     transactions: int | None = None,
     finished: int | None = None,
     many: int = 0,
+    defaults: str = "{}",
 ) -> float:
-    """Return jobs per second; `finished` is how many must have ended by then."""
+    """Return jobs per second.
+
+    `finished` is how many must have ended by then, `defaults` those of another task.
+    """
     with on.fresh("ours") as database:
+        with on.connect(database) as connection:
+            connection.execute("select queue.register_task('other', %s)", [defaults])
         worker = fill_ours(on, database, filled)
         variables = {"worker": worker, "outcomes": "[]"}
         if many:
@@ -145,14 +151,20 @@ def cases(on: Bench, seconds: int, drained: int) -> list[Case]:
         )
         for clients, limit in ((1, 0.75), (8, 0.85))
     ]
-    found.append(
+    found += [
+        Case(
+            "defer, 8 clients, others have defaults",
+            functools.partial(ours, DEFER, clients=8, seconds=seconds, defaults='{"queue": "q"}'),
+            functools.partial(bare, BARE_INSERT, clients=8, seconds=seconds),
+            None,
+        ),
         Case(
             f"defer_many of {JOBS:,}",
             functools.partial(ours, DEFER_MANY, per_transaction=JOBS, seconds=seconds, many=JOBS),
             functools.partial(bare, BARE_INSERT_MANY, per_transaction=JOBS, seconds=seconds),
             0.35,
-        )
-    )
+        ),
+    ]
     drain = {
         "per_transaction": BATCH,
         "filled": drained + JOBS,

@@ -31,7 +31,7 @@ begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
   end if;
-  return (select j.note from queue.job j where j.id = note_of.id);
+  return (select l.note from queue.log l where l.id = note_of.id);
 end $$;
 comment on function queue.note_of(bigint) is 'The note on a job.';
 """
@@ -54,13 +54,16 @@ def replaced(path: Path, pattern: str, replacement: str) -> None:
     path.write_text(text, "utf-8")
 
 
-def second_step(views: str) -> str:
-    """Return the step's text; the view that has a new column stands in tables/ only."""
-    view = re.search(r"create view queue\.jobs as\n.*?;\n", views, re.DOTALL)
-    assert view is not None
-    return SECOND_RELEASE.read_text("utf-8") + view[0].replace(
-        "create view", "create or replace view"
-    )
+def second_step(tables: Path) -> str:
+    """Return the step's text; the views that have a new column stand in tables/ only."""
+    text = SECOND_RELEASE.read_text("utf-8")
+    for file, name in (("20_job.sql", "job"), ("90_views.sql", "jobs")):
+        found = re.search(
+            rf"create view queue\.{name} as\n.*?;\n", (tables / file).read_text("utf-8"), re.DOTALL
+        )
+        assert found is not None
+        text += found[0].replace("create view", "create or replace view")
+    return text
 
 
 class Releases:
@@ -79,16 +82,17 @@ class Releases:
         first = build.freeze(source, self.first, force=True)
 
         sql, tables = source / "sql", source / "tables"
-        replaced(tables / "20_job.sql", r"(?<=  options jsonb,\n)(?=  constraint job_pkey)",
+        replaced(tables / "20_job.sql", r"(?<=  given queue.given,\n)(?=  constraint log_pkey)",
                  "  note text not null default '',\n")  # fmt: skip
-        replaced(tables / "20_job.sql", r"(?<=\n)(?=create index job_xid_idx)",
-                 "create index job_note_idx on queue.job (note, id) where note <> '';\n")  # fmt: skip
+        replaced(tables / "20_job.sql", r"(?<=\n)(?=create index log_xid_idx)",
+                 "create index log_note_idx on queue.log (note, id) where note <> '';\n")  # fmt: skip
         replaced(tables / "20_job.sql", r"fillfactor = 70", "fillfactor = 60")
         replaced(tables / "50_schedules.sql", r"created_at timestamptz not null,",
                  "created_at timestamptz not null default now(),")  # fmt: skip
         replaced(tables / "90_views.sql", r"as progress\nfrom queue\.job j",
                  "as progress, j.note\nfrom queue.job j")  # fmt: skip
-        step = second_step((tables / "90_views.sql").read_text("utf-8"))
+        replaced(tables / "20_job.sql", r"\(l\.given\)\.options\n", "(l.given).options, l.note\n")
+        step = second_step(tables)
         remarks = re.search(
             r"create table queue\.remark .*?'Remarks on jobs\.';\n", step, re.DOTALL
         )

@@ -5,10 +5,10 @@
 drop function if exists queue.autoscale_hint(interval);
 
 -- @concurrently
-create index concurrently job_note_idx on queue.job (note, id) where note <> '';
+create index concurrently log_note_idx on queue.log (note, id) where note <> '';
 
 -- @tables
-alter table queue.job add column note text not null default '';
+alter table queue.log add column note text not null default '';
 alter table queue.schedule alter column created_at set default now();
 alter table queue.job_state set (fillfactor = 60);
 create table queue.remark (

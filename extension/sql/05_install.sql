@@ -187,6 +187,7 @@ begin
   loop
     execute format('drop %s if exists queue.%I cascade', v_object.kind, v_object.relname);
   end loop;
+  drop type if exists queue.given;
 end $$;
 comment on function queue.uninstall(boolean) is
   'Removes the tables, the views and with them every job, and takes back what grant_access gave. What depends on the views goes with them. Needs force => true.';

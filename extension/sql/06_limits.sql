@@ -20,13 +20,20 @@ end $$;
 -- immutable, which it is not, so that the planner works it out once and puts the view into the plan; and a plan that
 -- holds a relation is made anew when that is dropped. Use it as coalesce(v_none, queue._unlimited()) with a v_none that is
 -- NULL, or the planner works out more and the relation is not in the plan. A plan made without the view keeps its NULL, so
--- NULL means: look yourself.
+-- NULL means: look yourself. All in it is qualified, as defer is planned with it, which has no search_path.
 -- Why no limit is overlooked: a plan that was just being made when the view went may not hear of that; but every
 -- grant_access changes the rights on the schema, too (_regrant), after which PostgreSQL has all plans made anew, also those.
 create or replace function queue._unlimited()
-returns regclass language plpgsql immutable parallel safe security invoker as $$
+returns pg_catalog.regclass language plpgsql immutable parallel safe security invoker as $$
 begin
-  return to_regclass('queue.unlimited');
+  return pg_catalog.to_regclass('queue.unlimited');
+end $$;
+
+-- The view queue.no_defaults, NULL without it: as _unlimited, whose rules hold.
+create or replace function queue._no_defaults()
+returns pg_catalog.regclass language plpgsql immutable parallel safe security invoker as $$
+begin
+  return pg_catalog.to_regclass('queue.no_defaults');
 end $$;
 
 -- The queues, names and patterns, on which a role (NULL: the caller) may act in one of the kinds; NULL is all.

@@ -9,43 +9,77 @@
 -- alone and 32 for told to abort.
 
 -- Locks: none but the latch (57_sleep.sql), shared and by try; with queueing_lock, its row.
+-- It has no search_path of its own, for speed: so every name and operator in it is qualified, and the general way has one.
 -- Raises: 22023, QJ001 (a need or parent that isn't visible), QJ004.
 create or replace function queue.defer(
   task text, args jsonb default '{}', queue text default null, priority integer default null,
   lock text default null, queueing_lock text default null, scheduled_at timestamptz default null,
   deadline timestamptz default null, needs bigint[] default null,
   concurrency_key text default null, concurrency_limit integer default null, options jsonb default null)
-returns bigint language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+returns bigint language plpgsql volatile parallel unsafe security definer as $$
 #variable_conflict use_column
+declare
+  v_id bigint;
+  v_none pg_catalog.regclass;
+begin
+  -- One expression and one statement for most calls, as each is set up anew in every transaction: for a task and args, where
+  -- nobody sleeps and no role is limited; beside tasks with defaults, if its own are no more than a queue and a priority.
+  if coalesce(v_none, queue._no_defaults()) is not null then
+    if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
+                               defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
+      and pg_catalog.jsonb_contains(defer.args, '{}')
+      and pg_catalog.octet_length(defer.task) operator(pg_catalog.<=) 1000 and defer.task operator(pg_catalog.<>) ''
+      and pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1)
+    then
+      insert into queue.log (task, args) values (defer.task, defer.args) returning id into v_id;
+      return v_id;
+    end if;
+  elsif coalesce(v_none, queue._unlimited()) is not null then
+    if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
+                               defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
+      and pg_catalog.jsonb_contains(defer.args, '{}') and pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1)
+    then
+      insert into queue.log (task, args, given)
+      select t.name, defer.args, t.given from queue.task t where t.name operator(pg_catalog.=) defer.task and t.is_plain
+      returning id into v_id;
+      if v_id is not null then
+        return v_id;
+      end if;
+    end if;
+  end if;
+  return queue._defer_any(defer.task, defer.args, defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
+                          defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
+end $$;
+comment on function queue.defer(text, jsonb, text, integer, text, text, timestamptz, timestamptz, bigint[], text, integer, jsonb) is
+  'Defers a job and returns its id. Workers see it if and only if the transaction commits. NULL takes the task''s registered default, then the system''s (queue default, priority 0); empty text means none. lock, queueing_lock and concurrency_key may hold {field}, filled from args.';
+
+-- defer, whatever is given. The first statement is for a task that has no more than a queue and a priority, of its own or the
+-- call's, or is not registered.
+-- Locks and errors: as defer.
+create or replace function queue._defer_any(
+  p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text, p_scheduled_at timestamptz,
+  p_deadline timestamptz, p_needs bigint[], p_concurrency_key text, p_concurrency_limit integer, p_options jsonb)
+returns bigint language plpgsql volatile parallel unsafe security invoker
+set search_path = pg_catalog, pg_temp as $$
 declare
   v_id bigint;
   v_is_awake boolean;
   v_none regclass;
 begin
-  -- one expression and one statement for most calls, as each is set up anew in every transaction: a task that is registered
-  -- with no more than a queue and a priority, and a call that names no more than these
-  if coalesce(v_none, queue._unlimited()) is not null and defer.args @> '{}' and coalesce(defer.queue ~ '^.{0,249}[^*]$', true)
-    and num_nonnulls(defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs, defer.concurrency_key,
-                     defer.concurrency_limit, defer.options) = 0
-  then
-    insert into queue.job (task, args, queue, priority)
-    select t.name, defer.args, coalesce(defer.queue, t.queue, 'default'), coalesce(defer.priority, t.priority, 0)
-    from queue.task t where t.name = defer.task and t.is_plain
-    returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
-    if v_is_awake then
-      return v_id;
-    elsif v_id is null then
-      -- or one that is not
-      insert into queue.job (task, args, queue, priority)
-      select defer.task, defer.args, coalesce(defer.queue, 'default'), coalesce(defer.priority, 0)
-      where defer.task <> '' and octet_length(defer.task) <= 1000 and (select t.is_plain from queue.task t where t.name = defer.task) is null
+  if num_nonnulls(p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs, p_concurrency_key, p_concurrency_limit, p_options) = 0 then
+    if coalesce(v_none, queue._unlimited()) is not null and p_args @> '{}' and (right(p_queue, 1) = '*' or octet_length(p_queue) > 1000) is not true then
+      insert into queue.log (task, args, given)
+      select p_task, p_args,
+        case when num_nonnulls(p_queue, p_priority) = 0 then t.given
+             else row(nullif(coalesce(p_queue, t.queue), ''), coalesce(p_priority, t.priority), null, null, null, null, null, null, null, null, null)::queue.given end
+      from (select) one left join queue.task t on t.name = p_task
+      where coalesce(t.is_plain, p_task <> '' and octet_length(p_task) <= 1000)
       returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
     end if;
   end if;
   if v_id is null then
-    v_id := queue._defer_checked(defer.task, coalesce(defer.args, '{}'), defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
-                                 defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
+    v_id := queue._defer_checked(p_task, coalesce(p_args, '{}'), p_queue, p_priority, p_lock, p_queueing_lock, p_scheduled_at,
+                                 p_deadline, p_needs, p_concurrency_key, p_concurrency_limit, p_options);
     v_is_awake := pg_try_advisory_xact_lock_shared(1885824102, 1);
   end if;
   if not v_is_awake then
@@ -53,8 +87,6 @@ begin
   end if;
   return v_id;
 end $$;
-comment on function queue.defer(text, jsonb, text, integer, text, text, timestamptz, timestamptz, bigint[], text, integer, jsonb) is
-  'Defers a job and returns its id. Workers see it if and only if the transaction commits. NULL takes the task''s registered default, then the system''s (queue default, priority 0); empty text means none. lock, queueing_lock and concurrency_key may hold {field}, filled from args.';
 
 -- defer with everything that a job can have, by whoever may. It wakes nobody.
 -- p_table: the table whose trigger defers, where roles are limited.
@@ -183,10 +215,10 @@ begin
     end if;
     v_flags := v_flags | case when v_options ->> 'unique_until' = 'finish' then 8192 else 256 end;
   end if;
-  insert into queue.job (id, task, args, queue, priority, lock, queueing_lock, scheduled_at, deadline, needs, keys, limits, flags, options)
-  values (coalesce(v_id, nextval('queue.job_id_seq')), p_task, p_args, coalesce(nullif(coalesce(p_queue, v_task.queue), ''), 'default'),
-          coalesce(p_priority, v_task.priority, 0), v_lock, v_queueing_lock, v_scheduled_at, v_deadline, v_needs, v_keys, v_limits, v_flags,
-          nullif(v_options - '{delay,held,on_conflict,concurrency}'::text[], '{}'))
+  insert into queue.log (id, task, args, given)
+  values (coalesce(v_id, nextval('queue.job_id_seq')), p_task, p_args, row(
+    nullif(coalesce(p_queue, v_task.queue), ''), coalesce(p_priority, v_task.priority), v_flags, v_scheduled_at, v_deadline, v_lock,
+    v_queueing_lock, v_needs, v_keys, v_limits, nullif(v_options - '{delay,held,on_conflict,concurrency}'::text[], '{}'))::queue.given)
   returning id into v_id;
   return v_id;
 end $$;
@@ -222,8 +254,10 @@ begin
   then
     return query
       with appended as (
-        insert into queue.job (task, args, queue, priority)
-        select j.task, coalesce(j.args, '{}'), coalesce(nullif(coalesce(j.queue, t.queue), ''), 'default'), coalesce(j.priority, t.priority, 0)
+        insert into queue.log (task, args, given)
+        select j.task, coalesce(j.args, '{}'),
+          case when num_nonnulls(j.queue, j.priority) = 0 then t.given
+               else row(nullif(coalesce(j.queue, t.queue), ''), coalesce(j.priority, t.priority), null, null, null, null, null, null, null, null, null)::queue.given end
         from rows from (jsonb_to_recordset(defer_many.jobs) as (task text, args jsonb, queue text, priority integer))
           with ordinality j (task, args, queue, priority, n)
         left join queue.task t on t.name = j.task

@@ -160,5 +160,5 @@ begin
   delete from queue.finished f where f.id = any (p_ids);
   delete from queue.attempt a where a.job_id = any (p_ids);
   delete from queue.job_state s where s.id = any (p_ids);
-  delete from queue.job j where j.id = any (p_ids);
+  delete from queue.log l where l.id = any (p_ids);
 end $$;

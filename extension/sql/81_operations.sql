@@ -71,15 +71,16 @@ begin
     left join lateral (select f.purge_at, f.finished_at, f.state from queue.finished f where f.id = n.id offset 0) f on true
     where not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days', false)
     order by n.id);
-  insert into queue.job (task, args, queue, priority, lock, scheduled_at, deadline, needs, keys, limits, flags, options)
-  select j.task, coalesce(s.args, j.args), coalesce(copy.queue, s.queue, j.queue), coalesce(s.priority, j.priority),
-    x.lock, x.scheduled_at, j.deadline, nullif(v_needs, '{}'), j.keys, j.limits,
+  insert into queue.log (task, args, given)
+  select j.task, coalesce(s.args, j.args), row(
+    coalesce(copy.queue, s.queue, j.queue), coalesce(s.priority, j.priority),
     (j.flags | coalesce(s.extra_flags, 0)) & ~(8 | 16 | 32 | 64 | 256 | 8192) & case when x.lock is null then ~3 else -1 end
       | case when v_needs <> '{}' or j.options ->> 'needs_mode' = 'any' then 8 else 0 end
       | case when x.scheduled_at is not null then 16 else 0 end
       | case when w.id is not null then 32 else 0 end
       | case when x.is_expiring then 64 else 0 end,
-    case when x.is_expiring then j.options else nullif(j.options - 'expires_at', '{}') end
+    x.scheduled_at, j.deadline, x.lock, null, nullif(v_needs, '{}'), j.keys, j.limits,
+    case when x.is_expiring then j.options else nullif(j.options - 'expires_at', '{}') end)::queue.given
   from queue.job j
   left join queue.job_state s on s.id = j.id
   left join queue.waiting w on w.id = j.id and w.reason = 'held'
@@ -427,7 +428,7 @@ begin
   perform queue._check_ids(p_ids);
   perform from queue.live v where v.id = any (p_ids) order by v.id for update;
   perform from queue.queueing_lock k
-  where k.key in (select j.queueing_lock from queue.job j where j.id = any (p_ids) and j.queueing_lock is not null) and k.job_id = any (p_ids)
+  where k.key = any (array(select j.queueing_lock from queue.job j where j.id = any (p_ids) and j.queueing_lock is not null)) and k.job_id = any (p_ids)
   order by k.key for update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();

@@ -251,6 +251,12 @@ begin
   return query
     select 'claimed by a worker that never was'::text, v.id, format('worker %s', v.worker_id)
     from queue.live v where v.claim is not null and v.worker_id is null;
+  return query
+    select 'defaults or limits that defer overlooks'::text, null::bigint, c.relname::text
+    from pg_class c
+    where c.relnamespace = 'queue'::regnamespace
+      and (c.relname in ('unlimited', 'no_defaults') and exists (select from queue.access a where a.queues is not null)
+        or c.relname = 'no_defaults' and exists (select from queue.task t where t.defaults - 'retry' <> '{}'));
 end $$;
 comment on function queue.check() is
   'Every invariant of the tables that does not hold: problem, the job if it is one, detail. No rows on a sound database.';

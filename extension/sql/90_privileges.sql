@@ -160,6 +160,7 @@ begin
   elsif not v_is_limited and to_regclass('queue.unlimited') is null then
     create view queue.unlimited as select true as is_unlimited;
   end if;
+  perform queue._switch_defaults();
   for v_try in 1 .. 100 loop
     -- a try that fails keeps none of them locked
     begin

@@ -1,3 +1,4 @@
+-- is_plain: it has no more than a queue and a priority, which are its given.
 create table queue.task (
   name text collate "C" not null,
   priority integer,
@@ -10,6 +11,7 @@ create table queue.task (
   limits integer[],
   options jsonb,
   defaults jsonb not null,
+  given queue.given,
   constraint task_pkey primary key (name)
 );
 

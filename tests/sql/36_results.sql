@@ -119,7 +119,7 @@ select is((select r.wait_for from queue.await_result(:id) r), interval '1 s', 'a
 reset pgdefer.notify;
 
 -- A row that an end has missed goes with the job
-update queue.job set options = '{"retain": "0 s"}', flags = 512 where id = :id;
+update queue.log set given.options = '{"retain": "0 s"}', given.flags = 512 where id = :id;
 select setval('queue.awaited_seq', 1) \g /dev/null
 select claim from queue.fetch(:worker) \gset
 select queue.succeed(:id, :claim) \g /dev/null

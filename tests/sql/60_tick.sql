@@ -23,7 +23,7 @@ select queue.defer('t', scheduled_at => now() + interval '1 hour') as later, que
 select results_eq('select admitted, next_due > now() + interval ''59 minutes'' from queue.tick()', 'values (3, true)', 'it admits what is new, and says when more is due');
 select results_eq(format('select id, task from queue.peek()'), format('values (%s::bigint, ''t'')', :first), 'a job is ready without any fetch');
 update queue.waiting set at = now() where id = :later;
-update queue.job set scheduled_at = now() where id = :later;
+update queue.log set given.scheduled_at = now() where id = :later;
 select queue.tick() \g /dev/null
 select is((select count(*) from queue.peek()), 2::bigint, 'a time that has come');
 

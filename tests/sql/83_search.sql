@@ -181,7 +181,7 @@ select count(*) from queue.defer_many((select jsonb_agg(jsonb_build_object('task
 create function pg_temp.reads(call text) returns bigint language plpgsql as $$
 begin
   perform pg_temp.found(call);
-  return (select sum(pg_stat_get_xact_tuples_fetched(i.indexrelid)) from pg_index i where i.indrelid = 'queue.job'::regclass);
+  return (select sum(pg_stat_get_xact_tuples_fetched(i.indexrelid)) from pg_index i where i.indrelid = 'queue.log'::regclass);
 end $$;
 select cmp_ok(pg_temp.reads('state => ''ready'''), '<', 5000::bigint, 'a page of ready ones');
 select cmp_ok(pg_temp.reads('state => ''ready'', queue => ''nowhere'', max_bytes => null'), '<', 200000::bigint, 'all pages');

@@ -1,6 +1,6 @@
 -- check finds what is planted; why tells what a job waits for; peek shows what comes.
 
-select plan(83);
+select plan(85);
 
 set pgdefer.notify = off;
 
@@ -96,7 +96,9 @@ from (values
   ($$delete from queue.admission$$, 'not one row'),
   ($$delete from queue.cursor$$, 'not one row'),
   ($$insert into queue.cursor select k.tick + 1, k.next_xid, k.in_flight, k.high_id, k.has_backlog, k.due_at from queue.cursor k$$, 'not one row'),
-  ($$delete from queue.installation$$, 'not one row')
+  ($$delete from queue.installation$$, 'not one row'),
+  ($$drop view if exists queue.no_defaults; create view queue.no_defaults as select 1; insert into queue.task (name, is_plain, defaults) values ('x', false, '{"lock": "l"}')$$, 'defaults or limits that defer overlooks'),
+  ($$insert into queue.access (role, kind, queues) values ('x', 'producer', '{q}')$$, 'defaults or limits that defer overlooks')
 ) v (statement, expected);
 select is_empty('select * from queue.check()', 'and nothing of it is left');
 

@@ -1,6 +1,6 @@
 -- Privileges: what each kind of role may and may not, and that nothing a caller brings along changes anything.
 
-select plan(137);
+select plan(139);
 
 -- The outcome of a call by a role: ok, or its SQLSTATE. What it did is undone.
 create function pg_temp.as_role(role text, call text) returns text language plpgsql as $$
@@ -86,6 +86,7 @@ insert into calls values
   ('select count(*) from queue.claimed', ''),
   ('select count(*) from queue.first_run', ''),
   ('select count(*) from queue.unlimited', ''),
+  ('select count(*) from queue.no_defaults', ''),
   ('select count(*) from queue.visible', ''),
   ('select queue.defer_group(''[]'', ''{"task": "t"}'')', 'p'),
   ('select queue.defer_chain(''[{"task": "t"}]'')', 'p'),
@@ -128,14 +129,15 @@ insert into calls values
   ('select queue._lock_admission(true)', ''),
   ('select queue._invalid(''a'', ''b'')', ''),
   ('select count(*) from queue.job', ''),
+  ('select count(*) from queue.log', ''),
   ('select count(*) from queue.live', ''),
-  ('insert into queue.job (task) values (''t'')', ''),
+  ('insert into queue.log (task) values (''t'')', ''),
   ('update queue.live set claim = null', ''),
   ('delete from queue.finished', ''),
   ('update queue.tasks set name = ''x''', ''),
   ('select from queue.admission for update', ''),
   ('lock table queue.admission', ''),
-  ('truncate queue.job', ''),
+  ('truncate queue.log', ''),
   ('select nextval(''queue.claim_seq'')', ''),
   ('select nextval(''queue.job_id_seq'')', ''),
   ('create table queue.x ()', ''),
@@ -227,7 +229,7 @@ begin
     select distinct p.proname, oidvectortypes(p.proargtypes) as arguments
     from pg_proc p
     where p.pronamespace = 'pg_catalog'::regnamespace and p.prokind = 'f' and p.provariadic = 0
-      and p.proname = any ('{coalesce,clock_timestamp,now,format,nextval,currval,jsonb_typeof,jsonb_build_object,jsonb_array_elements,jsonb_array_elements_text,jsonb_each,jsonb_object_keys,jsonb_strip_nulls,octet_length,length,left,right,strpos,starts_with,cardinality,array_position,array_remove,unnest,current_setting,set_config,pg_notify,pg_current_xact_id,pg_current_xact_id_if_assigned,pg_current_snapshot,pg_snapshot_xmax,pg_snapshot_xip,pg_visible_in_snapshot,pg_try_advisory_lock,pg_try_advisory_xact_lock_shared,pg_advisory_xact_lock,to_jsonb,random,isfinite,make_interval,to_regclass,pg_control_system,generate_series,substr,replace,split_part,extract,date_part,array_fill,nullif,greatest,least}'::text[])
+      and p.proname = any ('{coalesce,clock_timestamp,now,format,nextval,currval,jsonb_typeof,jsonb_build_object,jsonb_array_elements,jsonb_array_elements_text,jsonb_each,jsonb_object_keys,jsonb_strip_nulls,octet_length,jsonb_contains,length,left,right,strpos,starts_with,cardinality,array_position,array_remove,unnest,current_setting,set_config,pg_notify,pg_current_xact_id,pg_current_xact_id_if_assigned,pg_current_snapshot,pg_snapshot_xmax,pg_snapshot_xip,pg_visible_in_snapshot,pg_try_advisory_lock,pg_try_advisory_xact_lock_shared,pg_advisory_xact_lock,to_jsonb,random,isfinite,make_interval,to_regclass,pg_control_system,generate_series,substr,replace,split_part,extract,date_part,array_fill,nullif,greatest,least}'::text[])
       and not exists (select from unnest(p.proargtypes) t where (select y.typtype from pg_type y where y.oid = t) = 'p')
   loop
     execute format('create function evil.%I(%s) returns void language plpgsql as $f$ begin raise exception ''hit'' using errcode = ''XX000''; end $f$', v.proname, v.arguments);
@@ -259,6 +261,9 @@ create temp table cursor (tick bigint);
 create domain pg_temp.bigint as text check (value = 'hit');
 create domain pg_temp.jsonb as text check (value = 'hit');
 create domain pg_temp.text as integer;
+create domain pg_temp.regclass as text check (value = 'hit');
+create function evil.num_nonnulls(text, integer, text, text, timestamptz, timestamptz, bigint[], text, integer, jsonb) returns void
+language plpgsql as $$ begin raise exception 'hit' using errcode = 'XX000'; end $$;
 create function pg_temp.now() returns timestamptz language plpgsql as $$ begin raise exception 'hit' using errcode = 'XX000'; end $$;
 create function pg_temp.unnest(anyarray) returns setof anyelement language plpgsql as $$ begin raise exception 'hit' using errcode = 'XX000'; end $$;
 
@@ -279,6 +284,9 @@ begin
 end $$;
 create temp table hostile_calls (n integer generated always as identity, call pg_catalog.text);
 insert into hostile_calls (call) values
+  ($$select queue.register_task('evil', '{}')$$),
+  ($$table queue.no_defaults$$),
+  ($$select queue.defer('plain')$$),
   ($$select queue.register_task('evil', '{"lock": "{a}", "timeout": "1 min", "retry": {"max_attempts": 5, "base": "1 s"}}')$$),
   ($$select queue.register_worker('evil', '{evil*}', '{"dead_after": "1 min"}')$$),
   ($$select queue.defer('evil', '{"a": R}', 'evil', 1, null, 'evil {a}', '2020-01-01', '2020-01-01', null, 'evil {a}', 2, '{"delay": null, "description": "x", "expires_at": "2999-01-01"}')$$),

@@ -1,6 +1,6 @@
 -- Rules of the house, read from the catalog.
 
-select plan(26);
+select plan(27);
 
 create temp view functions as
   select p.oid, p.proname as name, p.oid::regprocedure::text as signature, starts_with(p.proname, '_') as is_internal, p.prosecdef, p.proconfig, p.provolatile, p.proparallel,
@@ -18,11 +18,18 @@ select cmp_ok((select count(*) from functions), '>', 100::bigint, 'there are fun
 select is_empty('select f.signature from functions f where not f.is_internal and f.comment = ''''', 'every public function has a comment');
 select is_empty($$select f.signature from functions f where f.comment <> '' and f.comment !~ '\.$'$$, 'and it is a sentence');
 select is_empty('select f.signature from functions f where not f.is_internal and not f.prosecdef', 'public functions are security definer');
-select is_empty($$select f.signature, f.proconfig from functions f where not f.is_internal and not coalesce('search_path=pg_catalog, pg_temp' = any (f.proconfig), false)$$,
-                'with search_path = pg_catalog, pg_temp');
+select results_eq($$select f.name from functions f where not f.is_internal and not coalesce('search_path=pg_catalog, pg_temp' = any (f.proconfig), false)$$,
+                  $$values ('defer'::name)$$, 'with search_path = pg_catalog, pg_temp, but for defer');
+select is_empty($$
+  select f.name, m[1] from functions f
+  cross join regexp_replace(f.prosrc, '--[^\n]*|''[^'']*''', '', 'g') code
+  cross join regexp_matches(regexp_replace(code, 'operator\(pg_catalog\.[<>=]+\)|^\s*#variable_conflict.*?$|:=', '', 'gn'),
+                            '((?<!pg_catalog\.|queue\.)\m(?!coalesce|log|values)\w+\s*\(|[-+*/<>=~!@#%^&|`?:])', 'g') m
+  where f.name in ('defer', '_no_defaults', '_unlimited')
+$$, 'which qualifies each function and operator, as does what is planned with it');
 select is_empty('select f.signature from functions f where f.is_internal and f.prosecdef', 'internal functions are security invoker');
-select is_empty($$select f.signature, f.proconfig from functions f where f.is_internal and exists (select from unnest(f.proconfig) c where c !~ '^(enable_|plan_cache_mode)')$$,
-                'without settings, but of the planner');
+select results_eq($$select f.name from functions f where f.is_internal and exists (select from unnest(f.proconfig) c where c !~ '^(enable_|plan_cache_mode)')$$,
+                  $$values ('_defer_any'::name)$$, 'without settings, but of the planner: defer calls one without a search_path of its own');
 select is_empty($$select f.signature from functions f where f.proacl is null or exists (select from aclexplode(f.proacl) a where a.grantee = 0)$$, 'PUBLIC may call none');
 select is_empty('select f.name, count(*) from functions f group by 1 having count(*) > 1', 'there are no overloads');
 select is_empty('select f.signature, f.language from functions f where f.language <> ''plpgsql''', 'the language is PL/pgSQL');
@@ -50,7 +57,7 @@ $$, 'and each code its message');
 
 select is_empty($$
   select p.proname from pg_proc p where p.pronamespace = 'queue'::regnamespace and p.proname !~ '^_'
-    and p.proname not in ('install', 'migrate', 'version', 'uninstall', 'backoff', 'next_runs') and p.prosrc !~ 'queue\.(_not_installed|_defer_checked)\('
+    and p.proname not in ('install', 'migrate', 'version', 'uninstall', 'backoff', 'next_runs') and p.prosrc !~ 'queue\.(_not_installed|_defer_any)\('
 $$, 'every function that needs the tables says QJ090 without them');
 
 -- Tables, views, constraints, indexes

@@ -295,7 +295,7 @@ def fill(connection: psycopg.Connection, number: int) -> None:
                 worker,
             )
     connection.execute("select queue.deregister_worker(%s)", worker)
-    connection.execute("vacuum analyze queue.job")
+    connection.execute("vacuum analyze queue.log")
 
 
 @pytest.fixture
@@ -346,14 +346,14 @@ def test_nobody_who_defers_waits_long(  # noqa: PLR0917
     holder.close()
     index, took_index = 0.0, 0.0
     # 16 MB is what is built at once.
-    row = blank.execute("select pg_relation_size('queue.job') > 16777216").fetchone()
+    row = blank.execute("select pg_relation_size('queue.log') > 16777216").fetchone()
     is_large = row == (True,)
     statements = [row[0] for row in blank.execute("select statement from queue.migration()")]
     if number == SOAK_JOBS:
         assert is_large
     if is_large:
         assert [text.split(" on ")[0] for text in statements] == [
-            "create index concurrently job_note_idx"
+            "create index concurrently log_note_idx"
         ]
 
         def build() -> None:
@@ -390,8 +390,8 @@ def test_a_transaction_that_stays_open_is_told_of(
 
 def make_large(connection: psycopg.Connection) -> None:
     """Fill the log with few rows of many bytes."""
-    connection.execute("alter table queue.job alter column args set storage external")
-    connection.execute("alter table queue.job set (toast_tuple_target = 8160)")
+    connection.execute("alter table queue.log alter column args set storage external")
+    connection.execute("alter table queue.log set (toast_tuple_target = 8160)")
     connection.execute(
         "select count(*) from queue.defer_many((select jsonb_agg(jsonb_build_object('task', 't',"
         " 'args', jsonb_build_object('x', repeat('x', 7000)))) from generate_series(1, 3000)))"
@@ -411,7 +411,7 @@ def test_pgdefer_upgrade_builds_large_indexes(
     assert (done.before, done.version) == (releases.first, releases.second)
     assert blank.execute("select * from queue.migration()").fetchall() == []
     row = blank.execute(
-        "select indisvalid from pg_index where indexrelid = 'queue.job_note_idx'::regclass"
+        "select indisvalid from pg_index where indexrelid = 'queue.log_note_idx'::regclass"
     ).fetchone()
     assert row == (True,)
 

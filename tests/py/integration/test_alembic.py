@@ -445,7 +445,7 @@ STEP = """
     alter table queue.installation add column note text;
 
 -- @concurrently
-create index concurrently job_task_idx on queue.job (task);
+create index concurrently log_task_idx on queue.log (task);
 """
 
 
@@ -513,7 +513,7 @@ def test_upgrade_to_a_later_release(
     assert query(project.dsn, "select note from queue.installation") == [(None,)]
     assert query(
         project.dsn,
-        "select indisvalid from pg_index where indexrelid = 'queue.job_task_idx'::regclass",
+        "select indisvalid from pg_index where indexrelid = 'queue.log_task_idx'::regclass",
     ) == [(True,)]
     assert query(project.dsn, "select * from queue.migration()") == []
     assert query(project.dsn, "select version_num from alembic_version") == [("two",)]

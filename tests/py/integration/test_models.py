@@ -245,7 +245,7 @@ def test_a_job_is_found_by_its_index(conn: Connection, session: orm.Session) -> 
     conn.execute(
         'select queue.defer_many(jsonb_agg(\'{"task": "t"}\'::jsonb)) from generate_series(1, 5000)'
     )
-    conn.execute("analyze queue.job")
+    conn.execute("analyze queue.log")
     needs = sa.literal([1, 17], ARRAY(sa.BigInteger))
     for query in (
         sa.select(Job).where(Job.id == 17),
