@@ -2035,32 +2035,39 @@ returns bigint language plpgsql volatile parallel unsafe security definer as $$
 #variable_conflict use_column
 declare
   v_id bigint;
+  v_is_awake boolean;
   v_none pg_catalog.regclass;
 begin
   -- One expression and one statement for most calls, as each is set up anew in every transaction: for a task and args, where
-  -- nobody sleeps and no role is limited; beside tasks with defaults, if its own are no more than a queue and a priority.
+  -- no role is limited; beside tasks with defaults, if its own are no more than a queue and a priority.
   if coalesce(v_none, queue._no_defaults()) is not null then
     if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
                                defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
       and pg_catalog.jsonb_contains(defer.args, '{}')
       and pg_catalog.octet_length(defer.task) operator(pg_catalog.<=) 1000 and defer.task operator(pg_catalog.<>) ''
-      and pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1)
     then
-      insert into queue.log (task, args) values (defer.task, defer.args) returning id into v_id;
-      return v_id;
+      insert into queue.log (task, args) values (defer.task, defer.args)
+      returning id, pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
+      if v_is_awake then
+        return v_id;
+      end if;
     end if;
   elsif coalesce(v_none, queue._unlimited()) is not null then
     if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
                                defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
-      and pg_catalog.jsonb_contains(defer.args, '{}') and pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1)
+      and pg_catalog.jsonb_contains(defer.args, '{}')
     then
       insert into queue.log (task, args, given)
       select t.name, defer.args, t.given from queue.task t where t.name operator(pg_catalog.=) defer.task and t.is_plain
-      returning id into v_id;
-      if v_id is not null then
+      returning id, pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
+      if v_is_awake then
         return v_id;
       end if;
     end if;
+  end if;
+  if v_id is not null then
+    perform queue._wake();
+    return v_id;
   end if;
   return queue._defer_any(defer.task, defer.args, defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at,
                           defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit, defer.options);
@@ -6831,11 +6838,13 @@ end $$;
 -- The sentinel that becomes busy gives the latch back and wakes the others, of which one takes it.
 -- Whoever takes these locks in bad faith costs others notifications or polling, never a job.
 
--- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
+-- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off. Qualified, as defer.
 create or replace function queue._wake()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  perform pg_notify('pgdefer', '') where current_setting('pgdefer.notify', true) is distinct from 'off';
+  if coalesce(pg_catalog.current_setting('pgdefer.notify', true), '') operator(pg_catalog.<>) 'off' then
+    perform pg_catalog.pg_notify('pgdefer', '');
+  end if;
 end $$;
 
 -- When something is due that no commit announces: a schedule, a lease, a recurring run. now() for what

@@ -10,11 +10,13 @@
 -- The sentinel that becomes busy gives the latch back and wakes the others, of which one takes it.
 -- Whoever takes these locks in bad faith costs others notifications or polling, never a job.
 
--- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
+-- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off. Qualified, as defer.
 create or replace function queue._wake()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  perform pg_notify('pgdefer', '') where current_setting('pgdefer.notify', true) is distinct from 'off';
+  if coalesce(pg_catalog.current_setting('pgdefer.notify', true), '') operator(pg_catalog.<>) 'off' then
+    perform pg_catalog.pg_notify('pgdefer', '');
+  end if;
 end $$;
 
 -- When something is due that no commit announces: a schedule, a lease, a recurring run. now() for what
