@@ -6,8 +6,9 @@
 Both sides run under pgbench with prepared statements, on one server that syncs to disk, in turn,
 each run in a fresh copy of its database. The task is registered, as those of workers are. What is
 drained was deferred just before and has yet to be admitted, so that admission is part of the
-figures. No task has defaults, but where it says so: then `defer` looks for those of its task. The bare table has a key, a state with a partial index, and args; nothing is claimed twice
-by SKIP LOCKED, and finishing is deleting.
+figures. No task has defaults, but where it says so: then `defer` looks for those of its task.
+The bare table has a key, a state with a partial index, and args; nothing is claimed twice by SKIP
+LOCKED, and finishing is deleting.
 """
 
 from __future__ import annotations

@@ -72,10 +72,17 @@ class Case:
     # how many jobs a turn is about; how many thousands are deferred before the first
     jobs: int = 1
     filled: int = 0
+    # what is called before all
+    first: tuple[str, ...] = ()
 
 
 CASES = [
     Case("defer", ("one({n})",)),
+    Case(
+        "defer, others have defaults",
+        ("one({n})",),
+        first=("select queue.register_task('other', '{\"queue\": \"q\"}')",),
+    ),
     Case("defer with a lock", ("locked({n})",)),
     Case("defer_many of 1,000, a job", ("many",), 3, 8, jobs=1000),
     Case("defer, claim, finish", ("one({n})", "fetch1", "succeed")),
@@ -141,7 +148,7 @@ def main() -> None:
                 few, more = (
                     counted(
                         server,
-                        [*PREPARE, *["execute many"] * case.filled, "analyze"]
+                        [*case.first, *PREPARE, *["execute many"] * case.filled, "analyze"]
                         + [f"execute {c.format(n=n)}" for n in range(turns) for c in case.calls],
                         folder / f"{case.name}, {turns}.out",
                     )

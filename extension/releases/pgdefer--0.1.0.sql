@@ -569,7 +569,7 @@ create table queue.deleted (
 );
 
 -- tables/40_registry.sql
--- is_plain: it has no more than a queue and a priority, which are its given.
+-- is_plain: it has no more than a queue and a priority. given: these, as a job of such a task has them.
 create table queue.task (
   name text collate "C" not null,
   priority integer,
@@ -582,7 +582,9 @@ create table queue.task (
   limits integer[],
   options jsonb,
   defaults jsonb not null,
-  given queue.given,
+  given queue.given generated always as (
+    case when num_nonnulls(queue, priority) > 0
+         then row(queue, priority, null, null, null, null, null, null, null, null, null)::queue.given end) stored,
   constraint task_pkey primary key (name)
 );
 
@@ -1436,17 +1438,15 @@ begin
   select k.keys, k.limits into v_keys, v_limits
   from queue._check_concurrency(v_defaults ->> 'concurrency_key', (v_defaults ->> 'concurrency_limit')::integer,
                                 v_options -> 'concurrency') k;
-  insert into queue.task as t (name, queue, priority, lock, queueing_lock, deadline, keys, limits, options, defaults, is_plain, given)
+  insert into queue.task as t (name, queue, priority, lock, queueing_lock, deadline, keys, limits, options, defaults, is_plain)
   values (register_task.name, nullif(v_defaults ->> 'queue', ''), (v_defaults ->> 'priority')::integer, nullif(v_defaults ->> 'lock', ''),
           nullif(v_defaults ->> 'queueing_lock', ''), queue._interval('deadline', v_defaults -> 'deadline'), v_keys, v_limits,
           nullif(v_options - '{retry,concurrency}'::text[], '{}'), v_defaults,
-          not v_defaults ?| '{lock,queueing_lock,deadline,concurrency_key}'::text[] and v_options - 'retry' = '{}',
-          case when num_nonnulls(nullif(v_defaults ->> 'queue', ''), v_defaults ->> 'priority') > 0
-               then row(nullif(v_defaults ->> 'queue', ''), (v_defaults ->> 'priority')::integer, null, null, null, null, null, null, null, null, null)::queue.given end)
+          not v_defaults ?| '{lock,queueing_lock,deadline,concurrency_key}'::text[] and v_options - 'retry' = '{}')
   on conflict on constraint task_pkey do update
-    set (queue, priority, lock, queueing_lock, deadline, keys, limits, options, defaults, is_plain, given)
+    set (queue, priority, lock, queueing_lock, deadline, keys, limits, options, defaults, is_plain)
       = (excluded.queue, excluded.priority, excluded.lock, excluded.queueing_lock, excluded.deadline, excluded.keys,
-         excluded.limits, excluded.options, excluded.defaults, excluded.is_plain, excluded.given)
+         excluded.limits, excluded.options, excluded.defaults, excluded.is_plain)
     where t.defaults <> excluded.defaults;
   perform queue._switch_defaults();
 end $$;
@@ -1472,8 +1472,8 @@ begin
       execute format('grant usage on schema queue to %I', current_user);
     end if;
   elsif v_is_latest and to_regclass('queue.no_defaults') is null and pg_try_advisory_xact_lock(1885824102, 4) then
-    if queue._has_no_defaults() and not exists (select from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relname = 'no_defaults') then
-      create view queue.no_defaults as select true as has_none;
+    if queue._has_no_defaults() then
+      create or replace view queue.no_defaults as select true as has_none;
     end if;
   end if;
 end $$;
@@ -2038,7 +2038,7 @@ declare
   v_is_awake boolean;
   v_none pg_catalog.regclass;
 begin
-  -- One expression and one statement for most calls, as each is set up anew in every transaction: for a task and args, where
+  -- Few expressions and one statement for most calls, as each is set up anew in every transaction: for a task and args, where
   -- no role is limited; beside tasks with defaults, if its own are no more than a queue and a priority.
   if coalesce(v_none, queue._no_defaults()) is not null then
     if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,

@@ -36,17 +36,15 @@ begin
   select k.keys, k.limits into v_keys, v_limits
   from queue._check_concurrency(v_defaults ->> 'concurrency_key', (v_defaults ->> 'concurrency_limit')::integer,
                                 v_options -> 'concurrency') k;
-  insert into queue.task as t (name, queue, priority, lock, queueing_lock, deadline, keys, limits, options, defaults, is_plain, given)
+  insert into queue.task as t (name, queue, priority, lock, queueing_lock, deadline, keys, limits, options, defaults, is_plain)
   values (register_task.name, nullif(v_defaults ->> 'queue', ''), (v_defaults ->> 'priority')::integer, nullif(v_defaults ->> 'lock', ''),
           nullif(v_defaults ->> 'queueing_lock', ''), queue._interval('deadline', v_defaults -> 'deadline'), v_keys, v_limits,
           nullif(v_options - '{retry,concurrency}'::text[], '{}'), v_defaults,
-          not v_defaults ?| '{lock,queueing_lock,deadline,concurrency_key}'::text[] and v_options - 'retry' = '{}',
-          case when num_nonnulls(nullif(v_defaults ->> 'queue', ''), v_defaults ->> 'priority') > 0
-               then row(nullif(v_defaults ->> 'queue', ''), (v_defaults ->> 'priority')::integer, null, null, null, null, null, null, null, null, null)::queue.given end)
+          not v_defaults ?| '{lock,queueing_lock,deadline,concurrency_key}'::text[] and v_options - 'retry' = '{}')
   on conflict on constraint task_pkey do update
-    set (queue, priority, lock, queueing_lock, deadline, keys, limits, options, defaults, is_plain, given)
+    set (queue, priority, lock, queueing_lock, deadline, keys, limits, options, defaults, is_plain)
       = (excluded.queue, excluded.priority, excluded.lock, excluded.queueing_lock, excluded.deadline, excluded.keys,
-         excluded.limits, excluded.options, excluded.defaults, excluded.is_plain, excluded.given)
+         excluded.limits, excluded.options, excluded.defaults, excluded.is_plain)
     where t.defaults <> excluded.defaults;
   perform queue._switch_defaults();
 end $$;
@@ -72,8 +70,8 @@ begin
       execute format('grant usage on schema queue to %I', current_user);
     end if;
   elsif v_is_latest and to_regclass('queue.no_defaults') is null and pg_try_advisory_xact_lock(1885824102, 4) then
-    if queue._has_no_defaults() and not exists (select from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relname = 'no_defaults') then
-      create view queue.no_defaults as select true as has_none;
+    if queue._has_no_defaults() then
+      create or replace view queue.no_defaults as select true as has_none;
     end if;
   end if;
 end $$;

@@ -23,7 +23,7 @@ declare
   v_is_awake boolean;
   v_none pg_catalog.regclass;
 begin
-  -- One expression and one statement for most calls, as each is set up anew in every transaction: for a task and args, where
+  -- Few expressions and one statement for most calls, as each is set up anew in every transaction: for a task and args, where
   -- no role is limited; beside tasks with defaults, if its own are no more than a queue and a priority.
   if coalesce(v_none, queue._no_defaults()) is not null then
     if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,

@@ -1,4 +1,4 @@
--- is_plain: it has no more than a queue and a priority, which are its given.
+-- is_plain: it has no more than a queue and a priority. given: these, as a job of such a task has them.
 create table queue.task (
   name text collate "C" not null,
   priority integer,
@@ -11,7 +11,9 @@ create table queue.task (
   limits integer[],
   options jsonb,
   defaults jsonb not null,
-  given queue.given,
+  given queue.given generated always as (
+    case when num_nonnulls(queue, priority) > 0
+         then row(queue, priority, null, null, null, null, null, null, null, null, null)::queue.given end) stored,
   constraint task_pkey primary key (name)
 );
 
