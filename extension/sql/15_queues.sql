@@ -231,7 +231,7 @@ begin
                       and (v_queue is null or queue._matches(coalesce(s.queue, j.queue), v_queue)))
       returning w.id)
     select array_agg(g.id order by g.id) into v_ids from gone g;
-    perform queue._route(v_ids, false);
+    perform queue._advance(p_arrived => v_ids);
   end if;
   perform queue._resume_schedules();
   perform queue._announce();
@@ -246,14 +246,13 @@ create or replace function queue._regate(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_ids bigint[];
+  v_taken record;
 begin
-  v_ids := array(select v.id from queue.live v where v.id = any (p_ids) and v.claim is null and queue._take_out(v.id) is not null);
+  v_taken := queue._take_out_all(array(select v.id from queue.live v where v.id = any (p_ids) and v.claim is null));
   insert into queue.handover (job_id, kind, flags)
   select v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
-  perform queue._route(v_ids, true);
-  -- those that have left queue.live since may keep the turn from an older job
-  perform queue._displace(queue._locks_of(array(select u.id from unnest(p_ids) u (id) where u.id <> all (v_ids))), '{}');
+  -- also those that have left queue.live since may keep the turn from an older job
+  perform queue._advance(p_arrived => v_taken.ids, p_keys => v_taken.keys, p_locks => queue._locks_of(p_ids));
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.

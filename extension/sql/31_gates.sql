@@ -1,5 +1,9 @@
 -- The gates, in their order: held, needs, schedule, a paused task, the lock's turn, slots. A job is
 -- looked at once per gate, and waits in that gate's own place. Everything here runs under ADM.
+--
+-- A gate that opens for one job may open another: a lock's next job may end at a full key, and so give
+-- its turn on at once. So no gate calls another. Each returns what it lets go, and _advance, the one
+-- function that calls them all, goes on until nothing is left.
 
 -- New jobs that are not plain: joins locks, writes needs, and sends them to their first gate.
 create or replace function queue._admit_gated(p_ids bigint[])
@@ -7,8 +11,8 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_ids bigint[];
-  v_free bigint[];
-  v_gone bigint[];
+  v_joined record;
+  v_held bigint[];
   v_flags integer;
   v_only_locks boolean;
 begin
@@ -18,12 +22,15 @@ begin
   cross join lateral (select j.id, j.flags from queue.job j where j.id = u.id offset 0) j
   left join lateral (select s.id from queue.job_state s where s.id = u.id offset 0) s on true;
   if v_flags & 3 <> 0 then
-    v_free := queue._join_locks(v_ids);
+    v_joined := queue._join_locks(v_ids);
     if v_only_locks and not exists (select from queue.pause p where p.task is not null) then
       -- those that wait for their turn need not be looked at again
-      perform queue._to_slots(v_free) where v_free is not null;
+      perform queue._advance(
+        p_arrived => v_joined.displaced, p_turned => v_joined.free || v_joined.passed, p_keys => v_joined.keys);
       return;
     end if;
+  else
+    select null::bigint[] as passed, null::bigint[] as displaced, null::text[] as keys into v_joined;
   end if;
   if v_flags & 8 <> 0 then
     perform queue._join_needs(v_ids);
@@ -36,64 +43,138 @@ begin
     with held as (
       insert into queue.waiting (id, reason) select j.id, 'held' from queue.job j where j.id = any (v_ids) and j.flags & 32 <> 0
       returning id)
-    select array_agg(h.id) into v_gone from held h;
-    v_ids := array(select u.id from unnest(v_ids) u (id) where u.id <> all (v_gone));
+    select array_agg(h.id) into v_held from held h;
+    v_ids := array(select u.id from unnest(v_ids) u (id) where u.id not in (select unnest(v_held)));
   end if;
-  perform queue._route(v_ids, false);
-  if v_gone is not null then
-    -- last: only now every job here is in a gate or in queue.live
-    perform queue._needs_changed(v_gone);
-  end if;
+  perform queue._advance(
+    p_arrived => v_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys, p_changed => v_held);
 end $$;
 
--- Sends jobs that are in no gate to the first that is shut for them, or to queue.live.
--- p_has_turn: they had the turn at their lock (they come from queue.live) and keep it. p_needs_met: they come
--- from the gate of needs.
-create or replace function queue._route(p_ids bigint[], p_has_turn boolean, p_needs_met boolean default false)
+-- Sends jobs through the gates, and on from each job that this moves to those that it lets go, until nothing moves.
+--   p_arrived: in no gate; to go through all of them
+--   p_turned: in no gate; they have passed all but the last, slots
+--   p_ended: finished, and their locks and dependents do not know yet
+--   p_keys: semaphores that may have room for those that wait
+--   p_locks: the job that has the turn may have to give it to an older one
+--   p_changed: jobs whose dependents have to look at their needs again
+-- The order matters: as long as a job is in no gate nobody may look where it is, so these come first.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+-- How long: a chain of any length takes one turn of the loop for each link. After 50 ms the rest is handed over to the next
+-- admission, so that nobody waits long for ADM. Why no wake-up is lost: what is handed over is read as what ended claims hand
+-- over (30_admission.sql): jobs in no gate (again, with flags 0: they hold nothing), keys (refill), dependents (recheck), locks
+-- (regate).
+create or replace function queue._advance(
+  p_arrived bigint[] default null, p_turned bigint[] default null, p_ended bigint[] default null,
+  p_keys text[] default null, p_locks text[] default null, p_changed bigint[] default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_until constant timestamptz := clock_timestamp() + interval '50 ms';
+  v_arrived bigint[] := p_arrived;
+  v_met bigint[];  -- as arrived, with their needs met
+  v_turned bigint[] := p_turned;
+  v_ended bigint[] := p_ended;
+  v_keys text[] := p_keys;
+  v_locks text[] := p_locks;
+  v_changed bigint[] := p_changed;
+  v record;
+begin
+  loop
+    if v_arrived <> '{}' or v_met <> '{}' then
+      v := queue._pass_gates(v_arrived, v_met);
+      v_arrived := null;
+      v_met := null;
+      v_turned := v_turned || v.passed;
+      v_changed := v_changed || v.failed;
+    end if;
+    if v_turned <> '{}' then
+      v := queue._enter_slots(v_turned, false);
+      v_turned := null;
+      v_keys := v_keys || v.grown;
+      if v.discarded is not null then
+        perform queue._finish_unclaimed(v.discarded, 'cancelled', 'limit', null);
+        v_ended := v_ended || v.discarded;
+      end if;
+    end if;
+    if v_ended <> '{}' then
+      v_turned := queue._leave_locks(v_ended, false);
+      v_changed := v_changed || array(
+        select u.id from unnest(v_ended) u (id) where (select d.job_id from queue.need d where d.need_id = u.id limit 1) is not null);
+      v_ended := null;
+    end if;
+    if v_turned <> '{}' then
+      null;
+    elsif v_keys <> '{}' then
+      v_keys := queue._refill(v_keys);
+    elsif v_locks <> '{}' then
+      v := queue._displace(v_locks, '{}');
+      v_locks := null;
+      v_arrived := v.displaced;
+      v_turned := v.passed;
+      v_keys := v.keys;
+    elsif v_changed <> '{}' then
+      v := queue._needs_changed(v_changed);
+      v_met := v.met;
+      v_keys := v.keys;
+      v_changed := v.changed;
+    else
+      return;
+    end if;
+    exit when clock_timestamp() > v_until;
+  end loop;
+  if v_turned <> '{}' then
+    perform queue._keep_turns(v_turned);
+  end if;
+  insert into queue.handover (job_id, kind, flags, payload)
+  select u.id, 'again', 0, null::jsonb from unnest(v_arrived || v_met || v_turned) u (id)
+  union all
+  select u.id, 'recheck', 4096, null from unnest(v_changed) u (id)
+  union all
+  select m.id, 'regate', 0, null
+  from unnest(v_locks) u (lock) cross join lateral (select m.id from queue.lock_member m where m.lock = u.lock order by m.id limit 1) m
+  union all
+  select 0, 'refill', 0, to_jsonb(v_keys) where v_keys <> '{}';
+end $$;
+
+-- Sends jobs that are in no gate to the first that is shut for them. p_met: likewise, from the gate of needs. passed: those
+-- for whom all were open, so that only slots are left; failed: those that wait, as a need of theirs has failed.
+-- Locks: the caller holds ADM.
+create or replace function queue._pass_gates(p_ids bigint[], p_met bigint[], out passed bigint[], out failed bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_flags integer;
   v_is_later boolean;
-  v_pass bigint[] := p_ids;
+  v_waiting record;
 begin
-  if v_pass is null or v_pass = '{}' then
-    return;
-  end if;
   select bit_or(j.flags | coalesce(s.extra_flags, 0)), bool_or(coalesce(s.scheduled_at, j.scheduled_at) > v_now) into v_flags, v_is_later
-  from unnest(p_ids) u (id)
+  from unnest(p_ids || p_met) u (id)
   cross join lateral (select j.flags, j.scheduled_at from queue.job j where j.id = u.id offset 0) j
   left join lateral (select s.scheduled_at, s.extra_flags from queue.job_state s where s.id = u.id offset 0) s on true;
-  if p_has_turn and v_flags & 3 <> 0 then
-    perform queue._keep_turns(p_ids);
+  passed := p_ids;
+  if v_flags & 8 <> 0 and p_ids <> '{}' then
+    v_waiting := queue._wait_for_needs(p_ids);
+    passed := v_waiting.passed;
+    failed := v_waiting.failed;
   end if;
-  if v_flags & 8 <> 0 and not p_needs_met then
-    v_pass := queue._wait_for_needs(v_pass);
-  end if;
+  passed := passed || p_met;
   if v_is_later then
     with seen as materialized (
       select u.id, coalesce(s.scheduled_at, j.scheduled_at) as at
-      from unnest(v_pass) u (id)
+      from unnest(passed) u (id)
       cross join lateral (select j.scheduled_at from queue.job j where j.id = u.id offset 0) j
       left join lateral (select s.scheduled_at from queue.job_state s where s.id = u.id offset 0) s on true),
     later as (
       insert into queue.waiting (id, reason, at) select x.id, 'schedule', x.at from seen x where x.at > v_now)
-    select array_agg(x.id order by x.id) into v_pass from seen x where x.at is null or x.at <= v_now;
+    select array_agg(x.id order by x.id) into passed from seen x where x.at is null or x.at <= v_now;
     perform queue._heed_clock();
   end if;
-  if v_pass is not null and exists (select from queue.pause p where p.task is not null) then
-    v_pass := queue._wait_for_task(v_pass);
+  if passed is not null and exists (select from queue.pause p where p.task is not null) then
+    passed := queue._wait_for_task(passed);
   end if;
-  if v_pass is not null and v_flags & 1 <> 0 then
-    v_pass := queue._wait_for_turn(v_pass);
-  end if;
-  if v_pass is not null then
-    perform queue._to_slots(v_pass);
-  end if;
-  if p_has_turn and v_flags & 1 <> 0 then
-    -- last: only now those that had the turn are in a gate or in queue.live
-    perform queue._displace(queue._locks_of(p_ids), '{}');
+  if passed is not null and v_flags & 1 <> 0 then
+    passed := queue._wait_for_turn(passed);
   end if;
 end $$;
 
@@ -128,7 +209,7 @@ begin
                               where d.at >= p_due_at and d.at <= v_now order by d.at, d.id limit p_slice))
     returning w.id, w.at)
   select array_agg(d.id order by d.id), max(d.at) into v_ids, v_at from due d;
-  perform queue._route(v_ids, false);
+  perform queue._advance(p_arrived => v_ids);
   return case when cardinality(v_ids) >= p_slice then v_at else v_now end;
 end $$;
 

@@ -14,10 +14,12 @@
 -- told from the job's place: a job in queue.live has it.
 
 -- Adds new jobs. The turn goes to the first of a lock that had no member. While any task is paused none counts as passed
--- before it has been at that gate, after which _wait_for_turn notes it. Returns those that nothing here holds
--- up: that have the turn, or need none.
-create or replace function queue._join_locks(p_ids bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+-- before it has been at that gate, after which _wait_for_turn notes it. free: those of them that nothing here holds
+-- up: that have the turn, or need none. passed, displaced and keys: what others this lets go, as _displace returns it.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+create or replace function queue._join_locks(
+  p_ids bigint[], out free bigint[], out passed bigint[], out displaced bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
@@ -56,28 +58,34 @@ begin
                           where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
       where not h.has_turn));
   end if;
+  free := v.free;
   if v.ordered is not null then
-    v.free := v.free || queue._next_mixed(v.ordered);
+    free := free || queue._next_mixed(v.ordered);
   end if;
   if v.late is not null then
-    v.free := v.free || queue._displace(v.late, p_ids);
+    v := queue._displace(v.late, p_ids);
+    free := free || v.joined;
+    passed := v.passed;
+    displaced := v.displaced;
+    keys := v.keys;
   end if;
-  return v.free;
 end $$;
 
 -- Where a member that came late, or a mutex one, is older than the one that has the turn, and that one does not run, the
--- turn goes to the first: else the older would wait for what the younger waits for, which may be the older. p_joining:
--- jobs that are in no gate yet; returns those of them that nothing but the lock holds up.
+-- turn goes to the first: else the older would wait for what the younger waits for, which may be the older.
+-- passed: who has the turn now, and nothing else holds him up; joined: those of them that are among p_joining, jobs that
+-- are in no gate yet. displaced: who had it, and is in no gate now; keys: semaphores in which that left room.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked. Whose row another transaction holds is starting, or
 -- comes back (_regate) once that is over. Why no wake-up is lost: the turn is never nobody's, but in a mixed lock while its
 -- first member is a mutex job, whose end gives it on. Two sessions: lock_late_defer.spec, late_pause.spec.
-create or replace function queue._displace(p_locks text[], p_joining bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._displace(
+  p_locks text[], p_joining bigint[], out passed bigint[], out joined bigint[], out displaced bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_lock record;
   v_reason text;
-  v_is_out boolean;
+  v_taken record;
   v_pass bigint[];
 begin
   for v_lock in
@@ -93,16 +101,17 @@ begin
     where h.has_turn or (select v.id from queue.live v where v.id = h.id) is not null
       or (select w.reason from queue.waiting w where w.id = h.id) = 'slot'
   loop
-    v_is_out := false;
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
     if found and v_reason <> 'slot' then
       null;  -- it comes to its turn after that gate
     elsif found or exists (select from queue.live v where v.id = v_lock.id) then
-      if queue._take_out(v_lock.id) is null then
+      v_taken := queue._take_out(v_lock.id);
+      if v_taken.place is null then
         insert into queue.handover (job_id, kind, flags) select v.id, 'regate', 0 from queue.live v where v.id = v_lock.id and v.claim is null;
         continue;
       end if;
-      v_is_out := true;
+      displaced := displaced || v_lock.id;
+      keys := keys || v_taken.keys;
     else
       continue;  -- the end of its claim is not settled yet
     end if;
@@ -113,10 +122,9 @@ begin
       perform queue._keep_turns(array[v_lock.late_id]);
       v_pass := v_pass || array(select v_lock.late_id where v_lock.is_passed);
     end if;
-    perform queue._route(array[v_lock.id], false) where v_is_out;  -- a pause of its task may have come meanwhile
   end loop;
-  perform queue._to_slots(array_agg(u.id)) from unnest(v_pass) u (id) where u.id <> all (p_joining) having count(*) > 0;
-  return (select array_agg(u.id) from unnest(v_pass) u (id) where u.id = any (p_joining));
+  passed := array(select u.id from unnest(v_pass) u (id) where u.id <> all (p_joining));
+  joined := array(select u.id from unnest(v_pass) u (id) where u.id = any (p_joining));
 end $$;
 
 -- The locks that jobs have now.
@@ -125,9 +133,10 @@ returns text[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 begin
   return array(
-    select coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
+    select distinct coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
     cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-    left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true);
+    left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true
+    where coalesce(s.lock, j.lock) <> '');
 end $$;
 
 -- Their rows among the members: statements that work on them leave the planner no way but by these.
@@ -173,9 +182,11 @@ begin
   where m.ctid = any (queue._members(p_ids)) and not m.is_mutex and (not m.has_turn or m.is_late);
 end $$;
 
--- Takes ended jobs out of their locks and gives the turn to the next. p_had_turn: they had it.
+-- Takes ended jobs out of their locks and gives the turn to the next. p_had_turn: they had it. Returns those that have the
+-- turn now, and that nothing else holds up.
+-- Locks: the caller holds ADM. Others of a lock may have ended with them: these are in queue.finished, and passed over.
 create or replace function queue._leave_locks(p_ids bigint[], p_had_turn boolean)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_pass bigint[];
@@ -187,15 +198,24 @@ begin
   with gone as (
     delete from queue.lock_member m where m.ctid = any (queue._members(p_ids))
     returning m.lock, m.id, m.is_mutex, m.has_turn),
-  next as materialized (
-    select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed, case when not x.is_mixed and (x.late_id < n.id or n.id is null) then x.late_id end as late_id
+  -- offset 0 and the conditions inside: the next of a lock is looked for once, from the one that had the turn
+  turned as materialized (
+    select g.lock, g.id, x.is_mixed
     from gone g
     cross join lateral (
-      select g.is_mutex or (select m.id from queue.lock_member m where m.lock = g.lock and m.is_mutex limit 1) is not null as is_mixed,
-        (select m.id from queue.lock_member m where m.lock = g.lock and m.is_late and m.id <> g.id order by m.id limit 1) as late_id offset 0) x
+      select g.is_mutex or (select m.id from queue.lock_member m where m.lock = g.lock and m.is_mutex limit 1) is not null as is_mixed offset 0) x
+    where p_had_turn or g.has_turn or x.is_mixed),
+  next as materialized (
+    select t.lock, n.id, n.is_passed, n.is_late, t.is_mixed, case when l.id < n.id or n.id is null then l.id end as late_id
+    from turned t
     left join lateral (
-      select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.id > g.id order by m.id limit 1) n on not x.is_mixed
-    where p_had_turn or g.has_turn or x.is_mixed)
+      select m.id from queue.lock_member m
+      where not t.is_mixed and m.lock = t.lock and m.is_late and m.id <> t.id and (select f.id from queue.finished f where f.id = m.id) is null
+      order by m.id limit 1) l on true
+    left join lateral (
+      select m.id, m.is_passed, m.is_late from queue.lock_member m
+      where not t.is_mixed and m.lock = t.lock and m.id > t.id and (select f.id from queue.finished f where f.id = m.id) is null
+      order by m.id limit 1) n on true)
   select array_agg(n.id) filter (where n.is_passed and n.late_id is null),
     array_agg(n.id) filter (where (n.is_late or not n.is_passed) and n.late_id is null),
     array_agg(n.lock) filter (where n.is_mixed), array_agg(n.lock) filter (where n.late_id is not null), array_agg(n.late_id) filter (where n.late_id is not null)
@@ -213,9 +233,7 @@ begin
   if v_mixed is not null then
     v_pass := v_pass || queue._next_mixed(array(select distinct u.lock from unnest(v_mixed) u (lock)));
   end if;
-  if v_pass <> '{}' then
-    perform queue._to_slots(v_pass);
-  end if;
+  return v_pass;
 end $$;
 
 -- Gives the turn in mixed locks where nobody has it to the first member, if that one is ordered. Returns
@@ -239,16 +257,16 @@ begin
 end $$;
 
 -- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
--- slot without having asked for the semaphore. Before a mutex job goes there, that one is sent to ask, or
--- counted. Returns those mutex jobs that have to come back in a moment, because another holds its row.
+-- slot without having asked for the semaphore. Before a mutex job goes there, that one has to ask, or is counted.
+-- asked: those that were taken out for that; keys: semaphores in which that left room. late: those mutex jobs that have to
+-- come back in a moment, because another transaction holds its row.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
-create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[], out keys text[], out late bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_turn record;
   v_job record;
-  v_late bigint[] := '{}'::bigint[];
 begin
   for v_turn in
     select k.key, m.id, array_agg(k.id) as mutex_ids
@@ -261,13 +279,13 @@ begin
     delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane into v_job;
     if found then
       perform queue._unwait(v_job.key, v_job.lane);
-      perform queue._to_slots(array[v_turn.id], true);
+      asked := asked || v_turn.id;
       continue;
     end if;
     select v.claim, v.lane, v.flags into v_job from queue.live v where v.id = v_turn.id for update skip locked;
     if not found then
       if exists (select from queue.live v where v.id = v_turn.id) then
-        v_late := v_late || v_turn.mutex_ids;
+        late := late || v_turn.mutex_ids;
       end if;
     elsif v_job.claim is not null then
       perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
@@ -276,15 +294,14 @@ begin
     else
       delete from queue.live v where v.id = v_turn.id;
       if v_job.flags & 4 <> 0 then
-        perform queue._unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
+        keys := keys || queue._unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
       end if;
-      perform queue._to_slots(array[v_turn.id], true);
+      asked := asked || v_turn.id;
     end if;
   end loop;
   insert into queue.waiting (id, reason, at, key)
   select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
-  from queue._keys_of(p_ids, p_flags) k where k.id = any (v_late) and left(k.key, 1) = 'm';
-  return v_late;
+  from queue._keys_of(p_ids, p_flags) k where k.id = any (late) and left(k.key, 1) = 'm';
 end $$;
 
 -- A retry changes a job's lock (empty: to none): it gives its turn away and joins the other lock, in the
@@ -293,18 +310,23 @@ end $$;
 create or replace function queue._change_lock(p_id bigint, p_lock text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
+declare
+  v_keys text[];
+  v_passed bigint[];
+  v_joined record;
 begin
   if p_lock = (select coalesce(s.lock, j.lock, '') from queue.job j join queue.job_state s on s.id = j.id where j.id = p_id) then
     return;
   end if;
-  perform queue._take_out(p_id);
-  perform queue._leave_locks(array[p_id], false);  -- has_turn says whether it has it
+  v_keys := (select t.keys from queue._take_out(p_id) t);
+  v_passed := queue._leave_locks(array[p_id], false);  -- has_turn says whether it has it
   update queue.job_state s
   set lock = p_lock, extra_flags = s.extra_flags
     | case when p_lock = '' or j.flags & 3 <> 0 then 0 when j.options ->> 'lock_mode' = 'mutex' then 2 else 1 end
   from queue.job j where s.id = p_id and j.id = p_id;
-  perform queue._join_locks(array[p_id]);
-  perform queue._route(array[p_id], false);
+  v_joined := queue._join_locks(array[p_id]);
+  perform queue._advance(
+    p_arrived => p_id || v_joined.displaced, p_turned => v_passed || v_joined.passed, p_keys => v_keys || v_joined.keys);
 end $$;
 
 -- What of check() concerns locks.

@@ -29,19 +29,47 @@ begin
     where u.flags & 6 <> 0;
 end $$;
 
--- Sends jobs that have passed every other gate to queue.live, or to wait for a slot.
--- p_refill: they were taken from the waiting, whom they need not queue up behind; those that are new and
--- say so (on_limit) are discarded when they would have to wait.
+-- Sends jobs that have passed every other gate to queue.live, or to wait for a slot. p_is_refill: they were taken
+-- from the waiting, whom they need not queue up behind. grown: keys whose limit has grown; discarded: jobs in no gate
+-- that would have to wait, and are to be discarded instead (on_limit).
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
-create or replace function queue._to_slots(p_ids bigint[], p_refill boolean default false)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._enter_slots(p_ids bigint[], p_is_refill boolean, out discarded bigint[], out grown text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v record;                                   -- the jobs
+  v record;
+  v_turns record;
+  v_taken record;
+begin
+  v := queue._places(p_ids);
+  if v.all_flags & 6 = 0 then
+    perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts, v.is_low);
+    return;
+  elsif v.all_flags & 2 <> 0 and exists (select from unnest(v.flags) f where f & 3 = 2) then
+    v_turns := queue._await_turns(v.ids, v.flags);
+    if v_turns.asked is not null then
+      v_taken := queue._take_slots(queue._places(v_turns.asked), true);
+      grown := v_turns.keys || v_taken.grown;
+    end if;
+    if v_turns.late is not null then
+      v := queue._places(array(select u.id from unnest(v.ids) u (id) where u.id <> all (v_turns.late)));
+      if v.ids is null then
+        return;
+      end if;
+    end if;
+  end if;
+  v_taken := queue._take_slots(v, p_is_refill);
+  discarded := v_taken.discarded;
+  grown := grown || v_taken.grown;
+end $$;
+
+-- As _enter_slots, of jobs whose places are known (_places).
+create or replace function queue._take_slots(v record, p_is_refill boolean, out discarded bigint[], out grown text[])
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
   k record;                                   -- ns, pairs: which job has which (key, lane); keys, lanes: those
   p record;                                   -- what each (key, lane) has
-  v_late bigint[];
-  v_grown text[];
   v_row integer := 1;
   v_first integer;
   v_pair integer;
@@ -53,30 +81,18 @@ declare
   v_wait integer[] := '{}'::integer[];
   v_wait_keys text[] := '{}'::text[];
   v_wait_several boolean[] := '{}'::boolean[];
-  v_discard bigint[] := '{}'::bigint[];
 begin
-  v := queue._places(p_ids);
-  if v.all_flags & 6 = 0 then
-    perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts, v.is_low);
-    return;
-  elsif exists (select from unnest(v.flags) f where f & 3 = 2) then
-    v_late := queue._await_turns(v.ids, v.flags);
-    if v_late <> '{}' then
-      perform queue._to_slots(array_agg(u.id), p_refill) from unnest(v.ids) u (id) where u.id <> all (v_late) having count(*) > 0;
-      return;
-    end if;
-  end if;
   select array_agg(x.n order by x.n) as ns, array_agg(x.pair order by x.n) as pairs,
     array_agg(x.key) as set_keys, array_agg(x.slots) as set_slots, array_agg(x.id) as set_ids,
     array_agg(x.key order by x.pair) filter (where x.is_first) as keys,
     array_agg(x.lane order by x.pair) filter (where x.is_first) as lanes,
-    array_agg(x.id) filter (where x.discards and not p_refill and queue._is_settled(x.id)) as discards
+    array_agg(x.id) filter (where x.discards and not p_is_refill and queue._is_settled(x.id)) as discards
   into k
   from (
     select x.n, x.id, x.key, x.slots, x.discards, x.lane, dense_rank() over (order by x.key, x.lane)::integer as pair,
       row_number() over (partition by x.key, x.lane) = 1 as is_first
     from (select x.n, x.id, x.key, x.slots, x.discards, v.lanes[x.n] as lane from queue._keys_of(v.ids, v.flags) x) x) x;
-  v_grown := queue._set_slots(k.set_keys, k.set_slots, k.set_ids);
+  grown := queue._set_slots(k.set_keys, k.set_slots, k.set_ids);
   select array_agg(s.slots - s.used order by u.n) as free, array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
   into p
@@ -93,7 +109,7 @@ begin
     while k.ns[v_row] = n loop
       v_pair := k.pairs[v_row];
       if v_shut is null and (p.ready[v_pair] + v_ready[v_pair] >= p.free[v_pair]
-                             or p.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_refill) then
+                             or p.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill) then
         v_shut := v_pair;
       end if;
       v_row := v_row + 1;
@@ -105,7 +121,7 @@ begin
         v_ready[v_pair] := v_ready[v_pair] + 1;
       end loop;
     elsif v.ids[n] = any (k.discards) then
-      v_discard := v_discard || v.ids[n];
+      discarded := discarded || v.ids[n];
     else
       v_waiting[v_shut] := v_waiting[v_shut] + 1;
       v_lows[v_shut] := least(v_lows[v_shut], v.ids[n]);
@@ -123,12 +139,8 @@ begin
     perform queue._keep_turns(array_agg(v.ids[n])) from unnest(v_wait) n where v.flags[n] & 1 <> 0 having count(*) > 0;
   end if;
   perform queue._add_slots(k.keys, k.lanes, null, v_ready, v_waiting, v_lows);
-  if v_grown is not null then
-    perform queue._refill(v_grown);
-  end if;
-  if v_discard <> '{}' then
-    perform queue._keep_turns(v_discard);
-    perform queue._cancel_admitted(v_discard, 'limit');
+  if discarded is not null then
+    perform queue._keep_turns(discarded);
   end if;
 end $$;
 
@@ -204,7 +216,7 @@ begin
     where x.ready <> 0 or x.waiting <> 0) l;
 end $$;
 
--- Claims have ended: gives their slots back and returns the keys, for _refill.
+-- Claims have ended: gives their slots back and returns the keys, for _advance.
 -- p_flags as in queue.live: 16384 counts in its queue's max_running.
 -- Locks: the caller holds ADM.
 create or replace function queue._release_slots(p_ids bigint[], p_flags smallint[])
@@ -227,14 +239,16 @@ begin
 end $$;
 
 -- Lets waiting jobs of keys with free slots in, first by id in each lane. Those with several keys may have
--- to wait for another one, so that it looks at more, up to some hundreds; the next admission goes on.
+-- to wait for another one, so that it looks at more, up to some hundreds; the next admission goes on. Returns keys whose
+-- limit has grown by that.
 -- Locks: the caller holds ADM.
 create or replace function queue._refill(p_keys text[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
   v_extra integer := 0;
+  v_grown text[];
 begin
   loop
     with room as materialized (
@@ -266,7 +280,7 @@ begin
     exit when v.keys is null;
     if v_extra > 0 or v.has_several then
       perform queue._add_slots(v.keys, v.lanes, null, null, array_fill(-1, array[cardinality(v.ids)]), v.lows);
-      perform queue._to_slots(v.ids, true);
+      v_grown := v_grown || (select e.grown from queue._enter_slots(v.ids, true) e);
       v_extra := greatest(2 * v_extra, 10);
       if v_extra > 300 then
         insert into queue.handover (job_id, kind, flags, payload) select v.ids[1], 'refill', 0, to_jsonb(p_keys);
@@ -278,12 +292,13 @@ begin
       exit;
     end if;
   end loop;
+  return v_grown;
 end $$;
 
--- Jobs have left queue.live unclaimed: their keys have fewer ready ones.
+-- Jobs have left queue.live unclaimed: their keys have fewer ready ones. Returns the keys, for _advance.
 -- Locks: the caller holds ADM.
 create or replace function queue._unready(p_ids bigint[], p_lanes integer[], p_flags smallint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
@@ -291,7 +306,7 @@ begin
   select array_agg(k.key) as keys, array_agg(p_lanes[k.n]) as lanes, array_agg(-1) as ready into v
   from queue._keys_of(p_ids, p_flags) k;
   perform queue._add_slots(v.keys, v.lanes, null, v.ready, null, null);
-  perform queue._refill(v.keys);
+  return v.keys;
 end $$;
 
 -- Notes of jobs that are taken from their slots, and that would have been discarded there (on_limit), that they
@@ -646,7 +661,7 @@ begin
     perform queue._add_slots(v_add_keys, v_add_lanes, v_add_used, v_add_ready, v_add_waiting, v_add_lows);
   end if;
   if true = any (v_wait_several) then
-    perform queue._refill(v_add_keys);
+    perform queue._advance(p_keys => v_add_keys);
   end if;
   if v_due <> '{}' then
     perform queue._expire(v_due);

@@ -130,7 +130,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   perform queue._mark_needed(p_ids);
-  perform queue._needs_changed(p_ids);
+  perform queue._advance(p_changed => p_ids);
   perform queue._spread_deadline(array(
     select distinct d.job_id from unnest(p_ids) u (id)
     cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
@@ -177,166 +177,154 @@ begin
     end as standing) x;
 end $$;
 
--- Of jobs those whose needs let them go; the others wait.
+-- passed: of jobs those whose needs let them go; the others wait. failed: those of them that wait as a need has failed.
 -- Locks: the caller holds ADM.
-create or replace function queue._wait_for_needs(p_ids bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._wait_for_needs(p_ids bigint[], out passed bigint[], out failed bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v_pass bigint[];
-  v_failed bigint[];
 begin
   with stand as materialized (select s.id, s.standing, s.holder from queue._needs_states(p_ids) s),
   wait as (
     insert into queue.waiting (id, reason, need_id)
     select s.id, case s.standing when 'failed' then 'upstream_failed' else 'needs' end, s.holder from stand s where s.standing <> 'satisfied')
   select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'), array_agg(s.id) filter (where s.standing = 'failed')
-  into v_pass, v_failed from stand s;
-  if v_failed is not null then
-    perform queue._needs_changed(v_failed);
-  end if;
-  return v_pass;
+  into passed, failed from stand s;
 end $$;
 
--- The state of jobs has changed: looks at those that need them, and on from those that thereby fail or can
--- be hoped for again. One that has passed and has not started goes back to wait when a need that let it go
--- is pending again, or has failed: one that succeeded may be retried while what it needs has failed.
+-- The state of jobs has changed: looks at those that need them. met: those that wait no longer, and are in no gate now;
+-- changed: those that thereby fail or can be hoped for again, whose dependents have to look in turn. One that has passed and
+-- has not started goes back to wait when a need that let it go is pending again, or has failed: one that succeeded may be
+-- retried while what it needs has failed. keys: semaphores in which that left room.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
 -- Invariant: state decides, so that looking once too often does no harm.
-create or replace function queue._needs_changed(p_ids bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._needs_changed(p_ids bigint[], out met bigint[], out changed bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_ids bigint[] := p_ids;
+  v_ids bigint[];
+  v_taken record;
   v_back bigint[];
   v_next bigint[];
   v_next_at bigint[];
   v_ask bigint[];
   v_left bigint[];
-  v_pass bigint[];
-  v_turned bigint[];
   v_standings text[];
   v_holders bigint[];
 begin
-  while v_ids <> '{}' loop
-    -- v_ask: to be counted through; v_next: held by a need that is now satisfied
-    with edge as materialized (
-      select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, c.class, c.class = 's' or c.class = 'f' and d.mode & 2 <> 0 as is_satisfied
-      from unnest(v_ids) u (id)
-      left join lateral (select f.state from queue.finished f where f.id = u.id offset 0) f on true
-      left join lateral (select w.reason from queue.waiting w where w.id = u.id and f.state is null offset 0) n on true
-      cross join lateral (select d.job_id, d.need_id, d.mode, d.deleted_state from queue.need d where d.need_id = u.id offset 0) d
-      left join lateral (select w.reason, w.need_id from queue.waiting w where w.id = d.job_id offset 0) w on true
-      cross join lateral (select case
-        when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
-        when coalesce(f.state, d.deleted_state) is not null or n.reason in ('held', 'upstream_failed') then 'f'
-        else 'p' end as class) c
-      where w.reason in ('needs', 'upstream_failed') or c.class = 'p' or c.class = 'f' and d.mode & 2 = 0),
-    found as materialized (
-      select e.job_id, max(e.need_id) filter (where x.is_next) as at, bool_or(x.is_asked) as is_asked, bool_or(x.is_back) as is_back
-      from edge e
-      cross join lateral (select
-        case
-          when e.reason is null or e.reason not in ('needs', 'upstream_failed') then false
-          when e.holder is null then true
-          when e.mode & 1 <> 0 then e.is_satisfied or e.reason = 'upstream_failed' or e.holder = e.need_id and e.class = 'f'
-          when e.reason = 'needs' then e.class = 'f' and not e.is_satisfied
-          else e.holder = e.need_id and e.class <> 'f'
-        end as is_asked,
-        e.mode & 1 = 0 and e.reason = 'needs' and e.holder = e.need_id and e.is_satisfied as is_next,
-        not e.is_satisfied and e.reason is distinct from 'needs' and e.reason is distinct from 'upstream_failed' as is_back) x
-      group by e.job_id)
-    select array_agg(f.job_id) filter (where f.is_asked), array_agg(f.job_id) filter (where f.at is not null and not f.is_asked),
-      array_agg(f.at) filter (where f.at is not null and not f.is_asked), array_agg(f.job_id) filter (where f.is_back)
-    into v_ask, v_next, v_next_at, v_back
-    from found f;
-    if v_next is not null then
-      select array_agg(b.id order by b.id) filter (where b.need_id is not null and not b.is_failed),
-        array_agg(b.need_id order by b.id) filter (where b.need_id is not null and not b.is_failed),
-        array_agg(b.id) filter (where b.need_id is null or b.is_failed)
-      into v_ids, v_holders, v_left
-      from (
-        select u.id, b.need_id, b.is_failed
-        from unnest(v_next, v_next_at) u (id, at)
-        left join lateral (
-          select d.need_id, c.is_failed
-          from queue.need d
-          left join lateral (select f.state from queue.finished f where f.id = d.need_id offset 0) f on true
-          left join lateral (select w.reason from queue.waiting w where w.id = d.need_id and f.state is null offset 0) w on true
-          cross join lateral (
-            select coalesce(f.state, d.deleted_state) is not null or coalesce(w.reason in ('held', 'upstream_failed'), false) as is_failed) c
-          where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id
-            and coalesce(f.state, d.deleted_state) is distinct from 'succeeded' and not (c.is_failed and d.mode & 2 <> 0)
-          order by d.job_id desc, d.need_id desc limit 1) b on true) b;
-      update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
-      v_ask := v_ask || v_left;
-    end if;
-    v_pass := null;
-    v_turned := null;
-    if v_ask is not null then
-      select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
-        array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
-        array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
-        array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
-        array_agg(s.id) filter (where x.is_turned)
-      into v_pass, v_ids, v_standings, v_holders, v_turned
-      from queue._needs_states(v_ask) s
-      cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
-      cross join lateral (
-        select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied' and w.need_id is distinct from s.holder as is_held_by_another) x;
-      update queue.waiting w
-      set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed' else 'needs' end,
-        need_id = v_holders[width_bucket(w.id, v_ids)]
-      where w.id = any (v_ids);
-      delete from queue.waiting w where w.id = any (v_pass);
-      if v_pass is not null then
-        perform queue._route(v_pass, false, true);
-      end if;
-    end if;
-    if v_back is not null then
-      v_turned := v_turned || queue._take_back(v_back);
-    end if;
-    v_ids := coalesce(v_turned, '{}');
-  end loop;
+  -- v_ask: to be counted through; v_next: held by a need that is now satisfied
+  with edge as materialized (
+    select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, c.class, c.class = 's' or c.class = 'f' and d.mode & 2 <> 0 as is_satisfied
+    from unnest(p_ids) u (id)
+    left join lateral (select f.state from queue.finished f where f.id = u.id offset 0) f on true
+    left join lateral (select w.reason from queue.waiting w where w.id = u.id and f.state is null offset 0) n on true
+    cross join lateral (select d.job_id, d.need_id, d.mode, d.deleted_state from queue.need d where d.need_id = u.id offset 0) d
+    left join lateral (select w.reason, w.need_id from queue.waiting w where w.id = d.job_id offset 0) w on true
+    cross join lateral (select case
+      when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
+      when coalesce(f.state, d.deleted_state) is not null or n.reason in ('held', 'upstream_failed') then 'f'
+      else 'p' end as class) c
+    where w.reason in ('needs', 'upstream_failed') or c.class = 'p' or c.class = 'f' and d.mode & 2 = 0),
+  found as materialized (
+    select e.job_id, max(e.need_id) filter (where x.is_next) as at, bool_or(x.is_asked) as is_asked, bool_or(x.is_back) as is_back
+    from edge e
+    cross join lateral (select
+      case
+        when e.reason is null or e.reason not in ('needs', 'upstream_failed') then false
+        when e.holder is null then true
+        when e.mode & 1 <> 0 then e.is_satisfied or e.reason = 'upstream_failed' or e.holder = e.need_id and e.class = 'f'
+        when e.reason = 'needs' then e.class = 'f' and not e.is_satisfied
+        else e.holder = e.need_id and e.class <> 'f'
+      end as is_asked,
+      e.mode & 1 = 0 and e.reason = 'needs' and e.holder = e.need_id and e.is_satisfied as is_next,
+      not e.is_satisfied and e.reason is distinct from 'needs' and e.reason is distinct from 'upstream_failed' as is_back) x
+    group by e.job_id)
+  select array_agg(f.job_id) filter (where f.is_asked), array_agg(f.job_id) filter (where f.at is not null and not f.is_asked),
+    array_agg(f.at) filter (where f.at is not null and not f.is_asked), array_agg(f.job_id) filter (where f.is_back)
+  into v_ask, v_next, v_next_at, v_back
+  from found f;
+  if v_next is not null then
+    select array_agg(b.id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+      array_agg(b.need_id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+      array_agg(b.id) filter (where b.need_id is null or b.is_failed)
+    into v_ids, v_holders, v_left
+    from (
+      select u.id, b.need_id, b.is_failed
+      from unnest(v_next, v_next_at) u (id, at)
+      left join lateral (
+        select d.need_id, c.is_failed
+        from queue.need d
+        left join lateral (select f.state from queue.finished f where f.id = d.need_id offset 0) f on true
+        left join lateral (select w.reason from queue.waiting w where w.id = d.need_id and f.state is null offset 0) w on true
+        cross join lateral (
+          select coalesce(f.state, d.deleted_state) is not null or coalesce(w.reason in ('held', 'upstream_failed'), false) as is_failed) c
+        where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id
+          and coalesce(f.state, d.deleted_state) is distinct from 'succeeded' and not (c.is_failed and d.mode & 2 <> 0)
+        order by d.job_id desc, d.need_id desc limit 1) b on true) b;
+    update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
+    v_ask := v_ask || v_left;
+  end if;
+  if v_ask is not null then
+    select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
+      array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
+      array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
+      array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
+      array_agg(s.id) filter (where x.is_turned)
+    into met, v_ids, v_standings, v_holders, changed
+    from queue._needs_states(v_ask) s
+    cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
+    cross join lateral (
+      select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied' and w.need_id is distinct from s.holder as is_held_by_another) x;
+    update queue.waiting w
+    set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed' else 'needs' end,
+      need_id = v_holders[width_bucket(w.id, v_ids)]
+    where w.id = any (v_ids);
+    delete from queue.waiting w where w.id = any (met);
+  end if;
+  if v_back is not null then
+    v_taken := queue._take_back(v_back);
+    changed := changed || v_taken.failed;
+    keys := v_taken.keys;
+  end if;
 end $$;
 
 -- Jobs that have passed the gate of needs and would not pass it now go back to wait, unless they run.
--- Returns those that have failed by it.
+-- failed: those that have failed by it; keys: semaphores in which that left room.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
-create or replace function queue._take_back(p_ids bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._take_back(p_ids bigint[], out failed bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_job record;
-  v_failed bigint[];
+  v_taken record;
 begin
   for v_job in
     select s.id, s.standing, s.holder from queue._needs_states(p_ids) s where s.standing <> 'satisfied' order by s.id
   loop
-    if queue._take_out_dependent(v_job.id) then
+    v_taken := queue._take_out_dependent(v_job.id);
+    if v_taken.is_out then
+      keys := keys || v_taken.keys;
       insert into queue.waiting (id, reason, need_id)
       values (v_job.id, case v_job.standing when 'failed' then 'upstream_failed' else 'needs' end, v_job.holder);
-      v_failed := v_failed || case v_job.standing when 'failed' then v_job.id end;
+      failed := failed || array(select v_job.id where v_job.standing = 'failed');
     elsif exists (select from queue.live v where v.id = v_job.id and v.claim is null) then
       -- its row is locked by a claim, which may be rolled back
       insert into queue.handover (job_id, kind, flags)
       values (coalesce(v_job.holder, (select d.need_id from queue.need d where d.job_id = v_job.id limit 1)), 'recheck', 4096);
     end if;
   end loop;
-  return array_remove(v_failed, null);
 end $$;
 
--- Takes a job that has passed the gate of needs out of wherever it waits. False: it runs, is finished, is held,
--- or waits for its needs.
+-- Takes a job that has passed the gate of needs out of wherever it waits (_take_out). Not is_out: it runs, is finished, is
+-- held, or waits for its needs.
 -- Locks: the caller holds ADM; the row of queue.live by skip locked.
-create or replace function queue._take_out_dependent(p_id bigint)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._take_out_dependent(p_id bigint, out is_out boolean, out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
-  if exists (select from queue.waiting w where w.id = p_id and w.reason in ('held', 'needs', 'upstream_failed', 'parked')) then
-    return false;
+  is_out := false;
+  if not exists (select from queue.waiting w where w.id = p_id and w.reason in ('held', 'needs', 'upstream_failed', 'parked')) then
+    select coalesce(t.place <> 'log', false), t.keys into is_out, keys from queue._take_out(p_id) t;
   end if;
-  return coalesce(queue._take_out(p_id) <> 'log', false);
 end $$;
 
 -- Passes deadlines on to what the jobs need and is not finished, recursively, only ever earlier. Stops at

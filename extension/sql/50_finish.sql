@@ -387,7 +387,7 @@ begin
     if queue._has_news() then
       perform queue._admit(1000);
     end if;
-    perform queue._leave_locks(v_ids, true);
+    perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
   else
     perform queue._settle_here(v_ids, array_fill(p_kind, array[cardinality(v_ids)]), v_flags, case when p_payload is not null then array[p_payload] end);
   end if;
@@ -450,9 +450,10 @@ begin
   into ids, kinds, flags, payloads from gone g;
 end $$;
 
--- Gives back the slots of ended claims and sends those of them that run again through the gates; then lets in
--- whoever is first for these slots. What takes a job out of where it waits comes after that: before it, a job that runs
--- again is in no gate, and only looks as if it waited for its turn.
+-- Gives back the slots of ended claims and sends those of them that run again through the gates, with those that are in no
+-- gate for another reason (flags 0: they did not run, and have no turn to keep); then lets in whoever is first for these slots.
+-- What takes a job out of where it waits comes after that: before it, a job that runs again is in no gate, and only looks as if it
+-- waited for its turn.
 -- Locks: the caller holds ADM.
 create or replace function queue._settle_slots(p_ids bigint[], p_kinds text[], p_flags smallint[], p_payloads jsonb[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -464,6 +465,7 @@ declare
   v_circular bigint[];
 begin
   select array_agg(u.id) filter (where u.kind = 'again') as again,
+    array_agg(u.id) filter (where u.kind = 'again' and u.flags & 3 <> 0) as locked,
     array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as ids,
     array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as flags
   into v
@@ -483,8 +485,11 @@ begin
       v_circular := v_circular || v_item.id;
     end if;
   end loop;
+  if v.locked is not null then
+    perform queue._keep_turns(v.locked);
+  end if;
   if v.again is not null then
-    perform queue._route(v.again, true);
+    perform queue._advance(p_arrived => v.again, p_locks => case when v.locked is not null then queue._locks_of(v.locked) end);
   end if;
   for v_item in
     select u.id, u.kind, u.flags, u.payload from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload)
@@ -493,20 +498,21 @@ begin
     if v_item.kind = 'replace' then
       perform queue._apply_replacement(v_item.id, v_item.payload);
     elsif v_item.id = any (v_circular) then
-      perform queue._take_out(v_item.id);
+      v_keys := v_keys || (select t.keys from queue._take_out(v_item.id) t);
       if not queue._is_settled(v_item.id) then
         -- a defer is replacing it, and holds its key
         insert into queue.handover (job_id, kind, flags, payload)
         values (v_item.id, 'again', v_item.flags & ~(2 | 4 | 16384), v_item.payload);
         continue;
       end if;
-      perform queue._conclude(v_item.id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
+      perform queue._finish_unclaimed(array[v_item.id], 'failed', 'dependency_cycle', 'two jobs came to need each other');
+      perform queue._advance(p_ended => array[v_item.id]);
     else
       perform queue._change_lock(v_item.id, v_item.payload #>> '{change,lock}');
     end if;
   end loop;
   if v_keys is not null then
-    perform queue._refill(v_keys);
+    perform queue._advance(p_keys => v_keys);
   end if;
 end $$;
 
@@ -524,12 +530,9 @@ begin
     array_agg(distinct u.id) filter (where u.kind = 'regate') as regate
   into v
   from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
-  if v.locked is not null then
-    perform queue._leave_locks(v.locked, true);
-  end if;
-  -- last: only now every job here is in a gate or in queue.live
-  if v.needed is not null then
-    perform queue._needs_changed(v.needed);
+  if v.locked is not null or v.needed is not null then
+    perform queue._advance(
+      p_turned => case when v.locked is not null then queue._leave_locks(v.locked, true) end, p_changed => v.needed);
   end if;
   if v.recheck is not null then
     perform queue._recheck_needs(v.recheck);

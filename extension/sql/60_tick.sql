@@ -91,14 +91,26 @@ create or replace function queue._expire(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_id bigint;
+  v_place text;
+  v_left text[];
+  v_keys text[];
+  v_ended bigint[];
 begin
   foreach v_id in array p_ids loop
-    if queue._is_settled(v_id) and coalesce(queue._take_out(v_id), 'log') <> 'log' then
-      perform queue._conclude(v_id, 'cancelled', 'expired', null);
-    elsif exists (select from queue.finished f where f.id = v_id) then
-      delete from queue.expiry e where e.id = v_id;
+    if queue._is_settled(v_id) then
+      select t.place, t.keys into v_place, v_left from queue._take_out(v_id) t;
+      if v_place <> 'log' then
+        v_keys := v_keys || v_left;
+        v_ended := v_ended || v_id;
+        continue;
+      end if;
     end if;
+    delete from queue.expiry e where e.id = v_id and exists (select from queue.finished f where f.id = v_id);
   end loop;
+  if v_ended is not null then
+    perform queue._finish_unclaimed(v_ended, 'cancelled', 'expired', null);
+    perform queue._advance(p_ended => v_ended, p_keys => v_keys);
+  end if;
 end $$;
 
 -- Mends what can only be wrong after a bug or an aborted repair, now and then; counts again what has begun to
@@ -109,7 +121,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   if random() < 0.02 then
-    perform queue._refill(array_agg(s.key)) from queue.semaphore s where s.lanes <> '{}' and s.used < s.slots having count(*) > 0;
+    perform queue._advance(p_keys => array_agg(s.key)) from queue.semaphore s where s.lanes <> '{}' and s.used < s.slots having count(*) > 0;
   end if;
   perform queue._limit_queue(c.queue) from queue.queue_config c where c.limited_at > clock_timestamp() - interval '1 minute';
   perform queue._repair_replacing();

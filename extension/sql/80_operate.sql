@@ -6,11 +6,12 @@
 -- hold long: not these rows, nor queue.job_state of a job that is being finished.
 
 -- Takes an unfinished, not running job out of wherever it is, with its slot and ready counts, but not out
--- of its lock. Returns where it was (live, or a reason of queue.waiting, turn, or log: it has yet to be
--- admitted and stays there, so that it can only be written about, in queue.job_state), NULL when it runs, is finished, another holds its row, or the end of its claim is not settled yet.
+-- of its lock. place: where it was (live, or a reason of queue.waiting, turn, or log: it has yet to be
+-- admitted and stays there, so that it can only be written about, in queue.job_state), NULL when it runs, is finished,
+-- another holds its row, or the end of its claim is not settled yet. keys: semaphores in which that left room, for _advance.
 -- Locks: the caller holds ADM; the row of queue.live by skip locked.
-create or replace function queue._take_out(p_id bigint)
-returns text language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._take_out(p_id bigint, out place text, out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_live record;
@@ -24,12 +25,13 @@ begin
       perform queue._keep_turns(array[p_id]);
     end if;
     if v_live.flags & 6 <> 0 then
-      perform queue._unready(array[p_id], array[v_live.lane], array[v_live.flags]);
+      keys := queue._unready(array[p_id], array[v_live.lane], array[v_live.flags]);
       perform queue._never_discard(array[p_id]);
     end if;
-    return 'live';
+    place := 'live';
+    return;
   elsif exists (select from queue.live v where v.id = p_id) or exists (select from queue.finished f where f.id = p_id) then
-    return null;
+    return;
   end if;
   delete from queue.waiting w where w.id = p_id returning w.reason, w.key, w.lane into v_waiting;
   if found then
@@ -37,45 +39,63 @@ begin
       perform queue._unwait(v_waiting.key, v_waiting.lane);
       perform queue._never_discard(array[p_id]);
     end if;
-    return v_waiting.reason;
+    place := v_waiting.reason;
+    return;
   end if;
   if exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) then
-    return null;
+    return;
   end if;
   if exists (select from queue.job j left join queue.job_state s on s.id = j.id
              join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id where j.id = p_id) then
     update queue.lock_member m set is_passed = false where m.id = p_id
       and m.lock = (select coalesce(s.lock, j.lock) from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id);
-    return 'turn';
+    place := 'turn';
+    return;
   end if;
-  return 'log';
+  place := 'log';
 end $$;
 
--- Puts a job that was taken out into its final state and lets go what it held.
+-- _take_out for several. ids: those that were taken out.
+-- Locks: as there.
+create or replace function queue._take_out_all(p_ids bigint[], out ids bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_taken record;
+begin
+  foreach v_id in array p_ids loop
+    v_taken := queue._take_out(v_id);
+    if v_taken.place is not null then
+      ids := ids || v_id;
+      keys := keys || v_taken.keys;
+    end if;
+  end loop;
+end $$;
+
+-- Puts jobs that were taken out into their final state. Their locks and dependents do not know yet: that is up to _advance,
+-- by p_ended.
 -- Locks: the caller holds ADM.
-create or replace function queue._conclude(p_id bigint, p_state text, p_reason text, p_error text)
+create or replace function queue._finish_unclaimed(p_ids bigint[], p_state text, p_reason text, p_error text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_flags smallint;
+  v record;
   v_now timestamptz := clock_timestamp();
 begin
   insert into queue.finished (id, finished_at, attempts, state, reason, error)
-  select p_id, v_now, coalesce(s.attempts, 0), p_state, p_reason, p_error
-  from (select) x left join queue.job_state s on s.id = p_id;
-  select j.flags | coalesce(s.extra_flags, 0) | case when c.retain is not null then 512 else 0 end | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end into v_flags
-  from queue.job j
-  left join queue.job_state s on s.id = j.id
-  left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue)
-  where j.id = p_id;
-  perform queue._close(array[p_id], array[v_flags]);
-  perform queue._tell_waiters(array[p_id]);
-  if v_flags & 3 <> 0 then
-    perform queue._leave_locks(array[p_id], false);
-  end if;
-  if v_flags & 4096 <> 0 then
-    perform queue._needs_changed(array[p_id]);
-  end if;
+  select u.id, v_now, coalesce(s.attempts, 0), p_state, p_reason, p_error
+  from unnest(p_ids) u (id)
+  left join lateral (select s.attempts from queue.job_state s where s.id = u.id offset 0) s on true;
+  select array_agg(j.id) as ids, array_agg(j.flags) as flags into v
+  from (
+    select j.id, (j.flags | case when c.retain is not null then 512 else 0 end)::smallint as flags
+    from unnest(p_ids) u (id)
+    cross join lateral (
+      select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.queue, j.queue) as queue
+      from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
+    left join lateral (select c.retain from queue.queue_config c where c.queue = j.queue offset 0) c on true) j;
+  perform queue._close(v.ids, v.flags);
+  perform queue._tell_waiters(p_ids);
 end $$;
 
 -- Whether nobody is replacing a job just now; if so, nobody can before this transaction ends.
@@ -92,18 +112,6 @@ begin
   end if;
   perform from queue.queueing_lock k where k.key = v_key and k.job_id = p_id for update skip locked;
   return found or not exists (select from queue.queueing_lock k where k.key = v_key and k.job_id = p_id);
-end $$;
-
--- Cancels admitted jobs that are in no gate.
--- Locks: the caller holds ADM.
-create or replace function queue._cancel_admitted(p_ids bigint[], p_reason text)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_id bigint;
-begin
-  foreach v_id in array p_ids loop
-    perform queue._conclude(v_id, 'cancelled', p_reason, null);
-  end loop;
 end $$;
 
 -- Admits whatever is visible, so that an operator finds every job behind the gates.
@@ -129,6 +137,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v_live record;
+  v_taken record;
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
@@ -145,10 +154,12 @@ begin
     perform queue._tell_abort(cancel.id, v_live.claim, v_live.worker_id, 'cancelled');
     return 'running';
   end if;
-  if coalesce(queue._take_out(cancel.id), 'log') = 'log' then
+  v_taken := queue._take_out(cancel.id);
+  if coalesce(v_taken.place, 'log') = 'log' then
     perform queue._invalid_state(cancel.id, queue._state(cancel.id), 'Only a job that is not finished, and whose defer has committed, can be cancelled.');
   end if;
-  perform queue._conclude(cancel.id, 'cancelled', 'cancelled', null);
+  perform queue._finish_unclaimed(array[cancel.id], 'cancelled', 'cancelled', null);
+  perform queue._advance(p_ended => array[cancel.id], p_keys => v_taken.keys);
   perform queue._announce();
   return 'cancelled';
 end $$;
@@ -176,9 +187,9 @@ create or replace function queue._amend(
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_from text := queue._take_out(p_id);
+  v_taken record := queue._take_out(p_id);
 begin
-  if v_from is null then
+  if v_taken.place is null then
     -- while its claim is being ended its row of queue.job_state may not be waited for
     perform from queue.live v where v.id = p_id for update skip locked;
     if not found and exists (select from queue.live v where v.id = p_id) then
@@ -191,10 +202,10 @@ begin
     set (queue, priority, deadline, scheduled_at, args)
       = (coalesce(excluded.queue, s.queue), coalesce(excluded.priority, s.priority), coalesce(excluded.deadline, s.deadline),
          coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args));
-  if v_from in ('held', 'parked') then
-    insert into queue.waiting (id, reason) values (p_id, v_from);
-  elsif v_from is not null and v_from <> 'log' then
-    perform queue._route(array[p_id], false);
+  if v_taken.place in ('held', 'parked') then
+    insert into queue.waiting (id, reason) values (p_id, v_taken.place);
+  elsif v_taken.place <> 'log' then
+    perform queue._advance(p_arrived => array[p_id], p_keys => v_taken.keys);
   end if;
   return true;
 end $$;
@@ -206,17 +217,20 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
+declare
+  v_taken record;
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
     perform queue._bound_jobs('{operator}', array[hold.id]);
   end if;
   perform queue._reach(hold.id);
-  if coalesce(queue._take_out(hold.id), 'log') = 'log' then
+  v_taken := queue._take_out(hold.id);
+  if coalesce(v_taken.place, 'log') = 'log' then
     perform queue._invalid_state(hold.id, queue._state(hold.id), 'Only a job that has not started can be held, and not before the transaction that deferred it has committed; cancel a running one with abort.');
   end if;
   insert into queue.waiting (id, reason) values (hold.id, 'held');
-  perform queue._needs_changed(array[hold.id]);
+  perform queue._advance(p_keys => v_taken.keys, p_changed => array[hold.id]);
   return 'held';
 end $$;
 comment on function queue.hold(bigint) is
@@ -238,8 +252,7 @@ begin
   if not found then
     perform queue._invalid_state(unhold.id, queue._state(unhold.id), 'Only a held job can be unheld.');
   end if;
-  perform queue._route(array[unhold.id], false);
-  perform queue._needs_changed(array[unhold.id]);
+  perform queue._advance(p_arrived => array[unhold.id], p_changed => array[unhold.id]);
   perform queue._announce();
   return queue._state(unhold.id);
 end $$;

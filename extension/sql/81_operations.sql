@@ -137,6 +137,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
+  v_taken record;
   v_message text := left(fail_jobs.message, 10000);
 begin
   if to_regclass('queue.unlimited') is null then
@@ -154,8 +155,9 @@ begin
         v_job.id, v_job.claim, true);
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'failed');
     elsif v_job.standing = 'open' then
-      perform queue._take_out(v_job.id);
-      perform queue._conclude(v_job.id, 'failed', 'operator', v_message);
+      v_taken := queue._take_out(v_job.id);
+      perform queue._finish_unclaimed(array[v_job.id], 'failed', 'operator', v_message);
+      perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
     else
       continue;
     end if;
@@ -178,6 +180,7 @@ declare
   v_job record;
   v_now timestamptz := clock_timestamp();
   v_done bigint[] := '{}'::bigint[];
+  v_taken record;
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
@@ -191,14 +194,15 @@ begin
       update queue.finished f set reason = 'operator' where f.id = v_job.id;
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
     elsif v_job.standing = 'open' then
-      perform queue._take_out(v_job.id);
-      perform queue._conclude(v_job.id, 'succeeded', 'operator', null);
+      v_taken := queue._take_out(v_job.id);
+      perform queue._finish_unclaimed(array[v_job.id], 'succeeded', 'operator', null);
+      perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
     elsif v_job.standing = 'finished' then
       update queue.finished f set state = 'succeeded', reason = 'operator', finished_at = v_now, worker_id = null
       where f.id = v_job.id and f.state <> 'succeeded';
       continue when not found;
       perform queue._set_purge_at(v_job.id);
-      perform queue._needs_changed(array[v_job.id]);
+      perform queue._advance(p_changed => array[v_job.id]);
     else
       continue;
     end if;
@@ -520,6 +524,7 @@ declare
   v_workers bigint[] := '{}'::bigint[];
   v_all bigint[];
   v_needed bigint[];
+  v_taken record;
 begin
   perform queue._forget_deleted();
   v_finished := array(
@@ -557,8 +562,12 @@ begin
     if v_job.claim is not null then
       perform queue._end_attempt('{"outcome": "aborted"}', v_job.id, v_job.claim, true);
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'deleted');
-    elsif queue._take_out(v_job.id) is not null then
-      perform queue._conclude(v_job.id, 'cancelled', 'deleted', null);
+    else
+      v_taken := queue._take_out(v_job.id);
+      if v_taken.place is not null then
+        perform queue._finish_unclaimed(array[v_job.id], 'cancelled', 'deleted', null);
+        perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
+      end if;
     end if;
   end loop;
   delete from queue.live v where v.id = any (v_plain);

@@ -119,7 +119,7 @@ begin
     elsif v_job.reason = 'schedule' and v_job.claims > 0 then
       perform queue._take_out(v_job.id);
       perform queue._start_over(array[v_job.id]);
-      perform queue._route(array[v_job.id], false);
+      perform queue._advance(p_arrived => array[v_job.id]);
       v_done := v_done || v_job.id;
     end if;
   end loop;
@@ -140,6 +140,8 @@ end $$;
 create or replace function queue._bring_back(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
+declare
+  v_joined record;
 begin
   if p_ids = '{}' then
     return;
@@ -155,7 +157,7 @@ begin
   insert into queue.expiry (id, at)
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
-  perform queue._join_locks(p_ids);
-  perform queue._route(p_ids, false);
-  perform queue._needs_changed(p_ids);
+  v_joined := queue._join_locks(p_ids);
+  perform queue._advance(
+    p_arrived => p_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys, p_changed => p_ids);
 end $$;
