@@ -4,7 +4,8 @@
 -- (next_xid, and the transactions in flight then). A row is new when its xid is at or above it, or
 -- among those in flight then, and is visible in the present snapshot. So neither a late commit nor a
 -- small id is ever missed, nor a row admitted twice. A range too large for one slice goes to
--- queue.backlog and is read on from there, while what is committed later is read first.
+-- queue.backlog. It is looked through there for the priorities that it holds, and then read by priority
+-- (queue.backlog_part), while what is committed later is read first.
 --
 -- Lock order of the whole package, each class once and sorted:
 --   own claimed rows of queue.live  <  ADM (queue.admission)  <  everything else.
@@ -29,14 +30,14 @@ begin
   return found;
 end $$;
 
--- Admits what is new: handovers, a slice of each range that is new, a slice of the oldest backlog, what is due.
+-- Admits what is new: handovers, a slice of each range that is new, a slice of the most urgent of the backlog, what is due.
 -- Locks: the caller holds ADM. has_more: another call will find more.
 create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   c record;
-  v_old record;
+  v_part record;
   v_ended record;
   v_range record;
   v_xid xid8;
@@ -48,7 +49,8 @@ declare
   v_ranges xid8[] := '{}'::xid8[];      -- the xids from which there is something to admit
   v_gated bigint[];
   v_parked bigint[];
-  v_is_read boolean := false;
+  v_is_read boolean := false;           -- the whole backlog, so that nothing need be parked any longer
+  v_read integer;
   v_move boolean;
   v_due timestamptz;
 begin
@@ -90,27 +92,31 @@ begin
   end if;
   foreach v_xid in array v_ranges loop
     v_range := queue._admit_range(
-      v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
-      p_slice, v_high_id, c.high_need_id, c.has_task_pause, v_has_backlog, null);
+      v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, 9223372036854775807,
+      c.upto, c.own, p_slice, v_high_id, c.high_need_id, c.has_task_pause, v_has_backlog);
     v_high_id := v_range.high_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
     admitted := admitted + v_range.n;
     v_gated := v_gated || v_range.gated;
     v_parked := v_parked || v_range.parked;
   end loop;
-  if c.has_backlog then
-    delete from queue.backlog b where b.no = (select o.no from queue.backlog o order by o.no limit 1)
-    returning b.no, b.from_xid, b.from_id, b.to_xid, b.upto, b.own, b.is_first into v_old;
-    v_is_read := not found;
-    if not v_is_read then
+  if v_has_backlog then
+    perform queue._look_through(p_slice);
+    v_is_read := true;
+    v_read := 0;
+    while v_read < p_slice loop
+      v_part := queue._next_part();
+      exit when v_part.upto is null;
       v_range := queue._admit_range(
-        v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own,
-        p_slice, v_high_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no);
+        v_part.from_xid, v_part.from_id, v_part.to_xid, v_part.to_id, v_part.upto, v_part.own,
+        null, v_high_id, c.high_need_id, c.has_task_pause, v_part.must_park, v_part.top, v_part.bottom);
       v_high_id := v_range.high_id;
-      admitted := admitted + v_range.n;
+      v_read := v_read + v_range.n;
       v_gated := v_gated || v_range.gated;
       v_parked := v_parked || v_range.parked;
-    end if;
+      v_is_read := false;
+    end loop;
+    admitted := admitted + v_read;
     v_move := true;
   end if;
   -- all at once, so that those of one lock come in the order of ids; before turns are given on
@@ -124,7 +130,7 @@ begin
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
-    v_has_backlog := queue._unpark(p_slice) > 0 or exists (select from queue.backlog);
+    v_has_backlog := queue._unpark(p_slice) > 0 or exists (select from queue.backlog) or exists (select from queue.backlog_part);
   end if;
   v_due := c.due_at;
   if c.due_at > v_start then
@@ -186,15 +192,90 @@ begin
     from queue.cursor k order by k.tick desc limit 1);
 end $$;
 
--- Admits at most p_slice jobs of a range of the log (see queue.backlog, where the rest goes: is_cut).
--- Plain ones go to queue.live here, the others through the gates: also those that may be needed, as jobs were
--- with ids up to p_high_need_id. With p_park, jobs with an ordered lock are put aside until all backlog has
--- been read, and then admitted in the order of ids: older ones of the same lock may be in there. Only the
--- oldest range (is_first) need not.
+-- Looks what priorities the backlog holds, part by part, for at most 50 ms: so the most urgent of it can be read first,
+-- wherever it is. Of more than 8 priorities in one part neighbours make a band, which is read as one.
+-- Locks: the caller holds ADM.
+create or replace function queue._look_through(p_slice integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_until constant timestamptz := clock_timestamp() + interval '50 ms';
+  v_range record;
+  v_seen record;
+  v_bands record;
+begin
+  loop
+    select b.* into v_range from queue.backlog b order by b.no limit 1;
+    exit when not found;
+    select count(*) as n, max(s.priority) as high, min(s.priority) as low, (array_agg(s.xid))[count(*)] as to_xid, (array_agg(s.id))[count(*)] as to_id
+    into v_seen
+    from (
+      select l.xid, l.id, coalesce((l.given).priority, 0) as priority
+      from queue.log l
+      where (l.xid, l.id) > (v_range.from_xid, v_range.from_id) and l.xid <= v_range.to_xid
+        and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own
+      order by l.xid, l.id limit p_slice) s;
+    if v_seen.n > 0 then
+      if v_seen.low = v_seen.high then
+        select array[v_seen.high] as tops, array[v_seen.low] as bottoms into v_bands;
+      else
+        select array_agg(b.top order by b.top desc) as tops, array_agg(b.bottom order by b.top desc) as bottoms into v_bands
+        from (
+          select max(r.priority) as top, min(r.priority) as bottom
+          from (
+            select p.priority, row_number() over (order by p.priority desc) - 1 as n, count(*) over () as total
+            from (
+              select distinct coalesce((l.given).priority, 0) as priority from queue.log l
+              where (l.xid, l.id) > (v_range.from_xid, v_range.from_id) and (l.xid, l.id) <= (v_seen.to_xid, v_seen.to_id)
+                and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own) p) r
+          group by r.n * 8 / greatest(r.total, 8)) b;
+      end if;
+      insert into queue.backlog_part (no, priority, is_first, is_mixed, from_xid, from_id, to_xid, to_id, upto, own, tops, bottoms)
+      values (nextval('queue.tick_seq'), v_bands.tops[1], v_range.is_first, v_seen.low < v_seen.high, v_range.from_xid,
+              v_range.from_id, v_seen.to_xid, v_seen.to_id, v_range.upto, v_range.own, v_bands.tops, v_bands.bottoms);
+    end if;
+    if v_seen.n < p_slice then
+      delete from queue.backlog b where b.no = v_range.no;
+    else
+      update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.to_id where b.no = v_range.no;
+    end if;
+    exit when clock_timestamp() > v_until;
+  end loop;
+end $$;
+
+-- The most urgent band of the backlog, the oldest of those, which is then out of it: rows of the log from (from_xid, from_id),
+-- which is read already, to (to_xid, to_id), of a priority from bottom to top. upto NULL: there is none. must_park: older jobs of a
+-- lock may be left behind, or put aside already, so that those with an ordered lock are put aside (_admit_range).
+-- Locks: the caller holds ADM.
+create or replace function queue._next_part(
+  out from_xid xid8, out from_id bigint, out to_xid xid8, out to_id bigint, out upto pg_snapshot, out own xid8,
+  out top integer, out bottom integer, out must_park boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_no bigint;
+  v_is_last boolean;
+begin
+  select p.no, p.from_xid, p.from_id, p.to_xid, p.to_id, p.upto, p.own, p.tops[1], p.bottoms[1], cardinality(p.tops) = 1,
+    not p.is_first or p.is_mixed or exists (select from queue.backlog_part o where o.no < p.no)
+      or exists (select from queue.waiting w where w.reason = 'parked')
+  into v_no, from_xid, from_id, to_xid, to_id, upto, own, top, bottom, v_is_last, must_park
+  from queue.backlog_part p order by p.priority desc, p.no limit 1;
+  if v_is_last then
+    delete from queue.backlog_part p where p.no = v_no;
+  else
+    update queue.backlog_part p set priority = p.tops[2], tops = p.tops[2:], bottoms = p.bottoms[2:] where p.no = v_no;
+  end if;
+end $$;
+
+-- Admits at most p_slice jobs of a range of the log, those of a priority from p_bottom to p_top if given. The rest goes to
+-- queue.backlog (is_cut). Plain ones go to queue.live here, the others through the gates: also those that may be needed, as
+-- jobs were with ids up to p_high_need_id. With p_park, jobs with an ordered lock are put aside until all backlog has
+-- been read, and then admitted in the order of ids: older ones of the same lock may be in there.
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
-  p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
-  p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
+  p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_to_id bigint, p_upto pg_snapshot, p_own xid8, p_slice integer,
+  p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_top integer default null, p_bottom integer default null,
   out n integer, out high_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -206,7 +287,8 @@ begin
       (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) or l.is_idle as is_low,
       j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and j.id > p_high_need_id and l.lane is not null and not p_has_task_pause as is_plain
     from (select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j
-          where (j.xid, j.id) > (p_from_xid, p_from_id) and j.xid <= p_to_xid
+          where (j.xid, j.id) > (p_from_xid, p_from_id) and (j.xid, j.id) <= (p_to_xid, p_to_id)
+            and (p_top is null or j.priority between p_bottom and p_top)
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
           order by j.xid, j.id limit p_slice) j
     left join lateral (select l.lane, l.low_deadline, l.low_id, l.is_idle, l.extra_flags from queue.lane l
@@ -220,12 +302,12 @@ begin
     array_agg(x.id) filter (where x.is_plain and x.is_low)
   into n, high_id, gated, parked, v_low
   from fresh x;
-  is_cut := n >= p_slice;
+  is_cut := coalesce(n >= p_slice, false);
   if is_cut then
     insert into queue.backlog (no, from_xid, from_id, to_xid, upto, own, is_first)
-    select coalesce(p_no, nextval('queue.tick_seq')), x.xid, x.id, p_to_xid, p_upto, p_own, not p_park
+    select nextval('queue.tick_seq'), x.xid, x.id, p_to_xid, p_upto, p_own, not p_park
     from (select j.xid, j.id from queue.job j
-          where (j.xid, j.id) > (p_from_xid, p_from_id) and j.xid <= p_to_xid
+          where (j.xid, j.id) > (p_from_xid, p_from_id) and (j.xid, j.id) <= (p_to_xid, p_to_id)
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
           order by j.xid, j.id offset p_slice - 1 limit 1) x;
   end if;
@@ -319,6 +401,7 @@ declare
   v_snapshot pg_snapshot := pg_current_snapshot();
 begin
   delete from queue.backlog;
+  delete from queue.backlog_part;
   delete from queue.deleted;
   update queue.job j set xid = pg_current_xact_id()
   where not exists (select from queue.live v where v.id = j.id)

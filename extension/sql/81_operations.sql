@@ -584,7 +584,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   delete from queue.deleted d
   where d.until <= (select least(k.next_xid, k.in_flight[1]) from queue.cursor k order by k.tick desc limit 1)
-    and not exists (select from queue.backlog);
+    and not exists (select from queue.backlog) and not exists (select from queue.backlog_part);
   update queue.deleted d set until = pg_current_xact_id() where d.until is null;
 end $$;
 

@@ -274,7 +274,9 @@ begin
       from (select j.id, j.xid, j.flags, j.scheduled_at, j.needs from queue.job j where j.id < p_before order by j.id desc limit 20000) j
       where queue._may_be(p_state, j.id, j.flags, j.scheduled_at, j.needs)
         and (j.xid >= c.next_xid or j.xid = any (c.in_flight)
-             or (select true from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid limit 1))
+             or (select true from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid limit 1)
+             or (select true from queue.backlog_part b
+                 where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) limit 1))
       order by j.id desc limit p_n);
     if cardinality(v_ids) = p_n then
       return v_ids;

@@ -203,7 +203,9 @@ begin
       and not exists (select from queue.waiting w where w.id = j.id)
       and not exists (select from queue.lock_member m where m.id = j.id)
       and not exists (select from queue.handover h where h.job_id = j.id)
-      and not exists (select from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid);
+      and not exists (select from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid)
+      and not exists (select from queue.backlog_part b
+                      where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) and j.priority <= b.priority);
   return query
     select 'waits for a time before the mark of what is due'::text, w.id, format('at %s, mark %s', w.at, k.due_at)
     from queue.waiting w

@@ -30,7 +30,7 @@ create table queue.cursor (
   constraint cursor_pkey primary key (tick)
 );
 
--- Ranges of the log that are read in slices: rows with (xid, id) > (from_xid, from_id) and xid <= to_xid
+-- Ranges of the log that nobody has looked through yet: rows with (xid, id) > (from_xid, from_id) and xid <= to_xid
 -- that are visible in the snapshot upto, those of the transaction own excepted. is_first: none was older.
 create table queue.backlog (
   no bigint not null,
@@ -42,3 +42,22 @@ create table queue.backlog (
   is_first boolean not null,
   constraint backlog_pkey primary key (no)
 );
+
+-- Parts of such ranges, a slice each, that have been looked through: read by priority. Rows whose priority lies between tops[i]
+-- and bottoms[i] have yet to be admitted; priority is the first of tops. is_mixed: there were several of these bands.
+create table queue.backlog_part (
+  no bigint not null,
+  priority integer not null,
+  is_first boolean not null,
+  is_mixed boolean not null,
+  from_xid xid8 not null,
+  from_id bigint not null,
+  to_xid xid8 not null,
+  to_id bigint not null,
+  upto pg_snapshot not null,
+  own xid8,
+  tops integer[] not null,
+  bottoms integer[] not null,
+  constraint backlog_part_pkey primary key (no)
+);
+create index backlog_part_priority_idx on queue.backlog_part (priority desc, no);

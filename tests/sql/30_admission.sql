@@ -1,6 +1,6 @@
 -- Admission: what is committed late, in slices, by prepared transactions, rolled back; parked jobs.
 
-select plan(52);
+select plan(57);
 
 set pgdefer.notify = off;  -- PREPARE TRANSACTION refuses notifications
 
@@ -119,7 +119,7 @@ commit prepared 'open';
 do $$ begin perform queue._lock_admission(true); perform queue._admit(1000); end $$;
 select is((select count(*) from queue.live v join queue.job j on j.id = v.id where j.task = 'open'), 50::bigint, 'and what was open meanwhile');
 select is((select count(*) from queue.live), (select count(*) from queue.jobs j where j.finished_at is null), 'and all that was deferred between and by the admitters');
-select is_empty('select * from queue.backlog', 'no backlog is left');
+select is_empty('select no from queue.backlog union all select no from queue.backlog_part', 'no backlog is left');
 select is_empty('select * from queue.check()', 'every invariant holds');
 create temp table run as select f.n, f.id, f.claim, f.priority from queue.fetch(:worker, null, 10000) with ordinality
   f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n);
@@ -139,7 +139,7 @@ begin
   end loop;
 end $$;
 select is((select count(*) from queue.live), 21::bigint, 'slices that end where a transaction ends');
-select is_empty('select * from queue.backlog', 'leave nothing behind');
+select is_empty('select no from queue.backlog union all select no from queue.backlog_part', 'leave nothing behind');
 select pg_temp.run() \g /dev/null
 
 -- An empty fetch goes on while much is not admitted, and tells a sleeper that there is more.
@@ -170,20 +170,49 @@ select count(*) as future from queue.jobs j where j.state = 'scheduled' \gset
 select is(:future, 5000, 'the others are scheduled');
 
 -- A commit of higher priority is not behind a backlog.
-select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'low', 'priority', -1)) from generate_series(1, 3000) n)) \g /dev/null
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'low', 'priority', -1)) from generate_series(1, 5000) n)) \g /dev/null
 select is(pg_temp.run(1), 'low', 'the first slice of a backlog is admitted');
-select isnt_empty('select * from queue.backlog', 'and more waits');
+select isnt_empty('select * from queue.backlog_part', 'and more waits');
 select queue.defer('high', priority => 5) \g /dev/null
 select pg_sleep(0.011) \g /dev/null
 select is(pg_temp.run(1), 'high', 'the first fetch that starts 10 ms after a commit, with enough to do, admits it and claims it');
-select isnt_empty('select * from queue.backlog', 'though a backlog is before it');
+select isnt_empty('select * from queue.backlog_part', 'though a backlog is before it');
 select is(pg_temp.run(1), 'low', 'then the backlog goes on');
-select pg_temp.run(1000) \g /dev/null
-select pg_temp.run(1000) \g /dev/null
-select pg_temp.run(1000) \g /dev/null
-select pg_temp.run(1000) \g /dev/null
-select pg_temp.run(1000) \g /dev/null
-select is((select count(*) from queue.jobs j where j.task = 'low' and j.state = 'succeeded'), 3000::bigint, 'all of the backlog runs');
+select pg_temp.run(2000) \g /dev/null
+select pg_temp.run(2000) \g /dev/null
+select pg_temp.run(2000) \g /dev/null
+select is((select count(*) from queue.jobs j where j.task = 'low' and j.state = 'succeeded'), 5000::bigint, 'all of the backlog runs');
+
+-- Nor is one that was committed with the backlog, before anybody looked: whatever the size of batches.
+do $$
+begin
+  for i in 1 .. 20 loop
+    perform queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'backlog', 'queue', 'outage', 'priority', n % 3 - 1)) from generate_series(1, 500) n));
+    commit;
+    perform queue.defer('urgent', queue => 'outage', priority => 5 + i % 2) where i in (7, 20);
+    commit;
+  end loop;
+end $$;
+create function pg_temp.next(max_jobs integer) returns text language plpgsql as $$
+begin
+  return (select string_agg(f.task || ' ' || f.priority, ',') from queue.fetch((select max(w.id) from queue.workers w), '{outage}', max_jobs) f);
+end $$;
+select is(pg_temp.next(1), 'urgent 6', 'the most urgent of an outage comes first');
+select is(pg_temp.next(2), 'urgent 5,backlog 1', 'the next one second, before all others');
+create temp table outage (n integer generated always as identity, priority integer);
+do $$
+begin
+  for i in 1 .. 200 loop
+    insert into outage (priority) select f.priority from queue.fetch((select max(w.id) from queue.workers w), '{outage}', 500) f;
+    exit when not found and not exists (select from queue.unadmitted);
+    commit;
+  end loop;
+end $$;
+select is((select count(*) from outage), 9999::bigint, 'all others follow');
+select is_empty('select * from outage o join outage p on p.n = o.n + 1 where p.priority > o.priority', 'by priority, in batches of 500 too');
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'many', 'queue', 'bands', 'priority', n)) from generate_series(1, 3000) n)) \g /dev/null
+select is((select max(f.priority) from queue.fetch(:worker, '{bands}', 1) f), 3000, 'the same with 3,000 priorities');
+select queue.delete_queue('outage', true), queue.delete_queue('bands', true) \g /dev/null
 
 -- Ordered locks across a backlog: creation order, though later transactions are admitted first
 select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'lock ' || n % 3, 'lock', 'l' || n % 3, 'priority', n % 5)) from generate_series(1, 300) n)) \g /dev/null

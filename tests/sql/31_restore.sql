@@ -4,6 +4,14 @@ select plan(19);
 
 set pgdefer.notify = off;
 
+create function pg_temp.shifted(xid xid8, by bigint) returns xid8 language sql as $$
+  select greatest(3, shifted.xid::text::bigint + shifted.by)::text::xid8
+$$;
+create function pg_temp.shifted(upto pg_snapshot, by bigint) returns pg_snapshot language sql as $$
+  select format('%s:%s:%s', pg_temp.shifted(pg_snapshot_xmin(upto), by), pg_temp.shifted(pg_snapshot_xmax(upto), by),
+                (select string_agg(pg_temp.shifted(x, shifted.by)::text, ',') from pg_snapshot_xip(upto) x))::pg_snapshot
+$$;
+
 -- Shifts every stored transaction id, as if this were the dump of another cluster.
 create function pg_temp.shift(by bigint) returns void language plpgsql as $$
 begin
@@ -11,10 +19,10 @@ begin
   update queue.handover h set xid = greatest(3, h.xid::text::bigint + shift.by)::text::xid8;
   update queue.cursor c set next_xid = greatest(3, c.next_xid::text::bigint + shift.by)::text::xid8,
     in_flight = array(select (x::text::bigint + shift.by)::text::xid8 from unnest(c.in_flight) x where x::text::bigint + shift.by > 3);
-  update queue.backlog b set from_xid = greatest(3, b.from_xid::text::bigint + shift.by)::text::xid8, to_xid = greatest(3, b.to_xid::text::bigint + shift.by)::text::xid8,
-    own = greatest(3, b.own::text::bigint + shift.by)::text::xid8,
-    upto = (select format('%s:%s:%s', greatest(3, pg_snapshot_xmin(b.upto)::text::bigint + shift.by), greatest(3, pg_snapshot_xmax(b.upto)::text::bigint + shift.by),
-                          (select string_agg(greatest(3, x::text::bigint + shift.by)::text, ',') from pg_snapshot_xip(b.upto) x)))::pg_snapshot;
+  update queue.backlog b set from_xid = pg_temp.shifted(b.from_xid, shift.by), to_xid = pg_temp.shifted(b.to_xid, shift.by),
+    own = pg_temp.shifted(b.own, shift.by), upto = pg_temp.shifted(b.upto, shift.by);
+  update queue.backlog_part b set from_xid = pg_temp.shifted(b.from_xid, shift.by), to_xid = pg_temp.shifted(b.to_xid, shift.by),
+    own = pg_temp.shifted(b.own, shift.by), upto = pg_temp.shifted(b.upto, shift.by);
 end $$;
 
 create temp table ran (n integer generated always as identity, id bigint, task text);
@@ -60,7 +68,7 @@ begin
   commit;
   perform queue.tick();
   commit;
-  perform queue.defer_many((select jsonb_agg(jsonb_build_object('task', prefix || 'backlog')) from generate_series(1, 30) n));
+  perform queue.defer_many((select jsonb_agg(jsonb_build_object('task', prefix || 'backlog')) from generate_series(1, 60) n));
   commit;
   perform queue._lock_admission(true);
   perform queue._admit(10);
@@ -77,7 +85,7 @@ end $$;
 -- What runs when all is let go, with how many of each.
 create function pg_temp.expected(prefix text) returns text language sql as $$
   select string_agg(format('%s%s %s', expected.prefix, t, n), ', ' order by t)
-  from (values ('after the handover', 1), ('backlog', 30), ('needs', 1), ('not admitted', 3), ('parked', 1), ('ready', 1), ('slot', 3)) v (t, n)
+  from (values ('after the handover', 1), ('backlog', 60), ('needs', 1), ('not admitted', 3), ('parked', 1), ('ready', 1), ('slot', 3)) v (t, n)
 $$;
 create function pg_temp.ran(prefix text) returns text language sql as $$
   select string_agg(format('%s %s', r.task, r.n), ', ' order by r.task) from (select r.task, count(*) as n from ran r where starts_with(r.task, ran.prefix) group by 1) r
@@ -95,7 +103,7 @@ $$;
 
 -- Stored ids far ahead
 call pg_temp.fill('a ');
-select isnt_empty('select * from queue.backlog', 'there is a backlog to restore');
+select isnt_empty('select * from queue.backlog_part', 'there is a backlog to restore');
 select isnt_empty('select * from queue.handover', 'and a handover');
 select pg_temp.states('a ') as before \gset
 select pg_temp.shift(1000000000);
