@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import sqlalchemy as sa
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgdefer._server import EmbeddedServer, sql_folder
 from pgdefer.cli._pg import find_program
@@ -44,9 +44,56 @@ def has_extension(connection: psycopg.Connection) -> bool:
     return connection.execute(available).rowcount == 1
 
 
-def install(server: EmbeddedServer, database: str) -> str:
-    """Install pgdefer: as an extension where there are its files, else by psql -f; say which."""
+# A role that is no superuser and shall own the queue; else the superuser does.
+OWNER = os.environ.get("PGDEFER_TEST_OWNER", "")
+
+# What tests write down is short: workers and claims count from 1, not from the clock.
+HELPERS = """
+create schema test;
+grant usage on schema test to public;
+create function test.count_from_one() returns void language plpgsql as $$
+begin
+  perform queue._check_era();
+  alter sequence queue.claim_seq restart;
+  alter sequence queue.worker_id_seq restart;
+end $$;
+create function test.install_anew() returns void language plpgsql as $$
+begin
+  perform queue.uninstall(true);
+  perform queue.install();
+  perform test.count_from_one();
+end $$;
+"""
+
+
+def make_base(server: EmbeddedServer, name: str, owner: str = OWNER) -> str:
+    """Make a database for tests to copy, with pgdefer and helpers of theirs; say which form."""
+    create_database(server, name)
+    form = install(server, name, owner)
+    with psycopg.connect(server.dsn(name), autocommit=True) as connection:
+        connection.execute(HELPERS)
+    return form
+
+
+def count_from_one(dsn: str) -> None:
+    """Let workers and claims in the copy of a base count from 1."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("select test.count_from_one()")
+
+
+def install(server: EmbeddedServer, database: str, owner: str = "") -> str:
+    """Install pgdefer: as an extension where there are its files, else by psql -f; say which.
+
+    With an owner, a role without rights that is made if it is missing, as that one.
+    """
     dsn = server.dsn(database)
+    if owner:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            role, place = sql.Identifier(owner), sql.Identifier(database)
+            if not connection.execute("select from pg_roles where rolname = %s", [owner]).rowcount:
+                connection.execute(sql.SQL("create role {} login").format(role))
+            connection.execute(sql.SQL("grant create on database {} to {}").format(place, role))
+        dsn = make_conninfo(dsn, user=owner)
     with psycopg.connect(dsn, autocommit=True) as connection:
         if has_extension(connection):
             connection.execute("create extension pgdefer")

@@ -1,25 +1,32 @@
 -- Installing and migrating: the extension holds code only, the tables are ordinary objects.
 
--- Locks: an advisory lock for the whole transaction, so that two installers do not meet.
+-- Locks: where there are tables, as migrate. Else no role but the owner can hold up who makes them: another installer is waited
+-- for by the first table, whose name both want, and is then found to have made it.
 create or replace function queue.install()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
-  perform pg_advisory_xact_lock(1885824102, 3);
-  -- by a query, which hears of what was committed while that was waited for: to_regclass may not
-  if not exists (select from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relname = 'installation') then
-    perform queue._create_tables();
-    execute format('insert into queue.installation (version, system_identifier) values (%L, %s)',
-                   '@VERSION@', (select system_identifier from pg_control_system()));
-    execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
-    return '@VERSION@';
+  if to_regclass('queue.installation') is null then
+    begin
+      perform queue._create_tables();
+      execute format('insert into queue.installation (version, system_identifier, era) values (%L, %s, '''')',
+                     '@VERSION@', (select system_identifier from pg_control_system()));
+      execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
+      perform queue._begin_era(queue._era());
+      return '@VERSION@';
+    exception when duplicate_table or unique_violation then
+      if to_regclass('queue.installation') is null then
+        raise;
+      end if;
+    end;
   end if;
   return queue.migrate();
 end $$;
 comment on function queue.install() is
   'Makes the tables and views of the queue in schema queue, or migrates those that are there. Returns the version; a second call changes nothing.';
 
--- Locks: as install; those of a step's DDL, for which it waits 100 ms at a time, so that whoever defers waits
+-- Locks: queue.access against others who install, migrate, grant or revoke (a table, which no role but the owner can
+-- lock against us); those of a step's DDL, for which it waits 100 ms at a time, so that whoever defers waits
 -- no longer behind it, and a hundred times. A large index that is missing is not built here, but told of.
 -- Raises: QJ090 when the tables are of a version that no step leads from, or there are none; 55P03 when a
 -- transaction that has used the tables stays open too long.
@@ -31,7 +38,9 @@ declare
   v_index record;
   v_timeout text := current_setting('lock_timeout');
 begin
-  perform pg_advisory_xact_lock(1885824102, 3);
+  if to_regclass('queue.access') is not null then
+    lock table queue.access in share row exclusive mode;
+  end if;
   loop
     v_version := queue._tables_version();
     if v_version is null then
@@ -163,31 +172,62 @@ end $$;
 comment on function queue.version() is
   'The version of the functions, and of the tables (NULL before queue.install()).';
 
--- Locks: exclusive ones of all tables and views, one after the other: nobody should be at work.
--- Raises: 22023 without force; drops every ordinary object that install made.
+-- Drops every ordinary object that install made.
+-- Locks: exclusive ones of all tables and views, ADM's first. Sessions at work lock them in orders of their own: so they are waited
+-- for 100 ms at a time, a hundred times, and a try that fails keeps none, before anybody looks for a deadlock (deadlock_timeout).
+-- Raises: 22023 without force; 55P03.
 create or replace function queue.uninstall(force boolean default false)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
-  v_object record;
+  v_timeout text := current_setting('lock_timeout');
 begin
   if force is not true then
     perform queue._invalid('uninstall removes every job', 'Call queue.uninstall(force => true) to go ahead.');
+  end if;
+  for v_try in 1 .. 100 loop
+    begin
+      perform set_config('lock_timeout', '100ms', true);
+      perform queue._drop_tables();
+      perform set_config('lock_timeout', v_timeout, true);
+      exit;
+    exception when lock_not_available or deadlock_detected then
+      if v_try = 100 then
+        raise exception using errcode = '55P03', message = 'the tables are in use',
+          hint = 'Nothing was removed. Stop the workers, end the transactions that have been open for long (see pg_stat_activity), and call it again.';
+      end if;
+    end;
+  end loop;
+end $$;
+comment on function queue.uninstall(boolean) is
+  'Removes the tables, the views and with them every job, and takes back what grant_access gave. What depends on the views goes with them. Needs force => true. Sessions at work are waited for (55P03 if that takes long); those that come later get QJ090.';
+
+-- Locks: those of uninstall.
+create or replace function queue._drop_tables()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_objects text[];
+  v_object text;
+begin
+  select array_agg(x.name order by x.place, x.oid) into v_objects
+  from (
+    select format('queue.%I', c.relname) as name, c.oid, case c.relname when 'admission' then 0 else 1 end as place
+    from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r') x;
+  if v_objects is not null then
+    execute format('lock table %s in access exclusive mode', array_to_string(v_objects, ', '));
   end if;
   if to_regclass('queue.access') is not null then
     -- or those that were limited to some queues could do everything once there are tables again
     perform queue._take_all(x.role) from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
   end if;
   for v_object in
-    select c.relname, case c.relkind when 'v' then 'view' when 'S' then 'sequence' else 'table' end as kind
+    select format('%s if exists queue.%I', case c.relkind when 'v' then 'view' when 'S' then 'sequence' else 'table' end, c.relname)
     from pg_class c
     where c.relnamespace = 'queue'::regnamespace and c.relkind in ('r', 'v', 'S')
       and not exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = c.oid and d.deptype in ('e', 'i', 'a'))
     order by case c.relkind when 'v' then 0 when 'r' then 1 else 2 end
   loop
-    execute format('drop %s if exists queue.%I cascade', v_object.kind, v_object.relname);
+    execute format('drop %s cascade', v_object);
   end loop;
   drop type if exists queue.given;
 end $$;
-comment on function queue.uninstall(boolean) is
-  'Removes the tables, the views and with them every job, and takes back what grant_access gave. What depends on the views goes with them. Needs force => true.';

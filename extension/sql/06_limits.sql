@@ -29,13 +29,6 @@ begin
   return pg_catalog.to_regclass('queue.unlimited');
 end $$;
 
--- The view queue.no_defaults, NULL without it: as _unlimited, whose rules hold.
-create or replace function queue._no_defaults()
-returns pg_catalog.regclass language plpgsql immutable parallel safe security invoker as $$
-begin
-  return pg_catalog.to_regclass('queue.no_defaults');
-end $$;
-
 -- The queues, names and patterns, on which a role (NULL: the caller) may act in one of the kinds; NULL is all.
 create or replace function queue._limits(p_kinds text[], p_role name default null)
 returns text[] language plpgsql stable parallel safe security invoker as $$

@@ -1,6 +1,6 @@
 -- Tasks: names with defaults. Nothing needs a registration; it only fills what a call leaves NULL.
 
--- Locks: where something changes, the task's row, and those of _switch_defaults. Raises: 22023.
+-- Locks: where something changes, the task's row. Raises: 22023.
 create or replace function queue.register_task(name text, defaults jsonb default '{}')
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -18,9 +18,6 @@ begin
   perform queue._check_keys('defaults', v_defaults, array['queue', 'priority', 'lock', 'queueing_lock', 'deadline',
     'concurrency_key', 'concurrency_limit'] || queue._option_keys());
   if exists (select from queue.task t where t.name = register_task.name and t.defaults = v_defaults) then
-    if v_defaults - 'retry' <> '{}' and to_regclass('queue.no_defaults') is not null then
-      perform queue._switch_defaults();  -- the tasks were restored without the views
-    end if;
     return;
   end if;
   perform queue._check_types('defaults', v_defaults);
@@ -46,43 +43,9 @@ begin
       = (excluded.queue, excluded.priority, excluded.lock, excluded.queueing_lock, excluded.deadline, excluded.keys,
          excluded.limits, excluded.options, excluded.defaults, excluded.is_plain)
     where t.defaults <> excluded.defaults;
-  perform queue._switch_defaults();
 end $$;
 comment on function queue.register_task(text, jsonb) is
   'Sets what defer uses where a call leaves an argument NULL: queue, priority, lock, queueing_lock, deadline (an interval from the time of deferring), concurrency_key, concurrency_limit and every key of options. The same defaults again change nothing; jobs already deferred keep theirs, the retry policy excepted, which is read when an attempt ends.';
-
--- Makes or drops the view queue.no_defaults, as there are limits and defaults. A retry policy is none: defer does not use it.
--- Locks: advisory (1885824102, 4), until the transaction ends: shared where there are some, so that no two who register wait
--- for each other; exclusive, by try, to make the view; as install, and that of the view, to drop it.
--- Why none is overlooked: who brings one has written it, takes 4 and looks for the view; who makes the view has 4 and looks for
--- them. So one of them sees the other, or nothing is made. And no plan outlives the drop that holds the view (_unlimited).
-create or replace function queue._switch_defaults()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_is_latest boolean := current_setting('transaction_isolation') = 'read committed';  -- what a statement sees
-begin
-  if not queue._has_no_defaults() then
-    perform pg_advisory_xact_lock_shared(1885824102, 4);
-    -- by a query, as in install
-    if not v_is_latest or exists (select from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relname = 'no_defaults') then
-      perform pg_advisory_xact_lock(1885824102, 3);
-      drop view if exists queue.no_defaults;
-      execute format('grant usage on schema queue to %I', current_user);
-    end if;
-  elsif v_is_latest and to_regclass('queue.no_defaults') is null and pg_try_advisory_xact_lock(1885824102, 4) then
-    if queue._has_no_defaults() then
-      create or replace view queue.no_defaults as select true as has_none;
-    end if;
-  end if;
-end $$;
-
--- Whether no role is limited and no task has defaults that defer uses.
-create or replace function queue._has_no_defaults()
-returns boolean language plpgsql volatile parallel safe security invoker as $$
-begin
-  return not exists (select from queue.access a where a.queues is not null)
-    and not exists (select from queue.task t where t.defaults - 'retry' <> '{}');
-end $$;
 
 -- Raises: 22023 unless what defer takes as text, integer or array is a JSON string, whole number or array, or null.
 create or replace function queue._check_types(what text, object jsonb)

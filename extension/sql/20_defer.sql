@@ -24,26 +24,16 @@ declare
   v_none pg_catalog.regclass;
 begin
   -- Few expressions and one statement for most calls, as each is set up anew in every transaction: for a task and args, where
-  -- no role is limited; beside tasks with defaults, if its own are no more than a queue and a priority.
-  if coalesce(v_none, queue._no_defaults()) is not null then
-    if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
-                               defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
-      and pg_catalog.jsonb_contains(defer.args, '{}')
-      and pg_catalog.octet_length(defer.task) operator(pg_catalog.<=) 1000 and defer.task operator(pg_catalog.<>) ''
-    then
-      insert into queue.log (task, args) values (defer.task, defer.args)
-      returning id, pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
-      if v_is_awake then
-        return v_id;
-      end if;
-    end if;
-  elsif coalesce(v_none, queue._unlimited()) is not null then
+  -- no role is limited; if the task has no more than a queue and a priority, or is not registered.
+  if coalesce(v_none, queue._unlimited()) is not null then
     if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
                                defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
       and pg_catalog.jsonb_contains(defer.args, '{}')
     then
       insert into queue.log (task, args, given)
-      select t.name, defer.args, t.given from queue.task t where t.name operator(pg_catalog.=) defer.task and t.is_plain
+      select defer.task, defer.args, t.given
+      from (select) one left join queue.task t on t.name operator(pg_catalog.=) defer.task
+      where coalesce(t.is_plain, defer.task operator(pg_catalog.<>) '' and pg_catalog.octet_length(defer.task) operator(pg_catalog.<=) 1000)
       returning id, pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
       if v_is_awake then
         return v_id;

@@ -796,7 +796,7 @@ begin
     from (
       select case when s.ready is distinct from coalesce(v.n, 0) or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
                   when w.n > 0 and s.low > w.id then 'waits for a slot below the low mark'
-                  when s.waiting > 0 and s.ready < s.slots - s.used and not exists (select from queue.handover h where h.kind = 'refill')
+                  when s.waiting > 0 and s.ready < s.slots - s.used and not exists (select from queue.handover h where h.kind = 'refill' and h.payload ? s.key)
                     then 'a free slot and a job that waits for it' end as problem,
         coalesce(s.key, w.key, v.key) as key, coalesce(s.lane, w.lane, v.lane) as lane, s.slots, s.used, s.ready, v.n as is_ready,
         s.waiting, w.n as is_waiting, s.low, w.id as least_id

@@ -630,6 +630,15 @@ begin
   return nullif(array_to_string(v_texts[:20], ', '), '') || case when cardinality(v_texts) > 20 then ' and more' else '' end;
 end $$;
 
+-- Whether what a job waits for at its needs is about to change: it or one of them is handed over.
+create or replace function queue._is_handed_over(p_id bigint)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (
+    select from queue.handover h
+    where h.job_id = p_id or h.job_id in (select d.need_id from queue.need d where d.job_id = p_id));
+end $$;
+
 -- Invariants, for queue.check().
 create or replace function queue._check_need_rows()
 returns table (problem text, id bigint, detail text)
@@ -642,7 +651,7 @@ begin
     cross join lateral queue._needs_states(a.ids) n
     join queue.waiting w on w.id = n.id
     where n.standing <> case w.reason when 'needs' then 'waiting' else 'failed' end
-      and not exists (select from queue.handover);
+      and not queue._is_handed_over(w.id);
   return query
     select 'is held by a need that does not hold it'::text, w.id, format('%s: %s', w.reason, w.need_id)
     from queue.waiting w
@@ -653,12 +662,12 @@ begin
       and (d.need_id is null
            or (w.reason = 'needs') <> (coalesce(f.state, d.deleted_state) is null and coalesce(n.reason not in ('held', 'upstream_failed'), true))
            or coalesce(f.state, d.deleted_state) = 'succeeded')
-      and not exists (select from queue.handover);
+      and not queue._is_handed_over(w.id);
   return query
     select 'ready though its needs do not let it'::text, n.id, n.standing
     from (select array_agg(v.id) as ids from queue.live v where v.claim is null and v.flags & 8 <> 0) a
     cross join lateral queue._needs_states(a.ids) n
-    where n.standing <> 'satisfied' and not exists (select from queue.handover);
+    where n.standing <> 'satisfied' and not queue._is_handed_over(n.id);
   return query
     select 'needed, and its end would not be handed over'::text, v.id, format('needed by %s', min(d.job_id))
     from queue.live v join queue.need d on d.need_id = v.id

@@ -17,13 +17,16 @@ declare
   v record;
   v_none regclass;
 begin
-  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed'
+    or current_setting('pgdefer.era', true) is distinct from queue._installation()
+  then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
       perform queue._bound_worker(worker);
       queues := queue._bound_queues('{worker}', queues);
     end if;
+    perform queue._know_era();
   end if;
   v := queue._claim(worker, queues, max_jobs, options, true);
   -- a statement of its own: only a new snapshot shows the claims

@@ -141,7 +141,9 @@ declare
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
   v_none regclass;
 begin
-  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed'
+    or current_setting('pgdefer.era', true) is distinct from queue._installation()
+  then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
@@ -149,6 +151,7 @@ begin
       perform queue._bound_outcomes(finish_and_fetch.outcomes);
       queues := queue._bound_queues('{worker}', queues);
     end if;
+    perform queue._know_era();
   end if;
   if not v_may_wait then
     v_ended := queue._finish(finish_and_fetch.outcomes);
@@ -448,6 +451,28 @@ begin
     returning h.job_id, h.kind, h.flags, h.payload, h.seq)
   select array_agg(g.job_id order by g.seq), array_agg(g.kind order by g.seq), array_agg(g.flags order by g.seq), array_agg(g.payload order by g.seq)
   into ids, kinds, flags, payloads from gone g;
+end $$;
+
+-- Handovers that are committed and that the cursor has passed: nobody would ever take them. None, but for a bug or half a
+-- restore. What is in flight, or has ended since the cursor moved, is not among them (30_admission.sql).
+create or replace function queue._orphaned_handovers()
+returns table (xid xid8, seq bigint, job_id bigint, kind text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select h.xid, h.seq, h.job_id, h.kind
+    from (select k.next_xid, k.in_flight from queue.cursor k order by k.tick desc limit 1) k
+    join queue.handover h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
+end $$;
+
+-- Hands them over anew, to the next admission.
+-- Locks: the caller holds ADM, so that neither the cursor nor they move meanwhile.
+create or replace function queue._repair_handovers()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.handover h set xid = pg_current_xact_id()
+  where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_handovers() o);
 end $$;
 
 -- Gives back the slots of ended claims and sends those of them that run again through the gates, with those that are in no

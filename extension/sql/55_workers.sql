@@ -1,6 +1,6 @@
 -- Workers: a worker lives as long as it calls heartbeat, and its claims with it.
 
--- Locks: none. Raises: 22023.
+-- Locks: none, but as _check_era where a new era is due. Raises: 22023.
 create or replace function queue.register_worker(name text, queues text[] default null, info jsonb default '{}')
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -33,7 +33,7 @@ begin
   end if;
   perform queue._check_name('queue', q) from unnest(p_queues) q;
   perform queue._check_versions(p_info ->> 'client');
-  perform queue._check_restore();
+  perform queue._check_era();
   insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
   values (p_name, p_queues, p_info, clock_timestamp(), clock_timestamp(), v_dead_after)
   returning id into v_id;
@@ -124,7 +124,7 @@ begin
     perform queue._bound_worker(deregister_worker.worker);
   end if;
   perform queue._check_isolation();
-  update queue.worker w set gone_at = clock_timestamp() where w.id = deregister_worker.worker and w.gone_at is null;
+  update queue.worker w set gone_at = clock_timestamp(), has_left = true where w.id = deregister_worker.worker and w.gone_at is null;
   perform from queue.live v where v.worker_id = deregister_worker.worker order by v.id for update;
   for v_claim in
     select v.id, v.claim from queue.live v where v.worker_id = deregister_worker.worker and v.claim is not null order by v.id
@@ -162,8 +162,10 @@ comment on function queue.worker_died(bigint) is
 -- Two reapers at once: a claim ends once, whoever deletes its row.
 -- A fetch that was under way when its worker went may still bring claims: so a worker's claims are looked
 -- for at once, and again when every transaction has ended that could have seen it alive (waits_for: those
--- that were under way after its end had been committed). Then nothing can come any more (is_over).
--- Stops after a second: the next call goes on.
+-- that were under way after its end had been committed; of a role, as vacuum's workers are not: their kind is hidden
+-- from an owner who is no superuser). Then nothing can come any more (is_over).
+-- The late claim of a worker that has said good-bye is released, as its others were; that of a dead one has crashed.
+-- Claims of forgotten workers a session looks for once in 10 s. Stops after a second: the next call goes on.
 create or replace function queue.reap()
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security definer
@@ -189,7 +191,7 @@ begin
   update queue.worker w
   set waits_for = array(
     select l.virtualtransaction from pg_locks l join pg_stat_activity a on a.pid = l.pid
-    where l.locktype = 'virtualxid' and l.pid <> pg_backend_pid() and a.backend_type <> 'autovacuum worker'
+    where l.locktype = 'virtualxid' and l.pid <> pg_backend_pid() and a.usesysid is not null
       and a.datid = (select d.oid from pg_database d where d.datname = current_database()))
   where w.id = any (array(select w.id from queue.worker w
                           where w.gone_at < v_now and w.waits_for is null and w.xmin <> pg_current_xact_id()::xid for update skip locked));
@@ -201,13 +203,13 @@ begin
   v_gone := v_last || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear and w.id <> all (v_last));
   if v_gone <> '{}' then
     for v_claim in
-      select v.id, v.claim, v.worker_id, w.name, w.last_seen_at, w.dead_after from queue.live v join queue.worker w on w.id = v.worker_id
+      select v.id, v.claim, v.worker_id, w.name, w.last_seen_at, w.has_left from queue.live v join queue.worker w on w.id = v.worker_id
       where v.worker_id = any (v_gone) and not exists (select from queue.lease l where l.id = v.id and l.claim = v.claim and l.is_own)
       order by v.id
     loop
       v_ended := 0;
       if clock_timestamp() < v_now + interval '1 s' then
-        v_ended := queue._reap_claim(v_claim.id, v_claim.claim, 'crashed',
+        v_ended := queue._reap_claim(v_claim.id, v_claim.claim, case when v_claim.has_left then 'released' else 'crashed' end,
           format('worker %s (%s) died: its last heartbeat was at %s', v_claim.worker_id, left(v_claim.name, 200), v_claim.last_seen_at));
       end if;
       reaped := reaped + v_ended;
@@ -218,6 +220,10 @@ begin
     update queue.worker w set is_clear = true
     where w.id = any (array(select w.id from queue.worker w where w.id = any (v_gone) and not w.is_clear and w.id <> all (v_left) for update skip locked));
     update queue.worker w set is_over = true where w.id = any (v_last) and w.id <> all (v_left);
+  end if;
+  if abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.reviewed_at', true), '')::double precision, 0)) >= 10 then
+    reaped := reaped + queue._reap_forgotten();
+    perform set_config('pgdefer.reviewed_at', date_part('epoch', v_now)::text, false);
   end if;
   v_last := array(select w.id from queue.worker w where w.is_over and w.gone_at < v_now - interval '1 minute' for update skip locked);
   if v_last <> '{}' then
@@ -245,6 +251,36 @@ end $$;
 comment on function queue.reap() is
   'Ends what is dead: claims of workers without a heartbeat for dead_after, since the server was started at the earliest, and leases and timeouts that have passed. Returns how many, and when the next may expire.';
 
+-- Ends claims without a lease of their own whose worker is forgotten, as crashed: how it ended nobody can tell. No fetch
+-- leaves such a claim, but one that was prepared (PREPARE TRANSACTION) and committed long after; nor do half a restore and
+-- a bug. Looks at 5,000 rows of queue.live from the least id on, and at as many from one by chance where there are more.
+-- Locks: as reap.
+create or replace function queue._reap_forgotten()
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_claim record;
+  v_reaped integer := 0;
+begin
+  for v_claim in
+    with least as materialized (
+      select v.id, v.claim, v.worker_id from queue.live v order by v.id limit 5000),
+    chosen as materialized (
+      select v.id, v.claim, v.worker_id
+      from (select min(l.id) + (random() * ((select v.id from queue.live v order by v.id desc limit 1) - min(l.id)))::bigint as id
+            from least l having count(*) = 5000) x
+      cross join lateral (select v.id, v.claim, v.worker_id from queue.live v where v.id >= x.id order by v.id limit 5000) v)
+    select x.id, x.claim, x.worker_id
+    from (select l.* from least l union select c.* from chosen c) x
+    where x.claim is not null and not exists (select from queue.worker w where w.id = x.worker_id)
+      and not exists (select from queue.lease l where l.id = x.id and l.claim = x.claim and l.is_own)
+    order by x.id limit 1000
+  loop
+    v_reaped := v_reaped + queue._reap_claim(v_claim.id, v_claim.claim, 'crashed', format('worker %s is forgotten', v_claim.worker_id));
+  end loop;
+  return v_reaped;
+end $$;
+
 -- Ends one dead claim; 0 when another has ended it, holds it, or it can't be ended now.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -262,7 +298,8 @@ begin
   perform queue._end_attempt(
     case p_outcome
       when 'timed_out' then jsonb_build_object('outcome', 'failed', 'error', p_error, 'options', '{"outcome": "timed_out"}'::jsonb)
-      else jsonb_build_object('outcome', 'crashed', 'error', p_error) end,
+      when 'crashed' then jsonb_build_object('outcome', 'crashed', 'error', p_error)
+      else jsonb_build_object('outcome', p_outcome) end,
     p_id, p_claim, true);
   return 1;
 exception when others then
@@ -271,16 +308,6 @@ exception when others then
   where l.ctid = any (array(select l.ctid from queue.lease l where l.id = p_id and l.claim = p_claim for update skip locked));
   raise warning 'pgdefer: job % can''t be reaped: % (%)', p_id, sqlerrm, sqlstate;
   return 0;
-end $$;
-
--- Raises nothing: a restore into another cluster is noticed here and by tick.
-create or replace function queue._check_restore()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  if exists (select from queue.installation i where i.system_identifier <> (select c.system_identifier from pg_control_system() c)) then
-    perform queue._lock_admission(true);
-    perform queue._restart_cursor();
-  end if;
 end $$;
 
 -- Invariants, for queue.check().

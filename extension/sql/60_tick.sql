@@ -1,6 +1,6 @@
 -- tick: everything that is due. Any worker calls it; pg_cron or psql may call it instead.
 
--- Locks: as reap; then ADM, waited for while nothing is held. A transaction of its own.
+-- Locks: as _check_era; as reap; then ADM, waited for while nothing is held. A transaction of its own.
 -- Raises: QJ008. What fails in one of its later duties is a warning, and undoes no other duty.
 create or replace function queue.tick()
 returns table (admitted integer, reaped integer, pruned integer, next_due timestamptz, suspects integer)
@@ -17,8 +17,8 @@ begin
     perform queue._not_installed();
   end if;
   perform queue._check_isolation();
+  perform queue._check_era();
   select r.reaped into reaped from queue.reap() r;
-  perform queue._check_restore();
   -- with rows that reap has locked ADM is not waited for; whoever has it admits, and the next tick does the rest
   if not queue._lock_admission(pg_current_xact_id_if_assigned() is null) then
     admitted := 0;
@@ -125,6 +125,7 @@ begin
   end if;
   perform queue._limit_queue(c.queue) from queue.queue_config c where c.limited_at > clock_timestamp() - interval '1 minute';
   perform queue._repair_replacing();
+  perform queue._repair_handovers();
   perform queue._rest_lanes();
   perform queue._forget_semaphores();
 end $$;

@@ -207,6 +207,8 @@ begin
       and not exists (select from queue.backlog_part b
                       where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) and j.priority <= b.priority);
   return query
+    select 'handed over, and the cursor has passed it'::text, o.job_id, o.kind from queue._orphaned_handovers() o;
+  return query
     select 'waits for a time before the mark of what is due'::text, w.id, format('at %s, mark %s', w.at, k.due_at)
     from queue.waiting w
     cross join (select c.due_at from queue.cursor c order by c.tick desc limit 1) k
@@ -254,11 +256,9 @@ begin
     select 'claimed by a worker that never was'::text, v.id, format('worker %s', v.worker_id)
     from queue.live v where v.claim is not null and v.worker_id is null;
   return query
-    select 'defaults or limits that defer overlooks'::text, null::bigint, c.relname::text
+    select 'limits that nobody looks for'::text, null::bigint, c.relname::text
     from pg_class c
-    where c.relnamespace = 'queue'::regnamespace
-      and (c.relname in ('unlimited', 'no_defaults') and exists (select from queue.access a where a.queues is not null)
-        or c.relname = 'no_defaults' and exists (select from queue.task t where t.defaults - 'retry' <> '{}'));
+    where c.relnamespace = 'queue'::regnamespace and c.relname = 'unlimited' and exists (select from queue.access a where a.queues is not null);
 end $$;
 comment on function queue.check() is
   'Every invariant of the tables that does not hold: problem, the job if it is one, detail. No rows on a sound database.';

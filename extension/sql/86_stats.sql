@@ -226,12 +226,12 @@ begin
 
   name := 'transactions';
   select count(*) into v_hidden
-  from pg_stat_activity a where a.backend_type = 'client backend' and a.query = '<insufficient privilege>';
+  from pg_stat_activity a where a.usesysid is not null and a.query = '<insufficient privilege>';
   select h.since, h.what, h.fix into v
   from (
     select coalesce(a.xact_start, a.query_start) as since, format('session %s of %s (%s)', a.pid, a.usename, coalesce(a.state, a.backend_type)) as what,
       format('select pg_terminate_backend(%s)', a.pid) as fix
-    from pg_stat_activity a where a.backend_xmin is not null and a.pid <> pg_backend_pid() and a.backend_type <> 'autovacuum worker' and a.datname = current_database()
+    from pg_stat_activity a where a.backend_xmin is not null and a.pid <> pg_backend_pid() and a.usesysid is not null and a.datname = current_database()
     union all
     select p.prepared, format('prepared transaction %L', p.gid), format('commit prepared %L, or rollback prepared %L', p.gid, p.gid)
     from pg_prepared_xacts p where p.database = current_database()

@@ -40,7 +40,7 @@ begin
   return '{register_task,schedule,unschedule,enable_schedule,run_now,prune,check,health,tasks,locks,semaphores,schedules,schedule_runs}'::text[];
 end $$;
 
--- Locks: as install, and those of _switch_limits. Raises: 22023, 55P03.
+-- Locks: queue.access, as migrate, and those of _switch_limits. Raises: 22023, 55P03.
 create or replace function queue.grant_access(role text, kind text, queues text[] default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -55,7 +55,7 @@ begin
     perform queue._invalid('queues holds no name, or NULL', 'Name queues or prefix* patterns; NULL instead of a list is all.');
   end if;
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
-  perform pg_advisory_xact_lock(1885824102, 3);
+  lock table queue.access in share row exclusive mode;
   -- what another role of this name had, that was dropped, does not come back
   delete from queue.access a using pg_roles r
   where a.role = grant_access.role and r.rolname = a.role and not queue._may_enter(r.oid);
@@ -76,7 +76,7 @@ begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
   end if;
-  perform pg_advisory_xact_lock(1885824102, 3);
+  lock table queue.access in share row exclusive mode;
   delete from queue.access a where a.role = revoke_access.role;
   if not found or exists (select from pg_roles r where r.rolname = revoke_access.role) then
     perform queue._check_role(revoke_access.role);
@@ -86,7 +86,7 @@ begin
 end $$;
 comment on function queue.revoke_access(text) is 'Takes back everything that grant_access gave a role; of one that was dropped, too.';
 
--- Takes from a role everything in the schema. Locks: the caller's, which are those of install.
+-- Takes from a role everything in the schema. Locks: the caller's, which are those of migrate.
 create or replace function queue._take_all(p_role text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -131,7 +131,7 @@ end $$;
 
 -- After an upgrade, or where the extension was dropped and made again. What a role had that was dropped does not come back
 -- to another of its name; but where no role may enter the tables alone were restored, and all get what they had.
--- Locks: the caller's, which are those of install; those of _switch_limits.
+-- Locks: the caller's, which are those of migrate; those of _switch_limits.
 create or replace function queue._restore_grants()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -160,7 +160,6 @@ begin
   elsif not v_is_limited and to_regclass('queue.unlimited') is null then
     create view queue.unlimited as select true as is_unlimited;
   end if;
-  perform queue._switch_defaults();
   for v_try in 1 .. 100 loop
     -- a try that fails keeps none of them locked
     begin

@@ -1,9 +1,11 @@
--- One row: which version made the tables, and for which cluster the stored transaction ids count.
+-- One row: which version made the tables, for which cluster the stored transaction ids count, and in which
+-- era claims and workers were last numbered (54_eras.sql). written: the row's own xmin, which a copy of it lacks.
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
-  epoch uuid not null default gen_random_uuid(),
   system_identifier bigint not null,
+  era text not null,
+  written xid,
   installed_at timestamptz not null default now(),
   constraint installation_pkey primary key (is_only),
   constraint installation_only_check check (is_only)

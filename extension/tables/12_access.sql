@@ -12,10 +12,6 @@ create table queue.access (
 -- cost nothing where there are none (06_limits.sql). Private.
 create view queue.unlimited as select true as is_unlimited;
 
--- It is there as long as no role is limited and no task has defaults, so that a defer of a task and args need look
--- for neither (_switch_defaults). Private.
-create view queue.no_defaults as select true as has_none;
-
 -- Whether whoever reads a view may see all jobs, or else the queues whose, as patterns for LIKE. In a function
 -- the reader is the owner. Private.
 create view queue.visible as

@@ -2,7 +2,8 @@
 
 One server a session, of the binaries in $PGDEFER_PG_BIN or the embedded ones; a database of its own
 for every test, copied from one with pgdefer installed. After every test all invariants must hold:
-`select * from queue.check()` is empty.
+`select * from queue.check()` is empty. $PGDEFER_TEST_OWNER names a role that is no superuser and
+shall own the queue; the tests' own sessions are those of a superuser.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from psycopg.rows import dict_row
 from pytest_postgresql import factories
 
 from pgdefer._server import EmbeddedServer, temporary_server
-from support import create_database, install
+from support import count_from_one, make_base
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,8 +56,7 @@ class _Base:
 
 @pytest.fixture(scope="session")
 def _base(server: EmbeddedServer) -> _Base:
-    create_database(server, "pgdefer_base")
-    install(server, "pgdefer_base")
+    make_base(server, "pgdefer_base")
     return _Base(str(server.socket_folder), "pgdefer_base")
 
 
@@ -91,6 +91,7 @@ def dsn(
 ) -> Iterator[str]:
     """A fresh database with pgdefer installed; its invariants are checked after the test."""
     dsn = _take(_installed_database)
+    count_from_one(dsn)
     yield dsn
     if request.node.get_closest_marker("unchecked") is None:
         with psycopg.connect(dsn, autocommit=True, row_factory=dict_row) as connection:

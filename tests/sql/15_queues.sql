@@ -1,6 +1,6 @@
 -- Queues: pausing with patterns, times and tasks; creating and configuring.
 
-select plan(43);
+select plan(47);
 
 select queue.register_worker('w') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
@@ -147,5 +147,17 @@ call pg_temp.end_amid(8);
 select is_empty('select * from queue.check()', 'a pause that ends while jobs are admitted loses none');
 select pg_sleep_until(max(p.until)) from queue.pause p where p.task = 'amid';
 select is(pg_temp.of_task('amid') + pg_temp.of_task('amid'), 2000::bigint, 'all of them run');
+
+-- A worker of one queue with one lane, which others have filled before the pause
+select queue.defer('t', queue => 'solo') from generate_series(1, 4) \g /dev/null
+select queue.register_worker('solo', '{solo}') as solo \gset
+select is((select count(*) from queue.fetch(:solo, '{solo}')), 1::bigint, 'one of four starts');
+select queue.pause('solo') \g /dev/null
+set pgdefer.was_dry = off;
+select is((select count(*) from queue.fetch(:solo, '{solo}')), 0::bigint, 'a paused queue gives none');
+set pgdefer.was_dry = off;
+select is((select count(*) from queue.fetch(:solo, '{solo}', 5)), 0::bigint, 'nor several');
+select queue.resume('solo') \g /dev/null
+select is((select count(*) from queue.fetch(:solo, '{solo}', 5)), 3::bigint, 'and all that are left when it goes on');
 
 select * from finish();

@@ -1,6 +1,6 @@
 -- Queueing locks: at most one job that has not started, or not finished, per key.
 
-select plan(21);
+select plan(23);
 
 select queue.register_worker('w') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
@@ -62,6 +62,15 @@ select queue.defer('tt', '{"id": 1}') as i \gset
 select is(pg_temp.refusal($$select queue.defer('tt', '{"id": 1}')$$), format('QJ004 id: %s, queueing_lock: user:1', :i), 'a registered template is filled');
 
 select is_empty('select * from queue.check()', 'sound');
+
+-- What is replaced does not start before that is applied, which a transaction can't do for its own
+select queue.defer('t', '{"n": 1}', queueing_lock => 'own') as own \gset
+select queue.tick() \g /dev/null
+begin;
+select queue.defer('t', '{"n": 2}', queueing_lock => 'own', options => '{"on_conflict": "replace"}') \g /dev/null
+select is_empty(format('select f.id from queue.fetch(%s, null, 10) f where f.id = %s', :worker, :own), 'a job is not started while it is being replaced, by whomever');
+commit;
+select is((select f.args from queue.fetch(:worker, null, 10) f where f.id = :own), '{"n": 2}', 'and then with its new args');
 -- A job that runs again and is replaced before that has settled
 create procedure pg_temp.replace_again(lock_mode text) language plpgsql as $$
 declare

@@ -1,6 +1,6 @@
 -- Admission: what is committed late, in slices, by prepared transactions, rolled back; parked jobs.
 
-select plan(57);
+select plan(58);
 
 set pgdefer.notify = off;  -- PREPARE TRANSACTION refuses notifications
 
@@ -269,6 +269,14 @@ select * from queue.finish_many(jsonb_build_array(jsonb_build_object('id', :id, 
 select pg_sleep_until(:'mark'), queue.tick() \g /dev/null
 select is_empty('select * from queue.check()', 'what was put before the mark is found');
 select is((select count(*) from queue.fetch(:worker, '{clock}')), 1::bigint, 'and runs');
+
+-- More of one moment than a slice takes: what is due at the mark is due
+select clock_timestamp() + interval '1 second' as moment \gset
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 't', 'queue', 'moment', 'scheduled_at', :'moment'))
+                         from generate_series(1, 2500))) \g /dev/null
+select queue.tick() \g /dev/null
+select pg_sleep_until(:'moment'), queue.tick() \g /dev/null
+select is((select count(*) from queue.jobs j where j.queue = 'moment' and j.state = 'ready'), 2500::bigint, 'all of one moment are ready');
 
 -- Low marks follow what is claimed, so that fetch does not read again what others' snapshots still keep
 select queue.defer_many((select jsonb_agg('{"task": "t", "queue": "marks"}'::jsonb) from generate_series(1, 3000))) \g /dev/null

@@ -1,6 +1,6 @@
 -- Concurrency: hard limits per key, several keys, discard, max_running, rates.
 
-select plan(41);
+select plan(50);
 
 select queue.register_worker('w') as worker \gset
 
@@ -108,6 +108,35 @@ select is(pg_temp.claim(), null, 'a finished job gives no start back');
 select matches(queue.why((select max(j.id) from queue.jobs j)), 'used up its rate of 3 per 01:00:00; the next start is at', 'why says when the next may start');
 select queue.configure_queue('r', '{"rate": null}');
 select is(cardinality(pg_temp.claim()), 2, 'without the rate they go');
+select pg_temp.finish_all();
+-- the window is closed: a start that is as long ago as it is counts
+select queue.configure_queue('edge', '{"rate": {"limit": 1, "per": "10 minutes"}}');
+insert into queue.rate_start (queue, no, at) values ('edge', 1, '2030-01-01 12:00Z');
+select is(queue._queue_room('edge', 5, '2030-01-01 12:10Z'), 0, 'at the end of the window there is no room');
+select is(queue._queue_room('edge', 5, '2030-01-01 12:10:00.000001Z'), 1, 'and a microsecond later there is');
+-- the clock is set back by 5 minutes after the second start: the later ones count from then
+select queue.configure_queue('back', '{"rate": {"limit": 5, "per": "10 minutes"}}');
+select queue.defer('t', queue => 'back') from generate_series(1, 12) \g /dev/null
+select is(cardinality(pg_temp.claim(2, '{back}')), 2, 'two start');
+update queue.rate_start r set at = r.at + interval '5 minutes' where r.queue = 'back' and r.no = 2;
+select is(cardinality(pg_temp.claim(5, '{back}')), 3, 'three more');
+update queue.rate_start r set at = r.at - interval '12 minutes' where r.queue = 'back';
+select is(cardinality(pg_temp.claim(10, '{back}')), 1, 'the first has left the window: the second has not, nor have those after it');
+update queue.rate_start r set at = r.at - interval '12 minutes' where r.queue = 'back';
+select is(cardinality(pg_temp.claim(10, '{back}')), 5, 'then as many as the rate allows');
+select pg_temp.finish_all();
+
+-- The newest job sets a key's limit, whichever is admitted first
+select queue.defer('t', concurrency_key => 'old', concurrency_limit => 5, options => '{"held": true}') as old \gset
+select queue.defer('t', concurrency_key => 'old', concurrency_limit => 1) \g /dev/null
+select queue.tick() \g /dev/null
+select is((select s."limit" from queue.semaphores s where s.key = 'old'), 1, 'the newer one is admitted first');
+select queue.unhold(:old) \g /dev/null
+select is((select s."limit" from queue.semaphores s where s.key = 'old'), 1, 'an older one that comes later does not change it');
+select is(cardinality(pg_temp.claim()), 1, 'nor lets more start');
+select pg_temp.finish_all();
+select pg_temp.claim() \g /dev/null
+select pg_temp.finish_all();
 select pg_temp.finish_all();
 
 -- Every way out of a state lets the next one in, in the same transaction.

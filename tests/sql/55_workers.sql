@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, leases, timeouts, crashes, aborts; what reap ends and what it leaves.
 
-select plan(167);
+select plan(174);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -395,5 +395,35 @@ select id, claim from queue.fetch(:w4, null, 5) \gset
 select is(:id::bigint, :x2::bigint, 'the next has its lock and slot');
 select queue.succeed(:id, :claim) \g /dev/null
 select is_empty('select * from queue.queueing_lock', 'its queueing lock is free');
+
+-- Claims whose worker is forgotten, which no fetch leaves: by hand, and by a fetch that was prepared and committed long after
+select count(*) from queue.delete(array(select j.id from queue.jobs j), true) \g /dev/null
+select queue.register_worker('forgotten') as forgotten, queue.register_worker('another') as another \gset
+select queue.defer('t', options => '{"retry": {"max_attempts": 1}}') as a, queue.defer('t') as b \gset
+select count(*) from queue.fetch(:forgotten, null, 10) \g /dev/null
+select queue.extend(:b, j.claim, '1 hour') from queue.jobs j where j.id = :b \g /dev/null
+delete from queue.worker w where w.id = :forgotten;
+select is((select c.problem from queue.check() c), 'claimed by a worker that is forgotten', 'check knows it');
+reset pgdefer.reviewed_at;
+select is((select t.reaped from queue.tick() t), 1, 'tick ends its claims');
+select is(pg_temp.job(:a), 'ready 1 0 1 1', 'as crashed, as nobody knows better');
+select is((select j.state from queue.jobs j where j.id = :b), 'running', 'but for one with a lease of its own');
+select is_empty('select * from queue.check()', 'sound again');
+select queue.release(:b, j.claim) from queue.jobs j where j.id = :b \g /dev/null
+select queue.register_worker('prepares') as prepares \gset
+begin;
+select count(*) from queue.fetch(:prepares, null, 10) \g /dev/null
+prepare transaction 'fetch';
+select pg_temp.kill(:prepares);
+select from queue.reap() \g /dev/null
+select from queue.reap() \g /dev/null
+update queue.worker set gone_at = gone_at - interval '2 minutes' where id = :prepares;
+select from queue.reap() \g /dev/null
+select from queue.reap() \g /dev/null
+commit prepared 'fetch';
+reset pgdefer.reviewed_at;
+select from queue.tick() \g /dev/null
+select is((select count(*) from queue.jobs j where j.state = 'running'), 0::bigint, 'the claims of a prepared fetch whose worker has died meanwhile are found');
+select is_empty('select * from queue.check()', 'and it is sound');
 
 select * from finish();

@@ -1,6 +1,6 @@
 -- tick: everything that is due, each duty for itself; expires_at.
 
-select plan(34);
+select plan(38);
 
 select queue.register_worker('w') as worker \gset
 
@@ -138,5 +138,17 @@ select queue.defer_many(jsonb_agg('{"task": "bulk"}'::jsonb)) from generate_seri
 select is((select admitted from queue.tick()), 5000, 'a tick admits all there is, as far as it comes in a second');
 select queue.finish_many((select jsonb_agg(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded')) from queue.fetch(:worker, null, 5000) f)) \g /dev/null
 select is_empty('select * from queue.check()', 'everything is in order');
+
+-- A handover that the cursor has passed: tick hands it over anew
+select queue.register_worker('orphan') as orphan \gset
+select queue.defer('o', queue => 'orphan', lock => 'orphan') as first, queue.defer('o', queue => 'orphan', lock => 'orphan') as next \gset
+select f.claim from queue.fetch(:orphan, '{orphan}') f \gset
+select queue.succeed(:first, :claim) \g /dev/null
+update queue.handover set xid = '3';
+select is((select count(*) from queue.fetch(:orphan, '{orphan}')), 0::bigint, 'nobody takes it');
+select results_eq('select c.problem, c.id from queue.check() c', format('values (%L, %s::bigint)', 'handed over, and the cursor has passed it', :first), 'check knows it');
+select from queue.tick() \g /dev/null
+select is((select f.id from queue.fetch(:orphan, '{orphan}') f), :next::bigint, 'after a tick the next of the lock goes');
+select is_empty('select * from queue.check()', 'and it is sound');
 
 select * from finish();

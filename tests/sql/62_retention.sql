@@ -1,6 +1,6 @@
 -- Retention: from completion, by state, queue, task and job; what is needed stays; what is locked is passed by.
 
-select plan(56);
+select plan(59);
 
 select queue.register_worker('w') as worker \gset
 
@@ -95,6 +95,21 @@ select queue.configure_queue('late2', '{"retain": "1 hour"}');
 select pg_temp.run(:before, 'succeeded') \g /dev/null
 select pg_temp.pass('2 hours');
 select is(queue.prune(), 1, 'a shorter one for those that finish after it');
+-- who has named one as a need may have prepared his transaction, and commit it long after
+select queue.defer('named', options => '{"retain": "10 minutes"}') as named \gset
+select pg_temp.run(:named, 'succeeded') \g /dev/null
+select queue.tick() \g /dev/null
+begin;
+select queue.defer('names', needs => array[:named]::bigint[]) \g /dev/null
+prepare transaction 'retention';
+select pg_temp.pass('11 minutes');
+update queue.finished f set purge_at = clock_timestamp() where f.id = :named;
+select is(queue.prune(), 0, 'what a prepared transaction names is kept');
+commit prepared 'retention';
+select is(queue.prune(), 0, 'and what it needs then');
+select queue.cancel(max(j.id)) from queue.jobs j where j.task = 'names' \g /dev/null
+select is(queue.prune(), 1, 'until nothing does');
+select queue.prune(state => 'cancelled') \g /dev/null
 -- one that is raised, or taken away, counts for those that had a shorter one
 select queue.configure_queue('late3', '{"retain": "1 hour"}');
 select queue.defer('raised', queue => 'late3') as raised, queue.defer('raised', queue => 'late3') as failed \gset

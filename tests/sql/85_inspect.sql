@@ -93,12 +93,12 @@ from (values
   ($$update queue.live v set claim = 99, worker_id = 1, claimed_at = now() where v.id = pg_temp.id('unique')$$, 'a queueing lock whose job has started: unique'),
   ($$update queue.queueing_lock k set job_id = pg_temp.id('done')$$, 'a queueing lock whose job has started: done'),
   ($$update queue.live v set worker_id = null where v.id = pg_temp.id('has a lease')$$, 'claimed by a worker that never was: has a lease'),
+  ($$insert into queue.handover (xid, job_id, kind, flags) values ('3', pg_temp.id('runs'), 'ended', 1)$$, 'handed over, and the cursor has passed it: runs'),
   ($$delete from queue.admission$$, 'not one row'),
   ($$delete from queue.cursor$$, 'not one row'),
   ($$insert into queue.cursor select k.tick + 1, k.next_xid, k.in_flight, k.high_id, k.has_backlog, k.due_at from queue.cursor k$$, 'not one row'),
   ($$delete from queue.installation$$, 'not one row'),
-  ($$drop view if exists queue.no_defaults; create view queue.no_defaults as select 1; insert into queue.task (name, is_plain, defaults) values ('x', false, '{"lock": "l"}')$$, 'defaults or limits that defer overlooks'),
-  ($$insert into queue.access (role, kind, queues) values ('x', 'producer', '{q}')$$, 'defaults or limits that defer overlooks')
+  ($$insert into queue.access (role, kind, queues) values ('x', 'producer', '{q}')$$, 'limits that nobody looks for')
 ) v (statement, expected);
 select is_empty('select * from queue.check()', 'and nothing of it is left');
 

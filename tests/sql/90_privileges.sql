@@ -1,6 +1,6 @@
 -- Privileges: what each kind of role may and may not, and that nothing a caller brings along changes anything.
 
-select plan(139);
+select plan(138);
 
 -- The outcome of a call by a role: ok, or its SQLSTATE. What it did is undone.
 create function pg_temp.as_role(role text, call text) returns text language plpgsql as $$
@@ -86,7 +86,6 @@ insert into calls values
   ('select count(*) from queue.claimed', ''),
   ('select count(*) from queue.first_run', ''),
   ('select count(*) from queue.unlimited', ''),
-  ('select count(*) from queue.no_defaults', ''),
   ('select count(*) from queue.visible', ''),
   ('select queue.defer_group(''[]'', ''{"task": "t"}'')', 'p'),
   ('select queue.defer_chain(''[{"task": "t"}]'')', 'p'),
@@ -285,7 +284,6 @@ end $$;
 create temp table hostile_calls (n integer generated always as identity, call pg_catalog.text);
 insert into hostile_calls (call) values
   ($$select queue.register_task('evil', '{}')$$),
-  ($$table queue.no_defaults$$),
   ($$select queue.defer('plain')$$),
   ($$select queue.register_task('evil', '{"lock": "{a}", "timeout": "1 min", "retry": {"max_attempts": 5, "base": "1 s"}}')$$),
   ($$select queue.register_worker('evil', '{evil*}', '{"dead_after": "1 min"}')$$),

@@ -1,0 +1,166 @@
+"""A role without any right in the queue holds every advisory lock that the queue has a name for.
+
+No decision hangs on one. The latch (1885824102, 1 and 2) is a hint: who holds it in bad faith costs
+others notifications, or has workers poll; no job is lost, and none starts later than 5 s.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from support import ROOT
+
+Connection = psycopg.Connection[Any]
+Connect = Callable[..., Connection]
+
+KEY = 1885824102
+FIRST, SECOND = f"({KEY}, 1)", f"({KEY}, 2)"
+HOLD = ["", "_shared"]
+
+
+@pytest.fixture
+def hostile(conn: Connection, dsn: str) -> Iterator[Connection]:
+    """A session of a role that may do nothing but connect."""
+    conn.execute("create role hostile_holder login")
+    try:
+        with psycopg.connect(make_conninfo(dsn, user="hostile_holder"), autocommit=True) as session:
+            yield session
+    finally:
+        conn.execute("drop role hostile_holder")
+
+
+@pytest.fixture
+def roles(conn: Connection) -> Iterator[None]:
+    conn.execute("create role advisory_one; create role advisory_two")
+    yield
+    conn.execute("drop owned by advisory_one, advisory_two cascade")
+    conn.execute("drop role advisory_one, advisory_two")
+
+
+@pytest.mark.usefixtures("roles")
+@pytest.mark.unchecked("installs anew")
+def test_no_decision_hangs_on_one(conn: Connection, hostile: Connection) -> None:
+    hostile.execute("select pg_advisory_lock(%s, n) from generate_series(0, 200) n", [KEY])
+    conn.execute("set statement_timeout = '20 s'")
+    for call in (
+        "select queue.register_task('t', '{\"queue\": \"a\"}')",
+        "select queue.register_task('t')",
+        "select queue.grant_access('advisory_one', 'producer')",
+        "select queue.grant_access('advisory_two', 'operator', '{a*}')",
+        "select queue.revoke_access('advisory_two')",
+        "select queue.revoke_access('advisory_one')",
+        "select queue.migrate()",
+        "select queue.install()",
+        "select queue.register_worker('w')",
+        "select queue.defer('t')",
+        "select queue.fetch((select max(w.id) from queue.workers w))",
+        "select queue.tick()",
+        "select queue.schedule('s', '@hourly', 't')",
+        "select queue.pause('a'), queue.resume('a')",
+        "select queue.uninstall(true)",
+        "select queue.install()",
+    ):
+        conn.execute(call.encode())
+
+
+def test_the_code_names_no_other() -> None:
+    """Of the queue's advisory locks there is the latch, and no other."""
+    found = subprocess.run(
+        ["grep", "-rhoE", r"pg_(try_)?advisory\w*\([^)]*\)", ROOT / "extension" / "sql"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\n")
+    assert {call.split("(")[1] for call in found if call} == {f"{KEY}, 1)", f"{KEY}, 2)"}
+
+
+# What of the latch is held, and how: each alone, and both.
+HELD = [
+    *([f"pg_advisory_lock{how}{FIRST}"] for how in HOLD),
+    *([f"pg_advisory_lock{how}{SECOND}"] for how in HOLD),
+    *(
+        [f"pg_advisory_lock{one}{FIRST}", f"pg_advisory_lock{two}{SECOND}"]
+        for one, two in itertools.product(HOLD, HOLD)
+    ),
+]
+
+
+@pytest.mark.parametrize("held", HELD, ids=" ".join)
+def test_the_latch_survives_who_holds_it(
+    conn: Connection, connect: Connect, hostile: Connection, held: list[str]
+) -> None:
+    """Two workers go to sleep. Then a job comes: one hears of it, or looks within a second."""
+    workers = [connect(), connect()]
+    ids = []
+    for lock in held:
+        hostile.execute(f"select {lock}".encode())
+    for worker in workers:
+        ids += worker.execute("select queue.register_worker('w')").fetchone() or ()
+        worker.execute("listen pgdefer")
+    # it may become busy and sleep again, so that the first does both
+    waits = [sleep(workers[0], ids[0], 8), sleep(workers[1], ids[1], 8)]
+    workers[0].execute("select queue.after_sleep(%s)", [ids[0]])
+    waits[0] = sleep(workers[0], ids[0], 8)
+    conn.execute("select queue.defer('t')")
+    heard = [hears(worker) for worker in workers]
+    latest = min(
+        dt.timedelta(0) if has_heard else wait for has_heard, wait in zip(heard, waits, strict=True)
+    )
+    assert latest <= dt.timedelta(seconds=1)
+    assert max(waits) <= dt.timedelta(seconds=5)
+    found = workers[0].execute("select task from queue.fetch(%s)", [ids[0]]).fetchall()
+    assert found == [("t",)]
+
+
+def test_the_latch_survives_who_takes_it_and_goes(
+    conn: Connection, connect: Connect, hostile: Connection
+) -> None:
+    """The worst that can be done: to play the sentinel, and leave without a word.
+
+    Nobody is notified then, and whoever sleeps looks again after 5 s.
+    """
+    worker = connect()
+    row = worker.execute("select queue.register_worker('w')").fetchone()
+    assert row
+    worker.execute("listen pgdefer")
+    hostile.execute(f"select pg_advisory_lock{FIRST}".encode())
+    assert sleep(worker, row[0]) <= dt.timedelta(seconds=5)
+    hostile.execute("select pg_advisory_unlock_all()")
+    conn.execute("select queue.defer('t')")
+    assert not hears(worker)
+    # which is what it would do after that time
+    assert worker.execute("select task from queue.fetch(%s)", row).fetchall() == [("t",)]
+    # and from the next time that it is asked on all is as it was
+    assert sleep(worker, row[0]) <= dt.timedelta(seconds=5)
+    conn.execute("select queue.defer('t')")
+    assert hears(worker)
+
+
+def hears(worker: Connection) -> bool:
+    """Tell whether the worker's session has been notified of something since it last listened."""
+    heard: list[Any] = []
+    worker.add_notify_handler(heard.append)
+    worker.execute("select")
+    worker.remove_notify_handler(heard.append)
+    return bool(heard)
+
+
+def sleep(worker: Connection, id_: int, times: int = 1) -> dt.timedelta:
+    """Go to sleep as a worker does, that many times unless it may; return how long it would."""
+    while True:
+        row = worker.execute(
+            "select may_sleep, wait_for from queue.before_sleep(%s)", [id_]
+        ).fetchone()
+        assert row
+        times -= 1
+        if row[0] or times <= 0:
+            wait: dt.timedelta = row[1]
+            return wait
