@@ -163,6 +163,31 @@ end $$;
 comment on function queue.version() is
   'The version of the functions, and of the tables (NULL before queue.install()).';
 
+-- Not for producers: what protects others from them is not theirs to change.
+-- Locks: the row of queue.installation. Raises: 22023.
+create or replace function queue.configure(options jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_options jsonb;
+begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
+  perform queue._check_keys('options', configure.options, array['max_size']);
+  if coalesce(configure.options ->> 'max_size', '100000') !~ '^[0-9]{6,9}$'
+    or (configure.options ->> 'max_size')::integer not between 100000 and 268435456 then
+    perform queue._invalid('max_size is out of range', 'It is a number of bytes, from 100,000 to 268,435,456 (256 MB).',
+                           'value: ' || left(configure.options ->> 'max_size', 200));
+  end if;
+  update queue.installation i set max_size = (configure.options ->> 'max_size')::integer where configure.options ->> 'max_size' is not null;
+  select jsonb_build_object('max_size', i.max_size) into v_options from queue.installation i;
+  return v_options;
+end $$;
+comment on function queue.configure(jsonb) is
+  'Settings of the whole queue, which it returns; keys that are absent keep their value. max_size: how many bytes of JSON text args, options, the info of a worker or a result may take, 16 MB by default; not looked at where they are stored in less than 2,000 bytes.';
+
 -- Locks: exclusive ones of all tables and views, one after the other: nobody should be at work.
 -- Raises: 22023 without force; drops every ordinary object that install made.
 create or replace function queue.uninstall(force boolean default false)

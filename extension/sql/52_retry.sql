@@ -122,12 +122,17 @@ begin
     else 1 end;
 end $$;
 
--- Details of an attempt up to 100 kB; of larger ones their size and how they begin.
+-- Details of an attempt up to 100 kB; of larger ones their size and how they begin, of huge ones (16 MB) that they were.
 create or replace function queue._cut_details(p_details jsonb)
 returns jsonb language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_size bigint;
 begin
-  if octet_length(p_details::text) > 100000 then
-    return jsonb_build_object('truncated', octet_length(p_details::text), 'begins', left(p_details::text, 10000));
+  if pg_column_size(p_details) > 16 then
+    v_size := queue._text_size(p_details, 16777216);
+  end if;
+  if v_size > 100000 then
+    return jsonb_strip_nulls(jsonb_build_object('truncated', v_size, 'begins', case when v_size <= 16777216 then left(p_details::text, 10000) end));
   end if;
   return p_details;
 end $$;
@@ -182,16 +187,7 @@ begin
     perform queue._check_queue(v_options ->> 'queue');
   end if;
   perform queue._interval('retry_in', v_options -> 'retry_in');
-  perform queue._check_moment('retry_at', v_options -> 'retry_at');
-end $$;
-
--- Raises: 22023 unless it is a finite timestamp, or none.
-create or replace function queue._check_moment(what text, value jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
-begin
-  if not isfinite(queue._timestamp(what, value)) then
-    perform queue._invalid(what || ' must be finite', 'Give a moment. To put a job aside without one, use queue.hold.');
-  end if;
+  perform queue._check_moment('retry_at', queue._timestamp('retry_at', v_options -> 'retry_at'));
 end $$;
 
 -- Raises: 22023 unless it is a retry policy.

@@ -1,10 +1,12 @@
--- One row: which version made the tables, and for which cluster the stored transaction ids count.
+-- One row: which version made the tables, for which cluster the stored transaction ids count, and what queue.configure
+-- has set: max_size, how many bytes JSON may take as text.
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
   epoch uuid not null default gen_random_uuid(),
   system_identifier bigint not null,
   installed_at timestamptz not null default now(),
+  max_size integer not null default 16777216,
   constraint installation_pkey primary key (is_only),
   constraint installation_only_check check (is_only)
 );
