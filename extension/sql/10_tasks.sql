@@ -144,7 +144,8 @@ begin
                                format('Allowed: %s.', array_to_string(v_allowed, ', ')), 'value: ' || left(v_option.text, 200));
       end if;
     elsif v_option.key in ('delay', 'timeout', 'retain') then
-      if queue._interval(v_option.key, v_option.value) = interval '0' and v_option.key = 'timeout' then
+      perform queue._interval(v_option.key, v_option.value);
+      if v_option.key = 'timeout' and queue._interval(v_option.key, v_option.value) = interval '0' then
         perform queue._invalid('timeout must be longer than 0', 'Leave timeout out for no limit.');
       elsif v_option.type = 'number' then
         -- as its text is read as an interval where it is used, which may not have too many digits

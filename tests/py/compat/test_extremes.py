@@ -191,8 +191,8 @@ PROBES = [
     from queue.jobs where id <= {last}
     """,
     """select * from queue.finish_many((
-      select jsonb_agg(jsonb_build_object('id', id, 'claim', claim, 'outcome',
-        case id % 3 when 0 then 'released' when 1 then 'retry_later' else 'failed' end))
+      select coalesce(jsonb_agg(jsonb_build_object('id', id, 'claim', claim, 'outcome',
+        case id % 3 when 0 then 'released' when 1 then 'retry_later' else 'failed' end)), '[]')
       from queue.jobs where state = 'running'))
     """,
     "select * from queue.tick()",
@@ -201,7 +201,8 @@ PROBES = [
     "select queue.resume(), queue.resume(task => 't')",
     "select * from queue.finish_and_fetch({worker}, '[]', null, 10)",
     """select * from queue.finish_many((
-      select jsonb_agg(jsonb_build_object('id', id, 'claim', claim, 'outcome', 'failed'))
+      select coalesce(jsonb_agg(jsonb_build_object(
+        'id', id, 'claim', claim, 'outcome', 'failed')), '[]')
       from queue.jobs where state = 'running'))
     """,
     "select * from queue.retry(array(select id from queue.jobs), true)",
