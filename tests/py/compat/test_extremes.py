@@ -58,6 +58,7 @@ OTHERS = ["null", "true", "[]", "{}", "[1e131071]", '{"a": 1e131071}', "[[[]]]"]
 # As they are written in JSON: json.dumps has no 1e131071. Most keys take one kind.
 JSON = [*NUMBERS, *OTHERS, *map(json.dumps, [INTERVALS[3], MOMENTS[0], *WORDS])]
 FEW = ["1e131071", "-1", "null", "[]", "{}", '""']
+NAMES = [*FEW, *map(json.dumps, WORDS)]
 KINDS = {
     key: values
     for keys, values in [
@@ -65,8 +66,8 @@ KINDS = {
          [*NUMBERS, *map(json.dumps, INTERVALS)]),
         ("expires_at retry_at at scheduled_at", [*FEW, *map(json.dumps, MOMENTS)]),
         ("deadline", [*NUMBERS, *map(json.dumps, [*INTERVALS, *MOMENTS])]),
-        ("error message description reason lock queue queueing_lock task concurrency_key", [*FEW, *map(json.dumps, WORDS)]),
-        ("key on_limit catch_up outcome backoff", [*FEW, *map(json.dumps, WORDS)]),
+        ("error message description reason lock queue queueing_lock task concurrency_key", NAMES),
+        ("key on_limit catch_up outcome backoff", NAMES),
         # These take anything.
         ("k d r h host args details result headers", FEW),
     ]
@@ -188,6 +189,8 @@ select relname from pg_class where relnamespace = 'queue'::regnamespace and relk
   and relname not in ('unlimited', 'no_defaults')
 """
 PROBES = [
+    "select * from queue.fetch({worker})",
+    "select * from queue.fetch({worker}, '{{q}}', 10)",
     "select * from queue.fetch({worker}, null, 10)",
     "select * from queue.fetch({worker}, null, 10, '{{\"deadline_within\": \"4000 years\"}}')",
     "select * from queue.before_sleep({worker})",
@@ -228,7 +231,7 @@ PROBES = [
 ]  # fmt: skip
 
 # What each call that was accepted could break for all others.
-SHORT = {*(PROBES[n] for n in (0, 2, 5, 12, 13)), "select * from queue.jobs"}
+SHORT = {*PROBES[:3], *(PROBES[n] for n in (4, 7, 14, 15)), "select * from queue.jobs"}
 
 
 class Extremes:
@@ -255,6 +258,7 @@ class Extremes:
         execute("select queue.defer('t', queue => 'q', lock => 'l')")
         execute("select * from queue.fetch((select max(id) from queue.workers))")
         execute("select queue.defer('t', queue => 'q', lock => 'l'), queue.defer('t')")
+        execute("select queue.defer('t', queue => 'q') from generate_series(1, 4)")
 
     def call(self, function: str, arguments: dict[str, tuple[str, Any]], changes: bool) -> None:
         given = ", ".join(f'"{name}" => {text}' for name, (text, _) in arguments.items())
