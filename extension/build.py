@@ -285,6 +285,11 @@ def read(source: Path, entry: str) -> str:
             raise BuildError(f"{path}:{number}: psql commands do not run through drivers")
         if "$pgdefer_tables$" in line:
             raise BuildError(f"{path}:{number}: $pgdefer_tables$ is the build's own")
+        if "\\" in line.partition("--")[0]:
+            raise BuildError(
+                f"{path}:{number}: a backslash means something else where a session has"
+                " standard_conforming_strings off: use chr(92), or [.] and the like in patterns"
+            )
     return text.rstrip() + "\n"
 
 

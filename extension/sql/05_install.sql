@@ -60,7 +60,7 @@ begin
   for v_index in select i.statement, i.is_large from queue._missing_indexes() i loop
     if v_index.is_large then
       raise warning using message = 'a large index is missing: ' || v_index.statement,
-        hint = 'Run each statement that queue.migration() returns, outside a transaction. In psql: select * from queue.migration() \gexec';
+        hint = 'Run each statement that queue.migration() returns, outside a transaction. psql runs them all by its gexec.';
     else
       execute replace(v_index.statement, ' concurrently', '');
     end if;
@@ -88,7 +88,7 @@ begin
     order by i.name, x.place;
 end $$;
 comment on function queue.migration() is
-  'What queue.migrate() leaves to be run, each statement on its own and outside a transaction: large indexes, built without stopping anybody. No rows: nothing. psql runs them by select * from queue.migration() with \gexec at its end.';
+  'What queue.migrate() leaves to be run, each statement on its own and outside a transaction: large indexes, built without stopping anybody. No rows: nothing. psql runs them by select * from queue.migration() with its gexec in place of the semicolon.';
 
 -- Of the indexes that migrations bring those that are not there, or were left broken. is_large: building one
 -- at once would stop those who defer for a moment that counts.
@@ -100,7 +100,7 @@ begin
     select p.parts[1], s.statement, pg_relation_size(t.id) > 16777216 or x.indisvalid is not null, x.indisvalid is not null
     from unnest(queue._versions()) with ordinality v (version, n)
     cross join lateral unnest(queue._step_indexes(v.version)) s (statement)
-    cross join lateral (select regexp_match(s.statement, 'concurrently (\w+) on queue\.(\w+)') as parts) p
+    cross join lateral (select regexp_match(s.statement, 'concurrently ([a-z0-9_]+) on queue[.]([a-z0-9_]+)') as parts) p
     cross join lateral (select to_regclass('queue.' || p.parts[2])::oid as id) t
     left join pg_index x on x.indexrelid = to_regclass('queue.' || p.parts[1])
     where x.indisvalid is not true and t.id is not null
@@ -114,9 +114,9 @@ declare
   v_series text[];
 begin
   select array_agg(s.series order by s.n) into v_series
-  from (select regexp_replace(v.version, '^(\d+\.\d+).*$', '\1') as series, min(v.n) as n
+  from (select substring(v.version from '^[0-9]+[.][0-9]+') as series, min(v.n) as n
         from unnest(queue._versions()) with ordinality v (version, n) group by 1) s;
-  return coalesce(regexp_replace(p_version, '^(\d+\.\d+).*$', '\1') = any (v_series[greatest(cardinality(v_series) - 1, 1):]), false);
+  return coalesce(substring(p_version from '^[0-9]+[.][0-9]+') = any (v_series[greatest(cardinality(v_series) - 1, 1):]), false);
 end $$;
 
 -- A worker that begins is told when its own version, or that of the tables, does not fit the code.
@@ -129,7 +129,7 @@ begin
   if not queue._fits(v_tables) then
     perform queue._incompatible('the tables and the code of the queue do not fit', v_tables,
       case when v_tables = any (queue._versions()) then 'Run SELECT queue.migrate().' else 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.' end);
-  elsif p_client ~ '^pgdefer \d+\.\d+' and not queue._fits(substr(p_client, 9)) then
+  elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._fits(substr(p_client, 9)) then
     raise exception using errcode = 'QJ090', message = 'client and schema do not fit', detail = format('client: %s, code: %s', p_client, '@VERSION@'),
       hint = 'Upgrade the older of the two: the schema first (pgdefer upgrade); clients may be one release behind it.';
   end if;

@@ -93,7 +93,7 @@ begin
     perform queue._job_not_found(get.id);
   end if;
   return query
-    select jsonb_path_query_tz(v_args, queue._jsonpath(case when get.path ~ '^\s*(\$|(lax|strict)\s)' then get.path
+    select jsonb_path_query_tz(v_args, queue._jsonpath(case when get.path ~ '^[[:space:]]*([$]|(lax|strict)[[:space:]])' then get.path
                                                             when starts_with(get.path, '[') then '$' || get.path else '$.' || get.path end), '{}', true);
 end $$;
 comment on function queue.get(bigint, text) is
@@ -135,12 +135,12 @@ begin
     v_path := p_path::jsonpath;
     -- a template is read only when a text is
     perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
-    from regexp_matches(v_path::text, '\.datetime\(("(?:\\.|[^"\\])*")\)', 'g') t;
+    from regexp_matches(v_path::text, replace('[.]datetime[(]("(?:~~.|[^"~~])*")[)]', '~', chr(92)), 'g') t;
   exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
     perform queue._invalid('not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
   end;
   -- it is shown with every name and text in quotes
-  if strpos(regexp_replace(v_path::text, '"(?:\\.|[^"\\])*"', '""', 'g'), '$""') > 0 then
+  if strpos(regexp_replace(v_path::text, replace('"(?:~~.|[^"~~])*"', '~', chr(92)), '""', 'g'), '$""') > 0 then
     perform queue._invalid('a jsonpath may not hold variables', 'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
   end if;
   return v_path;
