@@ -96,7 +96,7 @@ end $$;
 -- different things under different settings of IntervalStyle, and is none.
 -- Raises: 22023 when it gives none, or one that not every moment can be moved by.
 create or replace function queue._interval(what text, value jsonb)
-returns interval language plpgsql stable parallel safe security invoker as $$
+returns interval language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_interval interval;
 begin
@@ -136,7 +136,7 @@ end $$;
 -- bytes may print 131,072 digits (1e131071): so large ones are counted first, one by one, and no text is made of all of
 -- them.
 create or replace function queue._text_size(p_value jsonb, p_most integer)
-returns bigint language plpgsql immutable parallel safe security invoker as $$
+returns bigint language plpgsql immutable parallel unsafe security invoker as $$
 declare
   v_number jsonb;
   v_size bigint := 0;
@@ -157,7 +157,7 @@ end $$;
 -- than 2,000 bytes is not looked at: no JSON prints more than 8,193 bytes for each of them. A value from a table may be
 -- compressed, and shows its size only when it is looked at.
 create or replace function queue._check_size(what text, value jsonb)
-returns boolean language plpgsql stable parallel safe security invoker as $$
+returns boolean language plpgsql stable parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_most integer;

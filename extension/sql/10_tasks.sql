@@ -115,7 +115,7 @@ end $$;
 -- that it means now, in UTC.
 -- Raises: 22023 for an unknown key or a value that it can't have.
 create or replace function queue._check_options(options jsonb)
-returns jsonb language plpgsql stable parallel safe security invoker as $$
+returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_option record;
   v_options jsonb := '{}'::jsonb;
@@ -174,7 +174,7 @@ end $$;
 
 -- Raises: 22023 unless the JSON value is a timestamp.
 create or replace function queue._timestamp(what text, value jsonb)
-returns timestamptz language plpgsql stable parallel safe security invoker as $$
+returns timestamptz language plpgsql stable parallel unsafe security invoker as $$
 begin
   if value is null or jsonb_typeof(value) = 'null' then
     return null;

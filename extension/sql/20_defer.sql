@@ -347,10 +347,11 @@ begin
   end if;
 end $$;
 
+-- Settings: a row is written the same way whatever its session writes bytea, floating point numbers and intervals like.
 -- Locks and errors: as defer.
 create or replace function queue.defer_trigger()
 returns trigger language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set bytea_output = hex set extra_float_digits = 1 set intervalstyle = postgres as $$
 declare
   v_keys jsonb := '{}'::jsonb;
   v_row jsonb;

@@ -264,7 +264,7 @@ end $$;
 -- A result that is too large as the note of that which clients know: the job has done its work, and to have it done again
 -- would be wrong. It is as _check_size says.
 create or replace function queue._cut_result(p_result jsonb)
-returns jsonb language plpgsql stable parallel safe security invoker as $$
+returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 begin
   perform queue._check_size('result', p_result);
   return p_result;
@@ -283,7 +283,7 @@ end $$;
 
 -- Raises: 22023 unless it is an outcome.
 create or replace function queue._check_outcome(p_outcome jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
+returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_bad text;
 begin

@@ -124,7 +124,7 @@ end $$;
 
 -- Details of an attempt up to 100 kB; of larger ones their size and how they begin, of huge ones (16 MB) that they were.
 create or replace function queue._cut_details(p_details jsonb)
-returns jsonb language plpgsql immutable parallel safe security invoker as $$
+returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
 declare
   v_size bigint;
 begin
@@ -163,7 +163,7 @@ end $$;
 
 -- Raises: 22023 unless they are options of queue.fail.
 create or replace function queue._check_fail_options(options jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
+returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_options jsonb := jsonb_strip_nulls(options);
 begin
@@ -192,7 +192,7 @@ end $$;
 
 -- Raises: 22023 unless it is a retry policy.
 create or replace function queue._check_retry(policy jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
+returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_item record;
 begin
@@ -233,7 +233,7 @@ end $$;
 --   or with `first` those after the first. cap bounds every delay.
 -- Raises: 22023.
 create or replace function queue.backoff(policy jsonb, failures integer)
-returns interval language plpgsql volatile parallel safe security definer
+returns interval language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_policy jsonb := jsonb_strip_nulls(coalesce(backoff.policy, '{}'));
@@ -274,7 +274,7 @@ end $$;
 
 -- A policy's interval in seconds, 0 when there is none.
 create or replace function queue._seconds(p_value jsonb)
-returns double precision language plpgsql stable parallel safe security invoker as $$
+returns double precision language plpgsql stable parallel unsafe security invoker as $$
 begin
   return least(coalesce(extract(epoch from queue._interval('interval', p_value)), 0), 315360000)::double precision;
 end $$;

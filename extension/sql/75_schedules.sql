@@ -175,7 +175,7 @@ end $$;
 -- Returns the options without those that are JSON null, and checks that args fill every {field} in them.
 -- Raises: 22023.
 create or replace function queue._check_schedule_options(p_options jsonb, p_args jsonb)
-returns jsonb language plpgsql stable parallel safe security invoker as $$
+returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_options jsonb := '{}'::jsonb;
   v_args jsonb := p_args || '{"scheduled_for": "2000-01-01T00:00:00+00:00"}';

@@ -3,7 +3,7 @@
 -- Raises: QJ001.
 create or replace function queue.why(id bigint)
 returns text language plpgsql stable parallel safe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set jit = off as $$
 #variable_conflict use_column
 declare
   v record;
