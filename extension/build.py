@@ -29,14 +29,17 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 BUILD = ROOT / "build"
 
-# Whoever owns the schema can put functions of his own beside ours, which then run with our rights:
-# so the owner must be the installer, or a role he belongs to. A superuser belongs to none.
+# Whoever owns the schema, or may create in it, can put functions of his own beside ours, which then
+# run with our rights: so the owner must be the installer, or a role he belongs to, and nobody else
+# may create there, or have done so. A superuser belongs to none.
 GUARD = """\
 do $pgdefer_guard$
 declare
   v_owner oid := (
     select n.nspowner from pg_catalog.pg_namespace n
     where n.nspname operator(pg_catalog.=) 'queue');
+  v_schema oid := 'queue'::pg_catalog.regnamespace;
+  v_others text;
   v_is_ours boolean := (
     select v_owner operator(pg_catalog.=) r.oid
       or (not r.rolsuper and pg_catalog.pg_has_role(r.oid, v_owner, 'USAGE'))
@@ -49,6 +52,75 @@ begin
       detail = pg_catalog.format(
         'It belongs to %s, and this is %s.', pg_catalog.pg_get_userbyid(v_owner), current_user),
       hint = 'Install as its owner (SET ROLE), or into another database.';
+  end if;
+  select pg_catalog.string_agg(x.name, ', ' order by x.name) into v_others
+  from (
+    select distinct case x.role when 0 then 'PUBLIC' else pg_catalog.pg_get_userbyid(x.role) end
+    from (
+      select a.grantee
+      from pg_catalog.pg_namespace n
+      cross join lateral pg_catalog.aclexplode(n.nspacl) a
+      where n.nspname operator(pg_catalog.=) 'queue'
+        and a.privilege_type operator(pg_catalog.=) 'CREATE'
+      union all
+      select p.proowner from pg_catalog.pg_proc p
+      where p.pronamespace operator(pg_catalog.=) v_schema
+      union all
+      select c.relowner from pg_catalog.pg_class c
+      where c.relnamespace operator(pg_catalog.=) v_schema
+      union all
+      select t.typowner from pg_catalog.pg_type t
+      where t.typnamespace operator(pg_catalog.=) v_schema
+      union all
+      select o.oprowner from pg_catalog.pg_operator o
+      where o.oprnamespace operator(pg_catalog.=) v_schema) x (role)
+    where x.role operator(pg_catalog.=) 0 or not pg_catalog.pg_has_role(x.role, v_owner, 'USAGE')
+    ) x (name);
+  if v_others is not null then
+    raise exception using
+      errcode = '42501',
+      message = 'others may create in schema queue, or have objects there',
+      detail = pg_catalog.format('Roles: %s.', v_others),
+      hint = 'They could have functions of theirs run with the rights of this one. REVOKE CREATE ON'
+        ' SCHEMA queue FROM them, drop what is theirs there, and install again.';
+  end if;
+end
+$pgdefer_guard$;
+"""
+
+# The two forms do not mix: CREATE EXTENSION does not take functions that are there.
+EXTENSION_GUARD = """\
+do $pgdefer_guard$
+begin
+  if exists (
+    select from pg_catalog.pg_proc p
+    where p.pronamespace operator(pg_catalog.=) 'queue'::pg_catalog.regnamespace
+      and p.proname operator(pg_catalog.=) 'install'
+      and not exists (
+        select from pg_catalog.pg_depend d
+        where d.classid operator(pg_catalog.=) 'pg_catalog.pg_proc'::pg_catalog.regclass
+          and d.objid operator(pg_catalog.=) p.oid and d.deptype operator(pg_catalog.=) 'e'))
+  then
+    raise exception using
+      errcode = '55000',
+      message = 'pgdefer is installed in the plain form here',
+      hint = 'Run its newer pgdefer.sql to upgrade it. To have the extension in its place, drop the'
+        ' functions in schema queue first (docs/installing.md); tables and jobs stay.';
+  end if;
+end
+$pgdefer_guard$;
+"""
+PLAIN_GUARD = """\
+do $pgdefer_guard$
+begin
+  if exists (
+    select from pg_catalog.pg_extension e where e.extname operator(pg_catalog.=) 'pgdefer')
+  then
+    raise exception using
+      errcode = '55000',
+      message = 'pgdefer is installed as an extension here',
+      hint = 'Upgrade it by ALTER EXTENSION pgdefer UPDATE and SELECT queue.migrate(). To have the'
+        ' plain form in its place, DROP EXTENSION pgdefer first; tables and jobs stay.';
   end if;
 end
 $pgdefer_guard$;
@@ -213,6 +285,11 @@ def read(source: Path, entry: str) -> str:
             raise BuildError(f"{path}:{number}: psql commands do not run through drivers")
         if "$pgdefer_tables$" in line:
             raise BuildError(f"{path}:{number}: $pgdefer_tables$ is the build's own")
+        if "\\" in line.partition("--")[0]:
+            raise BuildError(
+                f"{path}:{number}: a backslash means something else where a session has"
+                " standard_conforming_strings off: use chr(92), or [.] and the like in patterns"
+            )
     return text.rstrip() + "\n"
 
 
@@ -290,8 +367,8 @@ def render(source: Path, number: str) -> dict[str, str]:
         '\\echo Use "CREATE EXTENSION pgdefer" to load this file. \\quit\n\n'
     )
     files = {
-        f"pgdefer--{number}.sql": f"{script}{GUARD}\n{shared}",
-        "pgdefer.sql": as_plain(f"{script}{GUARD}\n{dropped(chain)}{shared}"),
+        f"pgdefer--{number}.sql": f"{script}{GUARD}{EXTENSION_GUARD}\n{shared}",
+        "pgdefer.sql": as_plain(f"{script}{GUARD}{PLAIN_GUARD}\n{dropped(chain)}{shared}"),
         "pgdefer.control": (source / "pgdefer.control").read_text("utf-8"),
     }
     for place, step in enumerate(chain):

@@ -1,13 +1,13 @@
 -- Errors: every one has a stable SQLSTATE, a fixed message, the ids in DETAIL and what to do in HINT.
 
--- Raises: 22023, always.
+-- Raises: 22023, always. A detail may hold what a caller gave, so it is cut.
 create or replace function queue._invalid(message text, hint text, detail text default '')
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   if detail = '' then
     raise exception using errcode = '22023', message = message, hint = hint;
   end if;
-  raise exception using errcode = '22023', message = message, detail = detail, hint = hint;
+  raise exception using errcode = '22023', message = message, detail = left(detail, 2000), hint = hint;
 end $$;
 
 -- Raises: 22023 unless value is a name: 1 to 1,000 bytes. `what` is the argument's name.
@@ -72,10 +72,31 @@ begin
   end if;
 end $$;
 
--- The interval that a JSON value gives, as text or as a number of seconds.
--- Raises: 22023 when it gives none, one below zero, or one that no timestamp can be moved by.
+-- What any moment can be moved by, forth and back: no part of it lies below zero (a month less and 40 days more is a
+-- positive interval, and may lead out of the calendar all the same), and it is at most 4,000 years.
+create or replace function queue._is_bounded(value interval)
+returns boolean language plpgsql immutable parallel safe security invoker as $$
+begin
+  return value between interval '0' and interval '4000 years'
+    and least(extract(year from value), extract(month from value), extract(day from value),
+              extract(hour from value), extract(minute from value), extract(second from value)) >= 0;
+end $$;
+
+-- Raises: 22023 unless the interval, which may be NULL, is one that any moment can be moved by.
+create or replace function queue._check_interval(what text, value interval)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if not queue._is_bounded(value) then
+    perform queue._invalid(what || ' is out of range', 'Pass an interval such as ''5 minutes'', from 0 to 4,000 years.',
+                           format('value: %s', value));
+  end if;
+end $$;
+
+-- The interval that a JSON value gives, as text or as a number of seconds. One that begins with a minus means
+-- different things under different settings of IntervalStyle, and is none.
+-- Raises: 22023 when it gives none, or one that not every moment can be moved by.
 create or replace function queue._interval(what text, value jsonb)
-returns interval language plpgsql stable parallel safe security invoker as $$
+returns interval language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_interval interval;
 begin
@@ -85,17 +106,74 @@ begin
   begin
     if jsonb_typeof(value) = 'number' then
       v_interval := make_interval(secs => value::text::double precision);
-    elsif jsonb_typeof(value) = 'string' then
+    elsif jsonb_typeof(value) = 'string' and value #>> '{}' !~ '^[^0-9A-Za-z+]*-' then
       v_interval := (value #>> '{}')::interval;
     end if;
   exception when others then
     v_interval := null;
   end;
-  if v_interval is null or v_interval < interval '0' or v_interval > interval '10000 years' then
-    perform queue._invalid(what || ' is not an interval', 'Give an interval such as "5 minutes", or seconds as a number; from 0 to 10,000 years.',
+  if queue._is_bounded(v_interval) is not true then
+    perform queue._invalid(what || ' is not an interval', 'Give an interval such as "5 minutes", or seconds as a number; from 0 to 4,000 years.',
                            'value: ' || left(value::text, 200));
   end if;
   return v_interval;
+end $$;
+
+-- Raises: 22023 unless the moment, which may be NULL, lies in the years 1 to 9999, where every client has a value for
+-- it and any interval may be added; or, with may_be_never, is infinity.
+create or replace function queue._check_moment(what text, value timestamptz, may_be_never boolean default false)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if not (value >= '0001-01-03 00:00+00' and value < '10000-01-01 00:00+00' or may_be_never and value = 'infinity') then
+    if not isfinite(value) then
+      perform queue._invalid(what || ' must be finite', 'Give a moment. To put a job aside without one, use queue.hold.');
+    end if;
+    perform queue._invalid(what || ' is out of range', 'Give a moment in the years 1 to 9999.', format('value: %s', value));
+  end if;
+end $$;
+
+-- How many bytes JSON takes as text, or some number above p_most as soon as it is known to be that many. A number of 10
+-- bytes may print 131,072 digits (1e131071): so large ones are counted first, one by one, and no text is made of all of
+-- them.
+create or replace function queue._text_size(p_value jsonb, p_most integer)
+returns bigint language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_number jsonb;
+  v_size bigint := 0;
+begin
+  for v_number in select n from jsonb_path_query(p_value, 'strict $.** ? (@ > 1e400 || @ < -1e400)') n loop
+    v_size := v_size + octet_length(v_number::text);
+    if v_size > p_most then
+      return v_size;
+    end if;
+  end loop;
+  return octet_length(p_value::text);
+exception when program_limit_exceeded or out_of_memory then
+  -- a text of 1 GB, or so deep that its size can't be told
+  return greatest(v_size, p_most + 1::bigint);
+end $$;
+
+-- Raises: 22023 when JSON takes more bytes as text than queue.configure lets it, else it is true. What is stored in less
+-- than 2,000 bytes is not looked at: no JSON prints more than 8,193 bytes for each of them. A value from a table may be
+-- compressed, and shows its size only when it is looked at.
+create or replace function queue._check_size(what text, value jsonb)
+returns boolean language plpgsql stable parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_most integer;
+  v_size bigint;
+begin
+  if pg_column_size(value) < 2000 and pg_column_compression(value) is null then
+    return true;
+  end if;
+  select i.max_size into v_most from queue.installation i;
+  -- a digit, three bytes in a list, is stored in twelve
+  v_size := case when pg_column_size(value) / 5 > v_most then pg_column_size(value) / 5 else queue._text_size(value, v_most) end;
+  if v_size > v_most then
+    perform queue._invalid(format('the JSON of %s is too large', what), 'Keep large data elsewhere and pass a reference to it. The owner may raise the limit: queue.configure.',
+                           format('bytes as text: at least %s, allowed: %s', v_size, v_most));
+  end if;
+  return true;
 end $$;
 
 -- Raises: QJ001, always.

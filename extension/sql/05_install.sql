@@ -69,7 +69,7 @@ begin
   for v_index in select i.statement, i.is_large from queue._missing_indexes() i loop
     if v_index.is_large then
       raise warning using message = 'a large index is missing: ' || v_index.statement,
-        hint = 'Run each statement that queue.migration() returns, outside a transaction. In psql: select * from queue.migration() \gexec';
+        hint = 'Run each statement that queue.migration() returns, outside a transaction. psql runs them all by its gexec.';
     else
       execute replace(v_index.statement, ' concurrently', '');
     end if;
@@ -97,7 +97,7 @@ begin
     order by i.name, x.place;
 end $$;
 comment on function queue.migration() is
-  'What queue.migrate() leaves to be run, each statement on its own and outside a transaction: large indexes, built without stopping anybody. No rows: nothing. psql runs them by select * from queue.migration() with \gexec at its end.';
+  'What queue.migrate() leaves to be run, each statement on its own and outside a transaction: large indexes, built without stopping anybody. No rows: nothing. psql runs them by select * from queue.migration() with its gexec in place of the semicolon.';
 
 -- Of the indexes that migrations bring those that are not there, or were left broken. is_large: building one
 -- at once would stop those who defer for a moment that counts.
@@ -109,7 +109,7 @@ begin
     select p.parts[1], s.statement, pg_relation_size(t.id) > 16777216 or x.indisvalid is not null, x.indisvalid is not null
     from unnest(queue._versions()) with ordinality v (version, n)
     cross join lateral unnest(queue._step_indexes(v.version)) s (statement)
-    cross join lateral (select regexp_match(s.statement, 'concurrently (\w+) on queue\.(\w+)') as parts) p
+    cross join lateral (select regexp_match(s.statement, 'concurrently ([a-z0-9_]+) on queue[.]([a-z0-9_]+)') as parts) p
     cross join lateral (select to_regclass('queue.' || p.parts[2])::oid as id) t
     left join pg_index x on x.indexrelid = to_regclass('queue.' || p.parts[1])
     where x.indisvalid is not true and t.id is not null
@@ -123,9 +123,9 @@ declare
   v_series text[];
 begin
   select array_agg(s.series order by s.n) into v_series
-  from (select regexp_replace(v.version, '^(\d+\.\d+).*$', '\1') as series, min(v.n) as n
+  from (select substring(v.version from '^[0-9]+[.][0-9]+') as series, min(v.n) as n
         from unnest(queue._versions()) with ordinality v (version, n) group by 1) s;
-  return coalesce(regexp_replace(p_version, '^(\d+\.\d+).*$', '\1') = any (v_series[greatest(cardinality(v_series) - 1, 1):]), false);
+  return coalesce(substring(p_version from '^[0-9]+[.][0-9]+') = any (v_series[greatest(cardinality(v_series) - 1, 1):]), false);
 end $$;
 
 -- A worker that begins is told when its own version, or that of the tables, does not fit the code.
@@ -138,7 +138,7 @@ begin
   if not queue._fits(v_tables) then
     perform queue._incompatible('the tables and the code of the queue do not fit', v_tables,
       case when v_tables = any (queue._versions()) then 'Run SELECT queue.migrate().' else 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.' end);
-  elsif p_client ~ '^pgdefer \d+\.\d+' and not queue._fits(substr(p_client, 9)) then
+  elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._fits(substr(p_client, 9)) then
     raise exception using errcode = 'QJ090', message = 'client and schema do not fit', detail = format('client: %s, code: %s', p_client, '@VERSION@'),
       hint = 'Upgrade the older of the two: the schema first (pgdefer upgrade); clients may be one release behind it.';
   end if;
@@ -171,6 +171,31 @@ begin
 end $$;
 comment on function queue.version() is
   'The version of the functions, and of the tables (NULL before queue.install()).';
+
+-- Not for producers: what protects others from them is not theirs to change.
+-- Locks: the row of queue.installation. Raises: 22023.
+create or replace function queue.configure(options jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_options jsonb;
+begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
+  perform queue._check_keys('options', configure.options, array['max_size']);
+  if coalesce(configure.options ->> 'max_size', '100000') !~ '^[0-9]{6,9}$'
+    or (configure.options ->> 'max_size')::integer not between 100000 and 268435456 then
+    perform queue._invalid('max_size is out of range', 'It is a number of bytes, from 100,000 to 268,435,456 (256 MB).',
+                           'value: ' || left(configure.options ->> 'max_size', 200));
+  end if;
+  update queue.installation i set max_size = (configure.options ->> 'max_size')::integer where configure.options ->> 'max_size' is not null;
+  select jsonb_build_object('max_size', i.max_size) into v_options from queue.installation i;
+  return v_options;
+end $$;
+comment on function queue.configure(jsonb) is
+  'Settings of the whole queue, which it returns; keys that are absent keep their value. max_size: how many bytes of JSON text args, options, the info of a worker or a result may take, 16 MB by default; not looked at where they are stored in less than 2,000 bytes.';
 
 -- Drops every ordinary object that install made.
 -- Locks: exclusive ones of all tables and views, ADM's first. Sessions at work lock them in orders of their own: so they are waited

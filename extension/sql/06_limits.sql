@@ -217,7 +217,7 @@ end $$;
 -- The same for a list of outcomes, and for what they name beside it. A malformed list is left to _finish.
 -- Raises: QJ001, QJ002, 42501.
 create or replace function queue._bound_outcomes(p_outcomes jsonb)
-returns void language plpgsql volatile parallel safe security invoker as $$
+returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v record;
 begin

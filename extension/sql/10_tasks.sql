@@ -78,7 +78,7 @@ end $$;
 -- that it means now, in UTC.
 -- Raises: 22023 for an unknown key or a value that it can't have.
 create or replace function queue._check_options(options jsonb)
-returns jsonb language plpgsql stable parallel safe security invoker as $$
+returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_option record;
   v_options jsonb := '{}'::jsonb;
@@ -87,6 +87,7 @@ begin
   if jsonb_typeof(options) <> 'object' or options - queue._option_keys() <> '{}'::jsonb then
     perform queue._check_keys('options', options, queue._option_keys());
   end if;
+  perform queue._check_size('options', options);
   for v_option in
     select e.key, e.value, jsonb_typeof(e.value) as type, e.value #>> '{}' as text
     from jsonb_each(options) e where e.value <> 'null' or e.key = 'max_progress'
@@ -103,14 +104,18 @@ begin
     if v_allowed is not null then
       if v_option.type <> 'string' or not v_option.text = any (v_allowed) then
         perform queue._invalid(format('%s is not one of its values', v_option.key),
-                               format('Allowed: %s.', array_to_string(v_allowed, ', ')), format('value: %s', v_option.value));
+                               format('Allowed: %s.', array_to_string(v_allowed, ', ')), 'value: ' || left(v_option.text, 200));
       end if;
     elsif v_option.key in ('delay', 'timeout', 'retain') then
       perform queue._interval(v_option.key, v_option.value);
       if v_option.key = 'timeout' and queue._interval(v_option.key, v_option.value) = interval '0' then
         perform queue._invalid('timeout must be longer than 0', 'Leave timeout out for no limit.');
+      elsif v_option.type = 'number' then
+        -- as its text is read as an interval where it is used, which may not have too many digits
+        v_options := v_options || jsonb_build_object(v_option.key, trim_scale(round(v_option.text::numeric, 6)));
       end if;
     elsif v_option.key = 'expires_at' then
+      perform queue._check_moment('expires_at', queue._timestamp('expires_at', v_option.value));
       v_options := v_options || jsonb_build_object('expires_at', queue._utc(queue._timestamp('expires_at', v_option.value)));
     elsif v_option.key = 'held' and v_option.type <> 'boolean' then
       perform queue._invalid('held must be true or false', 'Pass a JSON boolean.');
@@ -132,7 +137,7 @@ end $$;
 
 -- Raises: 22023 unless the JSON value is a timestamp.
 create or replace function queue._timestamp(what text, value jsonb)
-returns timestamptz language plpgsql stable parallel safe security invoker as $$
+returns timestamptz language plpgsql stable parallel unsafe security invoker as $$
 begin
   if value is null or jsonb_typeof(value) = 'null' then
     return null;

@@ -193,6 +193,7 @@ begin
   if p_task is not null then
     perform queue._check_name('task', p_task);
   end if;
+  perform queue._check_moment('until', p_until, true);
   perform queue._admit_all();
   delete from queue.pause p
   where (v_queue is null or p.queue = v_queue or right(v_queue, 1) = '*' and starts_with(p.queue, left(v_queue, -1)))

@@ -29,6 +29,7 @@ begin
     if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
                                defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
       and pg_catalog.jsonb_contains(defer.args, '{}')
+      and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000 and pg_catalog.pg_column_compression(defer.args) is null
     then
       insert into queue.log (task, args, given)
       select defer.task, defer.args, t.given
@@ -64,7 +65,8 @@ declare
   v_none regclass;
 begin
   if num_nonnulls(p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs, p_concurrency_key, p_concurrency_limit, p_options) = 0 then
-    if coalesce(v_none, queue._unlimited()) is not null and p_args @> '{}' and (right(p_queue, 1) = '*' or octet_length(p_queue) > 1000) is not true then
+    if coalesce(v_none, queue._unlimited()) is not null and p_args @> '{}' and (right(p_queue, 1) = '*' or octet_length(p_queue) > 1000) is not true
+      and (pg_column_size(p_args) < 2000 and pg_column_compression(p_args) is null or queue._check_size('args', p_args)) then
       insert into queue.log (task, args, given)
       select p_task, p_args,
         case when num_nonnulls(p_queue, p_priority) = 0 then t.given
@@ -102,6 +104,8 @@ begin
   end if;
   if jsonb_typeof(p_args) <> 'object' then
     perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(p_args));
+  elsif pg_column_size(p_args) >= 2000 or pg_column_compression(p_args) is not null then
+    perform queue._check_size('args', p_args);
   end if;
   v_id := queue._defer_full(p_task, p_args, p_queue, p_priority, p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs,
                             p_concurrency_key, p_concurrency_limit, p_options);
@@ -171,8 +175,12 @@ begin
       v_flags := v_flags | 4;
     end if;
   end if;
-  if p_deadline is null and v_task.deadline is not null then
-    v_deadline := clock_timestamp() + v_task.deadline;
+  if num_nonnulls(p_deadline, v_task.deadline) > 0 then
+    if p_deadline is null then
+      v_deadline := clock_timestamp() + v_task.deadline;
+    else
+      perform queue._check_moment('deadline', p_deadline, true);
+    end if;
   end if;
   if v_options <> '{}' then
     if v_given ? 'delay' or (p_scheduled_at is null and v_options ? 'delay') then
@@ -196,6 +204,7 @@ begin
     if not isfinite(v_scheduled_at) then
       perform queue._invalid('scheduled_at must be finite', 'Use options {"held": true} for a job without a time.');
     end if;
+    perform queue._check_moment('scheduled_at', v_scheduled_at);
     v_flags := v_flags | 16;
   end if;
   if cardinality(p_needs) > 0 then
@@ -240,7 +249,8 @@ begin
     where jsonb_typeof(e) <> 'object' or e - '{task,args,queue,priority}'::text[] <> '{}'
       or jsonb_typeof(e -> 'task') is distinct from 'string' or coalesce(jsonb_typeof(e -> 'args'), 'object') <> 'object'
       or coalesce(jsonb_typeof(e -> 'queue'), 'string') <> 'string' or coalesce(jsonb_typeof(e -> 'priority'), 'number') <> 'number'
-      or length(e ->> 'priority') > 9 or strpos(e ->> 'priority', '.') > 0)
+      or length(e ->> 'priority') > 9 or strpos(e ->> 'priority', '.') > 0
+      or pg_column_size(e -> 'args') >= 2000 and not queue._check_size('args', e -> 'args'))
     and not exists (
       select from (select distinct e ->> 'task' as task from jsonb_array_elements(defer_many.jobs) e) e
       left join queue.task t on t.name = e.task
@@ -326,10 +336,11 @@ begin
   end if;
 end $$;
 
+-- Settings: a row is written the same way whatever its session writes bytea, floating point numbers and intervals like.
 -- Locks and errors: as defer.
 create or replace function queue.defer_trigger()
 returns trigger language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set bytea_output = hex set extra_float_digits = 1 set intervalstyle = postgres as $$
 declare
   v_keys jsonb := '{}'::jsonb;
   v_row jsonb;

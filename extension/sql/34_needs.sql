@@ -610,21 +610,23 @@ begin
   return true;
 end $$;
 
--- Which needs a job waits for, or which have failed, the first 20 of them; for queue.why().
+-- Which needs a job waits for, or which have failed, the first 20 of them; for queue.why(). Of queues that are not the
+-- caller's only the ids, of all that it needs there.
 create or replace function queue._why_needs(p_id bigint, p_failed boolean)
 returns text language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 declare
   v_texts text[];
+  v_limits text[] := queue._limits('{operator,reader}');
 begin
   v_texts := array(
-    select format('job %s (%s)', d.id, coalesce(j.state, 'deleted'))
+    select format('job %s', d.id) || case when queue._covers(v_limits, j.queue) is not false then format(' (%s)', coalesce(j.state, 'deleted')) else '' end
     from (select n.id, d.deleted_state
           from queue._direct_needs(p_id) n
           left join lateral (select d.deleted_state from queue.need d where d.job_id = p_id and d.need_id = n.id) d on true
           order by n.id) d
-    left join lateral (select j.state from queue.jobs j where j.id = d.id offset 0) j on true
-    where case when p_failed then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled', 'held', 'upstream_failed')
+    left join lateral (select j.state, j.queue from queue.jobs j where j.id = d.id offset 0) j on true
+    where queue._covers(v_limits, j.queue) is false or case when p_failed then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled', 'held', 'upstream_failed')
                else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
     limit 21);
   return nullif(array_to_string(v_texts[:20], ', '), '') || case when cardinality(v_texts) > 20 then ' and more' else '' end;

@@ -19,12 +19,14 @@ declare
   v_worker_id bigint;
   v_none regclass;
 begin
-  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed'
+    or pg_column_size(succeed.result) >= 2000 or pg_column_compression(succeed.result) is not null then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
       perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
     end if;
+    perform queue._check_size('result', succeed.result);
   end if;
   -- as _succeed for one, in short statements (ADR 1)
   delete from queue.live v where v.id = succeed.id and v.claim = succeed.claim
@@ -58,7 +60,7 @@ begin
   if fail.options is not null then
     perform queue._check_fail_options(fail.options);
   end if;
-  return queue._end_attempt(jsonb_build_object('outcome', 'failed', 'error', fail.error, 'details', fail.details, 'options', fail.options),
+  return queue._end_attempt(jsonb_build_object('outcome', 'failed', 'error', left(fail.error, 10000), 'details', fail.details, 'options', fail.options),
                             fail.id, fail.claim, false);
 end $$;
 comment on function queue.fail(bigint, bigint, text, jsonb, jsonb) is
@@ -70,7 +72,7 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 declare
-  v_outcome jsonb := jsonb_build_object('outcome', 'retry_later', 'at', retry_later.at, 'message', retry_later.message, 'needs', retry_later.needs);
+  v_outcome jsonb := jsonb_build_object('outcome', 'retry_later', 'at', retry_later.at, 'message', left(retry_later.message, 10000), 'needs', retry_later.needs);
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
@@ -191,7 +193,7 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_outcomes text[];
   v_results jsonb[];
-  v_has_results boolean;
+  v_result_size integer;  -- of the largest, NULL where none has any
   v_has_others boolean;
   v_is_bad boolean;
   v_done bigint[];
@@ -200,9 +202,9 @@ declare
   v_error text;
 begin
   begin
-    select array_agg(o.id), array_agg(o.claim), array_agg(o.outcome), array_agg(o.result), bool_or(o.result is not null),
+    select array_agg(o.id), array_agg(o.claim), array_agg(o.outcome), array_agg(o.result), max(pg_column_size(o.result)),
       bool_or(o.outcome <> 'succeeded'), bool_or(o.id is null or o.claim is null or o.outcome is null)
-    into ids, claims, v_outcomes, v_results, v_has_results, v_has_others, v_is_bad
+    into ids, claims, v_outcomes, v_results, v_result_size, v_has_others, v_is_bad
     from (select o.id, o.claim, o.result, o.outcome
           from jsonb_to_recordset(p_outcomes) o (id bigint, claim bigint, outcome text, result jsonb) order by o.id, o.claim) o;
   exception when data_exception then
@@ -210,12 +212,15 @@ begin
     perform queue._invalid('an outcome is malformed', 'id and claim are numbers, outcome is text.', sqlerrm);
   end;
   -- a key that is not known: lists are made by a loop, so of those that succeeded the first is looked at
-  if v_is_bad or v_has_others or (p_outcomes -> 0) - '{id,claim,outcome,result}'::text[] = '{}' is not true then
+  if v_is_bad or v_has_others or v_result_size >= 2000 or (p_outcomes -> 0) - '{id,claim,outcome,result}'::text[] = '{}' is not true then
     perform queue._check_is_list(p_outcomes);
     if v_is_bad then
       perform queue._invalid('an outcome lacks id, claim or outcome', 'Each needs {"id", "claim", "outcome"}.');
     end if;
     perform queue._check_outcome(o) from jsonb_array_elements(p_outcomes) o;
+    if v_result_size >= 2000 then
+      v_results := array(select queue._cut_result(r.result) from unnest(v_results) with ordinality r (result, n) order by r.n);
+    end if;
   end if;
   has_refused := false;
   if v_has_others then
@@ -227,7 +232,7 @@ begin
     order by l.id for update;
   end if;
   if ids is not null then
-    v_done := queue._succeed(ids, claims, case when v_has_results then v_results end);
+    v_done := queue._succeed(ids, claims, case when v_result_size is not null then v_results end);
     if v_has_others then
       states := array_fill('succeeded'::text, array[cardinality(ids)]);
       errors := array_fill(null::text, array[cardinality(ids)]);
@@ -259,6 +264,17 @@ begin
   end if;
 end $$;
 
+-- A result that is too large as the note of that which clients know: the job has done its work, and to have it done again
+-- would be wrong. It is as _check_size says.
+create or replace function queue._cut_result(p_result jsonb)
+returns jsonb language plpgsql stable parallel unsafe security invoker as $$
+begin
+  perform queue._check_size('result', p_result);
+  return p_result;
+exception when invalid_parameter_value then
+  return jsonb_build_object('__pgdefer__', 'unencodable', 'value', 'JSON that is too large');
+end $$;
+
 -- Raises: 22023 unless it is a list.
 create or replace function queue._check_is_list(p_outcomes jsonb)
 returns void language plpgsql stable parallel safe security invoker as $$
@@ -270,7 +286,7 @@ end $$;
 
 -- Raises: 22023 unless it is an outcome.
 create or replace function queue._check_outcome(p_outcome jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
+returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_bad text;
 begin
@@ -285,7 +301,7 @@ begin
   elsif jsonb_typeof(p_outcome -> 'options') <> 'null' then
     perform queue._check_fail_options(p_outcome -> 'options');
   end if;
-  perform queue._check_moment('at', p_outcome -> 'at');
+  perform queue._check_moment('at', queue._timestamp('at', p_outcome -> 'at'));
   if jsonb_typeof(p_outcome -> 'needs') = 'array' then
     select n::text into v_bad from jsonb_array_elements(p_outcome -> 'needs') n where n::text !~ '^[0-9]{1,18}$' limit 1;
   elsif jsonb_typeof(p_outcome -> 'needs') <> 'null' then

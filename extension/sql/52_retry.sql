@@ -122,12 +122,17 @@ begin
     else 1 end;
 end $$;
 
--- Details of an attempt up to 100 kB; of larger ones their size and how they begin.
+-- Details of an attempt up to 100 kB; of larger ones their size and how they begin, of huge ones (16 MB) that they were.
 create or replace function queue._cut_details(p_details jsonb)
-returns jsonb language plpgsql immutable parallel safe security invoker as $$
+returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_size bigint;
 begin
-  if octet_length(p_details::text) > 100000 then
-    return jsonb_build_object('truncated', octet_length(p_details::text), 'begins', left(p_details::text, 10000));
+  if pg_column_size(p_details) > 16 then
+    v_size := queue._text_size(p_details, 16777216);
+  end if;
+  if v_size > 100000 then
+    return jsonb_strip_nulls(jsonb_build_object('truncated', v_size, 'begins', case when v_size <= 16777216 then left(p_details::text, 10000) end));
   end if;
   return p_details;
 end $$;
@@ -158,7 +163,7 @@ end $$;
 
 -- Raises: 22023 unless they are options of queue.fail.
 create or replace function queue._check_fail_options(options jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
+returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_options jsonb := jsonb_strip_nulls(options);
 begin
@@ -182,21 +187,12 @@ begin
     perform queue._check_queue(v_options ->> 'queue');
   end if;
   perform queue._interval('retry_in', v_options -> 'retry_in');
-  perform queue._check_moment('retry_at', v_options -> 'retry_at');
-end $$;
-
--- Raises: 22023 unless it is a finite timestamp, or none.
-create or replace function queue._check_moment(what text, value jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
-begin
-  if not isfinite(queue._timestamp(what, value)) then
-    perform queue._invalid(what || ' must be finite', 'Give a moment. To put a job aside without one, use queue.hold.');
-  end if;
+  perform queue._check_moment('retry_at', queue._timestamp('retry_at', v_options -> 'retry_at'));
 end $$;
 
 -- Raises: 22023 unless it is a retry policy.
 create or replace function queue._check_retry(policy jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
+returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_item record;
 begin
@@ -237,7 +233,7 @@ end $$;
 --   or with `first` those after the first. cap bounds every delay.
 -- Raises: 22023.
 create or replace function queue.backoff(policy jsonb, failures integer)
-returns interval language plpgsql volatile parallel safe security definer
+returns interval language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_policy jsonb := jsonb_strip_nulls(coalesce(backoff.policy, '{}'));
@@ -278,7 +274,7 @@ end $$;
 
 -- A policy's interval in seconds, 0 when there is none.
 create or replace function queue._seconds(p_value jsonb)
-returns double precision language plpgsql stable parallel safe security invoker as $$
+returns double precision language plpgsql stable parallel unsafe security invoker as $$
 begin
   return least(coalesce(extract(epoch from queue._interval('interval', p_value)), 0), 315360000)::double precision;
 end $$;

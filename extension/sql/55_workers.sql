@@ -32,6 +32,7 @@ begin
     perform queue._invalid('queues is empty', 'Name queues or patterns, or pass NULL for all.');
   end if;
   perform queue._check_name('queue', q) from unnest(p_queues) q;
+  perform queue._check_size('info', p_info);
   perform queue._check_versions(p_info ->> 'client');
   perform queue._check_era();
   insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
@@ -93,9 +94,10 @@ begin
     perform queue._not_installed();
     perform queue._bound_claims(array[extend.id], array[extend.claim]);
   end if;
-  if extend.lease is null or extend.lease <= interval '0' or extend.lease > interval '10000 years' then
-    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
+  if extend.lease is null or extend.lease <= interval '0' then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
   end if;
+  perform queue._check_interval('lease', extend.lease);
   update queue.live v set flags = v.flags | 128 where v.id = extend.id and v.claim = extend.claim returning v.claimed_at into v_claimed_at;
   if not found then
     perform queue._refuse(extend.id, extend.claim);

@@ -105,7 +105,7 @@ begin
       elsif queue._joins_sentinel() then
         v_state := 'listener';
       else
-        v_poll := least(coalesce(nullif(substring(v_state from '^poll (\d+)$'), '')::integer, 10) * 2, 1000);
+        v_poll := least(coalesce(nullif(substring(v_state from '^poll ([0-9]+)$'), '')::integer, 10) * 2, 1000);
         v_state := 'poll ' || v_poll;
         v_wait := make_interval(secs => v_poll / 1000.0);
         may_sleep := false;

@@ -36,9 +36,8 @@ begin
     perform queue._invalid('state is not one of its values', 'Allowed: succeeded, failed, cancelled.', 'state: ' || left(prune.state, 200));
   elsif prune.older_than is not null and prune.state is null then
     perform queue._invalid('older_than needs a state', 'Say which: succeeded, failed or cancelled.');
-  elsif prune.older_than < interval '0' or prune.older_than > interval '4000 years' then
-    perform queue._invalid('older_than is out of range', 'Pass an interval such as ''30 days'', from 0 to 4,000 years.');
   end if;
+  perform queue._check_interval('older_than', prune.older_than);
   perform queue._lock_admission(true);
   v_safe_at := queue._safe_at();
   perform queue._admit_all();

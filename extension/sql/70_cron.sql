@@ -52,6 +52,7 @@ comment on function queue.next_runs(text, text, timestamptz, int) is
 create or replace function queue._cron_parse(cron text)
 returns bigint[] language plpgsql immutable parallel safe security invoker as $$
 declare
+  v_blanks constant text := pg_catalog.chr(9) || pg_catalog.chr(10) || pg_catalog.chr(13);
   v_text text;
   v_every text[];
   v_fields text[];
@@ -61,7 +62,7 @@ begin
     perform queue._cron_refuse(cron, null, null, null);
   end if;
   v_text := pg_catalog.upper(
-    pg_catalog.btrim(pg_catalog.regexp_replace(cron, '[ \t\r\n]+', ' ', 'g')) collate "C");
+    pg_catalog.btrim(pg_catalog.regexp_replace(pg_catalog.translate(cron, v_blanks, '   '), ' +', ' ', 'g')) collate "C");
   v_every := pg_catalog.regexp_match(
     v_text, '^EVERY (?:([0-9]{1,9}) )?(SECOND|MINUTE|HOUR|DAY)S?$');
   if v_every is not null then
@@ -414,7 +415,7 @@ begin
   end if;
   if timezone !~ '[0-9]' and not exists (
       select from pg_catalog.pg_timezone_abbrevs a where a.abbrev = pg_catalog.upper(timezone))
-    or timezone ~* '^Etc/GMT(0|[+-]0|\+([1-9]|1[0-2])|-([1-9]|1[0-4]))$'
+    or timezone ~* '^Etc/GMT(0|[+-]0|[+]([1-9]|1[0-2])|-([1-9]|1[0-4]))$'
     or timezone ~* '^(EST5E|CST6C|MST7M|PST8P)DT$'
   then
     begin

@@ -260,6 +260,7 @@ begin
   if not isfinite(reschedule.at) then
     perform queue._invalid('at must be finite', 'Give a moment, or NULL for now. To put a job aside without one, use queue.hold.');
   end if;
+  perform queue._check_moment('at', reschedule.at);
   perform queue._reach(reschedule.id);
   if (select g.standing from queue._grasp(reschedule.id) g) <> 'open' then
     perform queue._invalid_state(reschedule.id, queue._state(reschedule.id), 'Only a job that is neither running nor finished has a time to come; queue.retry runs a finished one again.');
@@ -291,6 +292,7 @@ begin
   if jsonb_typeof(set_args.args) is distinct from 'object' then
     perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || coalesce(jsonb_typeof(set_args.args), 'NULL'));
   end if;
+  perform queue._check_size('args', set_args.args);
   perform queue._reach(set_args.id);
   select g.standing into v_standing from queue._grasp(set_args.id) g;
   if v_standing not in ('open', 'finished') or exists (select from queue.finished f where f.id = set_args.id and f.state = 'succeeded') then
@@ -322,9 +324,10 @@ begin
     queues := queue._bound_queues('{operator}', queues);
   end if;
   perform queue._check_isolation();
-  if next.ack is not true and (next.lease is null or next.lease <= interval '0' or next.lease > interval '10000 years') then
-    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
+  if next.ack is not true and (next.lease is null or next.lease <= interval '0') then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
   end if;
+  perform queue._check_interval('lease', next.lease) where next.ack is not true;
   v_worker := queue._register_worker('operator', queues, '{"listen": false}');
   v := queue._claim(v_worker, queues, 1, '{"alone": true}', true);
   select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.headers

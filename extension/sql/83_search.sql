@@ -10,7 +10,7 @@ create or replace function queue.search(
   by text default 'text', task text default null, before bigint default null, max_jobs integer default 100)
 returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer, attempts integer,
                created_at timestamptz, description text, bytes integer, excerpt text, next_id bigint)
-language plpgsql stable parallel safe security definer rows 100
+language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
@@ -75,7 +75,7 @@ comment on function queue.search(text, text, text, bigint, text, text, bigint, i
 
 -- Raises: 22023, QJ001.
 create or replace function queue.get(id bigint, path text)
-returns setof jsonb language plpgsql stable parallel safe security definer rows 1
+returns setof jsonb language plpgsql stable parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
@@ -93,7 +93,7 @@ begin
     perform queue._job_not_found(get.id);
   end if;
   return query
-    select jsonb_path_query_tz(v_args, queue._jsonpath(case when get.path ~ '^\s*(\$|(lax|strict)\s)' then get.path
+    select jsonb_path_query_tz(v_args, queue._jsonpath(case when get.path ~ '^[[:space:]]*([$]|(lax|strict)[[:space:]])' then get.path
                                                             when starts_with(get.path, '[') then '$' || get.path else '$.' || get.path end), '{}', true);
 end $$;
 comment on function queue.get(bigint, text) is
@@ -102,7 +102,7 @@ comment on function queue.get(bigint, text) is
 -- Returns the pattern as a jsonpath where it is one.
 -- Raises: 22023.
 create or replace function queue._check_search(p_pattern text, p_queue text, p_state text, p_max_bytes bigint, p_by text, p_task text, p_max_jobs integer)
-returns jsonpath language plpgsql immutable parallel safe security invoker as $$
+returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
 begin
   if p_by is null or p_by not in ('text', 'path', 'key') then
     perform queue._invalid('by is not one of its values', 'Allowed: text, path, key.', 'by: ' || coalesce(left(p_by, 200), 'NULL'));
@@ -127,7 +127,7 @@ end $$;
 
 -- Raises: 22023 unless it is a jsonpath without variables.
 create or replace function queue._jsonpath(p_path text)
-returns jsonpath language plpgsql immutable parallel safe security invoker as $$
+returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
 declare
   v_path jsonpath;
 begin
@@ -135,12 +135,12 @@ begin
     v_path := p_path::jsonpath;
     -- a template is read only when a text is
     perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
-    from regexp_matches(v_path::text, '\.datetime\(("(?:\\.|[^"\\])*")\)', 'g') t;
+    from regexp_matches(v_path::text, replace('[.]datetime[(]("(?:~~.|[^"~~])*")[)]', '~', chr(92)), 'g') t;
   exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
     perform queue._invalid('not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
   end;
   -- it is shown with every name and text in quotes
-  if strpos(regexp_replace(v_path::text, '"(?:\\.|[^"\\])*"', '""', 'g'), '$""') > 0 then
+  if strpos(regexp_replace(v_path::text, replace('"(?:~~.|[^"~~])*"', '~', chr(92)), '""', 'g'), '$""') > 0 then
     perform queue._invalid('a jsonpath may not hold variables', 'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
   end if;
   return v_path;

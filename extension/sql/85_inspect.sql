@@ -3,7 +3,7 @@
 -- Raises: QJ001.
 create or replace function queue.why(id bigint)
 returns text language plpgsql stable parallel safe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set jit = off as $$
 #variable_conflict use_column
 declare
   v record;
@@ -62,8 +62,9 @@ begin
           union all (select m.id, 2 from queue.lock_member m where m.lock = v.lock order by m.id limit 1)) m
     where m.id <> why.id order by m.n limit 1;
     return coalesce(
-      (select format('its lock %s is held by job %s (%s)', v.lock, j.id, j.state)
-         || case when j.finished_at is not null then '; the next fetch or tick passes it on' else '' end
+      (select format('its lock %s is held by job %s', v.lock, j.id)
+         || case when not queue._covers(queue._limits('{operator,reader}'), j.queue) then ''
+                 else format(' (%s)', j.state) || case when j.finished_at is not null then '; the next fetch or tick passes it on' else '' end end
        from queue.jobs j where j.id = v_text::bigint),
       format('its lock %s is free; the next fetch or tick passes it on', v.lock));
   elsif not v.is_live then

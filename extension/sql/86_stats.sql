@@ -86,11 +86,12 @@ begin
   if autoscale_hint.within is null or autoscale_hint.within < interval '1 second' then
     perform queue._invalid('within must be at least a second', 'Say in which time what is ready should have been started.');
   end if;
+  perform queue._check_interval('within', autoscale_hint.within);
   return query
     with u as materialized (
       select u.queue, count(*) filter (where u.state <> 'running') as ready, count(*) filter (where u.state = 'running') as running
       from queue.unfinished u
-      where u.state in ('ready', 'running') or u.state = 'scheduled' and u.due_at <= v_now + least(autoscale_hint.within, interval '1000 years')
+      where u.state in ('ready', 'running') or u.state = 'scheduled' and u.due_at <= v_now + autoscale_hint.within
       group by u.queue),
     r as (
       select l.queue, avg(v_now - v.claimed_at) as run_for

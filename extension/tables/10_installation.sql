@@ -1,5 +1,6 @@
--- One row: which version made the tables, for which cluster the stored transaction ids count, and in which
--- era claims and workers were last numbered (54_eras.sql). written: the row's own xmin, which a copy of it lacks.
+-- One row: which version made the tables, for which cluster the stored transaction ids count, in which
+-- era claims and workers were last numbered (54_eras.sql), and what queue.configure has set: max_size, how many
+-- bytes JSON may take as text. written: the row's own xmin, which a copy of it lacks.
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
@@ -7,6 +8,7 @@ create table queue.installation (
   era text not null,
   written xid,
   installed_at timestamptz not null default now(),
+  max_size integer not null default 16777216,
   constraint installation_pkey primary key (is_only),
   constraint installation_only_check check (is_only)
 );

@@ -16,7 +16,7 @@ create view queue.unlimited as select true as is_unlimited;
 -- the reader is the owner. Private.
 create view queue.visible as
 select x.is_all, array(
-    select replace(replace(replace(case when right(q, 1) = '*' then left(q, -1) else q end, '\', '\\'), '%', '\%'), '_', '\_')
+    select replace(replace(replace(case when right(q, 1) = '*' then left(q, -1) else q end, chr(92), repeat(chr(92), 2)), '%', chr(92) || '%'), '_', chr(92) || '_')
       || case when right(q, 1) = '*' then '%' else '' end
     from queue.access a
     join pg_roles r on r.rolname = a.role

@@ -287,7 +287,9 @@ class EmbeddedServer:
 
     def _prepare_folder(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            # Where the server's user is another he has to get in; what is inside is his alone.
+            mode = 0o700 if self._user is None else 0o755
+            self.folder.mkdir(mode=mode, parents=True, exist_ok=True)
         except OSError as error:
             raise ServerError(f"cannot make {self.folder}: {error.strerror}") from error
         if self._user is not None and not self._reaches(self.folder):
@@ -455,7 +457,9 @@ class EmbeddedServer:
         self._clear_remains()
         self._private_folder(self.socket_folder)
         self._configure()
-        self.log_file.write_text("")
+        # It holds statements that failed, and with them args.
+        self.log_file.unlink(missing_ok=True)
+        os.close(os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         self._give(self.log_file)
         wait = ["-w", "-t", str(int(START_TIMEOUT))]
         data = ["-D", str(self.data_folder), "-l", str(self.log_file)]

@@ -70,7 +70,7 @@ select is_empty($$
 $$, 'no table, view, index or sequence is a member of the extension');
 
 -- Jobs in several states go through all that follows.
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.defer('locked', lock => 'l') as first \gset
 select queue.defer('locked', lock => 'l') as second \gset
 select queue.defer('later', options => '{"delay": "1 hour"}') as later \gset
@@ -98,7 +98,7 @@ select is((select v.tables from queue.version() v), null, 'version says that the
 select is(pg_temp.refusal('select queue.migrate()'), 'QJ090', 'migrate does too, and what to run');
 select is(queue.install(), (select v.code from queue.version() v), 'install makes them anew');
 select is(pg_temp.made(), (select b.made from before b), 'the same ones');
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.defer('new') as new \gset
 select is((select f.id from queue.fetch(:worker) f), :new::bigint, 'and jobs run');
 

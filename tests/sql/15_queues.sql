@@ -2,7 +2,7 @@
 
 select plan(47);
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
   v_hint text;
@@ -108,7 +108,7 @@ select is_empty('select * from queue.check()', 'sound');
 create function pg_temp.of_task(task text) returns bigint language sql as $$
   select count(*) from queue.fetch((select max(w.id) from queue.workers w), null, 1000, jsonb_build_object('tasks', jsonb_build_array(task)));
 $$;
-select queue.register_worker('w') \g /dev/null
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') \g /dev/null
 select queue.defer('twice') \g /dev/null
 select queue.tick() \g /dev/null
 select queue.pause(task => 'twice') \g /dev/null

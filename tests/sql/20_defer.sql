@@ -335,7 +335,7 @@ select is((select (b.jobs, b.locks, b.handovers)::text from before b),
           (select ((select count(*) from queue.job), (select count(*) from queue.queueing_lock), (select count(*) from queue.handover))::text), 'and nothing was half done');
 
 -- What is accepted can be admitted: nothing here may stop the queue.
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select cmp_ok((select count(*) from queue.fetch(:worker, max_jobs => 100000)), '>', 1500::bigint, 'all that was accepted is admitted, and run');
 
 select * from finish();

@@ -2,7 +2,7 @@
 
 select plan(23);
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
   v_detail text;
@@ -75,7 +75,7 @@ select is((select f.args from queue.fetch(:worker, null, 10) f where f.id = :own
 create procedure pg_temp.replace_again(lock_mode text) language plpgsql as $$
 declare
   v_options jsonb := jsonb_build_object('unique_until', 'finish', 'on_conflict', 'replace', 'lock_mode', lock_mode, 'retry', '{"max_attempts": 5}'::jsonb);
-  v_worker bigint := queue.register_worker('again');
+  v_worker bigint := queue.register_worker('again', info => '{"dead_after": "1 day"}');
   v_id bigint;
   v_claim bigint;
 begin

@@ -4,7 +4,7 @@ select plan(58);
 
 set pgdefer.notify = off;  -- PREPARE TRANSACTION refuses notifications
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 -- Fetches, and finishes what it gets: tasks in the order of the claims.
 create function pg_temp.run(max_jobs integer default 100, options jsonb default null) returns text language plpgsql as $$

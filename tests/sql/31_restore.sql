@@ -40,8 +40,8 @@ end $$;
 -- Jobs in every place. `prefix` tells the rounds apart.
 create procedure pg_temp.fill(prefix text) language plpgsql as $$
 declare
-  v_worker bigint := queue.register_worker('holder');
-  v_runner bigint := queue.register_worker('runner');
+  v_worker bigint := queue.register_worker('holder', info => '{"dead_after": "1 day"}');
+  v_runner bigint := queue.register_worker('runner', info => '{"dead_after": "1 day"}');
   v record;
   v_id bigint;
 begin
@@ -125,7 +125,7 @@ select is_empty('select * from queue.check()', 'every invariant holds');
 call pg_temp.fill('c ');
 select pg_temp.shift(4);
 update queue.installation set system_identifier = 1;
-select queue.register_worker('runner') as worker \gset
+select queue.register_worker('runner', info => '{"dead_after": "1 day"}') as worker \gset
 call pg_temp.run_all();
 select is(pg_temp.ran('c '), pg_temp.expected('c '), 'ids that straddle the present: nothing is lost, nothing doubled');
 select is((select i.system_identifier from queue.installation i), (select c.system_identifier from pg_control_system() c), 'the installation knows its cluster');

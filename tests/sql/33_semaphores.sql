@@ -2,7 +2,7 @@
 
 select plan(50);
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 create function pg_temp.claim(n integer default 10, queues text[] default null) returns bigint[] language plpgsql as $$
 begin

@@ -13,7 +13,7 @@ exception when others then
   return sqlstate || case when v_hint = '' then ' without a hint' else '' end;
 end $$;
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 -- The tasks that a fetch gives, in the order of the claims. They are finished afterwards.
 create function pg_temp.run(max_jobs integer default 100, queues text[] default null, options jsonb default null) returns text language plpgsql as $$
@@ -29,7 +29,7 @@ begin
 end $$;
 
 -- What a claim says
-select queue.register_worker('other', array['what*'], '{"host": "h"}') as other \gset
+select queue.register_worker('other', array['what*'], '{"host": "h", "dead_after": "1 day"}') as other \gset
 select queue.defer('t', '{"a": 1}', queue => 'what', priority => 3, lock => 'l', deadline => '2999-01-02Z', scheduled_at => '1999-01-01Z',
                    options => '{"timeout": "5 min", "headers": {"h": 1}}') as id \gset
 select queue.defer('child', queue => 'what', options => jsonb_build_object('parent', :id)) as child \gset
@@ -38,7 +38,7 @@ select is((select row (c.id, c.task, c.args, c.queue, c.priority, c.lock, c.atte
           format('(%s,t,"{""a"": 1}",what,3,l,1,t,t,00:05:00,"{""h"": 1}",)', :id), 'every column of a claim');
 select is((select row (j.state, j.attempts, j.claims, j.claim = c.claim, j.worker_id, j.started_at between now() - interval '1 min' and clock_timestamp())::text
            from queue.jobs j join claims c using (id)), format('(running,1,1,t,%s,t)', :other), 'and what the view says of a running job');
-select is((select row (w.name, w.queues, w.running, w.is_alive, w.info)::text from queue.workers w where w.id = :other), '(other,{what*},1,t,"{""host"": ""h""}")', 'and of its worker');
+select is((select row (w.name, w.queues, w.running, w.is_alive, w.info)::text from queue.workers w where w.id = :other), '(other,{what*},1,t,"{""host"": ""h"", ""dead_after"": ""1 day""}")', 'and of its worker');
 select is((select f.parent from queue.fetch(:other) f), :id::bigint, 'a child has its parent');
 select queue.release(c.id, c.claim) from claims c;
 select cmp_ok((select f.claim from queue.fetch(:worker) f), '>', (select c.claim from claims c), 'claims rise');
@@ -92,7 +92,7 @@ select queue.defer('t', options => '{"timeout": "5 min"}') as timed \gset
 select f.id from queue.fetch(:worker) f \g /dev/null
 select is((select count(*) from queue.lease l where l.id = :timed), 1::bigint, 'one with a timeout has a lease');
 select pg_temp.run(), pg_temp.run() \g /dev/null
-select queue.register_worker('gone') as gone \gset
+select queue.register_worker('gone', info => '{"dead_after": "1 day"}') as gone \gset
 select queue.deregister_worker(:gone) \g /dev/null
 select queue.defer('n') \g /dev/null
 select ok(pg_temp.is_dry(), 'newcomers are expected');

@@ -2,7 +2,7 @@
 
 select plan(185);
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -70,11 +70,11 @@ select is(queue.backoff(policy, failures), make_interval(secs => seconds), forma
   ('{"backoff": "exponential", "base": 1, "factor": 1e1000}', 2147483647, 315360000),
   ('{"backoff": "exponential", "base": 1, "factor": 1e-1000}', 2147483647, 0),
   ('{"backoff": "exponential", "base": 1, "factor": 0.5}', 2147483647, 0),
-  ('{"backoff": "exponential", "base": "9999 years", "factor": 1}', 2147483647, 315360000),
+  ('{"backoff": "exponential", "base": "3999 years", "factor": 1}', 2147483647, 315360000),
   ('{"backoff": "exponential", "base": 1, "factor": 1.0000000001}', 2147483647, exp(2147483646 * ln(1.0000000001::float8))),
   ('{"backoff": "linear", "base": "1 year"}', 2147483647, 315360000),
-  ('{"backoff": "constant", "base": "9999 years"}', 1, 315360000),
-  ('{"first": "9999 years"}', 1, 315360000),
+  ('{"backoff": "constant", "base": "3999 years"}', 1, 315360000),
+  ('{"first": "3999 years"}', 1, 315360000),
   ('{"exponential_wait": 10}', 2147483647, 315360000),
   ('{"exponential_wait": 1e1000}', 2147483647, 315360000),
   ('{"exponential_wait": 0.1}', 2147483647, 0),

@@ -28,7 +28,7 @@ create function pg_temp.kill(worker bigint) returns void language sql as $$
 $$;
 
 -- register_worker
-select queue.register_worker('w') as w1, queue.register_worker('w') as w2 \gset
+select queue.register_worker('w') as w1, queue.register_worker('w', info => '{"dead_after": "1 day"}') as w2 \gset
 select isnt(:w1::bigint, :w2::bigint, 'names need not be unique: each registration makes a new worker');
 select queue.register_worker('all', '{a,b*,*}', '{"host": "h", "dead_after": "5 s", "n": 1}') as w3 \gset
 select results_eq(format('select name, queues, info, dead_after, is_alive, running from queue.workers where id = %s', :w3),
@@ -158,7 +158,7 @@ select queue.succeed(:id, :claim) \g /dev/null
 select queue.defer('leased') as id \gset
 select claim from queue.fetch(:w2) \gset
 select ok((select queue.extend(:id, :claim, '20 minutes') between now() + interval '19 minutes' and now() + interval '21 minutes'), 'extend returns the end of the lease');
-select queue.register_worker('w') as w4 \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as w4 \gset
 select pg_temp.kill(:w2);
 select is((select reaped from queue.reap()), 0, 'a claim with a lease of its own outlives its worker');
 select is((select state from queue.jobs where id = :id), 'running', 'it runs');
@@ -238,7 +238,7 @@ select id, claim from queue.fetch(:w4, null, 1, '{"alone": true}') \gset
 select queue.succeed(:id, :claim) \g /dev/null
 
 -- deregister_worker: what runs goes back to ready
-select queue.register_worker('w') as w5 \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as w5 \gset
 select queue.defer('d1', lock => 'd', options => '{"timeout": "1 minute"}') as d1, queue.defer('d2', concurrency_key => 'd', concurrency_limit => 1) as d2, queue.defer('d3') as d3 \gset
 select max(claim) as claim from queue.fetch(:w5, null, 10) \gset
 select queue.extend(:d3, :claim, '1 hour') \g /dev/null
@@ -256,7 +256,7 @@ select is(pg_temp.refusal('select queue.reap()'), 'QJ008', 'reap in REPEATABLE R
 rollback;
 
 -- worker_died: what runs has crashed, at once
-select queue.register_worker('w') as w11 \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as w11 \gset
 select queue.defer('d1', lock => 'd') as d1, queue.defer('d2') as d2, queue.defer('d3') as d3 \gset
 select max(claim) as claim from queue.fetch(:w11, null, 10) \gset
 select queue.extend(:d3, :claim, '1 hour') \g /dev/null
@@ -276,7 +276,7 @@ select is(pg_temp.refusal(format('select queue.worker_died(%s)', :w4)), 'QJ008',
 rollback;
 
 -- A claim that comes of a fetch that was under way when its worker went (isolation/late_fetch.spec)
-select queue.register_worker('w') as w6 \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as w6 \gset
 select queue.defer('late') as late \gset
 select claim from queue.fetch(:w4) \gset
 select queue.deregister_worker(:w6) \g /dev/null
@@ -299,7 +299,7 @@ begin
   return new;
 end $$;
 create trigger audit before insert on queue.attempt for each row execute function public.refuse_attempt();
-select queue.register_worker('w') as w7 \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as w7 \gset
 select queue.defer('good') as p1, queue.defer('poisoned') as p2, queue.defer('good') as p3, queue.defer('good') as p4, queue.defer('poisoned') as p5, queue.defer('good') as p6 \gset
 select max(claim) as claim from queue.fetch(:w7, null, 10) \gset
 select queue.extend(id, :claim, '1 s') from unnest(array[:p4, :p5, :p6]) id \g /dev/null
@@ -360,7 +360,7 @@ select is(pg_temp.job(:id), 'succeeded 1 0 0 1', 'an aborted job that ends with 
 select is_empty('select * from queue.abort', 'and leaves nothing to tell');
 -- of a job whose worker is dead, or gone, or that deregisters
 select queue.defer('abortable') as id \gset
-select queue.register_worker('w') as w8 \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as w8 \gset
 select claim from queue.fetch(:w8) \gset
 select queue.cancel(:id, true) \g /dev/null
 select pg_temp.kill(:w8);
@@ -368,7 +368,7 @@ select is((select reaped from queue.reap()), 1, 'a worker that dies before it is
 select is(pg_temp.job(:id), 'cancelled aborted 1 0 1 1', 'the job is cancelled');
 select is(pg_temp.history(:id), 'crashed', 'the attempt has crashed');
 select queue.defer('abortable') as id \gset
-select queue.register_worker('w') as w9 \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as w9 \gset
 select claim from queue.fetch(:w9) \gset
 select queue.extend(:id, :claim, '1 hour') \g /dev/null
 select pg_temp.kill(:w9);
@@ -378,7 +378,7 @@ update queue.lease set expires_at = now();
 select is((select reaped from queue.reap()), 1, 'ends with its lease');
 select is(pg_temp.job(:id), 'cancelled aborted 1 0 1 1', 'cancelled');
 select queue.defer('abortable') as id \gset
-select queue.register_worker('w') as w10 \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as w10 \gset
 select claim from queue.fetch(:w10) \gset
 select queue.cancel(:id, true) \g /dev/null
 select is(queue.deregister_worker(:w10), 1, 'a worker that deregisters');

@@ -21,9 +21,9 @@ create function pg_temp.held() returns text language sql as $$
     and l.database = (select d.oid from pg_database d where d.datname = current_database())
 $$;
 
-select queue.register_worker('w') as worker \gset
-select queue.register_worker('poller', info => '{"listen": false}') as poller \gset
-select queue.register_worker('gone') as gone \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+select queue.register_worker('poller', info => '{"listen": false, "dead_after": "1 day"}') as poller \gset
+select queue.register_worker('gone', info => '{"dead_after": "1 day"}') as gone \gset
 select queue.deregister_worker(:gone) \g /dev/null
 
 select is(pg_temp.refusal('select queue.before_sleep(null)'), 'QJ007', 'no worker');

@@ -2,7 +2,7 @@
 
 select plan(38);
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 create function pg_temp.job(id bigint) returns text language sql as $$
   select concat_ws(' ', j.state, j.reason, j.attempts, j.failures) from queue.jobs j where j.id = job.id
@@ -29,7 +29,7 @@ select is((select count(*) from queue.peek()), 2::bigint, 'a time that has come'
 
 -- Reaping, and what the crashed job held
 select id, claim from queue.fetch(:worker) \gset
-select queue.register_worker('victim') as victim \gset
+select queue.register_worker('victim', info => '{"dead_after": "1 day"}') as victim \gset
 select queue.release(:id, :claim) \g /dev/null
 select count(*) from queue.fetch(:victim, null, 5) \g /dev/null
 update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0' where id = :victim;
@@ -85,7 +85,7 @@ update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_af
 select is((select reaped from queue.tick()), 1, 'nor when it crashes');
 select is(pg_temp.job(:e + 5), 'cancelled expired 1 0', 'cancelled as well');
 select is_empty('select * from queue.expiry', 'nothing is left to expire');
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.defer('e', options => '{"expires_at": "2999-01-01T00:00:00Z", "retry": {"max_attempts": 1}}') as id \gset
 select id, claim from queue.fetch(:worker) \gset
 select pg_temp.expire(:id);
@@ -111,7 +111,7 @@ end $$;
 create trigger audit before insert on queue.finished for each row execute function public.refuse_finished();
 select queue.defer('poisoned', options => '{"expires_at": "2999-01-01T00:00:00Z"}') as bad, queue.defer('e', options => '{"expires_at": "2999-01-01T00:00:00Z"}') as good,
   queue.defer('victim') as other \gset
-select queue.register_worker('victim') as victim \gset
+select queue.register_worker('victim', info => '{"dead_after": "1 day"}') as victim \gset
 select claim from queue.fetch(:victim, options => jsonb_build_object('ids', jsonb_build_array(:other))) \gset
 update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0' where id = :victim;
 select pg_temp.expire(:bad);

@@ -2,7 +2,7 @@
 
 select plan(59);
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare

@@ -75,7 +75,7 @@ create function pg_temp.states() returns text language sql as $$
   select string_agg(coalesce(nullif(concat_ws(' ', j.state, j.reason), ''), 'gone'), ', ' order by z.no) from pg_temp.zoo z left join queue.jobs j on j.id = z.id
 $$;
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 call pg_temp.make_zoo();
 select is(pg_temp.states(), 'running, ready, ready paused, scheduled, scheduled, blocked lock, blocked limit, waiting, upstream_failed, held, succeeded, failed attempts, cancelled aborted',
           'a job of each state');

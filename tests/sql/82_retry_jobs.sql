@@ -2,7 +2,7 @@
 
 select plan(107);
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -119,7 +119,7 @@ select is(pg_temp.run(:next, 'succeeded'), 'succeeded', 'and the next');
 select queue.defer('crashed', options => '{"retry": {"max_crashes": 2}, "max_progress": 1}') as id \gset
 create function pg_temp.crash() returns text language plpgsql as $$
 declare
-  v_worker bigint := queue.register_worker('victim');
+  v_worker bigint := queue.register_worker('victim', info => '{"dead_after": "1 day"}');
   v_id bigint;
 begin
   select f.id into v_id from queue.fetch(v_worker, null, 1, '{"alone": true}') f;
@@ -130,14 +130,14 @@ end $$;
 select pg_temp.crash() \g /dev/null
 select is(pg_temp.crash(), 'failed crash_loop 2 0 2 2', 'a crash loop');
 select is(pg_temp.retry(array[:id]), 'ready', 'retried');
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select is(pg_temp.run(:id, 'retry_later'), 'ready', 'may run beside others again, and yield');
 select is(pg_temp.run(:id, 'retry_later'), 'failed', 'as often as before');
 select is(pg_temp.retry(array[:id]), 'ready', 'retried after too many yields');
 select is(pg_temp.run(:id, 'retry_later'), 'ready', 'it may yield anew');
 select is(pg_temp.crash(), 'ready 6 0 1 6', 'and crash');
 select queue.cancel(:id) \g /dev/null
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 -- Locks: it re-enters by its old id
 select queue.defer('l1', lock => 'ordered') as l1, queue.defer('l2', lock => 'ordered') as l2, queue.defer('l3', lock => 'ordered') as l3 \gset

@@ -31,7 +31,7 @@ select is(pg_temp.refusal('select queue.search(' || arguments || ')'), '22023', 
   (''''''), ('queue => '''''), ('task => '''''), ('state => ''nope'''), ('state => '''''), ('max_bytes => 0'), ('max_bytes => -1'), ('max_jobs => 0'), ('max_jobs => null'), ('by => ''nope'''), ('by => null'),
   ('''$.'', by => ''path'''), ('''$[nope'', by => ''path'''), ('''$.a like_regex "("'', by => ''path'''), ('''$.a like_regex "a" flag "x"'', by => ''path'''), ('''$.a.datetime("zzz")'', by => ''path'''), ('''$foo'', by => ''path'''), ('''$.n ? (@ > $"f o")'', by => ''path'''), ('queue => repeat(''x'', 1001)')) v (arguments);
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.defer('a', '{"n": 1, "name": "one", "list": [{"price": 5}], "deep": {"x": null}}', queue => 'q1', lock => 'lock a', options => '{"description": "the first"}') as a,
   queue.defer('b', '{"n": 20, "name": "say \"hi\"\nthere", "flag": true}', queue => 'q2', queueing_lock => 'unique b') as b,
   queue.defer('c', '{"n": 300, "name": "Ünïcode 日本", "flag": false, "list": [{"price": 1}, {"price": 9}]}', queue => 'q2x', concurrency_key => 'key c', concurrency_limit => 1,

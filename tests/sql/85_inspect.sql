@@ -15,7 +15,7 @@ exception when others then
   return sqlstate || case when v_hint = '' then ' without a hint' else '' end;
 end $$;
 
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "30 min"}') as worker \gset
 
 -- One job of every kind; ids by their tasks.
 select queue.defer('done') \g /dev/null

@@ -1,6 +1,6 @@
 -- stats, metrics, autoscale_hint and health: every figure from jobs that are known, every check seen bad.
 
-select plan(80);
+select plan(81);
 
 set pgdefer.notify = off;
 
@@ -38,7 +38,7 @@ select is(pg_temp.metrics('q'), '1 0 0 0 2 0 1 0', 'in the metrics too');
 select is((select slots from queue.autoscale_hint() where queue = 'q'), 1, 'so that a worker is asked for');
 
 -- By state, before and after
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "30 min"}') as worker \gset
 select max(claim) as claim from queue.fetch(:worker, null, 10) \gset
 select is(pg_temp.counts('q'), '1 0 0 0 0 2 1 0', 'running ones');
 select queue.defer('t', queue => 'q', lock => 'l'), queue.defer('u', queue => 'q'), queue.defer('t', queue => 'q', concurrency_key => 'k', concurrency_limit => 1),
@@ -114,7 +114,8 @@ select queue.finish_many(jsonb_agg(jsonb_build_object('id', f.id, 'claim', f.cla
 select results_eq($$select run_for < '10 s', slots from queue.autoscale_hint() where queue = 'long'$$, 'values (true, 1)', 'unless others have ended: then these say how long one takes');
 select queue.done(array[:long]) \g /dev/null
 select results_eq($$select per_second, slots from queue.autoscale_hint() where queue = 'long'$$, 'values (0.337, 2)', 'nor was it more than one slot of the last five minutes when it ends');
-select lives_ok($$select from queue.autoscale_hint('170000000 years')$$, 'in any time');
+select lives_ok($$select from queue.autoscale_hint('4000 years')$$, 'in any time');
+select throws_ok($$select from queue.autoscale_hint('4001 years')$$, '22023', null, 'up to 4,000 years');
 select queue.delete(array_agg(id)) from queue.jobs where queue = 'long' \g /dev/null
 
 -- Failures: jobs that failed, and attempts
@@ -137,7 +138,7 @@ select is_empty($$select * from queue.stats() where queue = 'fails'$$, 'a queue 
 select is((select string_agg(format('%s %s', a.attname, format_type(a.atttypid, null)), ', ' order by a.attnum) from pg_attribute a where a.attrelid = 'queue.metrics'::regclass and format_type(a.atttypid, null) not in ('bigint', 'integer', 'double precision')),
           'queue text', 'one label, the rest numbers');
 select is_empty('select * from queue.metrics m where m is null or not m is not null', 'and none is NULL');
-select queue.register_worker('some', '{q,mov*}') \g /dev/null
+select queue.register_worker('some', '{q,mov*}', '{"dead_after": "30 min"}') \g /dev/null
 select is((select string_agg(concat_ws(' ', queue, workers), ', ' order by queue) from queue.metrics), 'fails 1, long 1, moved 2, q 2, win 1', 'workers by the queues that they serve');
 
 -- health: every check, bad

@@ -1,6 +1,6 @@
 -- Privileges: what each kind of role may and may not, and that nothing a caller brings along changes anything.
 
-select plan(138);
+select plan(139);
 
 -- The outcome of a call by a role: ok, or its SQLSTATE. What it did is undone.
 create function pg_temp.as_role(role text, call text) returns text language plpgsql as $$
@@ -29,7 +29,7 @@ select queue.grant_access('pgdefer_tap_both', 'producer'), queue.grant_access('p
 select lives_ok($$select queue.grant_access('pgdefer_tap_reader', 'reader')$$, 'granting twice is harmless');
 
 -- Who may what: p(roducer), w(orker), o(perator), r(eader)
-select queue.register_worker('w') as worker \gset
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.defer('t') as id \gset
 select f.claim from queue.fetch(:worker) f \gset
 select queue.defer('t') as other \gset
@@ -67,6 +67,7 @@ insert into calls values
   ('select queue.pause()', 'o'),
   ('select queue.resume()', 'o'),
   ('select queue.configure_queue(''q'', ''{}'')', 'o'),
+  ('select queue.configure(''{}'')', 'o'),
   ('select queue.create_queue(''q'')', 'o'),
   ('select queue.prune()', 'o'),
   ('select queue.why(:other)', 'or'),

@@ -1,6 +1,6 @@
 -- Rules of the house, read from the catalog.
 
-select plan(27);
+select plan(28);
 
 create temp view functions as
   select p.oid, p.proname as name, p.oid::regprocedure::text as signature, starts_with(p.proname, '_') as is_internal, p.prosecdef, p.proconfig, p.provolatile, p.proparallel,
@@ -45,6 +45,9 @@ select is_empty($$select f.signature from functions f where f.provolatile <> 'v'
 select is_empty($$select f.signature from functions f where f.provolatile = 'i' and f.prosrc ~* '\m(from|join) queue\.'$$, 'what reads tables is not immutable');
 select is_empty($$select f.signature from functions f where f.prosrc ~* '\mreturning \*' or f.prosrc ~* 'raise exception ''' and f.prosrc !~* 'errcode'$$, 'errors have a code, and results a list of columns');
 select is_empty($$select f.signature from functions f where f.prosrc ~ '\mpg_sleep\M'$$, 'nothing sleeps');
+
+select is_empty($$select f.signature from functions f where strpos(regexp_replace(f.prosrc, '--[^\n]*', '', 'g'), chr(92)) > 0$$,
+                'no backslash, which means something else where standard_conforming_strings is off');
 
 -- Errors: one SQLSTATE, one message, and always a hint.
 select is_empty($$

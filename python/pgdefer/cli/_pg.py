@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgdefer._connect import Source
 
@@ -55,7 +56,18 @@ def _run(name: str, arguments: list[str], dsn: str | None) -> None:
             Exit.ERROR,
             f"{name} {version} is not installed: apt install postgresql-client-{version}",
         )
-    os.execv(program, [program, *arguments, "-d", conninfo])  # noqa: S606
+    shown, environment = without_password(conninfo)
+    os.execve(program, [program, *arguments, "-d", shown], environment)  # noqa: S606
+
+
+def without_password(conninfo: str) -> tuple[str, dict[str, str]]:
+    """Return what may stand on a command line, which everybody can read, and the environment."""
+    given = {name: str(value) for name, value in conninfo_to_dict(conninfo).items()}
+    password = given.pop("password", None)
+    environment = dict(os.environ)
+    if password is not None:
+        environment["PGPASSWORD"] = password
+    return make_conninfo("", **given), environment
 
 
 def find_program(name: str, version: int = 0) -> str | None:

@@ -13,7 +13,7 @@ from pgdefer._connect import Source
 
 from . import _show
 from ._base import DSN, Exit, fail, out, reported
-from ._pg import find_program
+from ._pg import find_program, without_password
 
 SHORTCUTS = Path(__file__).with_name("psqlrc")
 
@@ -35,8 +35,9 @@ def psql(
     start = _folder("XDG_CACHE_HOME", ".cache") / "psqlrc"
     files = [file for file in (_user_file(), SHORTCUTS) if file.exists()]
     start.write_text("".join(map(_include, files)), "utf-8")
-    environment = os.environ | {"PSQLRC": str(start)}
-    os.execve(program, [program, "-d", conninfo, *(arguments or [])], environment)  # noqa: S606
+    shown, environment = without_password(conninfo)
+    environment["PSQLRC"] = str(start)
+    os.execve(program, [program, "-d", shown, *(arguments or [])], environment)  # noqa: S606
 
 
 def psqlrc(

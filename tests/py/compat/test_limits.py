@@ -417,6 +417,33 @@ def test_limited_readers_and_operators(
     assert outcome(owner, "select queue.prune(1, 'failed')").startswith("42501")
 
 
+def test_why_names_other_queues_jobs_without_their_state(
+    owner: psycopg.Connection[Any], roles: dict[str, str]
+) -> None:
+    def one(statement: str, *arguments: object) -> Any:
+        row = owner.execute(statement.encode(), arguments).fetchone()
+        assert row is not None
+        return row[0]
+
+    foreign = one("select queue.defer('t', queue => 'b', lock => 'l')")
+    done = one("select queue.defer('t', queue => 'b')")
+    needs = [foreign, done]
+    waits = one("select queue.defer('t', queue => 'a', needs => %s::bigint[])", needs)
+    behind = one("select queue.defer('t', queue => 'a', lock => 'l')")
+    owner.execute("select queue.tick()")
+    owner.execute("select queue.done(array[%s::bigint])", (done,))
+    assert one("select queue.why(%s)", waits) == f"it needs job {foreign} (ready)"
+    assert one("select queue.why(%s)", behind) == f"its lock l is held by job {foreign} (ready)"
+    for state in ("ready", "held"):
+        if state == "held":
+            owner.execute("select queue.hold(%s::bigint)", (foreign,))
+        become(owner, roles["reader"])
+        text = one("select queue.why(%s)", waits).partition(" job ")[2]
+        assert text == f"{foreign}, job {done}" or (state == "held" and text == ""), text
+        assert one("select queue.why(%s)", behind) == f"its lock l is held by job {foreign}"
+        owner.execute("reset session authorization")
+
+
 def test_the_barrier_holds(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None:
     """A reader's own condition sees no row that is not shown."""
     owner.execute("select queue.defer('secret', queue => 'b')")

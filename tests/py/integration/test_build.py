@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,11 @@ from releases import load_build
 from support import ROOT
 
 FORMS = ["extension", "plain"]
+DROP_FUNCTIONS = re.findall(
+    r"^do \$\$.*?^end \$\$;",
+    (ROOT / "docs/installing.md").read_text("utf-8"),
+    re.DOTALL | re.MULTILINE,
+)[0]
 
 # Everything that the code consists of, in either form.
 CODE = """
@@ -114,6 +120,66 @@ def test_a_schema_of_another_role_is_refused(
     assert blank.execute(CODE).fetchall() == []
     blank.execute(f"set role {owner}")
     install(blank, form)
+
+
+@pytest.mark.parametrize("whose", ["PUBLIC", "test_evil"])
+def test_a_schema_that_others_may_create_in_is_refused(
+    blank: psycopg.Connection, owner: str, form: str, whose: str
+) -> None:
+    """A function beside ours, that fits a call better, would run with the owner's rights."""
+    blank.execute(f"set role {owner}")
+    blank.execute("create schema queue")
+    blank.execute("reset role")
+    blank.execute("create role test_evil")
+    try:
+        blank.execute(f"grant usage, create on schema queue to {whose}")
+        blank.execute(f"set role {owner}")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege, match="others may create") as no:
+            install(blank, form)
+        assert no.value.diag.message_detail == f"Roles: {whose}."
+        blank.execute("rollback")
+        blank.execute("set role test_evil")
+        blank.execute(
+            "create function queue._limits(text) returns text[] language sql as"
+            " 'select null::text[]'"
+        )
+        blank.execute("reset role")
+        blank.execute(f"revoke create on schema queue from {whose}")
+        blank.execute(f"set role {owner}")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege, match="others may create"):
+            install(blank, form)
+        blank.execute("rollback")
+        blank.execute("reset role")
+        blank.execute("drop function queue._limits(text)")
+        blank.execute(f"set role {owner}")
+        install(blank, form)
+        assert blank.execute("select * from queue.check()").fetchall() == []
+    finally:
+        blank.execute("rollback")
+        blank.execute("reset role")
+        blank.execute("drop owned by test_evil")
+        blank.execute("drop role test_evil")
+
+
+def test_the_forms_do_not_mix(blank: psycopg.Connection, server: EmbeddedServer) -> None:
+    if server.major < 18:
+        pytest.skip("the extension needs extension_control_path, which PostgreSQL 18 brought")
+    install(blank, "plain")
+    defer_one(blank)
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="in the plain form"):
+        install(blank, "extension")
+    blank.execute("rollback")
+    # As docs/installing.md says.
+    blank.execute(DROP_FUNCTIONS.encode())
+    install(blank, "extension")
+    assert blank.execute("select count(*) from queue.job").fetchone() == (1,)
+    assert blank.execute("select * from queue.check()").fetchall() == []
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="as an extension"):
+        install(blank, "plain")
+    blank.execute("rollback")
+    blank.execute("drop extension pgdefer")
+    install(blank, "plain")
+    assert blank.execute("select count(*) from queue.job").fetchone() == (1,)
 
 
 def test_a_schema_of_ones_group_is_taken(blank: psycopg.Connection, owner: str) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 import zoneinfo
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 from typer.testing import CliRunner
 
 from pgdefer import App, _sql
@@ -1082,3 +1084,44 @@ def test_psql(run: Run, dsn: str, tmp_path: Path, server: EmbeddedServer) -> Non
     assert f"{id}|q|t|ready" in done.stdout
     assert "12345" in done.stdout
     assert done.stdout.rstrip().endswith("cancelled\n(1 row)")
+
+
+SECRET = "to'p se\\cret"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["psql", "--", "-c", "select pg_sleep(60)"], ["pg", "backup"], ["pg", "restore", "--yes"]],
+)
+def test_no_password_on_a_command_line(
+    command: list[str],
+    dsn: str,
+    conn: psycopg.Connection[Any],
+    tmp_path: Path,
+    server: EmbeddedServer,
+) -> None:
+    """Seen while the program runs: psql sleeps, pg_dump waits for a lock, pg_restore for input."""
+    name = {"--": "psql", "backup": "pg_dump", "restore": "pg_restore"}[command[1]]
+    if server_program(server, name) is None or not Path("/proc/self/cmdline").exists():
+        pytest.skip(f"there is no {name}, or no /proc")
+    with conn.transaction():
+        conn.execute("lock table queue.task in access exclusive mode")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pgdefer", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=os.environ
+            | {"PGDEFER_DSN": make_conninfo(dsn, password=SECRET), "XDG_CACHE_HOME": str(tmp_path)},
+        )
+        try:
+            folder = Path(f"/proc/{process.pid}")
+            deadline = time.monotonic() + 60
+            while name not in (words := (folder / "cmdline").read_text().split("\0"))[0]:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert not any("se" in word and "cret" in word for word in words), words
+            assert f"PGPASSWORD={SECRET}" in (folder / "environ").read_text().split("\0")
+        finally:
+            process.kill()
+            process.communicate()

@@ -184,8 +184,29 @@ def test_nobody_else_can_reach_it(own: EmbeddedServer) -> None:
     dsn = own.ensure_running()
     assert own.data_folder.stat().st_mode & 0o077 == 0
     assert own.socket_folder.stat().st_mode & 0o077 == 0
+    assert own.log_file.stat().st_mode & 0o077 == 0, "it holds args"
     with psycopg.connect(dsn) as connection:
         assert connection.execute("show listen_addresses").fetchone() == ("",)
+
+
+def test_a_log_that_others_could_read_is_closed(own: EmbeddedServer) -> None:
+    own.ensure_running()
+    own.stop("immediate")
+    own.log_file.write_text("args of old")
+    own.log_file.chmod(0o644)
+    own.ensure_running()
+    assert own.log_file.stat().st_mode & 0o777 == 0o600
+    assert "args of old" not in own.log_file.read_text("utf-8")
+
+
+def test_a_folder_of_our_making_is_ours_alone(folder: Path) -> None:
+    server = EmbeddedServer(folder / "home", settings={"fsync": "off"})
+    try:
+        server.ensure_running()
+        others = 0o077 if server._user is None else 0o022
+        assert server.folder.stat().st_mode & others == 0
+    finally:
+        server.stop("immediate")
 
 
 def test_a_long_path_gets_a_short_socket_folder(folder: Path) -> None:

@@ -14,13 +14,17 @@ import dataclasses
 import itertools
 import json
 import random
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 
 WORKERS = 8
 PRODUCERS = 4
@@ -651,10 +655,47 @@ class Storm:
         ledger.counts["rated"] = len(rated)
 
 
+def keep(dsn: str, seed: int, ledger: Ledger) -> Path:
+    """Write every table and the ledger to a folder, so that what has failed can be looked into."""
+    folder = Path(tempfile.mkdtemp(prefix=f"pgdefer-storm-{seed}-"))
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        tables = connection.execute(
+            "select relname from pg_class where relnamespace = 'queue'::regnamespace"
+            " and relkind in ('r', 'v') order by relname"
+        ).fetchall()
+        for (table,) in tables:
+            copy = sql.SQL("copy (select * from queue.{}) to stdout (format csv, header)")
+            with (
+                (folder / f"{table}.csv").open("wb") as file,
+                connection.cursor().copy(copy.format(sql.Identifier(table))) as rows,
+            ):
+                for row in rows:
+                    file.write(row)
+    (folder / "faults.txt").write_text("\n".join(ledger.faults), "utf-8")
+    jobs = [repr(job) for _, job in sorted(ledger.jobs.items())]
+    (folder / "ledger.txt").write_text("\n".join(jobs), "utf-8")
+    return folder
+
+
+def test_a_storm_keeps_what_it_fails_with(dsn: str) -> None:
+    ledger = Ledger()
+    ledger.fault("made up")
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("select queue.defer('t')")
+    folder = keep(dsn, 0, ledger)
+    try:
+        assert "made up" in (folder / "faults.txt").read_text("utf-8")
+        assert len((folder / "log.csv").read_text("utf-8").splitlines()) == 2
+    finally:
+        shutil.rmtree(folder)
+
+
 def storm(dsn: str, seed: int, seconds: float) -> None:
     ledger = Storm(dsn, seed, seconds).run()
     print(f"seed {seed}:", dict(ledger.counts))
-    assert not ledger.faults, f"seed {seed}: " + "\n".join(ledger.faults[:20])
+    if ledger.faults:
+        kept = keep(dsn, seed, ledger)
+        pytest.fail(f"seed {seed}, kept in {kept}: " + "\n".join(ledger.faults[:20]))
     assert ledger.counts["claims"] > 100
 
 
