@@ -39,6 +39,7 @@ NEVER = float("inf")
 FREEZE = 3.0  # s
 PRODUCERS, WORKERS = 3, 4
 DEAD_AFTER = 1.0
+BACKLOG = 200  # unfinished jobs, at which producers wait
 MAX_RUNNING = 2
 RATE, PER = 5, 0.25
 QUEUES = ["a", "b", "a.limited", "b.rated"]
@@ -338,6 +339,12 @@ class Storm:
                 self.commit(conn, "commit", jobs)
                 own = (own + [job.id for job in jobs])[-20:]
             time.sleep(r.random() * 0.03)
+            while self.backlog() > BACKLOG and not self.is_over.is_set():
+                time.sleep(0.02)
+
+    def backlog(self) -> int:
+        with self.ledger.mutex:
+            return sum(job.may_end == NEVER for job in self.ledger.jobs.values())
 
     def conclude(self, conn: Connection, r: random.Random, n: int) -> None:
         """Commit what others have prepared, or roll it back; their authors may wait for its keys."""
@@ -587,10 +594,10 @@ class Storm:
 
     def freeze_unread(self, conn: Connection, r: random.Random, n: int) -> None:
         """Send a fetch of more than the socket holds, and read its answer late."""
-        while not self.is_over.wait(self.freeze * r.random()):
+        while not self.is_over.wait(self.freeze * (0.5 + 2 * r.random())):
             with contextlib.closing(self.connect("hand")) as mine:
                 worker = Worker(self, mine, mine, r, [FAT])
-                worker.register(60)
+                worker.register(r.choice([DEAD_AFTER, 60]))
                 pgconn = mine.pgconn
                 sent = time.time()
                 query = f"select id, claim, queue, args ->> 'n', args from queue.fetch({worker.id}, '{{{FAT}}}', 10)"
@@ -620,12 +627,15 @@ class Storm:
                     continue
                 worker.take(rows, sent)
                 self.ledger.counts["frozen"] += len(rows)
+                if time.time() > worker.beat + worker.dead_after:
+                    for claim in worker.claims:
+                        claim.ends(worker.beat + worker.dead_after)
                 worker.finish_all()
                 worker.deregister()
 
     def idle(self, conn: Connection, r: random.Random, n: int) -> None:
         """Leave a transaction open after a tick or a fetch."""
-        while not self.is_over.wait(self.freeze * (1 + r.random())):
+        while not self.is_over.wait(self.freeze * (1 + 2 * r.random())):
             with contextlib.closing(self.connect("hand")) as mine:
                 worker = Worker(self, mine, mine, r, None)
                 worker.register(60)
