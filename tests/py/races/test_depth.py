@@ -1,0 +1,436 @@
+"""Deep and wide: what one call sets going ends, however long the chain, under the default stack depth.
+
+Each test builds one shape of DEPTH jobs and ends what holds it up. Nothing may raise, nothing may stay behind.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+Connection = psycopg.Connection[Any]
+DEPTH = 10_000
+SECONDS = 20
+FULL = {"concurrency_key": "K", "concurrency_limit": 1}
+DISCARD = FULL | {"options": {"on_limit": "discard"}}
+
+BRIEF = """
+    select count(*) from queue.defer_many(jsonb_build_array(jsonb_build_object('task','a','concurrency_key','K','concurrency_limit',1)) || (select jsonb_agg(jsonb_build_object('task','t','lock','L','concurrency_key','K','concurrency_limit',1,'options','{"on_limit":"discard"}'::jsonb)) from generate_series(1,%s)))
+"""
+# A chain: each job needs the one before.
+CHAIN = """
+    do $$
+    declare
+      v_id bigint := (select min(j.id) from queue.jobs j where j.task = 'root');
+    begin
+      for n in 1 .. {n} loop
+        v_id := queue.defer('t', needs => array[v_id], concurrency_key => {key}, concurrency_limit => {limit}, options => '{options}');
+      end loop;
+    end $$
+"""
+
+
+@pytest.fixture(autouse=True)
+def within_time(conn: Connection) -> None:
+    """Each takes less than SECONDS on the server; its stack is as deep as by default."""
+    assert conn.execute(
+        "select boot_val, reset_val from pg_settings where name = 'max_stack_depth'"
+    )
+    assert conn.execute("show max_stack_depth").fetchone() == ("2MB",)
+    conn.execute(f"set statement_timeout = '{SECONDS} s'")
+
+
+def register(conn: Connection) -> int:
+    return int(ask(conn, "select queue.register_worker('w', null, '{\"dead_after\": 600}')"))
+
+
+def ask(conn: Connection, query: str, *parameters: Any) -> Any:
+    row = conn.execute(query, parameters).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def defer(conn: Connection, *jobs: dict[str, Any]) -> list[int]:
+    rows = conn.execute("select queue.defer_many(%s)", [json.dumps(jobs)]).fetchall()
+    return [id for (id,) in rows]
+
+
+def fetch(conn: Connection, worker: int, n: int = 1) -> list[tuple[int, int]]:
+    """Claim what is ready, once everything is admitted."""
+    admit(conn)
+    return conn.execute("select id, claim from queue.fetch(%s, null, %s)", [worker, n]).fetchall()
+
+
+def finish(conn: Connection, pairs: list[tuple[int, int]], **outcome: Any) -> None:
+    outcome = {"outcome": "succeeded"} | outcome
+    outcomes = [outcome | {"id": id, "claim": claim} for id, claim in pairs]
+    refused = conn.execute(
+        "select * from queue.finish_many(%s) where error is not null", [json.dumps(outcomes)]
+    ).fetchall()
+    assert refused == []
+
+
+def admit(conn: Connection) -> None:
+    """Tick until there is nothing new any more."""
+    while ask(conn, "select t.admitted from queue.tick() t"):
+        pass
+
+
+def states(conn: Connection) -> dict[str, int]:
+    rows = conn.execute("select state from queue.jobs").fetchall()
+    return dict(collections.Counter(state for (state,) in rows))
+
+
+def settled(conn: Connection, **expected: int) -> None:
+    """What is in which state, after a tick as after many; all functions that walk everything work."""
+    admit(conn)
+    assert states(conn) == expected
+    assert conn.execute("select * from queue.check()").fetchall() == []
+    ask(conn, "select queue.pause()")
+    ask(conn, "select queue.resume()")
+
+
+# The circle of lock, slot and end
+
+
+@pytest.mark.parametrize("n", [300, DEPTH])
+def test_a_producer_alone(conn: Connection, n: int) -> None:
+    worker = register(conn)
+    assert ask(conn, BRIEF.replace("%s", str(n))) == n + 1
+    ((_, claim),) = fetch(conn, worker)
+    settled(conn, running=1, cancelled=n)
+    finish(conn, [(1, claim)])
+    settled(conn, succeeded=1, cancelled=n)
+
+
+@pytest.mark.parametrize("modes", ["ordered", "mutex", "ordered mutex"])
+def test_members_of_a_lock_with_discard(conn: Connection, modes: str) -> None:
+    """Their lock's holder ends while another has the slot."""
+    worker = register(conn)
+    _, head = defer(conn, {"task": "a"} | FULL, {"task": "head", "lock": "L"})
+    pairs = fetch(conn, worker, 2)
+    mode = modes.split()
+    jobs = [
+        {"task": "t", "lock": "L"}
+        | DISCARD
+        | {"options": {"on_limit": "discard", "lock_mode": mode[n % len(mode)]}}
+        for n in range(DEPTH)
+    ]
+    defer(conn, *jobs)
+    admit(conn)
+    finish(conn, [pair for pair in pairs if pair[0] == head])
+    settled(conn, running=1, succeeded=1, cancelled=DEPTH)
+
+
+@pytest.mark.parametrize("modes", ["ordered", "mutex", "ordered mutex"])
+def test_expired_members_of_a_lock(conn: Connection, modes: str) -> None:
+    worker = register(conn)
+    defer(conn, {"task": "head", "lock": "L"})
+    pairs = fetch(conn, worker)
+    expires_at = ask(conn, "select (clock_timestamp() + interval '1 s')::text")
+    mode = modes.split()
+    jobs = [
+        {
+            "task": "t",
+            "lock": "L",
+            "options": {"expires_at": expires_at, "lock_mode": mode[n % len(mode)]},
+        }
+        for n in range(DEPTH)
+    ]
+    defer(conn, *jobs, {"task": "last", "lock": "L"})
+    ask(
+        conn, "select pg_sleep(greatest(0, extract(epoch from %s - clock_timestamp())))", expires_at
+    )
+    finish(conn, pairs)
+    settled(conn, succeeded=1, cancelled=DEPTH, ready=1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "select count(queue.cancel(id)) from unnest(%s::bigint[]) id",
+        "select count(*) from queue.fail_jobs(%s) where error is null",
+        "select count(*) from queue.done(%s) where error is null",
+        "select count(*) from queue.delete(%s, true) where error is null",
+    ],
+    ids=["cancel", "fail_jobs", "done", "delete"],
+)
+@pytest.mark.parametrize("modes", ["ordered", "ordered mutex"])
+def test_members_of_a_lock_ended_by_one_call(conn: Connection, call: str, modes: str) -> None:
+    register(conn)
+    mode = modes.split()
+    ids = defer(
+        conn,
+        *(
+            {"task": "t", "lock": "L", "options": {"lock_mode": mode[n % len(mode)]}}
+            for n in range(DEPTH)
+        ),
+    )
+    (last,) = defer(conn, {"task": "last", "lock": "L"})
+    admit(conn)
+    assert ask(conn, call, ids) == DEPTH
+    admit(conn)
+    assert ask(conn, "select state from queue.jobs where id = %s", last) == "ready"
+    assert conn.execute("select * from queue.check()").fetchall() == []
+
+
+def test_a_mixed_lock(conn: Connection) -> None:
+    """Ordered and mutex members in turn: each runs alone, and the last of them runs."""
+    worker = register(conn)
+    jobs = [
+        {"task": "t", "lock": "L", "options": {"lock_mode": ["ordered", "mutex"][n % 2]}}
+        for n in range(DEPTH)
+    ]
+    ids = defer(conn, *jobs)
+    admit(conn)
+    for _ in range(20):
+        (pair,) = fetch(conn, worker, 10)
+        finish(conn, [pair])
+    left = [
+        id
+        for id in ids
+        if ask(conn, "select state <> 'succeeded' from queue.jobs where id = %s", id)
+    ]
+    assert len(left) == DEPTH - 20
+    assert (
+        ask(conn, "select count(*) from queue.done(%s) where error is null", left[:-1])
+        == DEPTH - 21
+    )
+    assert [id for id, _ in fetch(conn, worker, 10)] == left[-1:]
+
+
+def test_locks_that_lead_to_one_another(conn: Connection) -> None:
+    """Each of many locks has a holder whose end discards the next one of it: all by one call."""
+    worker = register(conn)
+    defer(conn, {"task": "a"} | FULL)
+    fetch(conn, worker)
+    heads = defer(conn, *({"task": "h", "lock": f"L{n}"} for n in range(DEPTH)))
+    defer(conn, *({"task": "t", "lock": f"L{n}"} | DISCARD for n in range(DEPTH)))
+    admit(conn)
+    call = "select count(*) from queue.done(%s) where error is null"
+    assert ask(conn, call, heads) == DEPTH
+    settled(conn, running=1, succeeded=DEPTH, cancelled=DEPTH)
+
+
+# Slots
+
+
+def test_keys_that_are_shut_in_turn(conn: Connection) -> None:
+    """Half of the jobs come to k1 first, half to k2; each is full, then opens while the other is shut."""
+    worker = register(conn)
+
+    def keys(*names: str) -> dict[str, Any]:
+        return {"concurrency": [{"key": name, "limit": 1} for name in names]}
+
+    one, two = defer(
+        conn, {"task": "a", "options": keys("k1")}, {"task": "a", "options": keys("k2")}
+    )
+    claims = dict(fetch(conn, worker, 2))
+    orders = [("k1", "k2"), ("k2", "k1")]
+    ids = defer(conn, *({"task": "t", "options": keys(*orders[n % 2])} for n in range(DEPTH)))
+    for holder, other in ((one, "k1"), (two, "k2")):
+        assert fetch(conn, worker) == []
+        finish(conn, [(holder, claims[holder])])
+        if holder == one:  # the other one is shut still: shut this again
+            assert fetch(conn, worker) == []
+            (one,) = defer(conn, {"task": "a", "priority": 1, "options": keys(other)})
+            claims |= dict(fetch(conn, worker))
+            assert one in claims
+    assert fetch(conn, worker) == []
+    finish(conn, [(one, claims[one])])
+    for _ in range(10):
+        (pair,) = fetch(conn, worker, 10)
+        assert pair[0] == ids.pop(0)
+        finish(conn, [pair])
+    assert ask(conn, "select count(*) from queue.done(%s) where error is null", ids) == len(ids)
+    settled(conn, succeeded=DEPTH + 3)
+
+
+def test_waiters_for_a_slot_that_expire(conn: Connection) -> None:
+    worker = register(conn)
+    defer(conn, {"task": "a"} | FULL)
+    pairs = fetch(conn, worker)
+    expires_at = ask(conn, "select (clock_timestamp() + interval '1 s')::text")
+    defer(
+        conn, *({"task": "t", "options": {"expires_at": expires_at}} | FULL for _ in range(DEPTH))
+    )
+    defer(conn, {"task": "last"} | FULL)
+    ask(
+        conn, "select pg_sleep(greatest(0, extract(epoch from %s - clock_timestamp())))", expires_at
+    )
+    finish(conn, pairs)
+    settled(conn, succeeded=1, cancelled=DEPTH, ready=1)
+
+
+# Needs
+
+
+def chain(conn: Connection, options: dict[str, Any], is_full: bool = False) -> None:
+    conn.execute(
+        CHAIN.format(
+            n=DEPTH,
+            options=json.dumps(options),
+            key="'K'" if is_full else "null",
+            limit=1 if is_full else "null",
+        )
+    )
+    admit(conn)
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_chain_of_needs_that_fails_and_is_retried(conn: Connection, mode: str) -> None:
+    worker = register(conn)
+    (root,) = defer(conn, {"task": "root"})
+    chain(conn, {"needs_mode": mode})
+    finish(conn, fetch(conn, worker), outcome="failed", options={"retryable": False})
+    settled(conn, failed=1, upstream_failed=DEPTH)
+    assert ask(conn, "select error is null from queue.retry(%s)", [root])
+    settled(conn, ready=1, waiting=DEPTH)
+    finish(conn, fetch(conn, worker))
+    ((id, claim),) = fetch(conn, worker, 10)
+    assert id == root + 1
+    assert ask(
+        conn, "select queue.fail(%s, %s, 'x', options => '{\"retryable\": false}')", id, claim
+    )
+    settled(conn, succeeded=1, failed=1, upstream_failed=DEPTH - 1)
+
+
+@pytest.mark.parametrize("end", ["succeed", "cancel", "hold", "delete"])
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_chain_that_proceeds_and_is_discarded(conn: Connection, mode: str, end: str) -> None:
+    worker = register(conn)
+    defer(conn, {"task": "a"} | FULL)
+    fetch(conn, worker)
+    (root,) = defer(conn, {"task": "root"})
+    options = {"needs_mode": mode, "on_need_failure": "proceed", "on_limit": "discard"}
+    chain(conn, options, is_full=True)
+    if end == "succeed":
+        finish(conn, fetch(conn, worker))
+        settled(conn, running=1, succeeded=1, cancelled=DEPTH)
+    elif end == "delete":
+        ask(conn, "select error is null from queue.delete(%s, true)", [root])
+        settled(conn, running=1, cancelled=DEPTH)
+    else:
+        ask(conn, f"select queue.{end}(%s)", root)
+        rest = {"held": 1, "cancelled": DEPTH} if end == "hold" else {"cancelled": DEPTH + 1}
+        settled(conn, running=1, **rest)
+
+
+def test_a_chain_of_needs_ended_by_one_call(conn: Connection) -> None:
+    """From the last to the first and the other way round."""
+    register(conn)
+    (root,) = defer(conn, {"task": "root"})
+    chain(conn, {})
+    ids = list(range(root, root + DEPTH + 1))
+    call = "select count(*) from queue.{}(%s) where error is null"
+    assert ask(conn, call.format("fail_jobs"), ids[::-2]) == len(ids[::-2])
+    admit(conn)
+    assert ask(conn, call.format("done"), ids) == len(ids)
+    settled(conn, succeeded=DEPTH + 1)
+
+
+def test_a_deadline_that_spreads(conn: Connection) -> None:
+    register(conn)
+    defer(conn, {"task": "root"})
+    chain(conn, {})
+    conn.execute(
+        "select queue.defer('urgent', needs => array[(select max(id) from queue.jobs)],"
+        " deadline => '2100-01-01')"
+    )
+    admit(conn)
+    count = "select count(*) from queue.jobs where deadline = '2100-01-01'"
+    assert ask(conn, count) == DEPTH + 2
+    settled(conn, ready=1, waiting=DEPTH + 1)
+
+
+@pytest.mark.parametrize("outcome", ["succeeded", "failed"])
+def test_one_that_needs_many(conn: Connection, outcome: str) -> None:
+    worker = register(conn)
+    ids = defer(conn, *({"task": "t"} for _ in range(DEPTH)))
+    for mode in ("all", "any"):
+        defer(conn, {"task": "in", "priority": -1, "needs": ids, "options": {"needs_mode": mode}})
+    admit(conn)
+    finish(conn, fetch(conn, worker, DEPTH), outcome=outcome)
+    if outcome == "succeeded":
+        settled(conn, succeeded=DEPTH, ready=2)
+    else:
+        settled(conn, failed=DEPTH, upstream_failed=2)
+        assert ask(conn, "select count(*) from queue.retry(%s) where error is null", ids) == DEPTH
+        settled(conn, ready=DEPTH, waiting=2)
+
+
+@pytest.mark.parametrize("outcome", ["succeeded", "failed"])
+def test_many_that_need_one(conn: Connection, outcome: str) -> None:
+    worker = register(conn)
+    (root,) = defer(conn, {"task": "root"})
+    defer(conn, *({"task": "t", "needs": [root]} for _ in range(DEPTH)))
+    admit(conn)
+    finish(conn, fetch(conn, worker), outcome=outcome)
+    if outcome == "succeeded":
+        settled(conn, succeeded=1, ready=DEPTH)
+    else:
+        settled(conn, failed=1, upstream_failed=DEPTH)
+        ask(conn, "select error is null from queue.retry(%s)", [root])
+        settled(conn, ready=1, waiting=DEPTH)
+
+
+def test_a_chain_within_a_lock_and_a_key(conn: Connection) -> None:
+    """All edges at once: each member of the lock is needed by the next, and discarded where it proceeds."""
+    worker = register(conn)
+    defer(conn, {"task": "a"} | FULL)
+    fetch(conn, worker)
+    (root,) = defer(conn, {"task": "root", "lock": "L"})
+    conn.execute(
+        f"""
+        do $$
+        declare
+          v_id bigint := {root};
+        begin
+          for n in 1 .. {DEPTH} loop
+            v_id := queue.defer('t', needs => array[v_id], lock => 'L', concurrency_key => 'K', concurrency_limit => 1,
+              options => '{{"on_need_failure": "proceed", "on_limit": "discard"}}');
+          end loop;
+        end $$
+        """
+    )
+    admit(conn)
+    finish(conn, fetch(conn, worker))
+    settled(conn, running=1, succeeded=1, cancelled=DEPTH)
+
+
+# Queueing locks
+
+
+@pytest.mark.parametrize("keys", [1, DEPTH])
+def test_replaced_often(conn: Connection, connect: Callable[..., Connection], keys: int) -> None:
+    worker = register(conn)
+    defer(conn, *({"task": "t", "args": {"n": 0}, "queueing_lock": f"Q{n}"} for n in range(keys)))
+    admit(conn)
+    replace = {"options": {"on_conflict": "replace"}}
+    with conn.transaction():
+        for start in range(0, DEPTH, 1000):
+            numbers = range(start + 1, start + 1001)
+            jobs = [
+                {"task": "t", "args": {"n": n}, "queueing_lock": f"Q{n % keys}"} | replace
+                for n in numbers
+            ]
+            if keys == 1:
+                for job in jobs:
+                    defer(conn, job)
+            else:
+                defer(conn, *jobs)
+        # meanwhile nobody starts them, and nobody waits for them
+        other = connect()
+        (plain,) = defer(other, {"task": "plain", "priority": -1})
+        ((id, claim),) = fetch(other, worker)
+        assert id == plain
+        finish(other, [(id, claim)])
+    rows = conn.execute("select args ->> 'n' from queue.fetch(%s, null, %s)", [worker, DEPTH])
+    found = sorted(int(n) for (n,) in rows.fetchall())
+    assert found == ([DEPTH] if keys == 1 else list(range(1, DEPTH + 1)))
+    settled(conn, succeeded=1, running=keys)
