@@ -176,6 +176,23 @@ begin
   return true;
 end $$;
 
+-- How many bytes args and headers take as text, where args take more than 2,000, else NULL: what fetch counts with.
+-- Raises: 22023 when they are larger than queue.configure lets them be.
+create or replace function queue._size_of(args jsonb, headers jsonb)
+returns integer language plpgsql stable parallel unsafe security invoker as $$
+declare
+  v_size integer;
+begin
+  if pg_column_size(args) >= 2000 or pg_column_compression(args) is not null then
+    perform queue._check_size('args', args);
+  end if;
+  v_size := octet_length(args::text);
+  if v_size > 2000 or pg_column_size(headers) > 500 then
+    return v_size + coalesce(octet_length(headers::text), 0);
+  end if;
+  return null;
+end $$;
+
 -- Raises: QJ001, always.
 create or replace function queue._job_not_found(id bigint)
 returns void language plpgsql volatile parallel safe security invoker as $$

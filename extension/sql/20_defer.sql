@@ -4,6 +4,7 @@
 --   1 ordered lock      2 mutex lock       4 concurrency keys    8 needs          16 scheduled_at
 --  32 held             64 expires_at     128 timeout           256 queueing_lock 512 retain of its own
 -- 1024 has crashed    2048 has a job_state row   4096 is needed   8192 queueing_lock until finish
+-- The sign stands for large: args and headers have a size of their own (queue.given).
 -- In queue.job_state 32 stands for never to be discarded (on_limit).
 -- In queue.live 128 stands for a lease too, 16384 for a slot of its queue, and while it runs 16 for claimed
 -- alone and 32 for told to abort.
@@ -30,6 +31,7 @@ begin
                                defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
       and pg_catalog.jsonb_contains(defer.args, '{}')
       and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000 and pg_catalog.pg_column_compression(defer.args) is null
+      and pg_catalog.octet_length(defer.args::pg_catalog.text) operator(pg_catalog.<=) 2000
     then
       insert into queue.log (task, args, given)
       select defer.task, defer.args, t.given
@@ -66,11 +68,11 @@ declare
 begin
   if num_nonnulls(p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs, p_concurrency_key, p_concurrency_limit, p_options) = 0 then
     if coalesce(v_none, queue._unlimited()) is not null and p_args @> '{}' and (right(p_queue, 1) = '*' or octet_length(p_queue) > 1000) is not true
-      and (pg_column_size(p_args) < 2000 and pg_column_compression(p_args) is null or queue._check_size('args', p_args)) then
+      and pg_column_size(p_args) < 2000 and pg_column_compression(p_args) is null and octet_length(p_args::text) <= 2000 then
       insert into queue.log (task, args, given)
       select p_task, p_args,
         case when num_nonnulls(p_queue, p_priority) = 0 then t.given
-             else row(nullif(coalesce(p_queue, t.queue), ''), coalesce(p_priority, t.priority), null, null, null, null, null, null, null, null, null)::queue.given end
+             else row(nullif(coalesce(p_queue, t.queue), ''), coalesce(p_priority, t.priority), null, null, null, null, null, null, null, null, null, null)::queue.given end
       from (select) one left join queue.task t on t.name = p_task
       where coalesce(t.is_plain, p_task <> '' and octet_length(p_task) <= 1000)
       returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
@@ -104,8 +106,6 @@ begin
   end if;
   if jsonb_typeof(p_args) <> 'object' then
     perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(p_args));
-  elsif pg_column_size(p_args) >= 2000 or pg_column_compression(p_args) is not null then
-    perform queue._check_size('args', p_args);
   end if;
   v_id := queue._defer_full(p_task, p_args, p_queue, p_priority, p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs,
                             p_concurrency_key, p_concurrency_limit, p_options);
@@ -135,6 +135,7 @@ declare
   v_keys text[];
   v_limits integer[];
   v_needs bigint[];
+  v_size integer := queue._size_of(p_args, p_options -> 'headers');
 begin
   select t.* into v_task from queue.task t where t.name = p_task;
   if not found then
@@ -211,6 +212,9 @@ begin
     v_needs := queue._check_needs(p_needs);
     v_flags := v_flags | 8;
   end if;
+  if v_size is not null then
+    v_flags := v_flags | -32768;
+  end if;
   v_queueing_lock := nullif(coalesce(p_queueing_lock, v_task.queueing_lock), '');
   if v_queueing_lock is not null then
     v_queueing_lock := queue._fill('queueing_lock', v_queueing_lock, p_args);
@@ -224,7 +228,7 @@ begin
   insert into queue.log (id, task, args, given)
   values (coalesce(v_id, nextval('queue.job_id_seq')), p_task, p_args, row(
     nullif(coalesce(p_queue, v_task.queue), ''), coalesce(p_priority, v_task.priority), v_flags, v_scheduled_at, v_deadline, v_lock,
-    v_queueing_lock, v_needs, v_keys, v_limits, nullif(v_options - '{delay,held,on_conflict,concurrency}'::text[], '{}'))::queue.given)
+    v_queueing_lock, v_needs, v_keys, v_limits, nullif(v_options - '{delay,held,on_conflict,concurrency}'::text[], '{}'), v_size)::queue.given)
   returning id into v_id;
   return v_id;
 end $$;
@@ -250,7 +254,7 @@ begin
       or jsonb_typeof(e -> 'task') is distinct from 'string' or coalesce(jsonb_typeof(e -> 'args'), 'object') <> 'object'
       or coalesce(jsonb_typeof(e -> 'queue'), 'string') <> 'string' or coalesce(jsonb_typeof(e -> 'priority'), 'number') <> 'number'
       or length(e ->> 'priority') > 9 or strpos(e ->> 'priority', '.') > 0
-      or pg_column_size(e -> 'args') >= 2000 and not queue._check_size('args', e -> 'args'))
+      or pg_column_size(e -> 'args') >= 2000 or octet_length((e -> 'args')::text) > 2000)
     and not exists (
       select from (select distinct e ->> 'task' as task from jsonb_array_elements(defer_many.jobs) e) e
       left join queue.task t on t.name = e.task
@@ -264,7 +268,7 @@ begin
         insert into queue.log (task, args, given)
         select j.task, coalesce(j.args, '{}'),
           case when num_nonnulls(j.queue, j.priority) = 0 then t.given
-               else row(nullif(coalesce(j.queue, t.queue), ''), coalesce(j.priority, t.priority), null, null, null, null, null, null, null, null, null)::queue.given end
+               else row(nullif(coalesce(j.queue, t.queue), ''), coalesce(j.priority, t.priority), null, null, null, null, null, null, null, null, null, null)::queue.given end
         from rows from (jsonb_to_recordset(defer_many.jobs) as (task text, args jsonb, queue text, priority integer))
           with ordinality j (task, args, queue, priority, n)
         left join queue.task t on t.name = j.task

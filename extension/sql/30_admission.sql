@@ -19,14 +19,15 @@
 -- for new jobs (57_sleep.sql) holds for it.
 
 -- Locks: ADM. Without p_wait it gives up at once when another has it.
+-- Whoever has it must not keep it while nobody works: the server ends a session that stays idle in this transaction for 10 s.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if p_wait then
-    perform from queue.admission for update;
+    perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update;
     return true;
   end if;
-  perform from queue.admission for update skip locked;
+  perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update skip locked;
   return found;
 end $$;
 

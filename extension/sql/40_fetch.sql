@@ -28,7 +28,19 @@ begin
     end if;
     perform queue._know_era();
   end if;
+  if current_setting('pgdefer.undelivered', true) = worker::text then
+    v := queue._deliver(worker);
+    return query
+      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent
+      from unnest(v.ids, v.claims) with ordinality u (id, claim, n)
+      cross join lateral (select c.* from queue.claimed c where c.id = u.id and c.claim = u.claim offset 0) c
+      order by u.n;
+    return;
+  end if;
   v := queue._claim(worker, queues, max_jobs, options, true);
+  if v.first_claim is null or cardinality(v.ids) > 30 then
+    v.ids := queue._put_aside(worker, v.ids);
+  end if;
   -- a statement of its own: only a new snapshot shows the claims
   if v.first_claim is not null then
     return query
@@ -46,7 +58,7 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
   'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone (true: one job, which nothing may run beside, those that have crashed among them; crashed: one of these only), order (mixed | listed), tasks, deadline_within.';
 
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where that order is
--- the order of ids and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
+-- the order of ids, none is large and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
 -- the transaction holds no row that the holder of ADM could need.
 -- Here is what a worker meets that is mostly idle: one newcomer, or none, and nothing else to be done: no lane holds anything
 -- ready, nothing is due, handed over or left from before, no task is paused, and the newcomer is plain, without a timeout or
@@ -114,7 +126,7 @@ begin
         select l.lane, l.extra_flags from queue.lane l
         where l.queue = j.queue and l.priority = j.priority and l.kind = 0 and not l.is_idle and l.paused_until is null
           and (v_queues is null or l.queue = any (v_queues)) and ('infinity', j.id) >= (l.low_deadline, l.low_id) limit 1) l
-      where j.id = ids[1] and j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192) = 0 and j.deadline is null
+      where j.id = ids[1] and j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192 | -32768) = 0 and j.deadline is null
         and j.id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
       returning claim into first_claim;
       if first_claim is not null then
@@ -201,7 +213,7 @@ begin
       if v_flags & 128 <> 0 then
         perform queue._lease_timeouts(ids, first_claim, v_claimed_at);
       end if;
-      if v_attempt > 1 or v_flags & 2048 <> 0 then
+      if v_attempt > 1 or v_flags & 2048 <> 0 or v_flags < 0 then
         first_claim := null;
       end if;
     else
@@ -438,12 +450,12 @@ begin
     bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
   into ids, first_claim, v_flags, v_is_mixed
   from claimed c;
-  if v_flags & (128 | 2048) <> 0 or v_is_mixed then
+  if v_flags & (128 | 2048) <> 0 or v_flags < 0 or v_is_mixed then
     if v_flags & 128 <> 0 then
       perform queue._lease_timeouts(ids, first_claim, (select v.claimed_at from queue.live v where v.id = ids[1]));
     end if;
     ids := array(select v.id from queue.live v where v.id = any (ids) order by array_position(p_lanes, v.lane), v.deadline, v.id);
-    if v_is_mixed or v_flags & 2048 <> 0 then
+    if v_is_mixed or v_flags & 2048 <> 0 or v_flags < 0 then
       first_claim := null;
     end if;
   end if;

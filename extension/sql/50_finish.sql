@@ -164,7 +164,23 @@ begin
         from unnest(v_ended.ids, v_ended.claims, v_ended.errors) f (id, claim, error) where f.error is not null;
     end if;
   end if;
+  if current_setting('pgdefer.undelivered', true) = worker::text then
+    -- what outcomes hold must not wait for large answers to travel: these come alone, once no outcomes come
+    if v_may_wait then
+      v := queue._deliver(worker);
+      return query
+        select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent,
+          null::text
+        from unnest(v.ids, v.claims) with ordinality u (id, claim, n)
+        cross join lateral (select c.* from queue.claimed c where c.id = u.id and c.claim = u.claim offset 0) c
+        order by u.n;
+    end if;
+    return;
+  end if;
   v := queue._claim(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options, v_may_wait);
+  if v.first_claim is null or cardinality(v.ids) > 30 then
+    v.ids := queue._put_aside(finish_and_fetch.worker, v.ids);
+  end if;
   if v.first_claim is not null then
     return query
       select f.id, v.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent,
@@ -339,7 +355,8 @@ begin
     perform queue._tell_waiters(v_done);
   end if;
   if v_all_flags <> 0 then
-    perform queue._leave(v_special, v_flags, v_all_flags, true);
+    -- of more the answer may be too long to hold ADM while it travels (41_deliver.sql)
+    perform queue._leave(v_special, v_flags, v_all_flags, cardinality(p_ids) <= 1000);
   end if;
   return v_done;
 end $$;
@@ -422,7 +439,8 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v record;
 begin
-  if not queue._lock_admission(false) then
+  -- of more the answer may be too long to hold ADM while it travels (41_deliver.sql)
+  if cardinality(p_ids) > 1000 or not queue._lock_admission(false) then
     return;
   end if;
   with gone as (

@@ -63,7 +63,7 @@ begin
   insert into queue.schedule as s (name, due_at, next_run_at, is_enabled, is_plain, skips_overlap, catch_up, max_delay, created_at, changed_at,
                                    cron, parsed, timezone, task, args, options)
   values (schedule.name, greatest(v_next_run_at, case when v_next_run_at is not null then v_now end), v_next_run_at, v_is_enabled,
-          v_options - (array['queue', 'priority'] || queue._schedule_keys()) = '{}', coalesce(v_options ->> 'overlap' = 'skip', false),
+          v_options - (array['queue', 'priority'] || queue._schedule_keys()) = '{}' and octet_length(v_args::text) <= 1900, coalesce(v_options ->> 'overlap' = 'skip', false),
           coalesce(v_options ->> 'catch_up', 'latest'), queue._interval('max_delay', v_options -> 'max_delay'), v_now, v_now,
           schedule.cron, v_parsed, schedule.timezone, schedule.task, v_args, v_options)
   on conflict on constraint schedule_pkey do update

@@ -240,7 +240,7 @@ begin
   end loop;
 
   insert into queue.log (id, task, args, given)
-  select u.id, u.task, u.args, row(u.queue, u.priority, null, null, null, null, null, null, null, null, null)::queue.given
+  select u.id, u.task, u.args, row(u.queue, u.priority, null, null, null, null, null, null, null, null, null, null)::queue.given
   from unnest(v_ids, v_tasks, v_args, v_queues, v_priorities) u (id, task, args, queue, priority);
   insert into queue.schedule_run (name, run_at, decided_at, job_id, is_manual, skipped, detail)
   select u.name, u.run_at, p_now, u.job_id, false, u.skipped, u.detail

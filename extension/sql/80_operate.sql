@@ -196,12 +196,16 @@ begin
       return false;
     end if;
   end if;
-  insert into queue.job_state as s (id, queue, priority, deadline, scheduled_at, args)
-  values (p_id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args)
+  insert into queue.job_state as s (id, queue, priority, deadline, scheduled_at, args, size, extra_flags)
+  select p_id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args, x.size, case when x.size > 2000 then -32768 else 0 end
+  from (
+    select octet_length(p_args::text)
+        + coalesce(octet_length((select j.options -> 'headers' from queue.job j where j.id = p_id)::text), 0) as size) x
   on conflict on constraint job_state_pkey do update
-    set (queue, priority, deadline, scheduled_at, args)
+    set (queue, priority, deadline, scheduled_at, args, size, extra_flags)
       = (coalesce(excluded.queue, s.queue), coalesce(excluded.priority, s.priority), coalesce(excluded.deadline, s.deadline),
-         coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args));
+         coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args), coalesce(excluded.size, s.size),
+         s.extra_flags | excluded.extra_flags);
   if v_taken.place in ('held', 'parked') then
     insert into queue.waiting (id, reason) values (p_id, v_taken.place);
   elsif v_taken.place <> 'log' then

@@ -80,7 +80,7 @@ begin
       | case when w.id is not null then 32 else 0 end
       | case when x.is_expiring then 64 else 0 end,
     x.scheduled_at, j.deadline, x.lock, null, nullif(v_needs, '{}'), j.keys, j.limits,
-    case when x.is_expiring then j.options else nullif(j.options - 'expires_at', '{}') end)::queue.given
+    case when x.is_expiring then j.options else nullif(j.options - 'expires_at', '{}') end, coalesce(s.size, j.size))::queue.given
   from queue.job j
   left join queue.job_state s on s.id = j.id
   left join queue.waiting w on w.id = j.id and w.reason = 'held'
@@ -536,7 +536,7 @@ begin
     for update skip locked);
   v_plain := array(
     select v.id from queue.live v
-    where v.id = any (p_ids) and v.claim is null and v.flags & ~(128 | 512 | 2048) = 0
+    where v.id = any (p_ids) and v.claim is null and v.flags & ~(128 | 512 | 2048 | -32768) = 0
       and (select d.need_id from queue.need d where d.need_id = v.id limit 1) is null
     for update skip locked);
   for v_job in

@@ -13,7 +13,7 @@ create table queue.task (
   defaults jsonb not null,
   given queue.given generated always as (
     case when num_nonnulls(queue, priority) > 0
-         then row(queue, priority, null, null, null, null, null, null, null, null, null)::queue.given end) stored,
+         then row(queue, priority, null, null, null, null, null, null, null, null, null, null)::queue.given end) stored,
   constraint task_pkey primary key (name)
 );
 

@@ -1,6 +1,6 @@
 -- Operating on many jobs by hand: move, copy, delete, fail_jobs, done, set_priority, reschedule, set_args, delete_queue.
 
-select plan(252);
+select plan(254);
 
 set pgdefer.notify = off;
 
@@ -267,8 +267,10 @@ select queue.defer('large', jsonb_build_object('data', repeat('0123456789', 1000
 select queue.copy(:id, 'large') as copy, queue.copy(:id, 'large') as copy2 \gset
 select is((select count(*)::integer from queue.jobs where id in (:id, :copy, :copy2) and octet_length(args ->> 'data') = 10000000), 3, 'copies of 10 MB');
 select queue.delete(array[:id, :copy2]) \g /dev/null
+select is_empty(format('select * from queue.fetch(%s, ''{large}'')', :worker), 'which fetch puts aside');
 select is((select octet_length(f.args ->> 'data') from queue.fetch(:worker, '{large}') f), 10000000, 'outlive the original');
 select is(pg_temp.says(format('queue.move(array[%s], ''large2'', true)', :copy)), 'ready', 'and move');
+select is_empty(format('select * from queue.fetch(%s, ''{large2}'')', :worker), 'put aside again');
 select is((select octet_length(f.args ->> 'data') from queue.fetch(:worker, '{large2}') f), 10000000, 'whole');
 select queue.done(array[:copy]), queue.heartbeat(:worker) \g /dev/null
 

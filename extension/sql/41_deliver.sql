@@ -1,0 +1,69 @@
+-- Delivering: what is claimed gets to its worker.
+--
+-- The rows of an answer travel before its transaction ends: a client that stops reading (frozen, a stalled network) keeps the
+-- transaction open, with all its locks, for as long as TCP takes. So an answer is never larger than what the sockets' buffers take
+-- in any case: 64 kB. What is claimed beyond that is put aside in queue.undelivered, and the next fetch of the worker hands it out, in
+-- a transaction that holds nothing but the rows that say so: neither ADM nor claims, so that a worker which freezes over them is
+-- given up as any other. A claim that was never handed out counts as released, whatever becomes of the worker.
+--
+-- pgdefer.undelivered, a setting of the session, names the worker for whom something is aside, so that other fetches need not look
+-- for it. Behind a transaction pooler it may be another session that fetches next: it looks when it finds nothing to claim.
+
+-- Of claimed jobs, in claim order, those that fit into one answer; the others are put aside.
+-- Locks: none; the transaction holds the rows of queue.live.
+create or replace function queue._put_aside(p_worker bigint, p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  if p_ids is null or p_ids = '{}' then
+    if exists (select from queue.undelivered u where u.worker_id = p_worker) then
+      perform set_config('pgdefer.undelivered', p_worker::text, false);
+    end if;
+    return p_ids;
+  end if;
+  select array_agg(x.id order by x.n) filter (where x.total <= 65536) as ids, array_agg(x.id order by x.n) filter (where x.total > 65536) as rest,
+    array_agg(x.size order by x.n) filter (where x.total > 65536) as sizes
+  into v
+  from (
+    select u.id, u.n, j.size, sum(j.size + 200) over (order by u.n) as total
+    from unnest(p_ids) with ordinality u (id, n)
+    cross join lateral (
+      select coalesce(s.size, j.size, octet_length(j.args::text)) as size
+      from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j) x;
+  if v.rest is not null then
+    insert into queue.undelivered (worker_id, id, claim, size)
+    select p_worker, u.id, v.claim, u.size
+    from unnest(v.rest, v.sizes) with ordinality u (id, size, n)
+    cross join lateral (select v.claim from queue.live v where v.id = u.id offset 0) v
+    order by u.n;
+    perform set_config('pgdefer.undelivered', p_worker::text, false);
+  end if;
+  return v.ids;
+end $$;
+
+-- What is aside for a worker, in claim order: up to 4 MB, or one job. It is no longer aside; some claims may have ended meanwhile.
+-- Locks: rows of queue.undelivered by skip locked.
+create or replace function queue._deliver(p_worker bigint, out ids bigint[], out claims bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  with aside as (
+    select u.no, u.size from queue.undelivered u where u.worker_id = p_worker order by u.no for update skip locked),
+  gone as (
+    delete from queue.undelivered u
+    where u.worker_id = p_worker and u.no in (
+      select a.no from (select a.no, sum(a.size) over (order by a.no) as total, row_number() over (order by a.no) as n from aside a) a
+      where a.n = 1 or a.total <= 4000000)
+    returning u.no, u.id, u.claim)
+  select array_agg(g.id order by g.no) as ids, array_agg(g.claim order by g.no) as claims, count(*) as n, (select count(*) from aside) as total
+  into v from gone g;
+  if v.n = v.total then
+    perform set_config('pgdefer.undelivered', '', false);
+  end if;
+  ids := v.ids;
+  claims := v.claims;
+end $$;

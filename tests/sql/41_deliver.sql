@@ -1,0 +1,116 @@
+-- Delivering: an answer of fetch is bounded, and what does not fit is handed out apart, without the admission lock.
+
+select plan(33);
+
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+create function pg_temp.large(bytes integer) returns jsonb language sql as $$
+  select jsonb_build_object('data', repeat('x', large.bytes))
+$$;
+create function pg_temp.got(max_jobs integer default 100) returns text language sql as $$
+  select string_agg(f.task || ' ' || octet_length(f.args::text), ', ' order by f.n)
+  from queue.fetch((select max(w.id) from queue.workers w), null, got.max_jobs) with ordinality
+    f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n)
+$$;
+create function pg_temp.aside() returns bigint language sql as $$ select count(*) from queue.undelivered $$;
+create function pg_temp.finish() returns void language sql as $$
+  select queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded'))) from queue.live v where v.claim is not null
+$$;
+
+-- What fits comes at once
+select queue.defer('small') \g /dev/null
+select queue.defer('medium', pg_temp.large(30000)) \g /dev/null
+select is(pg_temp.got(), 'small 2, medium 30012', 'what fits into one answer comes at once');
+select pg_temp.finish() \g /dev/null
+
+-- What does not is claimed, and comes with the next fetch
+select queue.defer('a', pg_temp.large(30000)), queue.defer('b', pg_temp.large(30000)), queue.defer('c', pg_temp.large(30000)), queue.defer('d') \g /dev/null
+select is(pg_temp.got(), 'a 30012, b 30012', 'an answer holds 64 kB');
+select is(pg_temp.aside(), 2::bigint, 'the rest is put aside');
+select is((select count(*) from queue.jobs j where j.state = 'running'), 4::bigint, 'claimed');
+select is(pg_temp.got(), 'c 30012, d 2', 'and comes with the next fetch, in order');
+select is(pg_temp.aside(), 0::bigint, 'once');
+select is(pg_temp.got(), null, 'and no more');
+select pg_temp.finish() \g /dev/null
+
+-- One that never fits
+select queue.defer('huge', pg_temp.large(3000000)), queue.defer('huge too', pg_temp.large(3000000)), queue.defer('small') \g /dev/null
+select is(pg_temp.got(), null, 'one that is larger than an answer is put aside with all behind it');
+select is((select b.wait_for from queue.before_sleep(:worker) b), interval '0', 'nobody sleeps over it');
+select queue.after_sleep(:worker) \g /dev/null
+begin;
+select is(pg_temp.got(), 'huge 3000012', 'it comes alone: 4 MB at once, or one job');
+select is((select count(*) from pg_locks l join pg_class c on c.oid = l.relation where c.relname in ('admission', 'live') and l.mode <> 'AccessShareLock' and l.pid = pg_backend_pid()), 0::bigint,
+          'in a transaction that holds neither the admission lock nor a claim');
+commit;
+select is(pg_temp.got(), 'huge too 3000012, small 2', 'then the others');
+select pg_temp.finish() \g /dev/null
+
+-- Beside outcomes nothing is handed out, nor claimed
+select queue.defer('small') \g /dev/null
+select f.id, f.claim from queue.fetch(:worker) f \gset
+select queue.defer('huge', pg_temp.large(100000)), queue.defer('behind') \g /dev/null
+select is(pg_temp.got(1), null, 'put aside');
+select is_empty(format('select * from queue.finish_and_fetch(%s, %L)', :worker, jsonb_build_array(jsonb_build_object('id', :id, 'claim', :claim, 'outcome', 'succeeded'))),
+                'a call that ends claims hands out nothing large, nor claims');
+select is((select string_agg(f.task, ', ') from queue.finish_and_fetch(:worker, '[]') f), 'huge', 'one that ends none does');
+select is(pg_temp.got(), 'behind 2', 'then claims go on');
+select pg_temp.finish() \g /dev/null
+
+-- Another session of the same worker finds it too: there the session's hint is missing
+select queue.defer('huge', pg_temp.large(100000)) \g /dev/null
+select pg_temp.got() \g /dev/null
+reset pgdefer.undelivered;
+select is(pg_temp.got(), null, 'a session that does not know looks when there is nothing to claim');
+select is(pg_temp.got(), 'huge 100012', 'and hands it out then');
+select pg_temp.finish() \g /dev/null
+
+-- Claims that are aside
+select queue.defer('huge', pg_temp.large(100000)) as id \gset
+select pg_temp.got() \g /dev/null
+select is_empty(format('select * from queue.claims(%s)', :worker), 'are none that the worker should know');
+select queue.cancel(:id, abort => true) \g /dev/null
+select is((select h.reason from queue.heartbeat(:worker) h where h.id = :id), 'cancelled', 'can be told to abort');
+select is(pg_temp.got(), 'huge 100012', 'and are handed out all the same');
+select pg_temp.finish() \g /dev/null
+select queue.defer('huge', pg_temp.large(100000)) as id \gset
+select pg_temp.got() \g /dev/null
+select queue.retry(array[:id]::bigint[], force => true) \g /dev/null
+select is(pg_temp.got(), null, 'one that was taken away is not handed out');
+select is(pg_temp.got(), null, 'claimed anew it is aside again');
+select is(pg_temp.got(), 'huge 100012', 'and comes by its new claim');
+select pg_temp.finish() \g /dev/null
+select queue.defer('huge', pg_temp.large(100000)) as id \gset
+select queue.register_worker('dies', info => '{"dead_after": "1 s"}') as dies \gset
+select * from queue.fetch(:dies) \g /dev/null
+select queue.worker_died(:dies) \g /dev/null
+select is((select concat_ws(' ', j.state, j.crashes) from queue.jobs j where j.id = :id), 'ready 0', 'a claim that was never handed out is no crash of its worker''s');
+select is((select a.outcome from queue.attempts a where a.job_id = :id), 'released', 'but was released');
+reset pgdefer.undelivered;
+select pg_temp.got(), pg_temp.got() \g /dev/null
+select pg_temp.finish() \g /dev/null
+
+-- Sizes follow the args
+select queue.defer('huge', pg_temp.large(100000), scheduled_at => now() + interval '1 day') as id, queue.defer('grows', scheduled_at => now() + interval '1 day') as grows \gset
+select queue.tick() \g /dev/null
+select queue.set_args(:id, '{}'), queue.set_args(:grows, pg_temp.large(100000)) \g /dev/null
+select queue.reschedule(:id), queue.reschedule(:grows) \g /dev/null
+select is(pg_temp.got(), 'huge 2', 'by other args a job may shrink, or grow');
+select is(pg_temp.got(), 'grows 100012', 'and is put aside by what it has now');
+select pg_temp.finish() \g /dev/null
+
+-- Headers count, and numbers by their digits
+select queue.defer('headers', options => jsonb_build_object('headers', pg_temp.large(100000))) \g /dev/null
+select queue.defer('digits', '{"n": 1e60000}') \g /dev/null
+select is(pg_temp.got(), null, 'headers count too');
+select is(pg_temp.got(), 'headers 2, digits 60008', 'and digits as they are printed');
+select pg_temp.finish() \g /dev/null
+select is((select count(*) from queue.jobs j where j.finished_at is null), 0::bigint, 'all are done');
+
+-- Whoever holds the admission lock and is idle is ended by the server
+begin;
+select * from queue.tick() \g /dev/null
+select is(current_setting('idle_in_transaction_session_timeout'), '10s', 'a transaction that holds the admission lock may not idle');
+commit;
+select is(current_setting('idle_in_transaction_session_timeout'), '0', 'only that one');
+
+select * from finish();
