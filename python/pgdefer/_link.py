@@ -11,7 +11,7 @@ import random
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import psycopg
 from psycopg.types.string import TextBinaryLoader
@@ -21,7 +21,7 @@ from ._connect import AsyncConnection, Source, close_now
 from ._errors import describe, is_lost, sqlstate_of
 from ._sql import Statement
 
-__all__ = ["CALL_LIMIT", "Backoff", "Ears", "Heart", "Link", "Listener", "LostError"]
+__all__ = ["CALL_LIMIT", "Backoff", "Ears", "Heart", "Link", "Listener", "LostError", "Sleep"]
 
 log = logging.getLogger("pgdefer.worker")
 
@@ -208,6 +208,20 @@ class Ears(Link):
         super().close()
 
 
+class Sleep(NamedTuple):
+    """What queue.before_sleep has said: for how many seconds, and whether nothing is left."""
+
+    seconds: float
+    is_drained: bool = False
+
+    @classmethod
+    def of(cls, row: tuple[Any, ...]) -> Self:
+        """Return it as said in a row."""
+        _, wait_for, _, is_drained = row
+        seconds = wait_for.total_seconds() if isinstance(wait_for, dt.timedelta) else 1.0
+        return cls(max(seconds, 0.0), is_drained)
+
+
 class Listener(Ears):
     """The connection on which a worker goes to sleep and wakes."""
 
@@ -228,23 +242,26 @@ class Listener(Ears):
         self._not_before = 0.0
         self.is_latched = False
 
-    async def before_sleep(self, worker: int, queues: Sequence[str] | None) -> float:
-        """Say that this worker goes to sleep; return for how long it may, at most, in seconds.
+    async def before_sleep(
+        self, worker: int, queues: Sequence[str] | None, options: str | None = None
+    ) -> Sleep:
+        """Say that this worker goes to sleep; return for how long it may, at most.
 
-        Without a connection it is a second: then the worker polls.
+        Without a connection it is a second: then the worker polls. `options` are queue.fetch's.
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
-            return 1.0
+            return Sleep(1.0)
         if self._lock.locked():
             # It does what was due, and hears nothing until that is done.
-            return 0.05
+            return Sleep(0.05)
         try:
             while True:
-                rows = await self.exchange(_sql.BEFORE_SLEEP, worker=worker, queues=queues)
+                rows = await self.exchange(
+                    _sql.BEFORE_SLEEP, worker=worker, queues=queues, options=options
+                )
                 session = self._connection
-                _, wait_for, channels = rows[0]
-                self._wanted = channels
+                self._wanted = channels = rows[0][2]
                 await self.listen_again()
                 if self._connection is session:
                     break
@@ -252,11 +269,10 @@ class Listener(Ears):
         except LostError as error:
             log.warning("the listening connection was lost: %s", error)
             self._not_before = loop.time() + self._backoff.delay()
-            return 1.0
+            return Sleep(1.0)
         self._backoff.reset()
         self.is_latched = bool(channels)
-        seconds: float = wait_for.total_seconds() if isinstance(wait_for, dt.timedelta) else 1.0
-        return seconds
+        return Sleep.of(rows[0])
 
     async def listen_again(self) -> None:
         """Hear what `before_sleep` has said, and is heard no more. Raises LostError."""

@@ -43,7 +43,7 @@ from ._errors import (
     sqlstate_of,
     translate,
 )
-from ._link import Backoff, Heart, Link, Listener, LostError
+from ._link import Backoff, Heart, Link, Listener, LostError, Sleep
 from ._options import interval_text, listed
 from ._processes import Processes
 from ._slots import Slots, arrange
@@ -90,8 +90,9 @@ class WorkerOptions(TypedDict, total=False):
     take jobs whose deadline is nearer than 5s, 30m, 2h, 1d, 1w; `slots=["2:30m", 3]`.
 
     `shutdown_timeout`: for how many seconds `stop` lets running jobs go on; None, the default:
-    until they end. `drain`: end once there is nothing to do. `max_jobs`: end once so many have been
-    run, such as to have a supervisor start a new process before a handler's leaks fill the memory.
+    until they end. `drain`: end once nothing is left that would start by itself, as
+    `queue.before_sleep` says. `max_jobs`: end once so many have been run, such as to have a
+    supervisor start a new process before a handler's leaks fill the memory.
 
     `heartbeat_every` and `dead_after` (10 and 30 seconds): how often the worker says that it lives,
     and after which silence its jobs are given to others. `jobs_per_process`: after how many jobs a
@@ -161,7 +162,7 @@ class Worker:
         # How many jobs it may still claim.
         self._left = options.get("max_jobs") or math.inf
         # Whether the last fetch found less than it asked for, and how often to look again soon.
-        self._is_drained = False
+        self._is_dry = False
         self._polls = 0
         self._was_hinted = False
         self._suspicion: list[float] = []
@@ -364,7 +365,7 @@ class Worker:
         self._heart.start(rows[0][0])
         if self._listens:
             # From now on a busy worker hears what is meant for it, too.
-            await self._before_sleep(self._listener)
+            await self._before_sleep()
             await self._listener.after_sleep(self._registered())
         log.info("worker %d serves %s", self.id, ", ".join(self.queues or ["all queues"]))
 
@@ -379,7 +380,7 @@ class Worker:
         tether.tell(self._told)
 
     async def _pump_connected(self) -> None:
-        self._is_drained = False
+        self._is_dry = False
         if self._left < math.inf and self._free() and not self._running:
             # One that ends soon may never come to make room for those that have crashed.
             await self._fetch_alone()
@@ -387,7 +388,7 @@ class Worker:
             if self._suspicion and self._suspicion[0] <= self._loop.time():
                 await self._look_for_lost_claims()
             free = self._free()
-            if self._outcomes or (free and not self._is_drained):
+            if self._outcomes or (free and not self._is_dry):
                 await self._round_trip(free)
             elif free:
                 await self._idle(free)
@@ -401,18 +402,16 @@ class Worker:
             else:
                 # All slots are taken, or there are to be no more: until an outcome comes.
                 await self._wait(None)
-                self._is_drained = False
+                self._is_dry = False
 
     async def _idle(self, free: list[Slots]) -> None:
         """Wait until it is worth while to look again: first for moments, then asleep."""
         if self._polls:
             self._polls -= 1
             await self._wait(LINGER_DELAY)
-            self._is_drained = False
+            self._is_dry = False
         elif not self._running and await self._fetch_alone():
-            self._is_drained = False
-        elif self.drain and not self._running:
-            self.stop()
+            self._is_dry = False
         else:
             await self._sleep(free)
 
@@ -432,26 +431,26 @@ class Worker:
         return self._is_stopping or self._left <= 0
 
     async def _sleep(self, free: list[Slots]) -> None:
-        """Sleep until there may be something to do."""
+        """Sleep until there may be something to do; to drain, stop where there is nothing left."""
         if self._is_stopping:
             return
         self._was_hinted = False
-        self._is_drained = False
-        link = self._listener if self._listens else None
-        if link is None:
-            rows = await self._ask(_sql.BEFORE_SLEEP, worker=self._registered(), queues=self.queues)
-            wait_for = rows[0][1].total_seconds()
-        else:
-            wait_for = await self._before_sleep(link)
+        self._is_dry = False
+        is_idle = not (self._running or self._claimed or self._outcomes)
+        sleep = await self._before_sleep()
+        if self.drain and is_idle and sleep.is_drained:
+            self.stop()
+            return
+        if self._listens:
             # What came before we could be woken has woken nobody.
             if await self._round_trip(free):
                 return
-            self._is_drained = False
-        if not await self._wait(max(wait_for, 0.0)) and not self._is_stopping:
+            self._is_dry = False
+        if not await self._wait(sleep.seconds) and not self._is_stopping:
             # Something is due.
-            if link is None:
+            if not self._listens:
                 await self._ask(_sql.TICK)
-            elif wait_for > 0:
+            elif sleep.seconds > 0:
                 self._spawn(self._tick())
 
     async def _fetch_alone(self) -> bool:
@@ -475,13 +474,20 @@ class Worker:
             self._start(job)
         return True
 
-    async def _before_sleep(self, listener: Listener) -> float:
+    async def _before_sleep(self) -> Sleep:
+        """Say that this worker goes to sleep, with what it would fetch for its widest slots."""
+        worker, options = self._registered(), self.slots[-1].options()
+        if not self._listens:
+            rows = await self._ask(
+                _sql.BEFORE_SLEEP, worker=worker, queues=self.queues, options=options
+            )
+            return Sleep.of(rows[0])
         try:
-            return await listener.before_sleep(self._registered(), self.queues)
+            return await self._listener.before_sleep(worker, self.queues, options)
         except psycopg.Error as error:
             self._raise_translated(error)
             log.warning("the worker polls: %s", describe(error))
-            return 1.0
+            return Sleep(1.0)
 
     async def _tick(self) -> None:
         try:
@@ -496,14 +502,14 @@ class Worker:
             await self._exchange(None)
             return 0
         found = 0
-        is_drained = True
+        is_dry = True
         for slots in free:
             if not (asked := self._wanted(slots)):
                 break
             came = await self._exchange(slots)
             found += came
-            is_drained = is_drained and came < asked
-        self._is_drained = is_drained
+            is_dry = is_dry and came < asked
+        self._is_dry = is_dry
         if found:
             self._polls = LINGER_POLLS
             if self._listener.is_latched:

@@ -21,7 +21,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgdefer import App, Retry, Worker, WorkerOptions, _outcome, current_job
-from pgdefer._link import Listener
+from pgdefer._link import Listener, Sleep
 from pgdefer._server import EmbeddedServer, temporary_server
 from support import install
 
@@ -208,9 +208,9 @@ async def test_a_worker_that_stops_wakes_those_that_sleep_beside_it(
 
     real = Listener.before_sleep
 
-    async def before_sleep(self: Listener, worker: int, queues: Any) -> float:
-        wait_for = await real(self, worker, queues)
-        return wait_for if wait_for < 1 else 60.0
+    async def before_sleep(self: Listener, *arguments: Any) -> Sleep:
+        sleep = await real(self, *arguments)
+        return sleep if sleep.seconds < 1 else Sleep(60.0)
 
     def is_asleep(worker: Worker) -> bool:
         return bool(worker.id and worker._listener.is_latched and worker._waiter)
