@@ -78,7 +78,9 @@ end $$;
 comment on function queue.claims(bigint) is
   'The claims that a worker holds: after a lost connection it gives back those that it never heard of.';
 
--- A timeout bounds the lease: the attempt ends 10 s past it, however often it is extended.
+-- Until the timeout has passed it bounds the lease: the attempt ends 10 s past it, however often it is extended. Extended after
+-- that, the handler could not be ended and still runs, as the live worker says by this: then the lease alone decides, so that
+-- no second run, nor another holder of its lock or slot, starts beside it.
 -- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
@@ -100,14 +102,16 @@ begin
   if not found then
     perform queue._refuse(extend.id, extend.claim);
   end if;
-  select least(v_now + extend.lease, v_claimed_at + (j.options ->> 'timeout')::interval + interval '10 s') into v_expires_at
-  from queue.job j where j.id = extend.id;
+  select case when v_claimed_at + t.timeout <= v_now then v_now + extend.lease
+              else least(v_now + extend.lease, v_claimed_at + t.timeout + interval '10 s') end
+  into v_expires_at
+  from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t where j.id = extend.id;
   insert into queue.lease as l (id, claim, expires_at, is_own) values (extend.id, extend.claim, v_expires_at, true)
   on conflict on constraint lease_pkey do update set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true;
   return v_expires_at;
 end $$;
 comment on function queue.extend(bigint, bigint, interval) is
-  'Gives the claim a lease of its own from now on, which then alone decides when it is dead, whatever becomes of its worker; returns its end. A timeout still bounds the attempt.';
+  'Gives the claim a lease of its own from now on, which then alone decides when it is dead, whatever becomes of its worker; returns its end. A timeout still bounds the attempt; but extended after it has passed, a claim stays for as long as it is: so a live worker says that the handler could not be ended and still runs.';
 
 -- Locks: the worker's row; the claims' rows of queue.live, all before ADM, which is then taken by try.
 create or replace function queue.deregister_worker(worker bigint)
