@@ -16,7 +16,7 @@ from psycopg.rows import tuple_row
 
 from . import _memory, _outcome, _sql
 from ._connect import AsyncPool, SyncPool
-from ._context import JobAborted, JobContext, RetryLater, _current
+from ._context import JobAborted, JobContext, JobTimeout, RetryLater, _current
 from ._errors import TransactionLost
 from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
 from ._link import Backoff
@@ -145,6 +145,8 @@ def _entered(job: JobContext, middleware: Iterable[Middleware]) -> Iterator[None
 
 def success(job: JobContext, handling: Handling, result: object) -> str:
     """Return the outcome of a handler that returned."""
+    if job._abort == TIMED_OUT:
+        return _timed_out(job, handling, None)
     if isinstance(result, RetryLater):
         return _yielded(job, handling, result)
     return _outcome.succeeded(job.id, job.claim, _text(job, result))
@@ -185,17 +187,16 @@ def _yielded(job: JobContext, handling: Handling, asked: RetryLater) -> str:
 
 def outcome_of(job: JobContext, handling: Handling | None, error: BaseException) -> str:
     """Return the outcome of a handler that raised; None: there was none."""
-    if isinstance(error, RetryLater) and handling is not None:
-        return _yielded(job, handling, error)
     if isinstance(error, TransactionLost):
         log.warning("%r: %s", job, error)
         return _outcome.crashed(job.id, job.claim, error)
-    if isinstance(error, asyncio.CancelledError | JobAborted):
+    if job._abort == TIMED_OUT:
+        return _timed_out(job, handling, error)
+    if isinstance(error, RetryLater) and handling is not None:
+        return _yielded(job, handling, error)
+    if isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout):
         if job._abort == STOPPED:
             return _outcome.released(job.id, job.claim)
-        if job._abort == TIMED_OUT:
-            late = TimeoutError(f"not done within {job.timeout}")
-            return failed(job, handling, late.with_traceback(error.__traceback__), "timed_out")
         if job._abort is not None:
             log.info("%r was aborted: %s", job, job._abort)
             cause = JobAborted(job._abort).with_traceback(error.__traceback__)
@@ -204,6 +205,16 @@ def outcome_of(job: JobContext, handling: Handling | None, error: BaseException)
             log.info("%r gave up: %s", job, error)
             return _outcome.aborted(job.id, job.claim, error)
     return failed(job, handling, error)
+
+
+def _timed_out(job: JobContext, handling: Handling | None, error: BaseException | None) -> str:
+    """Return the outcome of a handler that ended after its timeout, however it did."""
+    late = TimeoutError(f"not done within {job.timeout}")
+    if isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout):
+        late = late.with_traceback(error.__traceback__)
+    else:
+        late.__cause__ = error
+    return failed(job, handling, late, "timed_out")
 
 
 def failed(
@@ -254,7 +265,12 @@ async def _in_transaction_async(
 
 
 def _ending(job: JobContext, result: object) -> tuple[_sql.Statement, dict[str, Any]]:
-    """Return the last statement of the handler's transaction, and its parameters."""
+    """Return the last statement of the handler's transaction, and its parameters.
+
+    Raises JobTimeout where it comes too late: the transaction is rolled back.
+    """
+    if job._abort == TIMED_OUT:
+        raise JobTimeout
     if isinstance(result, RetryLater):
         return _sql.RETRY_LATER, _outcome.yield_parameters(job.id, job.claim, result)
     text = _text(job, result)

@@ -10,8 +10,9 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import psycopg
 from psycopg.types.string import TextBinaryLoader
@@ -19,7 +20,11 @@ from psycopg.types.string import TextBinaryLoader
 from . import _sql
 from ._connect import AsyncConnection, Source, close_now
 from ._errors import describe, is_lost, sqlstate_of
+from ._options import interval_text
 from ._sql import Statement
+
+if TYPE_CHECKING:
+    from ._context import JobContext
 
 __all__ = ["CALL_LIMIT", "Backoff", "Ears", "Heart", "Link", "Listener", "LostError", "Sleep"]
 
@@ -27,6 +32,10 @@ log = logging.getLogger("pgdefer.worker")
 
 # How long the database has for one answer, in seconds.
 CALL_LIMIT = 20.0
+# How often to look for jobs that outlive their timeout, and to keep their claims, in seconds: reap
+# waits for 10. The lease is longer than that, so that it tells them apart.
+LOOK = 3.0
+SHORTEST_LEASE = 15.0
 
 Rows = list[tuple[Any, ...]]
 
@@ -327,6 +336,7 @@ class Heart:
         self,
         source: Source,
         interval: float,
+        dead_after: float,
         *,
         on_abort: Callable[[list[tuple[int, int, str]]], None],
         on_gone: Callable[[int], None],
@@ -340,6 +350,10 @@ class Heart:
         self._outer = asyncio.get_running_loop()
         self._inner: asyncio.AbstractEventLoop | None = None
         self._event: asyncio.Event | None = None
+        #: Until when, by time.monotonic(), a claimed job may take: then its claim is to be kept.
+        self.limits: dict[JobContext, float] = {}
+        self._lease = interval_text(dt.timedelta(seconds=max(dead_after, SHORTEST_LEASE)))
+        self._late: set[JobContext] = set()
         self._worker: int | None = None
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="pgdefer-heart", daemon=True)
@@ -401,11 +415,44 @@ class Heart:
                     else:
                         delay = backoff.delay()
                         log.warning("no heartbeat: %s", describe(error))
-                if not self._is_stopped:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._event.wait(), delay)
+                await self._rest(link, delay)
         finally:
             link.close()
+
+    async def _rest(self, link: Link, delay: float) -> None:
+        """Wait until the next beat, or until poked; keep meanwhile what is to be kept."""
+        assert self._event is not None
+        end = time.monotonic() + delay
+        while not self._is_stopped:
+            await self._keep(link)
+            left = end - time.monotonic()
+            if left <= 0 or self._event.is_set():
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._event.wait(), min(left, LOOK))
+
+    async def _keep(self, link: Link) -> None:
+        """Keep the claims of jobs that outlive their timeout: what they hold is in use.
+
+        That is decided here, beside the worker's loop, which a handler may block.
+        """
+        now = time.monotonic()
+        late = {job for job, limit in self.limits.copy().items() if limit <= now}
+        self._late &= late
+        for job in late:
+            if job not in self._late:
+                self._late.add(job)
+                log.warning("%r outlives its timeout: its claim is kept until it ends", job)
+            try:
+                await link.call(_sql.EXTEND, id=job.id, claim=job.claim, lease=self._lease)
+            except LostError as error:
+                log.warning("%r: its claim could not be kept: %s", job, error)
+                return
+            except psycopg.Error as error:
+                if sqlstate_of(error) in ("QJ001", "QJ002"):
+                    self.limits.pop(job, None)
+                else:
+                    log.warning("%r: its claim could not be kept: %s", job, describe(error))
 
     async def _tick(self, link: Link) -> None:
         try:

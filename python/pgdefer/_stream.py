@@ -74,7 +74,7 @@ class ClaimedJob(JobContext):
         """End it as succeeded. A result that can't be stored is replaced by a note of that."""
         if isinstance(result, RetryLater):
             raise TypeError("a RetryLater is for retry_later")
-        self._end(success(self, _HANDLING, result))
+        self._end(success(self._claim, _HANDLING, result))
 
     def fail(self, error: str | BaseException, decision: Decision | None = None) -> None:
         """End it as failed: what becomes of it, its retry policy says, or the decision."""
@@ -89,7 +89,7 @@ class ClaimedJob(JobContext):
         """Have it called again later, which is no failure."""
         if not isinstance(asked, RetryLater):
             raise TypeError(f"asked must be a RetryLater, not {asked!r}")
-        self._end(success(self, _HANDLING, asked))
+        self._end(success(self._claim, _HANDLING, asked))
 
     def release(self) -> None:
         """Give it back, as if never claimed."""

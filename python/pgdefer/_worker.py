@@ -25,6 +25,7 @@ import platform
 import signal
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -33,7 +34,7 @@ import psycopg
 from . import _outcome, _sql
 from ._attempt import STOPPED, TIMED_OUT, Call, failed, outcome_of, run, run_async
 from ._connect import AsyncConnection, AsyncPool, SyncPool
-from ._context import JobContext
+from ._context import JobContext, JobTimeout
 from ._errors import (
     PgDeferError,
     UnknownTask,
@@ -49,7 +50,7 @@ from ._processes import Processes
 from ._slots import Slots, arrange
 from ._suspects import Suspects
 from ._task import Task
-from ._threads import Threads
+from ._threads import Interruptible, Threads
 
 if TYPE_CHECKING:
     from ._app import App
@@ -68,6 +69,10 @@ SLICE = 64
 MOST = 2**31 - 1
 # How long aborted jobs have to unwind before they are given back.
 GRACE = 1.0
+# How long past its timeout a job may go on before its claim is kept, in seconds; how often a thread
+# is told of it.
+LATE = 2.0
+AGAIN = 10.0
 # When claims of an answer that was lost are looked for: the lost call may be under way still.
 SUSPICION = (0.0, 15.0, 120.0)
 
@@ -200,6 +205,7 @@ class Worker:
         self._heart = Heart(
             self.app.source,
             self.heartbeat_every,
+            self.dead_after,
             on_abort=self._on_abort,
             on_gone=self._on_worker_gone,
             on_suspects=self._on_suspects,
@@ -456,6 +462,7 @@ class Worker:
     async def _fetch_alone(self) -> bool:
         """Fetch one of the jobs that nothing else may run beside: those that crashed before."""
         worker = self._registered()
+        asked_at = time.monotonic()
         rows = await self._ask(
             _sql.FETCH,
             worker=worker,
@@ -468,6 +475,8 @@ class Worker:
         self._suspects.ran()
         self._left -= 1
         job = self._lone = JobContext(self.app, rows[0])
+        if job.timeout is not None:
+            self._limit(job, job.timeout, asked_at)
         if self._is_stopping:
             self._give_back(job)
         else:
@@ -535,6 +544,7 @@ class Worker:
             }
         )
         self._sending, self._outcomes = self._outcomes, []
+        asked_at = time.monotonic()
         try:
             if not self._sending:
                 rows = await self._ask(_sql.FETCH, **asked)
@@ -553,7 +563,9 @@ class Worker:
         finally:
             self._sending = []
         # Given up for dead meanwhile, these claims are others' by now.
-        return self._take(rows, slots) if slots is not None and self.id == worker else 0
+        if slots is None or self.id != worker:
+            return 0
+        return self._take(rows, slots, asked_at)
 
     async def _send_apart(self, error: psycopg.Error) -> None:
         """Send the outcomes without asking for jobs; where one spoils the call, each alone."""
@@ -594,7 +606,11 @@ class Worker:
             if error is not None:
                 _log_refused(id, claim, error)
 
-    def _take(self, rows: Sequence[tuple[Any, ...]], slots: Slots) -> int:
+    def _limit(self, job: JobContext, timeout: dt.timedelta, asked_at: float) -> None:
+        """Have its claim kept where a job takes longer than its timeout, from the claim on."""
+        self._heart.limits[job] = asked_at + timeout.total_seconds() + LATE
+
+    def _take(self, rows: Sequence[tuple[Any, ...]], slots: Slots, asked_at: float) -> int:
         """Take in what was fetched; return how many jobs."""
         app = self.app
         claimed = self._claimed
@@ -606,6 +622,8 @@ class Worker:
                 job = JobContext(app, row[:13])
                 job._slots = slots
                 claimed.append(job)
+                if job.timeout is not None:
+                    self._limit(job, job.timeout, asked_at)
         taken = len(claimed) - before
         slots.used += taken
         self._left -= taken
@@ -778,7 +796,7 @@ class Worker:
         self._running.add(job)
         if job.timeout is not None:
             seconds = job.timeout.total_seconds()
-            job._timer = self._loop.call_later(seconds, self._abort, job, TIMED_OUT)
+            job._timer = self._loop.call_later(seconds, self._time_out, job)
 
     def _start(self, job: JobContext) -> None:
         self._begin(job)
@@ -798,7 +816,7 @@ class Worker:
         elif self.app.codec.how(job._stored) == "async":
             job._runner = self._loop.create_task(self._run(job, task))
         else:
-            self._submit(job, functools.partial(run, job, task, self._pool, None))
+            self._run_in_thread(job, task, None)
 
     async def _run(self, job: JobContext, task: Task[..., Any]) -> None:
         """Run a coroutine; for others only fetch what the arguments stand for."""
@@ -808,17 +826,27 @@ class Worker:
             ended = _mishap(job, error)
         if isinstance(ended, tuple):
             job._runner = None
-            self._submit(job, functools.partial(run, job, task, self._pool, ended))
+            self._run_in_thread(job, task, ended)
         else:
             self._ended(job, ended)
 
-    def _submit(self, job: JobContext, function: Callable[[], str | None]) -> None:
-        """Run a job in a thread."""
+    def _run_in_thread(self, job: JobContext, task: Task[..., Any], call: Call | None) -> None:
+        """Run a function in a thread, where it can be told that its timeout has passed."""
         context = contextvars.copy_context()
+        function = functools.partial(context.run, run, job, task, self._pool, call)
+        job._call = Interruptible(function)
+        self._submit(job, job._call.run)
+
+    def _submit(self, job: JobContext, function: Callable[[], str | None]) -> None:
+        """Have a thread do this, which returns a job's outcome."""
 
         def work() -> Callable[[], None]:
             try:
-                ended = context.run(function)
+                ended = function()
+            except JobTimeout as error:
+                # Raised beside the handler, before or after it.
+                task = self.app.tasks.get(job.task)
+                ended = outcome_of(job, None if task is None else task.handling, error)
             except Exception as error:
                 ended = _mishap(job, error)
             return functools.partial(self._ended, job, ended)
@@ -846,6 +874,7 @@ class Worker:
     def _leave(self, job: JobContext) -> None:
         """Free the job's slot."""
         self._running.discard(job)
+        self._heart.limits.pop(job, None)
         if job is self._lone:
             self._lone = None
         if job._slots is not None:
@@ -863,6 +892,17 @@ class Worker:
             elif job._is_in_process:
                 self._processes.tell(job, reason)
                 self._loop.call_later(GRACE, self._kill, job)
+
+    def _time_out(self, job: JobContext) -> None:
+        """Tell a job that its timeout has passed."""
+        self._abort(job, TIMED_OUT)
+        self._interrupt(job)
+
+    def _interrupt(self, job: JobContext) -> None:
+        """Raise JobTimeout in a job's thread; again where that was lost, as in a destructor."""
+        if job in self._running and job._call is not None:
+            job._call.interrupt(JobTimeout)
+            job._timer = self._loop.call_later(AGAIN, self._interrupt, job)
 
     def _kill(self, job: JobContext) -> None:
         """End the process of a job that was told to end."""

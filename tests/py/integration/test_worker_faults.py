@@ -20,7 +20,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgdefer import App, Retry, Worker, WorkerOptions, _outcome, current_job
+from pgdefer import App, Job, JobTimeout, Retry, Worker, WorkerOptions, _outcome, current_job
 from pgdefer._link import Listener, Sleep
 from pgdefer._server import EmbeddedServer, temporary_server
 from support import install
@@ -581,38 +581,147 @@ def test_a_zombie_that_wakes_late(app: App, jobs: Jobs, program: Program) -> Non
     assert len({shown[id]["worker_id"] for id in (slow.id, quick.id, after.id)}) == 3
 
 
-async def test_a_thread_that_does_not_heed_its_timeout(
-    app: App, jobs: Jobs, conn: Connection
+class Runs:
+    """Which runs of a handler there are, and how many of them there were at once at most."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.ended = 0
+        self.most = 0
+
+    def __enter__(self) -> None:
+        self.begun += 1
+        self.most = max(self.most, self.begun - self.ended)
+
+    def __exit__(self, *_: object) -> None:
+        self.ended += 1
+
+
+def past(conn: psycopg.Connection[Any], job: Job, seconds: float) -> None:
+    """Have a job's attempt have begun earlier, as the database sees it."""
+    by = f"interval '{seconds} s'"
+    with conn.transaction():
+        conn.execute(f"update queue.live set claimed_at = claimed_at - {by} where id = {job.id}")
+        conn.execute(f"update queue.lease set expires_at = expires_at - {by} where id = {job.id}")
+
+
+OVERDUE = "select queue.why(%s) like '%%its timeout passed at %%still runs%%'"
+
+
+@pytest.mark.parametrize("how", ["thread", "coroutine", "blocked loop"])
+async def test_a_handler_that_outlives_its_timeout(
+    app: App, jobs: Jobs, conn: Connection, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told; 10 s later its claim is lost, and what it says afterwards is refused."""
-    told = threading.Event()
+    """It keeps its claim, lock and slot until it ends: no second run begins beside it."""
+    monkeypatch.setattr("pgdefer._link.LOOK", 0.1)
+    monkeypatch.setattr("pgdefer._worker.LATE", 0.1)
+    runs = Runs()
     release = threading.Event()
-    runs = []
+    options: Any = {
+        "timeout": dt.timedelta(seconds=0.5),
+        "retry": Retry(2),
+        "lock": "l",
+        "concurrency_key": "k",
+        "concurrency_limit": 1,
+    }
 
-    @app.task(timeout=dt.timedelta(milliseconds=50), retry=Retry(2))
-    def deaf() -> None:
-        runs.append(1)
-        if len(runs) == 1:
-            while not current_job().should_abort():
-                time.sleep(0.005)
-            told.set()
-            release.wait(20)
+    @app.task(**options, name="thread")
+    def thread() -> None:
+        with runs:
+            release.wait(30)  # runs no Python code meanwhile
 
-    async with running(app) as worker:
-        job = await deaf.defer_async()
-        await asyncio.to_thread(told.wait, 10)
-        assert jobs.states()[job.id] == "running"
-        late = "interval '11 s'"
-        conn.execute(f"update queue.live set claimed_at = claimed_at - {late}")  # type: ignore[arg-type]
-        conn.execute(f"update queue.lease set expires_at = expires_at - {late}")  # type: ignore[arg-type]
-        conn.execute("select queue.reap()")
-        await until(lambda: len(runs) == 2)
+    @app.task(**options, name="coroutine")
+    async def coroutine() -> None:
+        with runs:
+            while not release.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.05)
+
+    @app.task(**options, name="blocked loop")
+    async def blocks() -> None:
+        with runs:
+            release.wait(30)
+
+    def watch() -> None:
+        try:
+            wait_for(lambda: conn.execute(OVERDUE, (job.id,)).fetchone() == (True,))
+            past(conn, job, 20)
+            wait_for(lambda: conn.execute(OVERDUE, (job.id,)).fetchone() == (True,))
+            assert conn.execute("select reaped from queue.reap()").fetchone() == (0,)
+            health = "select status from queue.health() where name = 'timeouts'"
+            assert conn.execute(health).fetchone() == ("warn",)
+            assert list(jobs.states().values()) == ["running", "blocked"]
+        finally:
+            release.set()
+
+    app.register(conn)
+    job = app.defer(how)
+    app.defer(how)
+    async with running(app):
+        watching = asyncio.create_task(asyncio.to_thread(watch))
         await jobs.end()
-        release.set()
-        await until(lambda: worker.finished == 2)
-    (row,) = jobs()
-    assert (row["state"], row["attempts"], row["failures"]) == ("succeeded", 2, 1)
-    assert [a["outcome"] for a in jobs.attempts()] == ["timed_out"]
+        await watching
+    first, second = jobs()
+    # where the loop is blocked the job ends before anything could tell it of its timeout
+    failures = 0 if how == "blocked loop" else 1
+    assert (first["state"], first["failures"]) == ("succeeded", failures)
+    assert second["state"] == "succeeded"
+    assert (runs.begun, runs.most) == (2 + failures, 1)
+    assert [a["outcome"] for a in jobs.attempts()] == ["timed_out"] * failures
+
+
+async def test_a_timeout_is_raised_in_a_thread(app: App, jobs: Jobs) -> None:
+    ends = []
+
+    @app.task(timeout=dt.timedelta(seconds=0.1))
+    def endless() -> None:
+        try:
+            while True:
+                with contextlib.suppress(Exception):
+                    time.sleep(0.001)
+        except JobTimeout:
+            ends.append("timeout")
+            raise
+        finally:
+            ends.append("finally")
+
+    @app.task(timeout=dt.timedelta(seconds=0.1), name="stubborn")
+    def stubborn() -> str:
+        with contextlib.suppress(JobTimeout):
+            while True:
+                time.sleep(0.001)
+        return "late"
+
+    async with running(app):
+        await endless.defer_async()
+        await stubborn.defer_async()
+        rows = await jobs.end()
+    assert ends == ["timeout", "finally"]
+    assert [row["error"] for row in rows] == ["TimeoutError: not done within 0:00:00.100000"] * 2
+    assert [a["outcome"] for a in jobs.attempts()] == ["timed_out", "timed_out"]
+
+
+async def test_a_timeout_is_raised_in_no_other_job(app: App, jobs: Jobs) -> None:
+    """Jobs that end as their timeout passes, one after another in one thread."""
+
+    @app.task(timeout=dt.timedelta(seconds=0.02), name="brief")
+    def brief(n: int) -> None:
+        time.sleep(0.018 + n % 5 * 0.001)
+
+    @app.task(name="innocent")
+    def innocent() -> None:
+        end = time.monotonic() + 0.004
+        while time.monotonic() < end:
+            pass
+
+    for n in range(150):
+        app.defer("brief", {"n": n})
+        app.defer("innocent")
+    async with running(app, concurrency=1):
+        rows = await jobs.end()
+    assert {row["state"] for row in rows if row["task"] == "innocent"} == {"succeeded"}
+    assert {row["outcome"] for row in jobs.attempts()} <= {"timed_out"}
+    assert len(rows) == 300
 
 
 # The line to the database
