@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from ._codec import unwrap
 from ._errors import PgDeferError
 from ._options import listed
+from ._text import plain
 
 if TYPE_CHECKING:
     import asyncio
@@ -119,7 +120,7 @@ class JobContext:
         self._is_in_process = False
 
     def __repr__(self) -> str:
-        return f"<job {self.id} {self.task} attempt {self.attempt} claim {self.claim}>"
+        return f"<job {self.id} {plain(self.task)} attempt {self.attempt} claim {self.claim}>"
 
     @property
     def headers(self) -> Mapping[str, Any]:

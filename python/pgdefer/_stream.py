@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import queue
 import threading
 import weakref
@@ -22,6 +21,7 @@ from ._attempt import decoded_async, failed, middleware, outcome_of, success
 from ._context import JobAborted, JobContext, RetryLater, _current
 from ._errors import PgDeferError
 from ._handling import Decision, Handling
+from ._text import logger
 from ._worker import Worker, WorkerOptions
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClaimedJob", "JobStream"]
 
-log = logging.getLogger("pgdefer.worker")
+log = logger("pgdefer.worker")
 
 # No task of ours says anything of errors: the retry policy decides.
 _HANDLING = Handling()

@@ -18,7 +18,6 @@ import contextvars
 import datetime as dt
 import functools
 import json
-import logging
 import math
 import os
 import platform
@@ -41,15 +40,17 @@ from ._errors import (
     WorkerGone,
     describe,
     is_refused,
+    is_transient,
     sqlstate_of,
     translate,
 )
-from ._link import Backoff, Heart, Link, Listener, LostError, Sleep
+from ._link import Backoff, Heart, Link, Listener, LostError, Sleep, clock
 from ._options import interval_text, listed
 from ._processes import Processes
 from ._slots import Slots, arrange
 from ._suspects import Suspects
 from ._task import Task
+from ._text import logger
 from ._threads import Interruptible, Threads
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker", "WorkerOptions", "check_options"]
 
-log = logging.getLogger("pgdefer.worker")
+log = logger("pgdefer.worker")
 
 # How long to look again, and how often, before going to sleep after the last job.
 LINGER_POLLS = 5
@@ -80,8 +81,10 @@ SUSPICION = (0.0, 15.0, 120.0)
 FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01", "28000", "28P01"})
 
 
-# Classes of errors that lie in the outcome itself: it will never be taken.
-SPOILT = frozenset({"22", "23", "54"})
+# Errors that pass as a rule, but lie in an outcome that is refused with them this often: a fault of
+# the server, and a time limit.
+DOUBTFUL = frozenset({"XX", "57014"})
+TRIES = 20
 
 
 class Refused(Exception):  # noqa: N818
@@ -158,10 +161,15 @@ class Worker:
         self._running: set[JobContext] = set()
         self._outcomes: list[tuple[JobContext, str]] = []
         self._sending: list[tuple[JobContext, str]] = []
+        # How often an outcome was refused on its own.
+        self._refused: collections.Counter[JobContext] = collections.Counter()
+        self._refusals = Backoff()
         self._lone: JobContext | None = None
         self._suspects = Suspects(self.heartbeat_every)
         self._background: set[asyncio.Task[Any]] = set()
         self._is_starting = False
+        # Whether what was claimed waits for a heartbeat before it starts.
+        self._is_held = False
         self._has_scheduled = False
         self._is_stopping = False
         # How many jobs it may still claim.
@@ -206,7 +214,7 @@ class Worker:
             self.app.source,
             self.heartbeat_every,
             self.dead_after,
-            on_abort=self._on_abort,
+            on_beat=self._on_beat,
             on_gone=self._on_worker_gone,
             on_suspects=self._on_suspects,
         )
@@ -364,11 +372,12 @@ class Worker:
             "dead_after": interval_text(dt.timedelta(seconds=self.dead_after)),
             "listen": self._listens,
         }
+        registered_at = clock()
         rows = await self._ask(
             _sql.REGISTER_WORKER, name=self.name, queues=self.queues, info=json.dumps(info)
         )
         self.id = rows[0][0]
-        self._heart.start(rows[0][0])
+        self._heart.start(rows[0][0], registered_at)
         if self._listens:
             # From now on a busy worker hears what is meant for it, too.
             await self._before_sleep()
@@ -480,7 +489,8 @@ class Worker:
         if self._is_stopping:
             self._give_back(job)
         else:
-            self._start(job)
+            self._claimed.append(job)
+            self._start_claimed()
         return True
 
     async def _before_sleep(self) -> Sleep:
@@ -553,6 +563,7 @@ class Worker:
                 rows = await self._ask(_sql.FINISH_AND_FETCH, outcomes=outcomes, **asked)
             else:
                 await self._finish(self._sending)
+            self._refusals.reset()
         except (LostError, asyncio.CancelledError):
             # Sent again: what was written down already will be refused, and dropped.
             self._outcomes[:0] = self._sending
@@ -580,21 +591,47 @@ class Worker:
         except LostError:
             self._outcomes[:0] = sending
             raise
-        if sqlstate_of(error) != "22023":
-            await self._try_again(error, Backoff())
+        if is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}:
+            await self._try_again(error, self._refusals)
 
     async def _send_one(self, job: JobContext, outcome: str) -> None:
-        spoilt = PgDeferError("the outcome can't be stored")
-        for text in (outcome, _outcome.failed(job.id, job.claim, spoilt)):
+        """Send an outcome; where it lies in that that it is refused, what comes nearest to it.
+
+        No outcome is sent for ever: where nothing is taken, a lease ends the claim as crashed.
+        """
+        for text in self._nearest(job, outcome):
             try:
                 await self._finish([(job, text)])
             except psycopg.Error as error:
                 log.error("the outcome of %r was refused: %s", job, describe(error))
-                if (sqlstate_of(error) or "")[:2] not in SPOILT:
+                if self._may_be_taken_later(job, error):
                     self._outcomes.append((job, outcome))
                     return
             else:
+                del self._refused[job]
                 return
+        del self._refused[job]
+        with contextlib.suppress(psycopg.Error):
+            await self._link.call(_sql.EXTEND, id=job.id, claim=job.claim, lease="1 s")
+
+    def _nearest(self, job: JobContext, outcome: str) -> Iterator[str]:
+        """Yield an outcome, and what can be said in place of it."""
+        yield outcome
+        note = _outcome.without_result(outcome, job.id, job.claim)
+        if note is not None:
+            yield note
+        else:
+            for encoding in (self._link.encoding, "ASCII"):
+                yield _outcome.storable_in(outcome, encoding)
+        spoilt = PgDeferError("the outcome can't be stored")
+        yield _outcome.failed(job.id, job.claim, spoilt)
+
+    def _may_be_taken_later(self, job: JobContext, error: psycopg.Error) -> bool:
+        code = sqlstate_of(error) or ""
+        if DOUBTFUL & {code, code[:2]}:
+            self._refused[job] += 1
+            return self._refused[job] < TRIES
+        return is_transient(error) or code in FATAL - {"22023"}
 
     async def _send_only(self) -> None:
         self._sending, self._outcomes = self._outcomes, []
@@ -631,9 +668,8 @@ class Worker:
             # They were asked for before.
             while claimed:
                 self._give_back(claimed.popleft())
-        elif claimed and not self._is_starting:
-            self._is_starting = True
-            self._start_some()
+        else:
+            self._start_claimed()
         return taken
 
     async def _ask(self, statement: _sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
@@ -747,6 +783,13 @@ class Worker:
         finally:
             self._is_deaf = False
 
+    def _on_beat(self, aborts: Sequence[tuple[int, int, str]]) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._start_some()
+        if aborts:
+            self._on_abort(aborts)
+
     def _on_abort(self, aborts: Iterable[tuple[int, int, str]]) -> None:
         wanted = {(id, claim): reason for id, claim, reason in aborts}
         for job in list(self._running):
@@ -765,6 +808,8 @@ class Worker:
         self.id = None
         while self._claimed:
             self._leave(self._claimed.popleft())
+        if self._is_held:
+            self._is_held = self._is_starting = False
         for job in list(self._running):
             self._abort(job, "the claim was lost")
         self._on_hint()
@@ -781,8 +826,20 @@ class Worker:
 
     # Running jobs
 
+    def _start_claimed(self) -> None:
+        """Start what was claimed, unless that is under way."""
+        if self._claimed and not self._is_starting:
+            self._is_starting = True
+            self._start_some()
+
     def _start_some(self) -> None:
         claimed = self._claimed
+        if claimed and clock() - self._heart.beat_at >= self.dead_after:
+            # This process was frozen, maybe: its jobs may be others' by now, and have ended.
+            log.warning("%d jobs wait for a heartbeat before they start", len(claimed))
+            self._is_held = True
+            self._heart.poke()
+            return
         for _ in range(min(SLICE, len(claimed))):
             self._start(claimed.popleft())
         if claimed:
