@@ -18,12 +18,15 @@ from typing import Any, Self
 
 import psycopg
 import pytest
+import sqlalchemy as sa
+import sqlalchemy.ext.asyncio as sa_async
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from sqlalchemy import orm
 
 from pgdefer import App, Job, JobTimeout, Retry, Worker, WorkerOptions, _outcome, current_job
-from pgdefer._link import Listener, Sleep
+from pgdefer._link import Listener, Sleep, clock
 from pgdefer._server import EmbeddedServer, temporary_server
-from support import install
+from support import install, url_of
 
 from .conftest import Jobs, give_up, running, until, wait_for
 
@@ -336,6 +339,7 @@ if __name__ == "__main__":
 """
 
 Program = Callable[..., subprocess.Popen[str]]
+Connect = Callable[..., psycopg.Connection[Any]]
 
 
 @pytest.fixture
@@ -1083,8 +1087,187 @@ async def test_an_outcome_that_cannot_be_stored_spoils_no_other(
     app.defer_many([(bad if n == 7 else good).prepare() for n in range(20)])
     async with running(app):
         rows = await jobs.end()
+    note = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
     ends = {row["task"]: (row["state"], row["result"], row["error"]) for row in rows}
     assert ends == {
         "good": ("succeeded", 1, None),
-        "bad": ("failed", None, "PgDeferError: the outcome can't be stored"),
+        "bad": ("succeeded", note, None),  # what it did stands
     }
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "session", "async session"])
+async def test_a_half_open_connection_of_a_handler(  # noqa: PLR0917
+    jobs: Jobs,
+    line: Line,
+    conn: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    how: str,
+) -> None:
+    """Its last statement has a time limit: the transaction is lost then, and the job runs again."""
+    monkeypatch.setattr("pgdefer._link.CALL_LIMIT", 0.5)
+    app = through(line, conn.info.dsn)
+    runs: list[int] = []
+    url = url_of(app.source.conninfo())
+
+    async def close() -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            line.is_open.clear()
+
+    loop = asyncio.get_running_loop()
+
+    def sync(connection: Any) -> None:
+        connection.execute(sa.text("select 1") if "session" in how else "select 1")
+        asyncio.run_coroutine_threadsafe(close(), loop).result()
+
+    async def coroutine(connection: Any) -> None:
+        await connection.execute(sa.text("select 1") if "session" in how else "select 1")
+        await close()
+
+    engine, async_engine = sa.create_engine(url), sa_async.create_async_engine(url)
+    makers: dict[str, Any] = {
+        "session": orm.sessionmaker(engine),
+        "async session": sa_async.async_sessionmaker(async_engine),
+    }
+    function: Any = coroutine if "async" in how else sync
+    app.task(function, name="t", transactional=makers.get(how, True))
+    async with running(app):
+        conn.execute("select queue.defer('t')")
+        await until(lambda: "lost in the handler's transaction" in caplog.text)
+        line.is_open.set()
+        await jobs.end()
+    engine.dispose()
+    await async_engine.dispose()
+    (row,) = jobs()
+    assert (row["state"], row["failures"], row["crashes"], len(runs)) == ("succeeded", 0, 1, 2)
+
+
+@pytest.mark.parametrize("when", ["the last statement", "commit"])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_server_that_can_not_end_a_transaction(
+    app: App, jobs: Jobs, conn: Connection, when: str, is_async: bool
+) -> None:
+    """As on a full disk: that is no failure of the job's."""
+    conn.execute(
+        """
+        create sequence public.tries;
+        grant all on sequence public.tries to public;
+        create function public.refuse() returns trigger language plpgsql as $$
+        begin
+          if nextval('public.tries') = 1 then
+            raise exception 'no space left on device' using errcode = '53100';
+          end if;
+          return null;
+        end $$
+        """
+    )
+    conn.execute(
+        "create constraint trigger refuse after insert on queue.finished deferrable initially "
+        + ("immediate" if when == "the last statement" else "deferred")
+        + " for each row execute function public.refuse()"
+    )
+
+    @app.task(name="sync", transactional=True)
+    def sync(connection: psycopg.Connection[Any]) -> None:
+        connection.execute("select 1")
+
+    @app.task(name="async", transactional=True)
+    async def coroutine(connection: psycopg.AsyncConnection[Any]) -> None:
+        await connection.execute("select 1")
+
+    app.defer("async" if is_async else "sync")
+    async with running(app):
+        (row,) = await jobs.end()
+    assert (row["state"], row["failures"], row["crashes"]) == ("succeeded", 0, 1)
+    conn.execute("drop trigger refuse on queue.finished")
+
+
+def test_a_worker_that_wakes_starts_nothing_that_others_have_done(
+    app: App, jobs: Jobs, conn: Connection, connect: Connect, program: Program
+) -> None:
+    """It was frozen while the answer to a fetch was under way."""
+    process = program(heartbeat_every=0.3, dead_after=1.5)
+    registered = "select max(id) from queue.workers where is_alive"
+    wait_for(lambda: conn.execute(registered).fetchone() != (None,))
+    with connect(autocommit=False) as busy:
+        busy.execute("select queue._lock_admission(true)")
+        ids = [app.defer("slow", {"seconds": 0}).id for _ in range(5)]
+        waits = "select 1 from pg_stat_activity where wait_event_type = 'Lock' and query ~ 'fetch'"
+        wait_for(lambda: conn.execute(waits).fetchone())
+        process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: set(jobs.states().values()) == {"running"})
+    dead = "select reaped from queue.reap() where reaped > 0"
+    wait_for(lambda: conn.execute(dead).fetchone() == (5,))
+    conn.execute("select queue.register_worker('other')")
+    other = "(select max(id) from queue.workers where name = 'other')"
+    done = f"""
+        select queue.finish_many(jsonb_build_array(
+            jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded')))
+        from queue.fetch({other}, null, 1, '{{"alone": true}}') f
+    """
+    for _ in ids:
+        conn.execute(done)
+    assert set(jobs.states().values()) == {"succeeded"}
+    process.send_signal(signal.SIGCONT)
+    wait_for(lambda: conn.execute(f"{registered} and name <> 'other'").fetchone() != (None,))
+    app.defer("slow", {"seconds": 0})
+    wait_for(lambda: set(jobs.states().values()) == {"succeeded"})
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert said.split() == ["started", "ended"]
+
+
+async def test_what_was_claimed_waits_for_a_heartbeat(
+    app: App, jobs: Jobs, connect: Connect, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that is long ago; where it is answered the jobs start after all."""
+
+    @app.task(name="t")
+    async def task() -> None: ...
+
+    late = 0.0
+    monkeypatch.setattr("pgdefer._worker.clock", lambda: clock() + late)
+    app.defer("t")
+    async with running(app) as worker:
+        await jobs.end()
+        late = 31.0
+        monkeypatch.setattr(worker._heart, "poke", lambda: None)
+        app.defer("t")
+        await until(lambda: worker._claimed)
+        assert not worker._running
+        monkeypatch.undo()
+        late = 0.0
+        worker._heart.poke()
+        await jobs.end()
+
+
+async def test_an_outcome_that_is_refused_for_ever(
+    app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its claim ends all the same, by a lease."""
+    monkeypatch.setattr("pgdefer._worker.TRIES", 3)
+    conn.execute(
+        """
+        create function public.refuse() returns trigger language plpgsql as $$
+        begin
+          raise exception 'no' using errcode = 'XX000';
+        end $$
+        """
+    )
+    conn.execute(
+        "create trigger refuse before insert on queue.finished "
+        "for each row execute function public.refuse()"
+    )
+    runs = []
+
+    @app.task(name="t", retry=Retry(2))
+    async def task() -> None:
+        runs.append(1)
+
+    app.defer("t")
+    async with running(app, heartbeat_every=0.5):
+        await until(lambda: [a["outcome"] for a in jobs.attempts()] == ["failed"])
+        conn.execute("drop trigger refuse on queue.finished")
+        (row,) = await jobs.end()
+    assert row["state"] == "succeeded"
