@@ -163,7 +163,7 @@ class Worker:
         self._sending: list[tuple[JobContext, str]] = []
         # How often an outcome was refused on its own.
         self._refused: collections.Counter[JobContext] = collections.Counter()
-        self._refusals = Backoff()
+        self._refusals = Backoff(last=1.0)
         self._lone: JobContext | None = None
         self._suspects = Suspects(self.heartbeat_every)
         self._background: set[asyncio.Task[Any]] = set()
