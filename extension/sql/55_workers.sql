@@ -74,12 +74,18 @@ begin
     perform queue._not_installed();
     perform queue._bound_worker(claims.worker);
   end if;
-  return query select v.id, v.claim from queue.live v where v.worker_id = claims.worker and v.claim is not null order by v.id;
+  return query
+    select v.id, v.claim from queue.live v
+    where v.worker_id = claims.worker and v.claim is not null
+      and not exists (select from queue.undelivered u where u.worker_id = v.worker_id and u.id = v.id and u.claim = v.claim)
+    order by v.id;
 end $$;
 comment on function queue.claims(bigint) is
   'The claims that a worker holds: after a lost connection it gives back those that it never heard of.';
 
--- A timeout bounds the lease: the attempt ends 10 s past it, however often it is extended.
+-- Until the timeout has passed it bounds the lease: the attempt ends 10 s past it, however often it is extended. Extended after
+-- that, the handler could not be ended and still runs, as the live worker says by this: then the lease alone decides, so that
+-- no second run, nor another holder of its lock or slot, starts beside it.
 -- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
@@ -102,14 +108,16 @@ begin
   if not found then
     perform queue._refuse(extend.id, extend.claim);
   end if;
-  select least(v_now + extend.lease, v_claimed_at + (j.options ->> 'timeout')::interval + interval '10 s') into v_expires_at
-  from queue.job j where j.id = extend.id;
+  select case when v_claimed_at + t.timeout <= v_now then v_now + extend.lease
+              else least(v_now + extend.lease, v_claimed_at + t.timeout + interval '10 s') end
+  into v_expires_at
+  from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t where j.id = extend.id;
   insert into queue.lease as l (id, claim, expires_at, is_own) values (extend.id, extend.claim, v_expires_at, true)
   on conflict on constraint lease_pkey do update set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true;
   return v_expires_at;
 end $$;
 comment on function queue.extend(bigint, bigint, interval) is
-  'Gives the claim a lease of its own from now on, which then alone decides when it is dead, whatever becomes of its worker; returns its end. A timeout still bounds the attempt.';
+  'Gives the claim a lease of its own from now on, which then alone decides when it is dead, whatever becomes of its worker; returns its end. A timeout still bounds the attempt; but extended after it has passed, a claim stays for as long as it is: so a live worker says that the handler could not be ended and still runs.';
 
 -- Locks: the worker's row; the claims' rows of queue.live, all before ADM, which is then taken by try.
 create or replace function queue.deregister_worker(worker bigint)
@@ -231,6 +239,8 @@ begin
   if v_last <> '{}' then
     delete from queue.abort a
     where a.ctid = any (array(select a.ctid from queue.abort a where a.worker_id = any (v_last) for update skip locked));
+    delete from queue.undelivered u
+    where u.ctid = any (array(select u.ctid from queue.undelivered u where u.worker_id = any (v_last) for update skip locked));
     delete from queue.worker w where w.id = any (v_last);
   end if;
   for v_claim in
@@ -283,7 +293,8 @@ begin
   return v_reaped;
 end $$;
 
--- Ends one dead claim; 0 when another has ended it, holds it, or it can't be ended now.
+-- Ends one dead claim; 0 when another has ended it, holds it, or it can't be ended now. One that was never handed out
+-- (41_deliver.sql) is released.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -298,10 +309,12 @@ begin
     return 0;
   end if;
   perform queue._end_attempt(
-    case p_outcome
+    case
+      case when exists (select from queue.live v join queue.undelivered u on u.worker_id = v.worker_id and u.id = v.id and u.claim = v.claim
+                        where v.id = p_id) then 'released' else p_outcome end
       when 'timed_out' then jsonb_build_object('outcome', 'failed', 'error', p_error, 'options', '{"outcome": "timed_out"}'::jsonb)
       when 'crashed' then jsonb_build_object('outcome', 'crashed', 'error', p_error)
-      else jsonb_build_object('outcome', p_outcome) end,
+      else '{"outcome": "released"}' end,
     p_id, p_claim, true);
   return 1;
 exception when others then

@@ -63,11 +63,82 @@ begin
   return true;
 end $$;
 
+-- Whether nothing of these queues is left that starts without anybody's help: nothing is ready (what a rate, max_running or a key
+-- holds back, or has crashed and is to be claimed alone, is), nothing is due, nothing that is committed has yet to be admitted,
+-- no claim has yet to be reaped. p_due: what _next_due has just said. Where that is now it looks whose it is, so that what others
+-- commit all the time keeps nobody: the first 1,000, and where there are more it is not drained, as fetch admits them.
+-- p_options: tasks and deadline_within of fetch, for what is ready.
+-- Locks: none. Raises: 22023.
+create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_queues text[];
+  v_tasks text[];
+  v_before timestamptz;
+begin
+  if p_options is not null then
+    perform queue._check_keys('options', p_options, array['tasks', 'deadline_within']);
+    if coalesce(jsonb_typeof(p_options -> 'tasks'), 'array') not in ('array', 'null') then
+      perform queue._invalid('tasks must be a list', 'Pass a JSON array.');
+    elsif jsonb_typeof(p_options -> 'tasks') = 'array' then
+      v_tasks := array(select t from jsonb_array_elements_text(p_options -> 'tasks') t);
+    end if;
+    v_before := v_now + queue._interval('deadline_within', p_options -> 'deadline_within');
+  end if;
+  if p_queues is not null then
+    v_queues := queue._match_queues(p_queues);
+  end if;
+  if exists (
+      select from queue.lane l
+      cross join lateral (
+        select from queue.live v
+        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+          and (v_before is null or v.deadline < v_before)
+          and (v_tasks is null or exists (select from queue.job j where j.id = v.id and j.task = any (v_tasks)))
+        limit 1) r
+      where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now))
+    or exists (
+      select from queue.worker w
+      where w.gone_at is null and greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after < v_now)
+  then
+    return false;
+  elsif p_due > v_now + interval '20 ms' is not false then
+    return true;
+  end if;
+  return (
+    select not (k.has_backlog or k.due_at > v_now
+      or exists (select from queue.handover)
+      or exists (select from queue.lease l where l.expires_at <= v_now)
+      or exists (select from queue.schedule s where s.due_at >= k.due_at and s.due_at <= v_now)
+      or exists (
+        select from queue.expiry e
+        where e.at <= v_now and (select v.claim from queue.live v where v.id = e.id) is null)
+      or queue._has_any_of(p_queues, array(select j.queue from queue.job j where j.xid >= k.next_xid limit 1000))
+      or queue._has_any_of(p_queues, array(select j.queue from queue.job j where j.xid = any (k.in_flight) limit 1000))
+      or queue._has_any_of(p_queues, array(
+           select coalesce(s.queue, j.queue)
+           from (select w.id from queue.waiting w where w.at >= k.due_at and w.at <= v_now order by w.at limit 1000) w
+           cross join lateral (select j.queue from queue.job j where j.id = w.id offset 0) j
+           left join lateral (select s.queue from queue.job_state s where s.id = w.id offset 0) s on true)))
+    from (select k.* from queue.cursor k order by k.tick desc limit 1) k);
+end $$;
+
+-- Whether a list of queues' names holds one that is asked for; or 1,000, as there may be more behind them.
+create or replace function queue._has_any_of(p_queues text[], p_names text[])
+returns boolean language plpgsql immutable parallel safe security invoker as $$
+begin
+  return cardinality(p_names) > 0
+    and (p_queues is null or cardinality(p_names) >= 1000
+         or exists (select from unnest(p_names) n join unnest(p_queues) q on queue._matches(n, q)));
+end $$;
+
 -- Locks: session-level advisory (1885824102, 1) or (1885824102, 2) by try, kept until after_sleep or
 -- the session's end. A frozen sentinel keeps producers notifying, which all other listeners hear.
--- Raises: QJ007.
-create or replace function queue.before_sleep(worker bigint, queues text[] default null)
-returns table (may_sleep boolean, wait_for interval, channels text[])
+-- Raises: 22023, QJ007.
+create or replace function queue.before_sleep(worker bigint, queues text[] default null, options jsonb default null)
+returns table (may_sleep boolean, wait_for interval, channels text[], is_drained boolean)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
@@ -117,11 +188,17 @@ begin
   if v_due is not null then
     v_wait := least(v_wait, greatest(v_due - clock_timestamp(), interval '0'));
   end if;
-  wait_for := v_wait;
+  if exists (select from queue.undelivered u where u.worker_id = before_sleep.worker) then
+    wait_for := interval '0';
+    is_drained := false;
+  else
+    wait_for := v_wait;
+    is_drained := queue._is_drained(queues, options, v_due);
+  end if;
   return next;
 end $$;
-comment on function queue.before_sleep(bigint, text[]) is
-  'Decides, in the session that listens, whether a worker may sleep: LISTEN on the channels, fetch once more, then wait for a notification for at most wait_for. may_sleep false: notifications may fail to come, just fetch again after wait_for.';
+comment on function queue.before_sleep(bigint, text[], jsonb) is
+  'Decides, in the session that listens, whether a worker may sleep: LISTEN on the channels, fetch once more, then wait for a notification for at most wait_for. may_sleep false: notifications may fail to come, just fetch again after wait_for. is_drained: nothing of these queues is ready or due, or has yet to be admitted, so that nothing starts until somebody commits, ends, resumes or retries something, or a time comes; options: tasks and deadline_within, as of fetch, for what is ready.';
 
 -- Locks: gives back what before_sleep took in this session.
 create or replace function queue.after_sleep(worker bigint)

@@ -330,9 +330,12 @@ begin
   perform queue._check_interval('lease', next.lease) where next.ack is not true;
   v_worker := queue._register_worker('operator', queues, '{"listen": false}');
   v := queue._claim(v_worker, queues, 1, '{"alone": true}', true);
-  select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.headers
+  select c.id, c.claim, c.task, case when x.size <= 65536 then c.args end, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline,
+    case when x.size <= 65536 then c.headers end
   into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
-  from queue.claimed c where c.id = v.ids[1];
+  from queue.claimed c
+  cross join lateral (select coalesce(s.size, j.size, 0) as size from queue.job j left join queue.job_state s on s.id = j.id where j.id = c.id) x
+  where c.id = v.ids[1];
   if id is null or next.ack then
     delete from queue.worker w where w.id = v_worker;
     if id is null then
@@ -347,7 +350,7 @@ begin
   return next;
 end $$;
 comment on function queue.next(text[], boolean, interval) is
-  'Claims the next job of queues (names, prefix*, *; NULL: all) by hand, for queue.succeed, fail or release with its id and claim. It has a lease of its own, at whose end (expires_at) it counts as crashed; queue.extend renews it. With ack it is done with at once: it has succeeded, reason operator. No row: there is none.';
+  'Claims the next job of queues (names, prefix*, *; NULL: all) by hand, for queue.succeed, fail or release with its id and claim. It has a lease of its own, at whose end (expires_at) it counts as crashed; queue.extend renews it. With ack it is done with at once: it has succeeded, reason operator. No row: there is none. Args of more than 64 kB are left out: read them in queue.jobs.';
 
 -- Locks: as above. The whole log is read to find the queue's jobs.
 -- Raises: 22023 (no such queue), QJ006, QJ008.

@@ -31,6 +31,8 @@ begin
     when 'cancelled' then return format('it was cancelled at %s: %s', v.finished_at, v.reason);
     when 'running' then
       return format('it runs since %s on worker %s, claim %s', v.started_at, v.worker_id, v.claim)
+        || coalesce((select format('; its timeout passed at %s; its handler could not be ended and still runs', o.timeout_at)
+                     from queue._overdue() o where o.id = v.id), '')
         || coalesce((select case when l.is_own then format('; its lease ends at %s', l.expires_at) else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
                      from queue.lease l where l.id = v.id and l.claim = v.claim), '')
         || case when v.reason is not null then format('; its worker has been told to abort it: %s', v.reason) else '' end;
@@ -100,6 +102,20 @@ begin
 end $$;
 comment on function queue.why(bigint) is
   'Says why a job is not running: which job holds its lock or which fill its key, what it needs, until when it is paused or scheduled, whether any live worker serves its queue.';
+
+-- Claims whose timeout has passed, and which their worker has extended since, as it could not end the handler.
+create or replace function queue._overdue()
+returns table (id bigint, timeout_at timestamptz) language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select l.id, t.at
+    from (select l.id, l.claim, l.expires_at from queue.lease l where l.is_own order by l.expires_at desc limit 10000) l
+    cross join lateral (select v.claimed_at from queue.live v where v.id = l.id and v.claim = l.claim offset 0) v
+    cross join lateral (
+      select v.claimed_at + (j.options ->> 'timeout')::interval as at from queue.job j where j.id = l.id offset 0) t
+    where l.expires_at > t.at + interval '10 s';
+end $$;
 
 create or replace function queue._why_full(p_queue text)
 returns text language plpgsql stable parallel safe security invoker as $$

@@ -217,6 +217,15 @@ begin
               when v.broken > 0 then 'See reason in queue.schedules, and mend the task''s defaults or the schedule''s options.' end;
   return next;
 
+  name := 'timeouts';
+  select count(*) as n, string_agg(format('job %s at %s', o.id, date_trunc('second', o.timeout_at)), ', ' order by o.timeout_at) filter (where o.no <= 10) as jobs into v
+  from (select o.*, row_number() over (order by o.timeout_at) as no from queue._overdue() o) o;
+  status := case when v.n > 0 then 'warn' else 'ok' end;
+  detail := case when v.n > 0 then format('the timeout of %s jobs has passed; their handlers could not be ended and still run: %s', v.n, v.jobs)
+                 else 'no handler outlives its timeout' end;
+  fix := case when v.n > 0 then 'Each keeps its slot and its lock until it ends. Restart its worker (queue.why says which); run such tasks in processes, which can be killed' end;
+  return next;
+
   name := 'failures';
   select count(*) filter (where f.state = 'failed') as failed, count(*) as n into v
   from (select f.state from queue.finished f where f.finished_at > p_now - interval '1 hour' limit 100000) f;

@@ -4,7 +4,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ._app import App
 from ._codec import Codec, model_codec
-from ._context import JobAborted, JobContext, Middleware, Need, RetryLater, current_job
+from ._context import (
+    JobAborted,
+    JobContext,
+    JobTimeout,
+    Middleware,
+    Need,
+    RetryLater,
+    current_job,
+)
 from ._errors import (
     AlreadyQueued,
     ClaimLost,
@@ -57,6 +65,7 @@ __all__ = [
     "JobFailed",
     "JobNotFound",
     "JobStream",
+    "JobTimeout",
     "Middleware",
     "Need",
     "NotInstalled",

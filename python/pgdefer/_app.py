@@ -7,7 +7,6 @@ import contextlib
 import datetime as dt
 import importlib
 import json
-import logging
 import sys
 from collections.abc import (
     AsyncIterator,
@@ -58,6 +57,7 @@ from ._task import (
     module_name,
     name_of,
 )
+from ._text import logger
 from ._worker import Worker, WorkerOptions
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 __all__ = ["App"]
 
-log = logging.getLogger("pgdefer")
+log = logger("pgdefer")
 
 P = ParamSpec("P")
 R = TypeVar("R")

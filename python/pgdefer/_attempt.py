@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import time
 import types
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -16,10 +15,11 @@ from psycopg.rows import tuple_row
 
 from . import _memory, _outcome, _sql
 from ._connect import AsyncPool, SyncPool
-from ._context import JobAborted, JobContext, RetryLater, _current
-from ._errors import TransactionLost
+from ._context import JobAborted, JobContext, JobTimeout, RetryLater, _current
+from ._errors import TransactionLost, describe, is_transient
 from ._execute import AnyAsyncConnection, AnyConnection, execute, execute_async
-from ._link import Backoff
+from ._link import Backoff, watch
+from ._text import logger
 
 if TYPE_CHECKING:
     from ._context import Middleware
@@ -38,7 +38,7 @@ __all__ = [
     "success",
 ]
 
-log = logging.getLogger("pgdefer.worker")
+log = logger("pgdefer.worker")
 
 STOPPED = "the worker stops"
 TIMED_OUT = "timed out"
@@ -145,6 +145,8 @@ def _entered(job: JobContext, middleware: Iterable[Middleware]) -> Iterator[None
 
 def success(job: JobContext, handling: Handling, result: object) -> str:
     """Return the outcome of a handler that returned."""
+    if job._abort == TIMED_OUT:
+        return _timed_out(job, handling, None)
     if isinstance(result, RetryLater):
         return _yielded(job, handling, result)
     return _outcome.succeeded(job.id, job.claim, _text(job, result))
@@ -185,17 +187,16 @@ def _yielded(job: JobContext, handling: Handling, asked: RetryLater) -> str:
 
 def outcome_of(job: JobContext, handling: Handling | None, error: BaseException) -> str:
     """Return the outcome of a handler that raised; None: there was none."""
-    if isinstance(error, RetryLater) and handling is not None:
-        return _yielded(job, handling, error)
     if isinstance(error, TransactionLost):
         log.warning("%r: %s", job, error)
         return _outcome.crashed(job.id, job.claim, error)
-    if isinstance(error, asyncio.CancelledError | JobAborted):
+    if job._abort == TIMED_OUT:
+        return _timed_out(job, handling, error)
+    if isinstance(error, RetryLater) and handling is not None:
+        return _yielded(job, handling, error)
+    if isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout):
         if job._abort == STOPPED:
             return _outcome.released(job.id, job.claim)
-        if job._abort == TIMED_OUT:
-            late = TimeoutError(f"not done within {job.timeout}")
-            return failed(job, handling, late.with_traceback(error.__traceback__), "timed_out")
         if job._abort is not None:
             log.info("%r was aborted: %s", job, job._abort)
             cause = JobAborted(job._abort).with_traceback(error.__traceback__)
@@ -204,6 +205,16 @@ def outcome_of(job: JobContext, handling: Handling | None, error: BaseException)
             log.info("%r gave up: %s", job, error)
             return _outcome.aborted(job.id, job.claim, error)
     return failed(job, handling, error)
+
+
+def _timed_out(job: JobContext, handling: Handling | None, error: BaseException | None) -> str:
+    """Return the outcome of a handler that ended after its timeout, however it did."""
+    late = TimeoutError(f"not done within {job.timeout}")
+    if isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout):
+        late = late.with_traceback(error.__traceback__)
+    else:
+        late.__cause__ = error
+    return failed(job, handling, late, "timed_out")
 
 
 def failed(
@@ -234,27 +245,50 @@ def failed(
 def _in_transaction(
     job: JobContext, task: Task[..., Any], pool: SyncPool, given: list[Any], named: dict[str, Any]
 ) -> str | None:
-    with _transaction(job, task.handling.transactional, pool) as connection:
+    with _transaction(job, task.handling.transactional, pool) as (connection, ours):
         result = _called(task, [connection, *given], named)
         if isinstance(connection, _Flushes):
             connection.flush()
-        execute(connection, *_ending(job, result))
+        ending = _ending(job, result)
+        ours.begin(_driver(connection))
+        execute(connection, *ending)
     return None
 
 
 async def _in_transaction_async(
     job: JobContext, task: Task[..., Any], pool: AsyncPool, given: list[Any], named: dict[str, Any]
 ) -> str | None:
-    async with _transaction_async(job, task.handling.transactional, pool) as connection:
+    async with _transaction_async(job, task.handling.transactional, pool) as (connection, ours):
         result = await _called_async(task, [connection, *given], named)
         if isinstance(connection, _Flushes):
             await connection.flush()
-        await execute_async(connection, *_ending(job, result))
+        ending = _ending(job, result)
+        ours.begin(await _driver_async(connection))
+        await execute_async(connection, *ending)
     return None
 
 
+def _driver(connection: Any) -> Any:
+    """Return the driver's connection, of psycopg's or SQLAlchemy's."""
+    if isinstance(connection, psycopg.Connection):
+        return connection
+    return connection.connection().connection.driver_connection
+
+
+async def _driver_async(connection: Any) -> Any:
+    """As `_driver`, for asyncio."""
+    if isinstance(connection, psycopg.AsyncConnection):
+        return connection
+    return (await connection.connection()).sync_connection.connection.driver_connection
+
+
 def _ending(job: JobContext, result: object) -> tuple[_sql.Statement, dict[str, Any]]:
-    """Return the last statement of the handler's transaction, and its parameters."""
+    """Return the last statement of the handler's transaction, and its parameters.
+
+    Raises JobTimeout where it comes too late: the transaction is rolled back.
+    """
+    if job._abort == TIMED_OUT:
+        raise JobTimeout
     if isinstance(result, RetryLater):
         return _sql.RETRY_LATER, _outcome.yield_parameters(job.id, job.claim, result)
     text = _text(job, result)
@@ -272,19 +306,21 @@ class _Flushes(Protocol):
 @contextlib.contextmanager
 def _transaction(
     job: JobContext, maker: Callable[[], Any] | bool, pool: SyncPool
-) -> Iterator[AnyConnection]:
+) -> Iterator[tuple[AnyConnection, _Ours]]:
     if callable(maker):
-        with _lost_told_apart(), maker() as session, session.begin():
-            yield session
+        with _lost_told_apart() as ours, maker() as session, session.begin():
+            yield session, ours
         return
     with contextlib.ExitStack() as stack:
         connection = _opened(job, stack, pool)
-        with _lost_told_apart(connection):
+        with _lost_told_apart(connection) as ours:
             # another handler may have changed them
             connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             connection.row_factory, connection.cursor_factory = tuple_row, psycopg.Cursor
+            ours.begin(connection)
             with connection.transaction():
-                yield connection
+                ours.end()
+                yield connection, ours
 
 
 def _opened(
@@ -304,19 +340,21 @@ def _opened(
 @contextlib.asynccontextmanager
 async def _transaction_async(
     job: JobContext, maker: Callable[[], Any] | bool, pool: AsyncPool
-) -> AsyncIterator[AnyAsyncConnection]:
+) -> AsyncIterator[tuple[AnyAsyncConnection, _Ours]]:
     if callable(maker):
-        with _lost_told_apart():
+        with _lost_told_apart() as ours:
             async with maker() as session, session.begin():
-                yield session
+                yield session, ours
         return
     async with contextlib.AsyncExitStack() as stack:
         connection = await _opened_async(job, stack, pool)
-        with _lost_told_apart(connection):
+        with _lost_told_apart(connection) as ours:
             await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
             connection.row_factory, connection.cursor_factory = tuple_row, psycopg.AsyncCursor
+            ours.begin(connection)
             async with connection.transaction():
-                yield connection
+                ours.end()
+                yield connection, ours
 
 
 async def _opened_async(
@@ -332,13 +370,41 @@ async def _opened_async(
         await asyncio.sleep(waits.delay())
 
 
+class _Ours:
+    """What is not the handler's of its transaction: BEGIN, the last statement and COMMIT.
+
+    Each has a time limit, as all calls of the worker have; what fails is no fault of the job's.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._stop: Callable[[], None] = _nothing
+
+    def begin(self, connection: Any) -> None:
+        """Take note that what follows is ours, on this driver's connection."""
+        self.is_on = True
+        self._stop = watch.begin(connection)
+
+    def end(self) -> None:
+        """Take note that what follows is the handler's, or nothing."""
+        self.is_on = False
+        self._stop()
+
+
+def _nothing() -> None: ...
+
+
 @contextlib.contextmanager
 def _lost_told_apart(
     connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None = None,
-) -> Iterator[None]:
-    """Raise TransactionLost where the transaction ended with its connection."""
+) -> Iterator[_Ours]:
+    """Raise TransactionLost where the transaction ended with its connection.
+
+    Also where the server could not do what is ours, as on a full disk.
+    """
+    ours = _Ours()
     try:
-        yield
+        yield ours
     except Exception as error:
         if connection is None:
             is_lost = getattr(error, "connection_invalidated", False)
@@ -346,4 +412,9 @@ def _lost_told_apart(
             is_lost = isinstance(error, psycopg.Error) and connection.closed
         if is_lost:
             raise TransactionLost("the connection was lost in the handler's transaction") from error
+        if ours.is_on and is_transient(error):
+            said = f"the handler's transaction could not be ended: {describe(error)}"
+            raise TransactionLost(said) from error
         raise
+    finally:
+        ours.end()

@@ -35,6 +35,7 @@ import inspect
 import json
 import math
 import sys
+import types
 import uuid
 import zoneinfo
 from collections.abc import Awaitable, Callable, Mapping
@@ -462,21 +463,33 @@ def _type_name(kind: type) -> str:
 
 
 def _look_up(name: str) -> Any:
+    """Return what a module or class holds under a name, without running any code of theirs.
+
+    Not by getattr: a module's own __getattr__ may import what is asked for.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
+        found = _members(found).get(part)
     return found
+
+
+def _members(holder: object) -> Mapping[str, Any]:
+    for kind in (types.ModuleType, type):
+        if issubclass(type(holder), kind):
+            members: Mapping[str, Any] = vars(kind)["__dict__"].__get__(holder)
+            return members
+    return {}
 
 
 def _find_type(name: Any) -> type:
     found = _look_up(name) if isinstance(name, str) else None
-    if not isinstance(found, type):
+    if not issubclass(type(found), type):
         raise DecodeError(
             f"the class {name!r} isn't known here",
             hint="Import its module where the worker's tasks are imported.",
         )
-    return found
+    return cast("type", found)
 
 
 def _refuse_unencodable(value: Any) -> NoReturn:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from ._codec import unwrap
 from ._errors import PgDeferError
 from ._options import listed
+from ._text import plain
 
 if TYPE_CHECKING:
     import asyncio
@@ -19,8 +20,17 @@ if TYPE_CHECKING:
     from ._app import App
     from ._options import HasId
     from ._slots import Slots
+    from ._threads import Interruptible
 
-__all__ = ["JobAborted", "JobContext", "Middleware", "Need", "RetryLater", "current_job"]
+__all__ = [
+    "JobAborted",
+    "JobContext",
+    "JobTimeout",
+    "Middleware",
+    "Need",
+    "RetryLater",
+    "current_job",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +56,7 @@ class JobContext:
 
     __slots__ = (
         "_abort",
+        "_call",
         "_headers",
         "_is_in_process",
         "_is_released",
@@ -104,11 +115,12 @@ class JobContext:
         self._is_released = False
         self._runner: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._call: Interruptible[str | None] | None = None
         self._slots: Slots | None = None
         self._is_in_process = False
 
     def __repr__(self) -> str:
-        return f"<job {self.id} {self.task} attempt {self.attempt} claim {self.claim}>"
+        return f"<job {self.id} {plain(self.task)} attempt {self.attempt} claim {self.claim}>"
 
     @property
     def headers(self) -> Mapping[str, Any]:
@@ -128,7 +140,8 @@ class JobContext:
         """Whether the job was cancelled, timed out, or lost, or its worker stops at once.
 
         Handlers that are no coroutines ask this now and then, and raise `JobAborted` (or return)
-        when it is true; coroutines are cancelled.
+        when it is true; coroutines are cancelled. At its timeout `JobTimeout` is raised in the
+        handler's thread.
         """
         return self._abort is not None
 
@@ -174,6 +187,14 @@ def current_job() -> JobContext:
 def running_job() -> JobContext | None:
     """Return the job whose handler is running, or None."""
     return _current.get(None)
+
+
+class JobTimeout(BaseException):
+    """Raised in the thread of a handler that is no coroutine when the job's timeout has passed.
+
+    Wherever it is, as KeyboardInterrupt is; a call that runs no Python code has to return before.
+    Its attempt is `timed_out`, however it ends from then on.
+    """
 
 
 class JobAborted(PgDeferError):  # noqa: N818

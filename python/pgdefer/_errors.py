@@ -12,6 +12,8 @@ from typing import Any
 
 import psycopg
 
+from ._text import plain
+
 __all__ = [
     "SQLSTATES",
     "AlreadyQueued",
@@ -36,6 +38,7 @@ __all__ = [
     "describe",
     "is_lost",
     "is_refused",
+    "is_transient",
     "refused",
     "sqlstate_of",
     "translate",
@@ -217,14 +220,27 @@ def sqlstate_of(error: BaseException) -> str | None:
 def describe(error: BaseException) -> str:
     """Return an error as one line for the log: never what the server quotes of the data."""
     if isinstance(error, psycopg.Error) and error.diag.message_primary:
-        return f"{error.diag.message_primary} ({error.sqlstate})"
-    return " ".join(str(error).split()) or type(error).__name__
+        return plain(f"{error.diag.message_primary} ({error.sqlstate})")
+    return plain(" ".join(str(error).split())) or type(error).__name__
 
 
 def is_lost(error: BaseException) -> bool:
     """Whether it says that the connection is lost: the server went, or the line to it."""
     kinds = (psycopg.OperationalError, psycopg.InterfaceError, OSError)
     return isinstance(error, kinds) and sqlstate_of(error) in (None, "57P01", "57P02", "57P03")
+
+
+# Classes of errors that lie in the state of the server or of its other sessions, not in what was
+# sent: the connection (08), the transaction's state, such as on a server that only reads (25),
+# deadlocks (40), resources such as memory, disks and connections (53), locks (55), an operator
+# (57), the system (58), the server's files (F0), and faults of the server (XX). All others lie in
+# the statement and its data, and come again however often it is sent.
+_TRANSIENT = frozenset({"08", "25", "40", "53", "55", "57", "58", "F0", "XX"})
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the server may take the same statement later: it refused it for no fault of that."""
+    return (sqlstate_of(error) or "")[:2] in _TRANSIENT
 
 
 def is_refused(error: BaseException) -> bool:

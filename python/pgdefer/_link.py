@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
-import logging
 import os
 import random
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import psycopg
 from psycopg.types.string import TextBinaryLoader
@@ -19,20 +19,48 @@ from psycopg.types.string import TextBinaryLoader
 from . import _sql
 from ._connect import AsyncConnection, Source, close_now
 from ._errors import describe, is_lost, sqlstate_of
+from ._options import interval_text
 from ._sql import Statement
+from ._text import logger
 
-__all__ = ["CALL_LIMIT", "Backoff", "Ears", "Heart", "Link", "Listener", "LostError"]
+if TYPE_CHECKING:
+    from ._context import JobContext
 
-log = logging.getLogger("pgdefer.worker")
+__all__ = [
+    "CALL_LIMIT",
+    "Backoff",
+    "Ears",
+    "Heart",
+    "Link",
+    "Listener",
+    "LostError",
+    "Sleep",
+    "clock",
+    "watch",
+]
+
+log = logger("pgdefer.worker")
 
 # How long the database has for one answer, in seconds.
 CALL_LIMIT = 20.0
+# How often to look for jobs that outlive their timeout, and to keep their claims, in seconds: reap
+# waits for 10. The lease is longer than that, so that it tells them apart.
+LOOK = 3.0
+SHORTEST_LEASE = 15.0
 
 Rows = list[tuple[Any, ...]]
 
 
 class LostError(Exception):
     """The connection was lost: nobody knows whether the statement was run."""
+
+
+def clock() -> float:
+    """Return seconds by a clock that goes on while the machine is suspended, where there is one."""
+    return time.clock_gettime(_CLOCK)
+
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Backoff:
@@ -66,6 +94,7 @@ class Link:
         #: How long one call may take, in seconds.
         self.limit = CALL_LIMIT if limit is None else limit
         self._connection: AsyncConnection | None = None
+        self._encoding = "UTF8"
         self._cursor: psycopg.AsyncCursor[tuple[Any, ...]] | None = None
 
     async def open(self) -> AsyncConnection:
@@ -80,12 +109,19 @@ class Link:
                 raise LostError(describe(error)) from error
             connection.adapters.register_loader("jsonb", _StoredJson)
             self._connection = connection
+            encoding = connection.info.parameter_status("server_encoding")
+            self._encoding = encoding or self._encoding
             self._cursor = connection.cursor(binary=True)
             self._opened(connection)
         return self._connection
 
     def _opened(self, connection: AsyncConnection) -> None:
         """Do what a new connection needs."""
+
+    @property
+    def encoding(self) -> str:
+        """The database's encoding, by PostgreSQL's name; that of the last connection."""
+        return self._encoding
 
     async def call(self, statement: Statement, **parameters: object) -> Rows:
         """Run a statement. Raises LostError, or psycopg's error of a statement that failed."""
@@ -130,16 +166,66 @@ class Link:
             close_now(connection)
 
 
-def cut(connection: psycopg.Connection[Any] | AsyncConnection) -> None:
-    """Have whoever waits for an answer learn that the connection is lost.
+def cut(connection: Any) -> None:
+    """Have whoever waits for an answer learn that the connection is lost; from any thread.
 
-    Not by cancelling: psycopg would then try for long to cancel the statement.
+    Not by cancelling: psycopg would then try for long to cancel the statement. The connection is
+    psycopg's, or another driver's: one that tells its descriptor, or has a transport, as asyncpg.
     """
-    with (
-        contextlib.suppress(OSError, psycopg.Error),
-        socket.socket(fileno=os.dup(connection.pgconn.socket)) as line,
-    ):
-        line.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(Exception):
+        if not hasattr(connection, "fileno"):
+            connection = connection._transport.get_extra_info("socket")
+        with socket.socket(fileno=os.dup(connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+
+
+class Watch:
+    """Cuts connections whose time is over, from a thread of its own: it is for calls that block."""
+
+    def __init__(self) -> None:
+        self._limits: dict[object, tuple[float, Any]] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def limited(self, connection: Any) -> Iterator[None]:
+        """Cut the connection where this takes longer than CALL_LIMIT."""
+        stop = self.begin(connection)
+        try:
+            yield
+        finally:
+            stop()
+
+    def begin(self, connection: Any) -> Callable[[], None]:
+        """Cut the connection after CALL_LIMIT, unless what is returned is called before."""
+        key = object()
+        with self._changed:
+            self._limits[key] = time.monotonic() + CALL_LIMIT, connection
+            if self._thread is None or not self._thread.is_alive():  # as after a fork
+                self._thread = threading.Thread(target=self._run, name="pgdefer-watch", daemon=True)
+                self._thread.start()
+            elif len(self._limits) == 1:
+                self._changed.notify()
+
+        def stop() -> None:
+            with self._changed:
+                self._limits.pop(key, None)
+
+        return stop
+
+    def _run(self) -> None:
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                for key, (limit, connection) in list(self._limits.items()):
+                    if limit <= now:
+                        del self._limits[key]
+                        cut(connection)
+                self._changed.wait(min(CALL_LIMIT, 1.0) if self._limits else None)
+
+
+#: Of this process.
+watch = Watch()
 
 
 class Ears(Link):
@@ -208,6 +294,20 @@ class Ears(Link):
         super().close()
 
 
+class Sleep(NamedTuple):
+    """What queue.before_sleep has said: for how many seconds, and whether nothing is left."""
+
+    seconds: float
+    is_drained: bool = False
+
+    @classmethod
+    def of(cls, row: tuple[Any, ...]) -> Self:
+        """Return it as said in a row."""
+        _, wait_for, _, is_drained = row
+        seconds = wait_for.total_seconds() if isinstance(wait_for, dt.timedelta) else 1.0
+        return cls(max(seconds, 0.0), is_drained)
+
+
 class Listener(Ears):
     """The connection on which a worker goes to sleep and wakes."""
 
@@ -228,23 +328,26 @@ class Listener(Ears):
         self._not_before = 0.0
         self.is_latched = False
 
-    async def before_sleep(self, worker: int, queues: Sequence[str] | None) -> float:
-        """Say that this worker goes to sleep; return for how long it may, at most, in seconds.
+    async def before_sleep(
+        self, worker: int, queues: Sequence[str] | None, options: str | None = None
+    ) -> Sleep:
+        """Say that this worker goes to sleep; return for how long it may, at most.
 
-        Without a connection it is a second: then the worker polls.
+        Without a connection it is a second: then the worker polls. `options` are queue.fetch's.
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
-            return 1.0
+            return Sleep(1.0)
         if self._lock.locked():
             # It does what was due, and hears nothing until that is done.
-            return 0.05
+            return Sleep(0.05)
         try:
             while True:
-                rows = await self.exchange(_sql.BEFORE_SLEEP, worker=worker, queues=queues)
+                rows = await self.exchange(
+                    _sql.BEFORE_SLEEP, worker=worker, queues=queues, options=options
+                )
                 session = self._connection
-                _, wait_for, channels = rows[0]
-                self._wanted = channels
+                self._wanted = channels = rows[0][2]
                 await self.listen_again()
                 if self._connection is session:
                     break
@@ -252,11 +355,10 @@ class Listener(Ears):
         except LostError as error:
             log.warning("the listening connection was lost: %s", error)
             self._not_before = loop.time() + self._backoff.delay()
-            return 1.0
+            return Sleep(1.0)
         self._backoff.reset()
         self.is_latched = bool(channels)
-        seconds: float = wait_for.total_seconds() if isinstance(wait_for, dt.timedelta) else 1.0
-        return seconds
+        return Sleep.of(rows[0])
 
     async def listen_again(self) -> None:
         """Hear what `before_sleep` has said, and is heard no more. Raises LostError."""
@@ -302,34 +404,42 @@ class Listener(Ears):
 class Heart:
     """Heartbeats, in a thread, an event loop and a connection of their own.
 
-    The callbacks are called in the worker's loop: `on_abort` with (id, claim, reason) of the jobs
-    to abort, `on_gone` when the worker was given up for dead, `on_suspects` with the number of jobs
-    that wait to be claimed alone.
+    The callbacks are called in the worker's loop: `on_beat` after each heartbeat that was answered,
+    with (id, claim, reason) of the jobs to abort, `on_gone` when the worker was given up for dead,
+    `on_suspects` with the number of jobs that wait to be claimed alone.
     """
 
     def __init__(
         self,
         source: Source,
         interval: float,
+        dead_after: float,
         *,
-        on_abort: Callable[[list[tuple[int, int, str]]], None],
+        on_beat: Callable[[list[tuple[int, int, str]]], None],
         on_gone: Callable[[int], None],
         on_suspects: Callable[[int], None],
     ) -> None:
         self._source = source
         self._interval = interval
-        self._on_abort = on_abort
+        self._on_beat = on_beat
         self._on_gone = on_gone
         self._on_suspects = on_suspects
         self._outer = asyncio.get_running_loop()
         self._inner: asyncio.AbstractEventLoop | None = None
         self._event: asyncio.Event | None = None
+        #: Until when, by time.monotonic(), a claimed job may take: then its claim is to be kept.
+        self.limits: dict[JobContext, float] = {}
+        self._lease = interval_text(dt.timedelta(seconds=max(dead_after, SHORTEST_LEASE)))
+        self._late: set[JobContext] = set()
         self._worker: int | None = None
         self._is_stopped = False
+        #: When the last heartbeat that was answered was sent, by `clock`.
+        self.beat_at = 0.0
         self._thread = threading.Thread(target=self._run, name="pgdefer-heart", daemon=True)
 
-    def start(self, worker: int) -> None:
+    def start(self, worker: int, registered_at: float) -> None:
         """Beat for this worker from now on."""
+        self.beat_at = registered_at
         self._worker = worker
         if self._thread.ident is None:
             self._thread.start()
@@ -368,9 +478,12 @@ class Heart:
                 delay = self._interval
                 try:
                     if worker is not None:
+                        sent_at = clock()
                         rows = await link.call(_sql.HEARTBEAT, worker=worker)
-                        if rows:
-                            self._tell(self._on_abort, [(row[0], row[1], row[2]) for row in rows])
+                        if self._worker == worker:
+                            self.beat_at = sent_at
+                        aborts = [(row[0], row[1], row[2]) for row in rows]
+                        self._tell(self._on_beat, aborts)
                         backoff.reset()
                         if not self._is_stopped:
                             await self._tick(link)
@@ -385,11 +498,44 @@ class Heart:
                     else:
                         delay = backoff.delay()
                         log.warning("no heartbeat: %s", describe(error))
-                if not self._is_stopped:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._event.wait(), delay)
+                await self._rest(link, delay)
         finally:
             link.close()
+
+    async def _rest(self, link: Link, delay: float) -> None:
+        """Wait until the next beat, or until poked; keep meanwhile what is to be kept."""
+        assert self._event is not None
+        end = time.monotonic() + delay
+        while not self._is_stopped:
+            await self._keep(link)
+            left = end - time.monotonic()
+            if left <= 0 or self._event.is_set():
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._event.wait(), min(left, LOOK))
+
+    async def _keep(self, link: Link) -> None:
+        """Keep the claims of jobs that outlive their timeout: what they hold is in use.
+
+        That is decided here, beside the worker's loop, which a handler may block.
+        """
+        now = time.monotonic()
+        late = {job for job, limit in self.limits.copy().items() if limit <= now}
+        self._late &= late
+        for job in late:
+            if job not in self._late:
+                self._late.add(job)
+                log.warning("%r outlives its timeout: its claim is kept until it ends", job)
+            try:
+                await link.call(_sql.EXTEND, id=job.id, claim=job.claim, lease=self._lease)
+            except LostError as error:
+                log.warning("%r: its claim could not be kept: %s", job, error)
+                return
+            except psycopg.Error as error:
+                if sqlstate_of(error) in ("QJ001", "QJ002"):
+                    self.limits.pop(job, None)
+                else:
+                    log.warning("%r: its claim could not be kept: %s", job, describe(error))
 
     async def _tick(self, link: Link) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import enum
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
@@ -21,6 +22,15 @@ class HasId(Protocol):
     @property
     def id(self) -> int:
         """The job's id."""
+
+
+class _Unset(enum.Enum):
+    """What stands for an option that isn't given, where None is a value of its own."""
+
+    UNSET = "not given"
+
+    def __repr__(self) -> str:
+        return self.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +58,7 @@ class Retry:
     first: dt.timedelta | None = None
     jitter: float | None = None
     on_crash: Literal["retry", "fail"] | None = None
-    max_crashes: int | None = None
+    max_crashes: int | _Unset | None = _Unset.UNSET
     wait: float | None = None
     linear_wait: float | None = None
     exponential_wait: float | None = None
@@ -56,9 +66,11 @@ class Retry:
     def to_json(self) -> dict[str, Any]:
         """Return the policy as queue.backoff takes it."""
         policy: dict[str, Any] = {"max_attempts": self.max_attempts}
+        if self.max_crashes is None:
+            policy["max_crashes"] = None
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None:
+            if value is not None and value is not _Unset.UNSET:
                 policy[field.name] = interval_text(value) if field.type == _DELAY else value
         return policy
 

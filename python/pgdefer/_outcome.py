@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Mapping
 from typing import Any
+
+from psycopg._encodings import py_codecs
 
 from ._codec import TAG, UNENCODABLE
 from ._context import RetryLater
 from ._errors import PgDeferError
 from ._options import job_id
+from ._text import plain
 
 __all__ = [
     "aborted",
@@ -19,8 +23,10 @@ __all__ = [
     "headline",
     "released",
     "retry_later",
+    "storable_in",
     "succeeded",
     "unencodable",
+    "without_result",
 ]
 
 MAX_HEADLINE = 500
@@ -66,7 +72,7 @@ def retry_later(id: int, claim: int, asked: RetryLater) -> str:
     """Return the outcome of a handler that yielded."""
     given = yield_parameters(id, claim, asked)
     outcome = {name: value for name, value in given.items() if value is not None}
-    return json.dumps({**outcome, "needs": given["needs"], "outcome": "retry_later"})
+    return _dumps({**outcome, "needs": given["needs"], "outcome": "retry_later"})
 
 
 def yield_parameters(id: int, claim: int, asked: RetryLater) -> dict[str, Any]:
@@ -97,14 +103,62 @@ def _failure(
     }
     if options:
         report["options"] = dict(options)
-    return json.dumps(report)
+    return _dumps(report)
+
+
+def _dumps(outcome: Mapping[str, object]) -> str:
+    """Return JSON without escapes: of those above ASCII a database in SQL_ASCII can't make text."""
+    text = json.dumps(outcome, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(outcome)
+    return text
+
+
+_ESCAPE_OR_ABOVE_ASCII = re.compile(
+    r"""\\(?: u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2} | u[0-9a-fA-F]{4} | . )
+      | [^\x00-\x7f]""",
+    re.VERBOSE,
+)
+
+
+def storable_in(outcome: str, encoding: str) -> str:
+    """Return an outcome with Python's escapes for what a database of this encoding can't hold.
+
+    `encoding` is PostgreSQL's name of it; of one that Python doesn't know only ASCII is left.
+    """
+    codec = "utf-8" if encoding == "SQL_ASCII" else py_codecs.get(encoding.encode(), "ascii")
+
+    def fitted(found: re.Match[str]) -> str:
+        text = found[0]
+        if text == "\\u0000":
+            return "\\\\x00"
+        character: str = json.loads(f'"{text}"')
+        if character.isascii():
+            return text
+        try:
+            character.encode(codec)
+        except UnicodeEncodeError:
+            escaped = character.encode("ascii", "backslashreplace").decode()
+            return escaped.replace("\\", "\\\\")
+        return character
+
+    return _ESCAPE_OR_ABOVE_ASCII.sub(fitted, outcome)
+
+
+def without_result(outcome: str, id: int, claim: int) -> str | None:
+    """Return a success with a note that its result can't be stored; None of another outcome."""
+    if not outcome.startswith(succeeded(id, claim)[:-1] + ',"result":'):
+        return None
+    return succeeded(id, claim, unencodable("JSON, which this database can't hold"))
 
 
 def headline(error: BaseException) -> str:
     """Return an error's first line, for the log."""
     kind, message = _kind_and_message(error)
     line = (message.splitlines() or [""])[0]
-    return storable(f"{kind}: {line}" if line else kind, MAX_HEADLINE)
+    return plain(storable(f"{kind}: {line}" if line else kind, MAX_HEADLINE))
 
 
 def _kind_and_message(error: BaseException) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,14 @@ from ._attempt import outcome_of
 from ._connect import Source
 from ._context import JobAborted, JobContext
 from ._errors import PgDeferError
+from ._text import logger
 
 if TYPE_CHECKING:
     from ._task import Task
 
 __all__ = ["Processes"]
 
-log = logging.getLogger("pgdefer.worker")
+log = logger("pgdefer.worker")
 
 # How long a process has to end once it has nothing more to do.
 LINGER = 2.0
@@ -87,8 +89,12 @@ class Processes:
             for process in self._busy.values():
                 process.kill()
             idle, self._idle = self._idle, []
+        # All at once: each has to be scheduled to hear of it, and to end.
         for process in idle:
-            process.close()
+            process.hang_up()
+        end = time.monotonic() + LINGER
+        for process in idle:
+            process.close(end - time.monotonic())
 
     def _take(self, job: JobContext) -> _Process:
         dead = []
@@ -198,10 +204,14 @@ class _Process:
         self.is_killed = True
         self._process.kill()
 
-    def close(self) -> None:
-        """Let it end; end it where it does not."""
+    def hang_up(self) -> None:
+        """Tell it to end, by closing the line."""
         self._connection.close()
-        self._process.join(LINGER)
+
+    def close(self, seconds: float = LINGER) -> None:
+        """Let it end; end it where it does not within that time."""
+        self.hang_up()
+        self._process.join(max(seconds, 0.0))
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from ._errors import EncodeError
 from ._options import Settings
 from ._task import SCHEDULED_FOR, AsyncTask, SyncTask, Task
+from ._text import logger
 
 if TYPE_CHECKING:
     from ._app import App
 
 __all__ = ["RecurringDecorator", "Schedule", "vanished"]
 
-log = logging.getLogger("pgdefer")
+log = logger("pgdefer")
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -117,8 +117,9 @@ WORKER_DIED = Statement("""
 """)
 
 BEFORE_SLEEP = Statement("""
-    select may_sleep, wait_for, channels
-    from queue.before_sleep(cast(:worker as bigint), cast(:queues as text[]))
+    select may_sleep, wait_for, channels, is_drained
+    from queue.before_sleep(
+        cast(:worker as bigint), cast(:queues as text[]), cast(:options as jsonb))
 """)
 
 AFTER_SLEEP = Statement("select queue.after_sleep(cast(:worker as bigint))")

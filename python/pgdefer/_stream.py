@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import queue
 import threading
 import weakref
@@ -22,6 +21,7 @@ from ._attempt import decoded_async, failed, middleware, outcome_of, success
 from ._context import JobAborted, JobContext, RetryLater, _current
 from ._errors import PgDeferError
 from ._handling import Decision, Handling
+from ._text import logger
 from ._worker import Worker, WorkerOptions
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClaimedJob", "JobStream"]
 
-log = logging.getLogger("pgdefer.worker")
+log = logger("pgdefer.worker")
 
 # No task of ours says anything of errors: the retry policy decides.
 _HANDLING = Handling()
@@ -74,7 +74,7 @@ class ClaimedJob(JobContext):
         """End it as succeeded. A result that can't be stored is replaced by a note of that."""
         if isinstance(result, RetryLater):
             raise TypeError("a RetryLater is for retry_later")
-        self._end(success(self, _HANDLING, result))
+        self._end(success(self._claim, _HANDLING, result))
 
     def fail(self, error: str | BaseException, decision: Decision | None = None) -> None:
         """End it as failed: what becomes of it, its retry policy says, or the decision."""
@@ -89,7 +89,7 @@ class ClaimedJob(JobContext):
         """Have it called again later, which is no failure."""
         if not isinstance(asked, RetryLater):
             raise TypeError(f"asked must be a RetryLater, not {asked!r}")
-        self._end(success(self, _HANDLING, asked))
+        self._end(success(self._claim, _HANDLING, asked))
 
     def release(self) -> None:
         """Give it back, as if never claimed."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import os
 import signal
@@ -20,13 +19,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ._link import Backoff
+from ._text import logger
 
 if TYPE_CHECKING:
     from ._worker import Worker
 
 __all__ = ["Supervisor", "Tether"]
 
-log = logging.getLogger("pgdefer.supervisor")
+log = logger("pgdefer.supervisor")
 
 # How often a worker says that it lives, in seconds, and how often it may miss that: as long as the
 # database waits for a heartbeat unless told otherwise, and not less, as it has yet to start.
@@ -90,7 +90,8 @@ class Supervisor:
     found nothing to do. One that fails, dies or shows no life for 30 seconds (`dead_after`, where
     that is longer) is followed after a delay, which grows from 0.1 to 5 seconds until one has lived
     for 30. One that fails before it has registered ends them all if none ever has, or if its exit
-    code is in `fatal`.
+    code is in `fatal`; but where a signal has killed it, which says nothing of how it is set up,
+    each is tried once more.
 
     `command` is a worker's command, and `arguments` what follows the options of its tether.
 
@@ -117,6 +118,7 @@ class Supervisor:
         self._fatal = frozenset(fatal)
         self._running: set[_Process] = set()
         self._has_registered = False
+        self._spared = 0
         self._was_asked = False
         self._code = 0
 
@@ -174,6 +176,9 @@ class Supervisor:
         if self._stopping.is_set():
             self._code = self._code or max(code, 1)
         elif process.worker is None and (code in self._fatal or not self._has_registered):
+            if code < 0 and self._spared < self._processes:
+                self._spared += 1
+                return code
             self._code = max(code, 1)
             self._stop()
         return code or 1

@@ -4,11 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import ctypes
 import queue
 import threading
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-__all__ = ["Threads"]
+__all__ = ["Interruptible", "Threads"]
+
+T = TypeVar("T")
+
+
+class Interruptible(Generic[T]):
+    """One call, in whose thread an exception can be raised while it lasts, and never after."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._is_over = False
+        self._raised: type[BaseException] | None = None
+
+    def interrupt(self, kind: type[BaseException]) -> None:
+        """Raise it in the call's thread, as soon as that runs Python code; from another thread."""
+        with self._lock:
+            if self._thread is not None:
+                _raise_in(self._thread, kind)
+            elif not self._is_over:
+                self._raised = kind
+
+    def run(self) -> T:
+        """Return what the function returns. Raises what it raises, and what `interrupt` says."""
+        try:
+            with self._lock:
+                self._thread = threading.get_ident()
+                if self._raised is not None:
+                    raise self._raised
+            return self._function()
+        finally:
+            # What is raised may come in here, too, but once: to be raised again takes longer.
+            try:
+                self._end()
+            finally:
+                self._end()
+
+    def _end(self) -> None:
+        """Let nothing be raised from now on: what has not come by now is dropped."""
+        with self._lock:
+            self._thread, self._is_over = None, True
+            _raise_in(threading.get_ident(), None)
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    what = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
 
 
 class Threads:

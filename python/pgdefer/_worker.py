@@ -18,13 +18,13 @@ import contextvars
 import datetime as dt
 import functools
 import json
-import logging
 import math
 import os
 import platform
 import signal
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -33,23 +33,25 @@ import psycopg
 from . import _outcome, _sql
 from ._attempt import STOPPED, TIMED_OUT, Call, failed, outcome_of, run, run_async
 from ._connect import AsyncConnection, AsyncPool, SyncPool
-from ._context import JobContext
+from ._context import JobContext, JobTimeout
 from ._errors import (
     PgDeferError,
     UnknownTask,
     WorkerGone,
     describe,
     is_refused,
+    is_transient,
     sqlstate_of,
     translate,
 )
-from ._link import Backoff, Heart, Link, Listener, LostError
+from ._link import Backoff, Heart, Link, Listener, LostError, Sleep, clock
 from ._options import interval_text, listed
 from ._processes import Processes
 from ._slots import Slots, arrange
 from ._suspects import Suspects
 from ._task import Task
-from ._threads import Threads
+from ._text import logger
+from ._threads import Interruptible, Threads
 
 if TYPE_CHECKING:
     from ._app import App
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker", "WorkerOptions", "check_options"]
 
-log = logging.getLogger("pgdefer.worker")
+log = logger("pgdefer.worker")
 
 # How long to look again, and how often, before going to sleep after the last job.
 LINGER_POLLS = 5
@@ -68,6 +70,10 @@ SLICE = 64
 MOST = 2**31 - 1
 # How long aborted jobs have to unwind before they are given back.
 GRACE = 1.0
+# How long past its timeout a job may go on before its claim is kept, in seconds; how often a thread
+# is told of it.
+LATE = 2.0
+AGAIN = 10.0
 # When claims of an answer that was lost are looked for: the lost call may be under way still.
 SUSPICION = (0.0, 15.0, 120.0)
 
@@ -75,8 +81,10 @@ SUSPICION = (0.0, 15.0, 120.0)
 FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01", "28000", "28P01"})
 
 
-# Classes of errors that lie in the outcome itself: it will never be taken.
-SPOILT = frozenset({"22", "23", "54"})
+# Errors that pass as a rule, but lie in an outcome that is refused with them this often: a fault of
+# the server, and a time limit.
+DOUBTFUL = frozenset({"XX", "57014"})
+TRIES = 20
 
 
 class Refused(Exception):  # noqa: N818
@@ -90,8 +98,9 @@ class WorkerOptions(TypedDict, total=False):
     take jobs whose deadline is nearer than 5s, 30m, 2h, 1d, 1w; `slots=["2:30m", 3]`.
 
     `shutdown_timeout`: for how many seconds `stop` lets running jobs go on; None, the default:
-    until they end. `drain`: end once there is nothing to do. `max_jobs`: end once so many have been
-    run, such as to have a supervisor start a new process before a handler's leaks fill the memory.
+    until they end. `drain`: end once nothing is left that would start by itself, as
+    `queue.before_sleep` says. `max_jobs`: end once so many have been run, such as to have a
+    supervisor start a new process before a handler's leaks fill the memory.
 
     `heartbeat_every` and `dead_after` (10 and 30 seconds): how often the worker says that it lives,
     and after which silence its jobs are given to others. `jobs_per_process`: after how many jobs a
@@ -152,16 +161,21 @@ class Worker:
         self._running: set[JobContext] = set()
         self._outcomes: list[tuple[JobContext, str]] = []
         self._sending: list[tuple[JobContext, str]] = []
+        # How often an outcome was refused on its own.
+        self._refused: collections.Counter[JobContext] = collections.Counter()
+        self._refusals = Backoff(last=1.0)
         self._lone: JobContext | None = None
         self._suspects = Suspects(self.heartbeat_every)
         self._background: set[asyncio.Task[Any]] = set()
         self._is_starting = False
+        # Whether what was claimed waits for a heartbeat before it starts.
+        self._is_held = False
         self._has_scheduled = False
         self._is_stopping = False
         # How many jobs it may still claim.
         self._left = options.get("max_jobs") or math.inf
         # Whether the last fetch found less than it asked for, and how often to look again soon.
-        self._is_drained = False
+        self._is_dry = False
         self._polls = 0
         self._was_hinted = False
         self._suspicion: list[float] = []
@@ -199,7 +213,8 @@ class Worker:
         self._heart = Heart(
             self.app.source,
             self.heartbeat_every,
-            on_abort=self._on_abort,
+            self.dead_after,
+            on_beat=self._on_beat,
             on_gone=self._on_worker_gone,
             on_suspects=self._on_suspects,
         )
@@ -357,14 +372,15 @@ class Worker:
             "dead_after": interval_text(dt.timedelta(seconds=self.dead_after)),
             "listen": self._listens,
         }
+        registered_at = clock()
         rows = await self._ask(
             _sql.REGISTER_WORKER, name=self.name, queues=self.queues, info=json.dumps(info)
         )
         self.id = rows[0][0]
-        self._heart.start(rows[0][0])
+        self._heart.start(rows[0][0], registered_at)
         if self._listens:
             # From now on a busy worker hears what is meant for it, too.
-            await self._before_sleep(self._listener)
+            await self._before_sleep()
             await self._listener.after_sleep(self._registered())
         log.info("worker %d serves %s", self.id, ", ".join(self.queues or ["all queues"]))
 
@@ -379,7 +395,7 @@ class Worker:
         tether.tell(self._told)
 
     async def _pump_connected(self) -> None:
-        self._is_drained = False
+        self._is_dry = False
         if self._left < math.inf and self._free() and not self._running:
             # One that ends soon may never come to make room for those that have crashed.
             await self._fetch_alone()
@@ -387,7 +403,7 @@ class Worker:
             if self._suspicion and self._suspicion[0] <= self._loop.time():
                 await self._look_for_lost_claims()
             free = self._free()
-            if self._outcomes or (free and not self._is_drained):
+            if self._outcomes or (free and not self._is_dry):
                 await self._round_trip(free)
             elif free:
                 await self._idle(free)
@@ -401,18 +417,16 @@ class Worker:
             else:
                 # All slots are taken, or there are to be no more: until an outcome comes.
                 await self._wait(None)
-                self._is_drained = False
+                self._is_dry = False
 
     async def _idle(self, free: list[Slots]) -> None:
         """Wait until it is worth while to look again: first for moments, then asleep."""
         if self._polls:
             self._polls -= 1
             await self._wait(LINGER_DELAY)
-            self._is_drained = False
+            self._is_dry = False
         elif not self._running and await self._fetch_alone():
-            self._is_drained = False
-        elif self.drain and not self._running:
-            self.stop()
+            self._is_dry = False
         else:
             await self._sleep(free)
 
@@ -432,31 +446,32 @@ class Worker:
         return self._is_stopping or self._left <= 0
 
     async def _sleep(self, free: list[Slots]) -> None:
-        """Sleep until there may be something to do."""
+        """Sleep until there may be something to do; to drain, stop where there is nothing left."""
         if self._is_stopping:
             return
         self._was_hinted = False
-        self._is_drained = False
-        link = self._listener if self._listens else None
-        if link is None:
-            rows = await self._ask(_sql.BEFORE_SLEEP, worker=self._registered(), queues=self.queues)
-            wait_for = rows[0][1].total_seconds()
-        else:
-            wait_for = await self._before_sleep(link)
+        self._is_dry = False
+        is_idle = not (self._running or self._claimed or self._outcomes)
+        sleep = await self._before_sleep()
+        if self.drain and is_idle and sleep.is_drained:
+            self.stop()
+            return
+        if self._listens:
             # What came before we could be woken has woken nobody.
             if await self._round_trip(free):
                 return
-            self._is_drained = False
-        if not await self._wait(max(wait_for, 0.0)) and not self._is_stopping:
+            self._is_dry = False
+        if not await self._wait(sleep.seconds) and not self._is_stopping:
             # Something is due.
-            if link is None:
+            if not self._listens:
                 await self._ask(_sql.TICK)
-            elif wait_for > 0:
+            elif sleep.seconds > 0:
                 self._spawn(self._tick())
 
     async def _fetch_alone(self) -> bool:
         """Fetch one of the jobs that nothing else may run beside: those that crashed before."""
         worker = self._registered()
+        asked_at = time.monotonic()
         rows = await self._ask(
             _sql.FETCH,
             worker=worker,
@@ -469,19 +484,29 @@ class Worker:
         self._suspects.ran()
         self._left -= 1
         job = self._lone = JobContext(self.app, rows[0])
+        if job.timeout is not None:
+            self._limit(job, job.timeout, asked_at)
         if self._is_stopping:
             self._give_back(job)
         else:
-            self._start(job)
+            self._claimed.append(job)
+            self._start_claimed()
         return True
 
-    async def _before_sleep(self, listener: Listener) -> float:
+    async def _before_sleep(self) -> Sleep:
+        """Say that this worker goes to sleep, with what it would fetch for its widest slots."""
+        worker, options = self._registered(), self.slots[-1].options()
+        if not self._listens:
+            rows = await self._ask(
+                _sql.BEFORE_SLEEP, worker=worker, queues=self.queues, options=options
+            )
+            return Sleep.of(rows[0])
         try:
-            return await listener.before_sleep(self._registered(), self.queues)
+            return await self._listener.before_sleep(worker, self.queues, options)
         except psycopg.Error as error:
             self._raise_translated(error)
             log.warning("the worker polls: %s", describe(error))
-            return 1.0
+            return Sleep(1.0)
 
     async def _tick(self) -> None:
         try:
@@ -496,14 +521,14 @@ class Worker:
             await self._exchange(None)
             return 0
         found = 0
-        is_drained = True
+        is_dry = True
         for slots in free:
             if not (asked := self._wanted(slots)):
                 break
             came = await self._exchange(slots)
             found += came
-            is_drained = is_drained and came < asked
-        self._is_drained = is_drained
+            is_dry = is_dry and came < asked
+        self._is_dry = is_dry
         if found:
             self._polls = LINGER_POLLS
             if self._listener.is_latched:
@@ -529,6 +554,7 @@ class Worker:
             }
         )
         self._sending, self._outcomes = self._outcomes, []
+        asked_at = time.monotonic()
         try:
             if not self._sending:
                 rows = await self._ask(_sql.FETCH, **asked)
@@ -537,6 +563,7 @@ class Worker:
                 rows = await self._ask(_sql.FINISH_AND_FETCH, outcomes=outcomes, **asked)
             else:
                 await self._finish(self._sending)
+            self._refusals.reset()
         except (LostError, asyncio.CancelledError):
             # Sent again: what was written down already will be refused, and dropped.
             self._outcomes[:0] = self._sending
@@ -547,7 +574,9 @@ class Worker:
         finally:
             self._sending = []
         # Given up for dead meanwhile, these claims are others' by now.
-        return self._take(rows, slots) if slots is not None and self.id == worker else 0
+        if slots is None or self.id != worker:
+            return 0
+        return self._take(rows, slots, asked_at)
 
     async def _send_apart(self, error: psycopg.Error) -> None:
         """Send the outcomes without asking for jobs; where one spoils the call, each alone."""
@@ -562,21 +591,47 @@ class Worker:
         except LostError:
             self._outcomes[:0] = sending
             raise
-        if sqlstate_of(error) != "22023":
-            await self._try_again(error, Backoff())
+        if is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}:
+            await self._try_again(error, self._refusals)
 
     async def _send_one(self, job: JobContext, outcome: str) -> None:
-        spoilt = PgDeferError("the outcome can't be stored")
-        for text in (outcome, _outcome.failed(job.id, job.claim, spoilt)):
+        """Send an outcome; where it lies in that that it is refused, what comes nearest to it.
+
+        No outcome is sent for ever: where nothing is taken, a lease ends the claim as crashed.
+        """
+        for text in self._nearest(job, outcome):
             try:
                 await self._finish([(job, text)])
             except psycopg.Error as error:
                 log.error("the outcome of %r was refused: %s", job, describe(error))
-                if (sqlstate_of(error) or "")[:2] not in SPOILT:
+                if self._may_be_taken_later(job, error):
                     self._outcomes.append((job, outcome))
                     return
             else:
+                del self._refused[job]
                 return
+        del self._refused[job]
+        with contextlib.suppress(psycopg.Error):
+            await self._link.call(_sql.EXTEND, id=job.id, claim=job.claim, lease="1 s")
+
+    def _nearest(self, job: JobContext, outcome: str) -> Iterator[str]:
+        """Yield an outcome, and what can be said in place of it."""
+        yield outcome
+        note = _outcome.without_result(outcome, job.id, job.claim)
+        if note is not None:
+            yield note
+        else:
+            for encoding in (self._link.encoding, "ASCII"):
+                yield _outcome.storable_in(outcome, encoding)
+        spoilt = PgDeferError("the outcome can't be stored")
+        yield _outcome.failed(job.id, job.claim, spoilt)
+
+    def _may_be_taken_later(self, job: JobContext, error: psycopg.Error) -> bool:
+        code = sqlstate_of(error) or ""
+        if DOUBTFUL & {code, code[:2]}:
+            self._refused[job] += 1
+            return self._refused[job] < TRIES
+        return is_transient(error) or code in FATAL - {"22023"}
 
     async def _send_only(self) -> None:
         self._sending, self._outcomes = self._outcomes, []
@@ -588,7 +643,11 @@ class Worker:
             if error is not None:
                 _log_refused(id, claim, error)
 
-    def _take(self, rows: Sequence[tuple[Any, ...]], slots: Slots) -> int:
+    def _limit(self, job: JobContext, timeout: dt.timedelta, asked_at: float) -> None:
+        """Have its claim kept where a job takes longer than its timeout, from the claim on."""
+        self._heart.limits[job] = asked_at + timeout.total_seconds() + LATE
+
+    def _take(self, rows: Sequence[tuple[Any, ...]], slots: Slots, asked_at: float) -> int:
         """Take in what was fetched; return how many jobs."""
         app = self.app
         claimed = self._claimed
@@ -600,6 +659,8 @@ class Worker:
                 job = JobContext(app, row[:13])
                 job._slots = slots
                 claimed.append(job)
+                if job.timeout is not None:
+                    self._limit(job, job.timeout, asked_at)
         taken = len(claimed) - before
         slots.used += taken
         self._left -= taken
@@ -607,9 +668,8 @@ class Worker:
             # They were asked for before.
             while claimed:
                 self._give_back(claimed.popleft())
-        elif claimed and not self._is_starting:
-            self._is_starting = True
-            self._start_some()
+        else:
+            self._start_claimed()
         return taken
 
     async def _ask(self, statement: _sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
@@ -723,6 +783,13 @@ class Worker:
         finally:
             self._is_deaf = False
 
+    def _on_beat(self, aborts: Sequence[tuple[int, int, str]]) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._start_some()
+        if aborts:
+            self._on_abort(aborts)
+
     def _on_abort(self, aborts: Iterable[tuple[int, int, str]]) -> None:
         wanted = {(id, claim): reason for id, claim, reason in aborts}
         for job in list(self._running):
@@ -741,6 +808,8 @@ class Worker:
         self.id = None
         while self._claimed:
             self._leave(self._claimed.popleft())
+        if self._is_held:
+            self._is_held = self._is_starting = False
         for job in list(self._running):
             self._abort(job, "the claim was lost")
         self._on_hint()
@@ -757,8 +826,20 @@ class Worker:
 
     # Running jobs
 
+    def _start_claimed(self) -> None:
+        """Start what was claimed, unless that is under way."""
+        if self._claimed and not self._is_starting:
+            self._is_starting = True
+            self._start_some()
+
     def _start_some(self) -> None:
         claimed = self._claimed
+        if claimed and clock() - self._heart.beat_at >= self.dead_after:
+            # This process was frozen, maybe: its jobs may be others' by now, and have ended.
+            log.warning("%d jobs wait for a heartbeat before they start", len(claimed))
+            self._is_held = True
+            self._heart.poke()
+            return
         for _ in range(min(SLICE, len(claimed))):
             self._start(claimed.popleft())
         if claimed:
@@ -772,7 +853,7 @@ class Worker:
         self._running.add(job)
         if job.timeout is not None:
             seconds = job.timeout.total_seconds()
-            job._timer = self._loop.call_later(seconds, self._abort, job, TIMED_OUT)
+            job._timer = self._loop.call_later(seconds, self._time_out, job)
 
     def _start(self, job: JobContext) -> None:
         self._begin(job)
@@ -792,7 +873,7 @@ class Worker:
         elif self.app.codec.how(job._stored) == "async":
             job._runner = self._loop.create_task(self._run(job, task))
         else:
-            self._submit(job, functools.partial(run, job, task, self._pool, None))
+            self._run_in_thread(job, task, None)
 
     async def _run(self, job: JobContext, task: Task[..., Any]) -> None:
         """Run a coroutine; for others only fetch what the arguments stand for."""
@@ -802,17 +883,27 @@ class Worker:
             ended = _mishap(job, error)
         if isinstance(ended, tuple):
             job._runner = None
-            self._submit(job, functools.partial(run, job, task, self._pool, ended))
+            self._run_in_thread(job, task, ended)
         else:
             self._ended(job, ended)
 
-    def _submit(self, job: JobContext, function: Callable[[], str | None]) -> None:
-        """Run a job in a thread."""
+    def _run_in_thread(self, job: JobContext, task: Task[..., Any], call: Call | None) -> None:
+        """Run a function in a thread, where it can be told that its timeout has passed."""
         context = contextvars.copy_context()
+        function = functools.partial(context.run, run, job, task, self._pool, call)
+        job._call = Interruptible(function)
+        self._submit(job, job._call.run)
+
+    def _submit(self, job: JobContext, function: Callable[[], str | None]) -> None:
+        """Have a thread do this, which returns a job's outcome."""
 
         def work() -> Callable[[], None]:
             try:
-                ended = context.run(function)
+                ended = function()
+            except JobTimeout as error:
+                # Raised beside the handler, before or after it.
+                task = self.app.tasks.get(job.task)
+                ended = outcome_of(job, None if task is None else task.handling, error)
             except Exception as error:
                 ended = _mishap(job, error)
             return functools.partial(self._ended, job, ended)
@@ -840,6 +931,7 @@ class Worker:
     def _leave(self, job: JobContext) -> None:
         """Free the job's slot."""
         self._running.discard(job)
+        self._heart.limits.pop(job, None)
         if job is self._lone:
             self._lone = None
         if job._slots is not None:
@@ -857,6 +949,17 @@ class Worker:
             elif job._is_in_process:
                 self._processes.tell(job, reason)
                 self._loop.call_later(GRACE, self._kill, job)
+
+    def _time_out(self, job: JobContext) -> None:
+        """Tell a job that its timeout has passed."""
+        self._abort(job, TIMED_OUT)
+        self._interrupt(job)
+
+    def _interrupt(self, job: JobContext) -> None:
+        """Raise JobTimeout in a job's thread; again where that was lost, as in a destructor."""
+        if job in self._running and job._call is not None:
+            job._call.interrupt(JobTimeout)
+            job._timer = self._loop.call_later(AGAIN, self._interrupt, job)
 
     def _kill(self, job: JobContext) -> None:
         """End the process of a job that was told to end."""

@@ -8,7 +8,7 @@ create function pg_temp.large(bytes integer) returns jsonb language sql as $$
 $$;
 create function pg_temp.got(max_jobs integer default 100) returns text language sql as $$
   select string_agg(f.task || ' ' || octet_length(f.args::text), ', ' order by f.n)
-  from queue.fetch((select max(w.id) from queue.workers w), null, got.max_jobs) with ordinality
+  from queue.fetch((select w.id from queue.workers w where w.name = 'w'), null, got.max_jobs) with ordinality
     f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n)
 $$;
 create function pg_temp.aside() returns bigint language sql as $$ select count(*) from queue.undelivered $$;

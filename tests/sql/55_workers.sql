@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, leases, timeouts, crashes, aborts; what reap ends and what it leaves.
 
-select plan(174);
+select plan(186);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -230,6 +230,31 @@ select queue.extend(:id, :claim, '1 hour') \g /dev/null
 select pg_temp.age(:id, '71 s');
 select is((select reaped from queue.reap()), 1, 'past the timeout');
 select is(pg_temp.job(:id), 'failed attempts 2 1 1 2', 'it is timed out, however often extended');
+-- a handler that could not be ended, of a worker that lives
+select queue.defer('stuck', lock => 'stuck', options => '{"timeout": 60, "retry": {"max_attempts": 2}}') as id, queue.defer('t', lock => 'stuck') as behind \gset
+select claim from queue.fetch(:w4) \gset
+select unalike(queue.why(:id), '%its timeout passed%', 'before its timeout');
+update queue.live set claimed_at = claimed_at - interval '62 s' where id = :id;
+update queue.lease set expires_at = expires_at - interval '62 s' where id = :id;
+select ok((select queue.extend(:id, :claim, '30 s') between now() + interval '29 s' and now() + interval '31 s'), 'extended after its timeout it is not bounded by that');
+select alike(queue.why(:id), format('%%; its timeout passed at %s; its handler could not be ended and still runs; its lease ends at %%', v.claimed_at + interval '60 s'), 'why says so')
+from queue.live v where v.id = :id;
+select is((select status || ': ' || detail from queue.health() where name = 'timeouts'),
+          format('warn: the timeout of 1 jobs has passed; their handlers could not be ended and still run: job %s at %s', :id, (select date_trunc('second', v.claimed_at) + interval '1 minute' from queue.live v where v.id = :id)), 'health too');
+select pg_temp.age(:id, '20 s');
+update queue.live set claimed_at = claimed_at - interval '20 s' where id = :id;
+select is((select reaped from queue.reap()), 0, 'its claim stays');
+select is(pg_temp.job(:behind), 'blocked lock 0 0 0 0', 'and its lock');
+select ok((select queue.extend(:id, :claim, '30 s') > now() + interval '29 s'), 'for as long as it is extended');
+select pg_temp.age(:id, '31 s');
+select is((select reaped from queue.reap()), 1, 'and not longer');
+select is(pg_temp.history(:id), 'timed_out', 'as timed out');
+select is((select status from queue.health() where name = 'timeouts'), 'ok', 'health has nothing to say');
+select claim from queue.fetch(:w4) \gset
+select is(queue.fail(:id, :claim, 'e'), 'failed', 'its second attempt');
+select id, claim from queue.fetch(:w4) \gset
+select is(:id::bigint, :behind::bigint, 'then the next');
+select queue.succeed(:id, :claim) \g /dev/null
 -- a timeout that passes while the worker is dead
 select queue.defer('slow', options => '{"timeout": "1 minute"}') as id \gset
 select is(pg_temp.crash(), 'ready 1 0 1 1', 'a timeout does not keep a claim alive');

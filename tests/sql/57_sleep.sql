@@ -1,6 +1,6 @@
 -- Sleeping: what a worker may wait for, and the latch as one session sees it (several: isolation/latch.spec).
 
-select plan(46);
+select plan(80);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -145,5 +145,94 @@ select is((select count(*) from queue.fetch(:worker, '{rated}', 5)), 1::bigint, 
 select queue.tick() \g /dev/null
 select cmp_ok(s.wait_for, '<=', interval '2 s', 'the next is waited for') from queue.before_sleep(:worker, '{rated}') s;
 select queue.after_sleep(:worker) \g /dev/null
+
+-- Whether the queues are drained: nothing of them starts without anybody's help
+create function pg_temp.is_drained(queues text[] default '{d}', options jsonb default null) returns boolean language plpgsql as $$
+declare
+  v_is boolean;
+begin
+  select s.is_drained into v_is from queue.before_sleep((select w.id from queue.workers w where w.name = 'w'), queues, options) s;
+  perform queue.after_sleep(1);
+  return v_is;
+end $$;
+create function pg_temp.look() returns bigint language sql as $$  -- admits, and claims nothing
+  select count(*) from queue.fetch((select w.id from queue.workers w where w.name = 'w'), '{none}', 1)
+$$;
+create function pg_temp.rid() returns void language sql as $$
+  select queue.delete(array(select j.id from queue.jobs j), true)
+$$;
+select pg_temp.rid() \g /dev/null
+select pg_temp.look() \g /dev/null
+select is(pg_temp.is_drained(), true, 'an empty queue is drained');
+select is(pg_temp.is_drained(null), true, 'so are all of them');
+select queue.defer('t', queue => 'd') as id \gset
+select is(pg_temp.is_drained(), false, 'not with a job that is not admitted');
+select is(pg_temp.is_drained('{d*}'), false, 'seen by a pattern too');
+select is(pg_temp.is_drained(null), false, 'and by who asks for all');
+select is(pg_temp.is_drained('{e}'), true, 'another queue is');
+select pg_temp.look() \g /dev/null
+select is(pg_temp.is_drained(), false, 'nor with one that is ready');
+select is(pg_temp.is_drained('{e,f*}'), true, 'which other queues need not wait for');
+select is(pg_temp.is_drained(options => '{"tasks": ["t", "u"]}'), false, 'its task among those asked for');
+select is(pg_temp.is_drained(options => '{"tasks": ["u"]}'), true, 'and not');
+select is(pg_temp.is_drained(options => '{"deadline_within": "1 hour"}'), true, 'its deadline is not within that');
+select queue.defer('t', queue => 'd', deadline => now() + interval '30 minutes') as near \gset
+select pg_temp.look() \g /dev/null
+select is(pg_temp.is_drained(options => '{"deadline_within": "1 hour"}'), false, 'and is');
+select is(pg_temp.refusal(format('select queue.before_sleep(%s, null, %L)', :worker, o)), '22023', 'options ' || o)
+from (values ('{"order": "listed"}'), ('{"tasks": "t"}'), ('{"deadline_within": "soon"}'), ('[]')) v (o);
+select queue.pause('d') \g /dev/null
+select is(pg_temp.is_drained(), true, 'what is paused needs help');
+select queue.resume('d') \g /dev/null
+select is(pg_temp.is_drained(), false, 'resumed');
+select is((select count(*) from queue.fetch(:worker, '{d}', 10)), 2::bigint, 'both are claimed');
+select is(pg_temp.is_drained(), true, 'what runs is for its worker to end');
+select pg_temp.rid() \g /dev/null
+
+-- what somebody must help
+select queue.defer('t', queue => 'd', scheduled_at => now() + interval '1 hour'), queue.defer('t', queue => 'd', options => '{"held": true}') \g /dev/null
+select queue.defer('t', queue => 'd', lock => 'l', scheduled_at => now() + interval '1 hour') as first, queue.defer('t', queue => 'd', lock => 'l') as second,
+       queue.defer('t', queue => 'e', options => '{"held": true}') as need \gset
+select queue.defer('t', queue => 'd', needs => array[:need]) \g /dev/null
+select pg_temp.look() \g /dev/null
+select is(pg_temp.is_drained(), true, 'the future, held, blocked, waiting for a need');
+select queue.reschedule(:first, now() - interval '1 s') \g /dev/null
+select is(pg_temp.is_drained(), false, 'its time has come');
+select pg_temp.rid() \g /dev/null
+
+-- what nobody must
+select queue.configure_queue('d', '{"max_running": 1}') \g /dev/null
+select queue.defer('t', queue => 'd'), queue.defer('t', queue => 'd') \g /dev/null
+select is((select count(*) from queue.fetch(:worker, '{d}', 10)), 1::bigint, 'max_running 1');
+select is(pg_temp.is_drained(), false, 'what its queue''s limit holds back starts when that lets it');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' \g /dev/null
+select is((select count(*) from queue.fetch(:worker, '{d}', 10)), 1::bigint, 'the other');
+select queue.configure_queue('d', '{"max_running": null}') \g /dev/null
+update queue.worker set last_seen_at = '2000-01-01', dead_after = '0' where id = :worker;
+select queue.register_worker('w2') as other \gset
+update queue.worker set name = 'w ' || id where id = :worker;
+update queue.worker set name = 'w' where id = :other;
+select is(pg_temp.is_drained(), false, 'a dead worker''s claim');
+select is((select reaped from queue.reap()), 1, 'is reaped');
+select is(pg_temp.is_drained(), false, 'and is to be claimed alone');
+select id, claim from queue.fetch(:other, '{d}', 1, '{"alone": true}') \gset
+select is(pg_temp.is_drained(), true, 'by whom it is');
+begin;
+select queue._lock_admission(true) \g /dev/null
+select is((select count(*) from queue.handover), 0::bigint, 'nothing is handed over');
+commit;
+insert into queue.handover (job_id, kind, flags) values (:id, 'ended', 0);
+select is(pg_temp.is_drained(), false, 'a hand-over may free something');
+delete from queue.handover;
+select pg_temp.rid() \g /dev/null
+
+-- Much of another queue
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 't', 'queue', 'e')) from generate_series(1, 999) n)) \g /dev/null
+select is(pg_temp.is_drained(), true, '999 jobs of another queue that are not admitted are looked through');
+select queue.defer('t', queue => 'e') \g /dev/null
+select is(pg_temp.is_drained(), false, 'of 1,000 nobody knows what is behind them');
+select pg_temp.look() \g /dev/null
+select pg_temp.look() \g /dev/null
+select is(pg_temp.is_drained(), true, 'until they are admitted');
 
 select * from finish();

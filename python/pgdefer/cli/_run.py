@@ -142,7 +142,7 @@ def worker(
         ),
     ] = 30.0,
     drain: Annotated[
-        bool, typer.Option("--drain", help="End when there is nothing to do.")
+        bool, typer.Option("--drain", help="End when nothing is left that would start by itself.")
     ] = False,
     max_jobs: Annotated[
         int | None,

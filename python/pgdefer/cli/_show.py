@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -16,9 +15,12 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from pgdefer import _text
 from pgdefer._codec import TAG
 
 from ._base import REFUSALS, Exit, Rows, err, fail, out
+
+plain = _text.plain
 
 CUT = 200
 LINES = 100
@@ -37,13 +39,6 @@ STYLES = {
     "dead": "red",
 }
 STATE_COLUMNS = ("state", "job_state", "status", "reason", "paused", "is_dead")
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-
-
-def plain(text: str) -> str:
-    """Return a text in which control characters are escaped."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def short(text: str, length: int = CUT) -> str:

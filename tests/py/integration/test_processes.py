@@ -23,6 +23,8 @@ import psycopg
 import pytest
 
 from pgdefer import App, DecodeError, JobContext, Worker, _child
+from pgdefer._connect import Source
+from pgdefer._processes import Processes, _Process
 
 from .conftest import Jobs, give_up, running, until, wait_for
 
@@ -522,3 +524,18 @@ def test_what_cannot_run_in_a_process() -> None:
             app.task(run_in="process")(function)
     with pytest.raises(ValueError, match="max_memory needs run_in='process'"):
         app.task(max_memory=1)(inner)
+
+
+def test_idle_processes_end_all_at_once(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that do not end in time share that time, and are killed after it."""
+    monkeypatch.setattr("pgdefer._processes.LINGER", 2.0)
+    processes = Processes(Source(dsn), 100)
+    idle = [_Process(dsn) for _ in range(4)]
+    processes._idle = list(idle)
+    for process in idle:
+        assert process._process.pid is not None
+        os.kill(process._process.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    processes.close()
+    assert time.monotonic() - begun < 4 * 2.0 - 0.5
+    assert [process._process.exitcode for process in idle] == [-signal.SIGKILL] * 4

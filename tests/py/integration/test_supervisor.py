@@ -28,6 +28,10 @@ from pgdefer import App
 
 if pathlib.Path("broken").exists():
     sys.exit(int(pathlib.Path("broken").read_text()))
+if pathlib.Path("deadly").exists():
+    if not pathlib.Path("deadly").read_text():
+        pathlib.Path("deadly").unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
 app = App({dsn!r})
 
 @app.task(name="note")
@@ -236,6 +240,21 @@ def test_to_drain_although_a_worker_dies(supervise: Supervise, jobs: Jobs, app: 
     supervisor = supervise("--processes", "1", "--drain")
     assert supervisor.code() == Exit.DONE, supervisor.log()
     assert jobs.states() == {1: "failed", 2: "succeeded"}
+
+
+def test_a_first_process_that_is_killed_is_tried_once_more(
+    supervise: Supervise, jobs: Jobs, app: App, folder: Path
+) -> None:
+    """By the kernel, maybe, where there is no memory: that is no fault of how it is set up."""
+    app.defer("note")
+    (folder / "deadly").write_text("")
+    supervisor = supervise("--processes", "1", "--drain")
+    assert supervisor.code() == Exit.DONE, supervisor.log()
+    assert jobs.states() == {1: "succeeded"}
+    (folder / "deadly").write_text("always")
+    supervisor = supervise("--processes", "1", "--drain")
+    assert supervisor.code() == Exit.ERROR, supervisor.log()
+    assert supervisor.log().count("ended with SIGKILL") == 1 + 2
 
 
 def test_an_exit_code_of_0_that_was_no_end(

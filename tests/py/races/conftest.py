@@ -77,7 +77,7 @@ class Sleeper(threading.Thread):
                 "select * from queue.before_sleep(%s, null)", (worker,)
             ).fetchone()
             assert row is not None
-            may_sleep, wait_for, channels = row
+            may_sleep, wait_for, channels, _ = row
             has_slept = True
             for channel in set(channels) - listened:
                 listener.execute(f'listen "{channel}"')

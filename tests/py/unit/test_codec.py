@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import datetime as dt
 import enum
 import json
 import math
+import sys
+import types
 import uuid
 import zoneinfo
 from decimal import Decimal
@@ -300,3 +303,31 @@ def test_where_to_decode() -> None:
     assert codec.how(codec.dumps({"a": 1})) == "plain"
     assert codec.how(codec.dumps({"a": uuid.uuid4()})) == "plain"
     assert codec.how(codec.dumps({"a": Money(Decimal(1))})) == "thread"
+
+
+def test_data_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module may import what it is asked for, by a __getattr__ of its own."""
+    for name in list(sys.modules):
+        if name.startswith("concurrent.futures."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(vars(concurrent.futures), "ProcessPoolExecutor", raising=False)
+    for kind in ("dataclass", "enum"):
+        stored = {
+            "__pgdefer__": kind,
+            "type": "concurrent.futures:ProcessPoolExecutor",
+            "value": {},
+        }
+        with pytest.raises(DecodeError, match="isn't known here"):
+            Codec().decode(stored)
+    assert "concurrent.futures.process" not in sys.modules
+
+
+def test_a_module_that_loads_itself_when_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
+    for name in ("lazy_module:Point", "lazy_module:Point.x", "lazy_module:"):
+        with pytest.raises(DecodeError, match="isn't known here"):
+            Codec().decode({"__pgdefer__": "dataclass", "type": name, "value": {}})

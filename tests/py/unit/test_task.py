@@ -172,3 +172,11 @@ def test_a_dsn_keeps_what_it_says() -> None:
     assert "connect_timeout=3" in text
     assert "application_name=mine" in text
     assert "tcp_user_timeout=20000" in text
+
+
+def test_max_crashes_of_none_is_never() -> None:
+    assert Retry(1).to_json() == {"max_attempts": 1}
+    assert Retry(1, max_crashes=None).to_json() == {"max_attempts": 1, "max_crashes": None}
+    assert Retry(1, max_crashes=5).to_json() == {"max_attempts": 1, "max_crashes": 5}
+    assert Retry(1) == Retry(1)
+    assert "max_crashes=not given" in repr(Retry(1))

@@ -1,0 +1,88 @@
+"""Databases in other encodings than UTF8: every outcome is stored, as best as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from pgdefer import App, Retry, RetryLater
+from pgdefer._server import EmbeddedServer
+from support import install
+
+
+@pytest.fixture(params=["SQL_ASCII", "LATIN1"])
+def encoding(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def database(server: EmbeddedServer, encoding: str) -> Iterator[str]:
+    """A database in that encoding with pgdefer installed."""
+    name = f"in_{encoding}".lower()
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        connection.execute(
+            sql.SQL("create database {} template template0 encoding {} locale 'C'").format(
+                sql.Identifier(name), sql.Literal(encoding)
+            )
+        )
+        install(server, name)
+        yield server.dsn(name)
+        connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+
+
+def test_outcomes(database: str, encoding: str) -> None:
+    app = App(database)
+
+    @app.task(name="fails")
+    def fails() -> None:
+        raise ValueError("é → 5 €")
+
+    @app.task(name="returns")
+    def returns(text: str) -> str:
+        return {"e": "é", "euro": "5 €"}[text]
+
+    runs = []
+
+    @app.task(name="yields", retry=Retry(None))
+    def yields() -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            raise RetryLater("é → €")
+
+    @app.task(name="in a transaction", transactional=True)
+    def in_transaction(connection: psycopg.Connection[Any]) -> str:
+        connection.execute("select 1")
+        return "5 €"
+
+    app.defer("fails")
+    app.defer("returns", {"text": "e"})
+    app.defer("returns", {"text": "euro"})
+    app.defer("yields")
+    app.defer("in a transaction")
+    app.run_worker(drain=True)
+    app.close()
+    with psycopg.connect(database, autocommit=True, row_factory=dict_row) as connection:
+        connection.execute("set client_encoding = 'UTF8'")
+        shown = connection.execute("select * from queue.jobs order by id").fetchall()
+        yielded = connection.execute(
+            "select error from queue.attempts where outcome = 'yielded'"
+        ).fetchone()
+        assert connection.execute("select * from queue.check()").fetchall() == []
+    is_lossless = encoding == "SQL_ASCII"
+    assert shown[0]["state"] == "failed"
+    assert shown[0]["error"] == (
+        "ValueError: é → 5 €" if is_lossless else r"ValueError: é \u2192 5 \u20ac"
+    )
+    assert [row["state"] for row in shown[1:4]] == ["succeeded"] * 3
+    assert shown[1]["result"] == "é"
+    # a result is as it was, or there is none
+    note = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
+    assert shown[2]["result"] == ("5 €" if is_lossless else note)
+    assert yielded == {"error": "é → €" if is_lossless else r"é \u2192 \u20ac"}
+    # there the outcome is a part of the transaction, which is taken back
+    assert shown[4]["state"] == ("succeeded" if is_lossless else "failed")
