@@ -236,7 +236,8 @@ begin
 
   name := 'transactions';
   select count(*) into v_hidden
-  from pg_stat_activity a where a.usesysid is not null and a.query = '<insufficient privilege>';
+  from pg_stat_activity a
+  where a.usesysid is not null and a.query = '<insufficient privilege>' and a.pid <> pg_backend_pid() and a.datname = current_database();
   select h.since, h.what, h.fix into v
   from (
     select coalesce(a.xact_start, a.query_start) as since, format('session %s of %s (%s)', a.pid, a.usename, coalesce(a.state, a.backend_type)) as what,
