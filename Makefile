@@ -28,9 +28,9 @@ $(VENV)/.installed: pyproject.toml requirements.lock extension/hatch_build.py
 	@tests/install-tools python
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the Python packages of requirements.lock into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock hatchling editables
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.lock \
-	  --no-build-isolation -e '.[all,test,lint]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/pip check > /dev/null
 	@touch $@
 
 .PHONY: build

@@ -61,6 +61,17 @@ begin
   end if;
 end $$;
 
+-- The args that a committed replacement brings to a job, which the next admission puts into it; NULL without one.
+create or replace function queue._replaced_args(p_id bigint, p_flags integer)
+returns jsonb language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  if p_flags & (256 | 8192) = 0 then
+    return null;
+  end if;
+  return (select h.payload -> 'args' from queue.handover h where h.job_id = p_id and h.kind = 'replace' order by h.seq desc limit 1);
+end $$;
+
 -- Clears the mark of a replacement, if it is still that one's.
 -- Locks: the key's row by skip locked.
 create or replace function queue._clear_replacing(p_key text, p_seq bigint)

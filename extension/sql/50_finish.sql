@@ -44,7 +44,7 @@ begin
   end if;
 end $$;
 comment on function queue.succeed(bigint, bigint, jsonb) is
-  'The claim ends, the job has succeeded, with a result if given. May be the last statement of the handler''s own transaction: then its writes and the outcome commit together or not at all.';
+  'The claim ends, the job has succeeded, with a result if given. May be the last statement of the handler''s own transaction: then its writes and the outcome commit together or not at all. A transaction that ends several jobs does so in the order of their ids, or by one finish_many, which sorts them: operators take them in that order, and would deadlock with another. A result may take as many bytes of JSON text as queue.configure says (22023).';
 
 -- Raises: 22023, QJ001, QJ002, QJ008.
 create or replace function queue.fail(id bigint, claim bigint, error text, details jsonb default null, options jsonb default null)
@@ -64,7 +64,7 @@ begin
                             fail.id, fail.claim, false);
 end $$;
 comment on function queue.fail(bigint, bigint, text, jsonb, jsonb) is
-  'The attempt failed: returns the new state, scheduled or ready (it will be retried), failed, or cancelled (it was told to abort, or has expired). Of error 10,000 characters are kept, details up to 100 kB, of larger ones their size and how they begin. options: retryable (false: failed at once; true: retried, whatever the policy), retry_at or retry_in (when; without a policy they also make it retried), and priority, queue, lock to change on retry (lock: empty text for none), reason (of a job that has failed), outcome (timed_out, of an attempt that its worker ended for that).';
+  'The attempt failed: returns the new state, scheduled or ready (it will be retried), failed, or cancelled (it was told to abort, or has expired). Of error 10,000 characters are kept, details up to 100 kB, of larger ones their size and how they begin. options: retryable (false: failed at once; true: retried, whatever the policy), retry_at or retry_in (when; without a policy they also make it retried), and priority, queue, lock to change on retry (lock: empty text for none), reason (of a job that has failed), outcome (timed_out, of an attempt that its worker ended for that). Several in one transaction: as succeed.';
 
 -- Raises: 22023, QJ001, QJ002, QJ005, QJ008.
 create or replace function queue.retry_later(id bigint, claim bigint, at timestamptz default null, needs bigint[] default '{}', message text default null)
@@ -126,7 +126,7 @@ begin
     from unnest(v_ended.ids, v_ended.claims, v_ended.states, v_ended.errors) f (id, claim, state, error);
 end $$;
 comment on function queue.finish_many(jsonb) is
-  'Ends many claims: an array of {"id", "claim", "outcome": succeeded | failed | retry_later | released | aborted | crashed, ...} with the named arguments of the single calls. crashed: the process of its own in which the worker ran the job died. A row for each; a lost claim is reported there (error QJ002) and the rest goes on.';
+  'Ends many claims: an array of {"id", "claim", "outcome": succeeded | failed | retry_later | released | aborted | crashed, ...} with the named arguments of the single calls. crashed: the process of its own in which the worker ran the job died. A row for each; a lost claim is reported there (error QJ002) and the rest goes on. They are ended in the order of ids, whatever their order in the array. In place of a result that is too large (see queue.configure) a note is kept, as the job''s work is done.';
 
 -- Locks: as finish_many, then as fetch; ADM is waited for only when there are no outcomes.
 -- Raises: as finish_many and fetch.

@@ -123,9 +123,25 @@ begin
   if random() < 0.02 then
     perform queue._advance(p_keys => array_agg(s.key)) from queue.semaphore s where s.lanes <> '{}' and s.used < s.slots having count(*) > 0;
   end if;
+  if random() < 0.1 then
+    perform queue._mend_cursor();
+  end if;
   perform queue._limit_queue(c.queue) from queue.queue_config c where c.limited_at > clock_timestamp() - interval '1 minute';
   perform queue._repair_replacing();
   perform queue._repair_handovers();
   perform queue._rest_lanes();
   perform queue._forget_semaphores();
+end $$;
+
+-- A dump's data restored over an installed queue, against all advice, leaves a second row of queue.cursor, and jobs that
+-- the newer one has passed: all of them are admitted again as after any restore. Not each time, as it reads what others
+-- have replaced. (A unique constraint would, with each move of the cursor.)
+-- Locks: the caller holds ADM.
+create or replace function queue._mend_cursor()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if (select count(*) from (select from queue.cursor k limit 2) k) > 1 then
+    perform queue._restart_cursor();
+    raise warning 'pgdefer: data was restored over an installed queue; its jobs are admitted anew';
+  end if;
 end $$;

@@ -36,10 +36,10 @@ begin
         case when x.is_asked and search.pattern is not null
           then queue._match(search.pattern, search.by, v_path, x.args, j.options ->> 'description', array[x.lock, j.queueing_lock] || j.keys) end as match
       from unnest(v_ids) with ordinality u (id, n)
-      cross join lateral (select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options from queue.job j where j.id = u.id offset 0) j
+      cross join lateral (select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options, j.flags from queue.job j where j.id = u.id offset 0) j
       left join lateral (select s.queue, s.lock, s.args from queue.job_state s where s.id = u.id offset 0) s on true
       cross join lateral (
-        select coalesce(s.args, j.args) as args, coalesce(s.lock, j.lock) as lock,
+        select coalesce(queue._replaced_args(u.id, j.flags), s.args, j.args) as args, coalesce(s.lock, j.lock) as lock,
           (search.queue is null or queue._matches(coalesce(s.queue, j.queue), search.queue)) and (search.task is null or j.task = search.task)
             and (v_limits is null or queue._covers(v_limits, coalesce(s.queue, j.queue))) as is_asked) x
       order by u.n
@@ -88,7 +88,7 @@ begin
   if get.path is null or get.path = '' then
     perform queue._invalid('path is missing', 'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
   end if;
-  select coalesce(s.args, j.args) into v_args from queue.job j left join queue.job_state s on s.id = j.id where j.id = get.id;
+  select coalesce(queue._replaced_args(j.id, j.flags), s.args, j.args) into v_args from queue.job j left join queue.job_state s on s.id = j.id where j.id = get.id;
   if not found then
     perform queue._job_not_found(get.id);
   end if;

@@ -23,9 +23,9 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
   case
     when f.id is not null then f.state
     when v.claim is not null then 'running'
-    when v.id is not null then 'ready'
+    when v.id is not null and coalesce(r.scheduled_at <= statement_timestamp(), true) then 'ready'
     when w.reason = 'held' then 'held'
-    when w.reason = 'schedule' then 'scheduled'
+    when w.reason = 'schedule' and coalesce(r.scheduled_at > statement_timestamp(), true) then 'scheduled'
     when w.reason = 'needs' then 'waiting'
     when w.reason = 'upstream_failed' then 'upstream_failed'
     when w.reason in ('slot', 'parked') then 'blocked'
@@ -33,7 +33,7 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
     when m.id is not null and m.is_passed
       and not (s.claims > 0 and exists (select from queue.handover h where h.job_id = j.id and h.kind = 'again')) then 'blocked'
     when j.flags & 32 <> 0 and s.id is null then 'held'
-    when coalesce(s.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled'
+    when coalesce(r.scheduled_at, s.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled'
     when j.needs is not null and s.id is null then 'waiting'
     else 'ready'
   end as state,
@@ -46,9 +46,9 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
     when w.id is null and v.id is null and m.is_passed
       and not (s.claims > 0 and exists (select from queue.handover h where h.job_id = j.id and h.kind = 'again')) then 'lock'
   end as reason,
-  coalesce(s.args, j.args) as args, coalesce(s.priority, j.priority) as priority, nullif(coalesce(s.lock, j.lock), '') as lock,
+  coalesce(r.args, s.args, j.args) as args, coalesce(r.priority, s.priority, j.priority) as priority, nullif(coalesce(s.lock, j.lock), '') as lock,
   j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs, coalesce(s.deadline, j.deadline) as deadline,
-  nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at, (j.options ->> 'expires_at')::timestamptz as expires_at,
+  nullif(coalesce(r.scheduled_at, s.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at, (j.options ->> 'expires_at')::timestamptz as expires_at,
   j.created_at, coalesce(v.claimed_at, f.started_at, s.started_at) as started_at, f.finished_at,
   coalesce(f.attempts, v.attempt, s.attempts, 0)::integer as attempts, coalesce(s.failures, 0) as failures,
   coalesce(s.crashes, 0) as crashes,
@@ -64,6 +64,13 @@ left join queue.abort a on a.id = v.id and a.claim = v.claim
 left join queue.finished f on f.id = j.id
 left join queue.waiting w on w.id = j.id
 left join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id
+left join lateral (
+  -- a replacement that is committed and not admitted yet: of those of a key the last
+  select h.payload -> 'args' as args, (h.payload ->> 'priority')::integer as priority,
+    coalesce((h.payload ->> 'scheduled_at')::timestamptz, '-infinity') as scheduled_at
+  from queue.handover h
+  where j.flags & (256 | 8192) <> 0 and h.job_id = j.id and h.kind = 'replace' and f.id is null and v.claim is null
+  order by h.seq desc limit 1) r on true
 left join lateral (select array_agg(d.need_id order by d.need_id) as needs from queue.need d where (j.flags | coalesce(s.extra_flags, 0)) & 8 <> 0 and d.job_id = j.id) n on true
 where (select x.is_all from queue.visible x) or coalesce(s.queue, j.queue) like any ((select x.queues from queue.visible x)::text[]);
 

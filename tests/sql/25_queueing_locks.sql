@@ -1,6 +1,6 @@
 -- Queueing locks: at most one job that has not started, or not finished, per key.
 
-select plan(23);
+select plan(27);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
@@ -71,6 +71,18 @@ select queue.defer('t', '{"n": 2}', queueing_lock => 'own', options => '{"on_con
 select is_empty(format('select f.id from queue.fetch(%s, null, 10) f where f.id = %s', :worker, :own), 'a job is not started while it is being replaced, by whomever');
 commit;
 select is((select f.args from queue.fetch(:worker, null, 10) f where f.id = :own), '{"n": 2}', 'and then with its new args');
+-- A replacement is seen as soon as it is committed, before it is admitted
+select queue.defer('seen', '{"n": 1}', queueing_lock => 'seen', scheduled_at => '2999-01-01Z') as seen \gset
+select queue.tick() \g /dev/null
+select queue.defer('seen', '{"n": 2}', priority => 7, queueing_lock => 'seen', options => '{"on_conflict": "replace"}') \g /dev/null
+select results_eq(format('select j.args, j.priority, j.scheduled_at, j.state from queue.jobs j where j.id = %s', :seen),
+                  $$values ('{"n": 2}'::jsonb, 7, null::timestamptz, 'ready')$$, 'queue.jobs shows it');
+select is((select count(*) from queue.search('"n": 2') s where s.id = :seen), 1::bigint, 'search finds it');
+select is(queue.get(:seen, 'n'), '2', 'so does get');
+select queue.tick() \g /dev/null
+select results_eq(format('select p.args, p.priority from queue.peek() p where p.id = %s', :seen), $$values ('{"n": 2}'::jsonb, 7)$$, 'it stays so');
+select queue.cancel(:seen) \g /dev/null
+
 -- A job that runs again and is replaced before that has settled
 create procedure pg_temp.replace_again(lock_mode text) language plpgsql as $$
 declare

@@ -1,6 +1,6 @@
 -- The restore guard: the stored transaction ids may lie ahead of the cluster, far behind it, or mean nothing.
 
-select plan(19);
+select plan(22);
 
 set pgdefer.notify = off;
 
@@ -157,6 +157,15 @@ begin;
 delete from queue.job j where j.task = 'e scheduled';
 select isnt_empty('select * from queue.check()', 'check tells what a subset lacks');
 rollback;
+
+-- Data restored over an installed queue: two cursors, of which the newer has passed what the older has not
+select queue.defer('f passed') \g /dev/null
+insert into queue.cursor (tick, next_xid, in_flight, high_id, has_backlog, due_at)
+select k.tick + 1000, pg_current_xact_id(), '{}', k.high_id, false, '-infinity' from queue.cursor k;
+select set_eq('select c.problem, c.detail from queue.check() c', $$values ('not one row', 'cursor'), ('admitted and nowhere', 'flags 0')$$, 'check says so');
+select queue._mend_cursor();
+select is(pg_temp.run(), 'f passed', 'tick mends it, now and then');
+select is_empty('select * from queue.check()', 'every invariant holds');
 
 -- What was running before is running still, by a worker of before, until it is reaped
 select is((select count(*) from queue.jobs j where j.task like '_ running' and j.state = 'running'), 5::bigint, 'claims last');

@@ -2,7 +2,7 @@
 -- Each statement ends with a semicolon at the end of its line.
 
 select queue.register_task('t', '{"queue": "q", "deadline": "1 year 2 mons", "timeout": "1 mon 2 days", "retry": {"base": 5}}');
-select queue.register_worker('w', '{q*,r}', '{"client": "pgdefer 0.1.0", "dead_after": 90}');
+select queue.register_worker('w', '{q*,r}', '{"client": "pgdefer 0.1.0", "dead_after": 86400}');
 select extract(epoch from dead_after), queues from queue.workers;
 select queue.defer_many(('[' || $${"task": "t", "args": {"k": "v\\w", "n": 1.5}, "queue": "q", "priority": 3, "lock": "l {k}", "scheduled_at": "2001-02-03T04:05:06Z", "deadline": "2999-12-31T23:59:59Z", "concurrency_key": "k {n}", "concurrency_limit": 2, "options": {"timeout": "1 day 02:03:04", "retain": "P1M", "description": "d", "delay": null, "headers": {"h": "'"}, "expires_at": "2999-01-01T00:00:00Z", "retry": {"max_attempts": 5, "backoff": "exponential", "base": "90 s", "cap": 3600}}}$$ || ']')::jsonb);
 select queue.defer('t', '{"a": "b"}', 'r', 5, lock => 'x', queueing_lock => 'ql');
