@@ -630,6 +630,9 @@ class Storm:
                 if time.time() > worker.beat + worker.dead_after:
                     for claim in worker.claims:
                         claim.ends(worker.beat + worker.dead_after)
+                    if r.random() < 0.5:
+                        worker.dies()
+                        continue
                 worker.finish_all()
                 worker.deregister()
 
@@ -710,7 +713,7 @@ class Storm:
         effects = conn.execute("select id, claim from effect").fetchall()
         if sorted(effects) != sorted(ledger.effects):
             ledger.fault(f"effects: {sorted(set(effects) ^ ledger.effects)}, {len(effects)}")
-        for table in "live waiting lock_member handover queueing_lock expiry lease abort".split():
+        for table in "live waiting lock_member handover queueing_lock expiry lease".split():
             if rows := conn.execute(f"select to_jsonb(t) from queue.{table} t").fetchall():
                 ledger.fault(f"left in {table}: {rows[:10]}")
         if rows := conn.execute("select * from queue.semaphore where used <> 0").fetchall():
