@@ -558,7 +558,7 @@ class Storm:
                 conn, f"select id, outcome, error from queue.{call}({marks})", ids, *more
             )
             answers = {id: (outcome, error) for id, outcome, error in rows}
-            if not {error for _, error in answers.values()} <= {None, "QJ001", "QJ003"}:
+            if not {error for _, error in answers.values()} <= {None, "QJ001", "QJ003", "QJ004"}:
                 ledger.fault(f"{call}: {answers}")
         for id, (_, error) in answers.items():
             job = ledger.jobs[id]
