@@ -558,7 +558,7 @@ class Storm:
                 conn, f"select id, outcome, error from queue.{call}({marks})", ids, *more
             )
             answers = {id: (outcome, error) for id, outcome, error in rows}
-            if not {error for _, error in answers.values()} <= {None, "QJ001", "QJ003"}:
+            if not {error for _, error in answers.values()} <= {None, "QJ001", "QJ003", "QJ004"}:
                 ledger.fault(f"{call}: {answers}")
         for id, (_, error) in answers.items():
             job = ledger.jobs[id]
@@ -630,6 +630,9 @@ class Storm:
                 if time.time() > worker.beat + worker.dead_after:
                     for claim in worker.claims:
                         claim.ends(worker.beat + worker.dead_after)
+                    if r.random() < 0.5:
+                        worker.dies()
+                        continue
                 worker.finish_all()
                 worker.deregister()
 
@@ -710,7 +713,7 @@ class Storm:
         effects = conn.execute("select id, claim from effect").fetchall()
         if sorted(effects) != sorted(ledger.effects):
             ledger.fault(f"effects: {sorted(set(effects) ^ ledger.effects)}, {len(effects)}")
-        for table in "live waiting lock_member handover queueing_lock expiry lease abort".split():
+        for table in "live waiting lock_member handover queueing_lock expiry lease".split():
             if rows := conn.execute(f"select to_jsonb(t) from queue.{table} t").fetchall():
                 ledger.fault(f"left in {table}: {rows[:10]}")
         if rows := conn.execute("select * from queue.semaphore where used <> 0").fetchall():
