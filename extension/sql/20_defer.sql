@@ -31,7 +31,7 @@ begin
                                defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
       and pg_catalog.jsonb_contains(defer.args, '{}')
       and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000 and pg_catalog.pg_column_compression(defer.args) is null
-      and pg_catalog.octet_length(defer.args::pg_catalog.text) operator(pg_catalog.<=) 2000
+      and pg_catalog.octet_length(cast(defer.args as pg_catalog.text)) operator(pg_catalog.<=) 2000
     then
       insert into queue.log (task, args, given)
       select defer.task, defer.args, t.given

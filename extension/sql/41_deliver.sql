@@ -9,7 +9,8 @@
 -- pgdefer.undelivered, a setting of the session, names the worker for whom something is aside, so that other fetches need not look
 -- for it. Behind a transaction pooler it may be another session that fetches next: it looks when it finds nothing to claim.
 
--- Of claimed jobs, in claim order, those that fit into one answer; the others are put aside.
+-- Of claimed jobs, in claim order, those that fit into one answer, of which each takes about 120 bytes beside its args and headers;
+-- the others are put aside.
 -- Locks: none; the transaction holds the rows of queue.live.
 create or replace function queue._put_aside(p_worker bigint, p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -27,7 +28,7 @@ begin
     array_agg(x.size order by x.n) filter (where x.total > 65536) as sizes
   into v
   from (
-    select u.id, u.n, j.size, sum(j.size + 200) over (order by u.n) as total
+    select u.id, u.n, j.size, sum(j.size + 120) over (order by u.n) as total
     from unnest(p_ids) with ordinality u (id, n)
     cross join lateral (
       select coalesce(s.size, j.size, octet_length(j.args::text)) as size

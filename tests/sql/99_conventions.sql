@@ -24,7 +24,7 @@ select is_empty($$
   select f.name, m[1] from functions f
   cross join regexp_replace(f.prosrc, '--[^\n]*|''[^'']*''', '', 'g') code
   cross join regexp_matches(regexp_replace(code, 'operator\(pg_catalog\.[<>=]+\)|^\s*#variable_conflict.*?$|:=', '', 'gn'),
-                            '((?<!pg_catalog\.|queue\.)\m(?!coalesce|log|values|from)\w+\s*\(|\m(distinct from|nullif|in|between|like|case)\M|[-+*/<>=~!@#%^&|`?:])', 'g') m
+                            '((?<!pg_catalog\.|queue\.)\m(?!coalesce|cast|log|values|from)\w+\s*\(|\m(distinct from|nullif|in|between|like|case)\M|[-+*/<>=~!@#%^&|`?:])', 'g') m
   where f.name in ('defer', '_unlimited', '_wake')
 $$, 'which qualifies each function and operator, as does what is planned with it');
 select is_empty('select f.signature from functions f where f.is_internal and f.prosecdef', 'internal functions are security invoker');
