@@ -24,19 +24,17 @@ declare
   v_is_awake boolean;
   v_none pg_catalog.regclass;
 begin
-  -- Few expressions and one statement for most calls, as each is set up anew in every transaction: for a task and args, where
-  -- no role is limited; if the task has no more than a queue and a priority, or is not registered.
+  -- Few functions and one statement for most calls, as each is set up anew in every transaction: for a task and small args, where
+  -- no role is limited, if the task is registered and has no more than a queue and a priority.
   if coalesce(v_none, queue._unlimited()) is not null then
-    if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
-                               defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
-      and pg_catalog.jsonb_contains(defer.args, '{}')
-      and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000 and pg_catalog.pg_column_compression(defer.args) is null
+    if defer.queue is null and defer.priority is null and defer.lock is null and defer.queueing_lock is null and defer.scheduled_at is null
+      and defer.deadline is null and defer.needs is null and defer.concurrency_key is null and defer.concurrency_limit is null
+      and defer.options is null and pg_catalog.jsonb_contains(defer.args, '{}')
+      and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000
       and pg_catalog.octet_length(cast(defer.args as pg_catalog.text)) operator(pg_catalog.<=) 2000
     then
       insert into queue.log (task, args, given)
-      select defer.task, defer.args, t.given
-      from (select) one left join queue.task t on t.name operator(pg_catalog.=) defer.task
-      where coalesce(t.is_plain, defer.task operator(pg_catalog.<>) '' and pg_catalog.octet_length(defer.task) operator(pg_catalog.<=) 1000)
+      select t.name, defer.args, t.given from queue.task t where t.name operator(pg_catalog.=) defer.task and t.is_plain
       returning id, pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
       if v_is_awake then
         return v_id;
@@ -68,7 +66,7 @@ declare
 begin
   if num_nonnulls(p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs, p_concurrency_key, p_concurrency_limit, p_options) = 0 then
     if coalesce(v_none, queue._unlimited()) is not null and p_args @> '{}' and (right(p_queue, 1) = '*' or octet_length(p_queue) > 1000) is not true
-      and pg_column_size(p_args) < 2000 and pg_column_compression(p_args) is null and octet_length(p_args::text) <= 2000 then
+      and pg_column_size(p_args) < 2000 and octet_length(p_args::text) <= 2000 then
       insert into queue.log (task, args, given)
       select p_task, p_args,
         case when num_nonnulls(p_queue, p_priority) = 0 then t.given

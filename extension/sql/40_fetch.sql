@@ -167,8 +167,6 @@ declare
   v_is_claimed boolean := false;
   v_claimed record;
   v_lane integer;
-  v_low_deadline timestamptz;
-  v_low_id bigint;
   v_attempt smallint;
   v_flags smallint;
   v_claimed_at timestamptz;
@@ -190,7 +188,7 @@ begin
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);  -- admission may have met a new queue
   end if;
-  select l.lane, l.low_deadline, l.low_id into v_lane, v_low_deadline, v_low_id
+  select l.lane into v_lane
   from queue.lane l
   where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind = 0
     and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) is true
@@ -206,9 +204,13 @@ begin
       update queue.live v
       set claim = nextval('queue.claim_seq'), worker_id = p_worker, claimed_at = clock_timestamp(), attempt = v.attempt + 1
       where v.ctid = (
-        select v.ctid from queue.live v
-        where v.lane = v_lane and (v.deadline, v.id) >= (v_low_deadline, v_low_id) and v.claim is null
-        order by v.deadline, v.id limit 1 for update of v skip locked)
+        select c.ctid
+        from queue.lane l
+        cross join lateral (
+          select v.ctid from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+          order by v.deadline, v.id limit 1 for update of v skip locked) c
+        where l.lane = v_lane and l.kind = 0 and (l.paused_until is null or l.paused_until <= v_now))
       returning array[v.id], v.claim, v.attempt, v.flags, v.claimed_at into ids, first_claim, v_attempt, v_flags, v_claimed_at;
       if v_flags & 128 <> 0 then
         perform queue._lease_timeouts(ids, first_claim, v_claimed_at);
@@ -217,7 +219,7 @@ begin
         first_claim := null;
       end if;
     else
-      v_claimed := queue._claim_plain(p_worker, array[v_lane], array[v_low_deadline], array[v_low_id], p_max_jobs);
+      v_claimed := queue._claim_plain(p_worker, array[v_lane], p_max_jobs);
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
     end if;
@@ -262,8 +264,7 @@ begin
   end if;
   for v_pass in 1 .. 100 loop
     if v_pass > 1 or not p_is_claimed then
-      select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes, array_agg(l.low_deadline) as low_deadlines,
-        array_agg(l.low_id) as low_ids, exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) as is_registered
+      select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes, exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) as is_registered
       into v
       from queue.lane l
       where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= p_now) and l.kind < 2;
@@ -288,7 +289,7 @@ begin
         ids := ids || nullif(queue._claim_limited(p_worker, v.lanes, p_max_jobs - coalesce(cardinality(ids), 0)), '{}');
         first_claim := null;
       elsif v.plain_lanes is not null then
-        v_claimed := queue._claim_plain(p_worker, v.plain_lanes, v.low_deadlines, v.low_ids, p_max_jobs - coalesce(cardinality(ids), 0));
+        v_claimed := queue._claim_plain(p_worker, v.plain_lanes, p_max_jobs - coalesce(cardinality(ids), 0));
         if v_claimed.ids is not null then
           first_claim := case when ids is null then v_claimed.first_claim end;
           ids := ids || v_claimed.ids;
@@ -392,17 +393,16 @@ begin
 end $$;
 
 -- Of lanes those that hold something ready that may start, in the order in which they are read: by priority,
--- then the one whose first job is oldest. plain_lanes, with their low marks: those that can be claimed from
--- without ADM, as no limited one has a higher priority.
+-- then the one whose first job is oldest. plain_lanes: those that can be claimed from without ADM, as no limited one has a
+-- higher priority.
 create or replace function queue._probe_lanes(
-  p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[], out low_deadlines timestamptz[], out low_ids bigint[],
-  out is_registered boolean)
+  p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[], out is_registered boolean)
 language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 begin
   is_registered := true;
   with ready as (
-    select l.lane, l.kind, l.low_deadline, l.low_id, l.priority,
+    select l.lane, l.kind, l.priority,
       row_number() over (order by l.priority desc, f.id, l.lane) as n, max(l.priority) filter (where l.kind = 1) over () as limited_priority
     from unnest(p_lanes) u (lane)
     cross join lateral (
@@ -415,19 +415,18 @@ begin
       or not exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null))
       or queue._queue_room(l.queue, 1, clock_timestamp()) > 0)
   select array_agg(r.lane order by r.n), max(r.kind),
-    array_agg(r.lane order by r.n) filter (where r.is_plain), array_agg(r.low_deadline order by r.n) filter (where r.is_plain),
-    array_agg(r.low_id order by r.n) filter (where r.is_plain)
-  into lanes, kind, plain_lanes, low_deadlines, low_ids
+    array_agg(r.lane order by r.n) filter (where r.is_plain)
+  into lanes, kind, plain_lanes
   from (select r.*, r.kind = 0 and (r.limited_priority is null or r.priority >= r.limited_priority) as is_plain from ready r) r;
 end $$;
 
--- Claims up to p_n jobs of plain lanes, in the order of p_lanes, from their low marks on: what was made ready
--- below a mark since it was read is found by the next look. first_claim: as of _claim.
+-- Claims up to p_n jobs of plain lanes, in the order of p_lanes. first_claim: as of _claim.
 -- Locks: rows of queue.live by skip locked.
+-- Why nothing starts that was paused, or uncounted that was limited, before: the statement that claims reads the lanes again.
 -- Why a job's claims rise: a row that this statement sees was made ready by one that had its number before.
 -- Why it starts after what it needed or followed has ended: the clock is read after the snapshot.
 create or replace function queue._claim_plain(
-  p_worker bigint, p_lanes integer[], p_low_deadlines timestamptz[], p_low_ids bigint[], p_n integer, out ids bigint[], out first_claim bigint)
+  p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -439,7 +438,10 @@ begin
     set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = (select clock_timestamp()), attempt = v.attempt + 1
     where v.ctid = any (array(
       select c.ctid
-      from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
+      from unnest(p_lanes) u (lane)
+      cross join lateral (
+        select l.lane, l.low_deadline, l.low_id from queue.lane l
+        where l.lane = u.lane and l.kind = 0 and (l.paused_until is null or l.paused_until <= (select clock_timestamp())) offset 0) l
       cross join lateral (
         select v.ctid from queue.live v
         where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
