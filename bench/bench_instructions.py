@@ -29,6 +29,8 @@ OUTCOMES = """
     || ',"outcome":"succeeded"}', ','), '') || ']', false)
 """
 PREPARE = [
+    # the calls below name worker 1
+    "select setval('queue.worker_id_seq', 1, false) where not exists (select from queue.worker)",
     "select queue.register_worker('w')",
     "select set_config('b.outcomes', '[]', false)",
     "prepare one(int) as select queue.defer('noop', jsonb_build_object('n', $1))",

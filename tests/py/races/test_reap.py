@@ -60,8 +60,9 @@ def test_a_long_outage_is_nobodys_death() -> None:
         install(server, "postgres")
         with psycopg.connect(server.dsn("postgres"), autocommit=True) as conn:
             conn.execute("select queue.defer('t')")
-            conn.execute("select queue.register_worker('w', null, '{\"dead_after\": 2}')")
-            conn.execute("select * from queue.fetch(1)")
+            conn.execute(
+                "select queue.fetch(w) from queue.register_worker('w', null, '{\"dead_after\": 2}') w"
+            )
             # As long ago as if the server had been down for an hour.
             conn.execute("update queue.worker set last_seen_at = now() - interval '1 hour'")
         server._stop("fast")
