@@ -425,13 +425,14 @@ def test_a_chain_within_a_lock_and_a_key(conn: Connection) -> None:
 # Queueing locks
 
 
-@deep
-@pytest.mark.parametrize("is_one", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "depth"),
+    [(1, 1000), pytest.param(1, DEPTH, marks=pytest.mark.soak), (DEPTH, DEPTH)],
+)
 def test_replaced_often(
-    conn: Connection, depth: int, connect: Callable[..., Connection], is_one: bool
+    conn: Connection, connect: Callable[..., Connection], keys: int, depth: int
 ) -> None:
     worker = register(conn)
-    keys = 1 if is_one else depth
     defer(conn, *({"task": "t", "args": {"n": 0}, "queueing_lock": f"Q{n}"} for n in range(keys)))
     admit(conn)
     replace = {"options": {"on_conflict": "replace"}}
@@ -453,7 +454,9 @@ def test_replaced_often(
         ((id, claim),) = fetch(other, worker)
         assert id == plain
         finish(other, [(id, claim)])
-    rows = conn.execute("select args ->> 'n' from queue.fetch(%s, null, %s)", [worker, depth])
-    found = sorted(int(n) for (n,) in rows.fetchall())
-    assert found == ([depth] if keys == 1 else list(range(1, depth + 1)))
+    found: list[int] = []
+    fetch_some = "select (args ->> 'n')::integer from queue.fetch(%s, null, %s)"
+    while rows := conn.execute(fetch_some, [worker, depth]).fetchall():
+        found += [n for (n,) in rows]
+    assert sorted(found) == ([depth] if keys == 1 else list(range(1, depth + 1)))
     settled(conn, succeeded=1, running=keys)

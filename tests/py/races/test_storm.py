@@ -65,6 +65,7 @@ class Job:
     held: float = float("inf")
     claim: int = 0  # the current one while it runs
     last_claim: int = 0
+    crashes: int = 0  # the third may end it (crash_loop)
     dead_at: float = float("inf")  # its worker has crashed: from then on its claim may be taken
 
 
@@ -149,6 +150,7 @@ class Ledger:
                     and other.committed < job.commit_started
                     and not other.is_ended
                     and not other.may_have_ended
+                    and other.crashes < 3
                     and not other.discards
                     and not (other.expires_at and other.expires_at < now)
                 ):
@@ -181,6 +183,7 @@ class Ledger:
         with self.mutex:
             for id in ids:
                 self.jobs[id].dead_at = dead_at
+                self.jobs[id].crashes += 1
 
 
 class Storm:
