@@ -27,9 +27,9 @@ begin
   -- Few functions and one statement for most calls, as each is set up anew in every transaction: for a task and small args, where
   -- no role is limited, if the task is registered and has no more than a queue and a priority.
   if coalesce(v_none, queue._unlimited()) is not null then
-    if defer.queue is null and defer.priority is null and defer.lock is null and defer.queueing_lock is null and defer.scheduled_at is null
-      and defer.deadline is null and defer.needs is null and defer.concurrency_key is null and defer.concurrency_limit is null
-      and defer.options is null and pg_catalog.jsonb_contains(defer.args, '{}')
+    if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
+                               defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
+      and pg_catalog.jsonb_contains(defer.args, '{}')
       and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000
       and pg_catalog.octet_length(cast(defer.args as pg_catalog.text)) operator(pg_catalog.<=) 2000
     then

@@ -356,7 +356,7 @@ begin
         cross join lateral (
           select l.lane, l.queue, l.priority, l.kind, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane offset 0) l
         where l.queue <> all (v_full) and (l.kind = 0 or not queue._is_queue_full(l.queue))
-        group by l.queue, l.priority order by 1 offset 0) g
+        group by l.queue, l.priority order by 1 limit 100) g
       cross join lateral (
         select v.id
         from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
@@ -367,7 +367,8 @@ begin
             and (p_tasks is null or exists (select from queue.job j where j.id = v.id and j.task = any (p_tasks)))
           order by v.deadline, v.id limit v_take) v
         order by v.deadline, v.id limit v_take) c
-      limit v_take);
+      -- where those of the first lanes can't start, however many they are, the next round looks at the others' first, too
+      limit case when v_left = '{}' then v_take end);
     exit when v_ids = '{}';
     select c.won, c.rest, c.full_queues into v from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won)) c;
     v_won := v_won || v.won;

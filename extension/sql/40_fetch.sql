@@ -287,6 +287,10 @@ begin
       end if;
       if v.kind = 1 and v_has_adm then
         ids := ids || nullif(queue._claim_limited(p_worker, v.lanes, p_max_jobs - coalesce(cardinality(ids), 0)), '{}');
+        if coalesce(cardinality(ids), 0) < p_max_jobs then
+          -- it may have looked at so many that can't start that its time was over
+          ids := ids || (select c.ids from queue._claim_plain(p_worker, v.lanes, p_max_jobs - coalesce(cardinality(ids), 0)) c);
+        end if;
         first_claim := null;
       elsif v.plain_lanes is not null then
         v_claimed := queue._claim_plain(p_worker, v.plain_lanes, p_max_jobs - coalesce(cardinality(ids), 0));

@@ -551,8 +551,14 @@ begin
     perform queue._advance(p_arrived => v.again, p_locks => case when v.locked is not null then queue._locks_of(v.locked) end);
   end if;
   for v_item in
-    select u.id, u.kind, u.flags, u.payload from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload)
-    where p_payloads is not null and (u.kind = 'replace' or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_circular)))
+    select u.id, u.kind, u.flags, u.payload
+    from (
+      select u.id, u.kind, u.flags, u.payload, u.n, row_number() over (partition by u.id, u.kind order by u.n desc) as from_last
+      from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
+      where p_payloads is not null and u.payload is not null) u
+    -- of replacements of one job the last is what is left of it
+    where u.kind = 'replace' and u.from_last = 1 or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_circular))
+    order by u.n
   loop
     if v_item.kind = 'replace' then
       perform queue._apply_replacement(v_item.id, v_item.payload);
