@@ -27,9 +27,8 @@ begin
   -- no role is limited; beside tasks with defaults, if its own are no more than a queue and a priority.
   if coalesce(v_none, queue._no_defaults()) is not null then
     if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
-                               defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
-      and pg_catalog.jsonb_contains(defer.args, '{}')
-      and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000 and pg_catalog.pg_column_compression(defer.args) is null
+                               defer.concurrency_key, defer.concurrency_limit, defer.options, pg_catalog.pg_column_compression(defer.args)) operator(pg_catalog.=) 0
+      and pg_catalog.jsonb_contains(defer.args, '{}') and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000
       and pg_catalog.octet_length(defer.task) operator(pg_catalog.<=) 1000 and defer.task operator(pg_catalog.<>) ''
     then
       insert into queue.log (task, args) values (defer.task, defer.args)
@@ -40,9 +39,8 @@ begin
     end if;
   elsif coalesce(v_none, queue._unlimited()) is not null then
     if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
-                               defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
-      and pg_catalog.jsonb_contains(defer.args, '{}')
-      and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000 and pg_catalog.pg_column_compression(defer.args) is null
+                               defer.concurrency_key, defer.concurrency_limit, defer.options, pg_catalog.pg_column_compression(defer.args)) operator(pg_catalog.=) 0
+      and pg_catalog.jsonb_contains(defer.args, '{}') and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000
     then
       insert into queue.log (task, args, given)
       select t.name, defer.args, t.given from queue.task t where t.name operator(pg_catalog.=) defer.task and t.is_plain
