@@ -111,9 +111,10 @@ begin
   if v_is_limited then
     perform queue._not_installed();
   end if;
-  if jsonb_typeof(p_args) <> 'object' then
-    perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(p_args));
-  elsif pg_column_size(p_args) >= 2000 or pg_column_compression(p_args) is not null then
+  if jsonb_typeof(p_args) <> 'object' or pg_column_size(p_args) >= 2000 or pg_column_compression(p_args) is not null then
+    if jsonb_typeof(p_args) <> 'object' then
+      perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || jsonb_typeof(p_args));
+    end if;
     perform queue._check_size('args', p_args);
   end if;
   v_id := queue._defer_full(p_task, p_args, p_queue, p_priority, p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs,
