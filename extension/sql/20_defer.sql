@@ -174,7 +174,7 @@ begin
       v_flags := v_flags | 4;
     end if;
   end if;
-  if num_nonnulls(p_deadline, v_task.deadline) > 0 then
+  if p_deadline is not null or v_task.deadline is not null then
     if p_deadline is null then
       v_deadline := clock_timestamp() + v_task.deadline;
     else

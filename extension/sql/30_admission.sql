@@ -31,6 +31,42 @@ begin
   return found;
 end $$;
 
+-- Which other session holds ADM; since: when its transaction began, NULL where its role's sessions are hidden from the owner.
+create or replace function queue._admission_holder(out pid integer, out role text, out state text, out application text, out since timestamptz)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  select l.pid, a.usename, a.state, a.application_name, a.xact_start into pid, role, state, application, since
+  from queue.admission m
+  join pg_locks l on l.locktype = 'transactionid' and l.transactionid = m.xmax and l.mode = 'ExclusiveLock' and l.granted
+  left join pg_stat_activity a on a.pid = l.pid
+  where l.pid <> pg_backend_pid();
+end $$;
+
+-- Locks: none. Raises: 42501 where the owner may not end that session.
+create or replace function queue.unblock()
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v record;
+begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
+  v := queue._admission_holder();
+  if v.pid is not null then
+    begin
+      perform pg_terminate_backend(v.pid);
+    exception when insufficient_privilege then
+      raise exception using errcode = '42501', message = 'the owner of the queue may not end this session',
+        detail = format('pid: %s, role: %s', v.pid, v.role),
+        hint = format('As that role, as a superuser or as a member of pg_signal_backend: select pg_terminate_backend(%s).', v.pid);
+    end;
+  end if;
+  return v.pid;
+end $$;
+comment on function queue.unblock() is
+  'Ends the session that holds the admission lock just now, and with it keeps others from fetching: see the check admission of queue.health(). Its transaction is rolled back. Returns its process id, NULL if nobody holds the lock. A worker that is ended so connects again.';
+
 -- Admits what is new: handovers, a slice of each range that is new, a slice of the most urgent of the backlog, what is due.
 -- Locks: the caller holds ADM. has_more: another call will find more.
 create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)

@@ -217,6 +217,17 @@ begin
               when v.broken > 0 then 'See reason in queue.schedules, and mend the task''s defaults or the schedule''s options.' end;
   return next;
 
+  name := 'admission';
+  v := queue._admission_holder();
+  status := case when v.pid is null or v.since > p_now - interval '5 s' then 'ok' when v.since > p_now - interval '15 s' then 'warn'
+                 when v.since is null then 'warn' else 'fail' end;
+  detail := case when status = 'ok' then 'no session keeps the admission lock'
+                 else format('process %s%s holds the admission lock%s; nobody else can fetch what is new', v.pid, coalesce(' of role ' || v.role, ''),
+                             coalesce(', in a transaction that is open since ' || date_trunc('second', v.since), '')
+                             || coalesce(' (' || v.state || ')', '')) end;
+  fix := case when status <> 'ok' then 'Look again in a moment; if it is the same process, select queue.unblock() ends it' end;
+  return next;
+
   name := 'timeouts';
   select count(*) as n, string_agg(format('job %s at %s', o.id, date_trunc('second', o.timeout_at)), ', ' order by o.timeout_at) filter (where o.no <= 10) as jobs into v
   from (select o.*, row_number() over (order by o.timeout_at) as no from queue._overdue() o) o;

@@ -23,7 +23,7 @@ begin
       functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,worker_died,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,needs,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
       views := '{schedules}';
     when 'operator' then
-      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,set_args,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure,configure_queue,create_queue,prune,reap,tick,result,needs,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
+      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,set_args,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure,configure_queue,create_queue,prune,unblock,reap,tick,result,needs,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
       views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     when 'reader' then
       functions := '{search,get,stats,health,autoscale_hint,result,needs,graph,why,check,peek,version,backoff,next_runs}';
@@ -37,7 +37,7 @@ end $$;
 create or replace function queue._unlimited_only()
 returns text[] language plpgsql immutable parallel safe security invoker as $$
 begin
-  return '{configure,register_task,schedule,unschedule,enable_schedule,run_now,prune,check,health,tasks,locks,semaphores,schedules,schedule_runs}'::text[];
+  return '{configure,register_task,schedule,unschedule,enable_schedule,run_now,prune,unblock,check,health,tasks,locks,semaphores,schedules,schedule_runs}'::text[];
 end $$;
 
 -- Locks: queue.access, as migrate, and those of _switch_limits. Raises: 22023, 55P03.

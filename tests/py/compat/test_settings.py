@@ -123,7 +123,7 @@ def prepared(conn: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]
 def test_every_setting(prepared: psycopg.Connection[Any]) -> None:
     def begin() -> None:
         prepared.execute("reset all")
-        # Compiling is no setting that changes an answer, but takes minutes where plans cost as much.
+        # Compiling changes no answer, but takes minutes where plans cost as much.
         prepared.execute("set client_min_messages = error; set jit = off")
         prepared.execute(RESET)
 

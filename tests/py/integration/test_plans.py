@@ -90,9 +90,9 @@ class Session:
         self._plans: list[str] = []
         #: The calls that read too much: what was called, how many rows, of what, the statement.
         self.offences: list[tuple[str, float, str, str]] = []
-        # not dead on a busy machine, where nobody sends heartbeats for it
-        patient = """queue.register_worker('plans', null, '{"dead_after": "1 hour"}')"""
-        (self.worker,) = self(f"select {patient}")[0]
+        # however slow the machine is
+        info = '{"dead_after": "1 day"}'
+        (self.worker,) = self("select queue.register_worker('plans', info => %s)", info)[0]
 
     def __call__(self, statement: str, *parameters: object) -> Rows:
         return self.connection.execute(statement.encode(), parameters).fetchall()

@@ -106,7 +106,7 @@ def settled(conn: Connection, **expected: int) -> None:
 # The circle of lock, slot and end
 
 
-@pytest.mark.parametrize("n", [300, DEPTH])
+@pytest.mark.parametrize("n", [300, pytest.param(DEPTH, marks=pytest.mark.soak)])
 def test_a_producer_alone(conn: Connection, n: int) -> None:
     worker = register(conn)
     assert ask(conn, BRIEF.replace("%s", str(n))) == n + 1
