@@ -28,10 +28,11 @@ OUTCOMES = """
   set_config('b.outcomes', '[' || coalesce(string_agg('{"id":' || id || ',"claim":' || claim
     || ',"outcome":"succeeded"}', ','), '') || ']', false)
 """
+WORKER = "current_setting('b.worker')::bigint"
 PREPARE = [
     # the calls below name worker 1
     "select setval('queue.worker_id_seq', 1, false) where not exists (select from queue.worker)",
-    "select queue.register_worker('w')",
+    "select set_config('b.worker', queue.register_worker('w')::text, false)",
     "select set_config('b.outcomes', '[]', false)",
     "prepare one(int) as select queue.defer('noop', jsonb_build_object('n', $1))",
     "prepare locked(int) as select queue.defer('noop', jsonb_build_object('n', $1), lock => 'a')",
@@ -40,16 +41,16 @@ PREPARE = [
       select jsonb_agg(jsonb_build_object('task', 'noop', 'args', jsonb_build_object('n', g)))
       from generate_series(1, 1000) g))
     """,
-    """
+    f"""
     prepare fetch1 as
       select set_config('b.id', id::text, false), set_config('b.claim', claim::text, false)
-      from queue.fetch(1)
+      from queue.fetch({WORKER})
     """,
     """
     prepare succeed as
       select queue.succeed(current_setting('b.id')::bigint, current_setting('b.claim')::bigint)
     """,
-    f"prepare fetch50 as select {OUTCOMES} from queue.fetch(1, null, 50)",
+    f"prepare fetch50 as select {OUTCOMES} from queue.fetch({WORKER}, null, 50)",
     """
     prepare finish50 as
       select count(*) from queue.finish_many(current_setting('b.outcomes')::jsonb)
@@ -57,7 +58,7 @@ PREPARE = [
     f"""
     prepare both50 as
       select {OUTCOMES}
-      from queue.finish_and_fetch(1, current_setting('b.outcomes')::jsonb, null, 50)
+      from queue.finish_and_fetch({WORKER}, current_setting('b.outcomes')::jsonb, null, 50)
     """,
 ]
 

@@ -250,8 +250,8 @@ declare
   v_taken record;
 begin
   v_taken := queue._take_out_all(array(select v.id from queue.live v where v.id = any (p_ids) and v.claim is null));
-  insert into queue.handover (job_id, kind, flags)
-  select v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
+  insert into queue.handover (xid, job_id, kind, flags)
+  select queue._until(v.xmax), v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
   -- also those that have left queue.live since may keep the turn from an older job
   perform queue._advance(p_arrived => v_taken.ids, p_keys => v_taken.keys, p_locks => queue._locks_of(p_ids));
 end $$;

@@ -133,8 +133,11 @@ declare
   v_keys text[];
   v_limits integer[];
   v_needs bigint[];
-  v_size integer := queue._size_of(p_args, p_options -> 'headers');
+  v_size integer;
 begin
+  if pg_column_size(p_args) >= 2000 or octet_length(p_args::text) > 2000 or p_options ? 'headers' then
+    v_size := queue._size_of(p_args, p_options -> 'headers');
+  end if;
   select t.* into v_task from queue.task t where t.name = p_task;
   if not found then
     perform queue._check_name('task', p_task);

@@ -218,6 +218,25 @@ begin
   return array(select x from pg_snapshot_xip(p_upto) x union select p_own where p_own < pg_snapshot_xmax(p_upto) order by 1);
 end $$;
 
+-- The transaction whose end a look at a row of queue.live has to wait for: the one that has it locked, by the row's xmax, where that
+-- is under way, else this one. As the xid of a handover it has the next admission after that end take it, and none before.
+-- A savepoint's own number is no transaction's: then each admission looks.
+create or replace function queue._until(p_xmax xid)
+returns xid8 language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_own constant xid8 := pg_current_xact_id();
+  v_snapshot constant pg_snapshot := pg_current_snapshot();
+  v_near constant bigint := v_own::text::bigint;
+  v_xid bigint := (v_near & ~4294967295) | p_xmax::text::bigint;
+begin
+  -- the one of these numbers that is near: xmax has but 32 bits
+  v_xid := v_xid + case when v_xid > v_near + 2147483648 then -4294967296 when v_xid < v_near - 2147483648 then 4294967296 else 0 end;
+  if v_xid::text::xid8 = any (array(select x from pg_snapshot_xip(v_snapshot) x)) then
+    return v_xid::text::xid8;
+  end if;
+  return v_own;
+end $$;
+
 -- Whether the log may hold what has not been admitted: a look at its end, for those who need nothing else of _admit.
 -- Locks: the caller holds ADM.
 create or replace function queue._has_news()

@@ -107,7 +107,8 @@ begin
     elsif found or exists (select from queue.live v where v.id = v_lock.id) then
       v_taken := queue._take_out(v_lock.id);
       if v_taken.place is null then
-        insert into queue.handover (job_id, kind, flags) select v.id, 'regate', 0 from queue.live v where v.id = v_lock.id and v.claim is null;
+        insert into queue.handover (xid, job_id, kind, flags)
+        select queue._until(v.xmax), v.id, 'regate', 0 from queue.live v where v.id = v_lock.id and v.claim is null;
         continue;
       end if;
       displaced := displaced || v_lock.id;

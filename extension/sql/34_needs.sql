@@ -119,8 +119,8 @@ declare
 begin
   v_locked := array(select v.id from queue.live v where v.id = any (p_ids) and v.flags & 4096 = 0 order by v.id for update skip locked);
   update queue.live v set flags = v.flags | 4096 where v.id = any (v_locked);
-  insert into queue.handover (job_id, kind, flags)
-  select v.id, 'recheck', 4096 from queue.live v where v.id = any (p_ids) and v.flags & 4096 = 0;
+  insert into queue.handover (xid, job_id, kind, flags)
+  select queue._until(v.xmax), v.id, 'recheck', 4096 from queue.live v where v.id = any (p_ids) and v.flags & 4096 = 0;
 end $$;
 
 -- Rechecks: marks again, asks the dependents of those that have ended, and passes deadlines on.
@@ -308,8 +308,9 @@ begin
       failed := failed || array(select v_job.id where v_job.standing = 'failed');
     elsif exists (select from queue.live v where v.id = v_job.id and v.claim is null) then
       -- its row is locked by a claim, which may be rolled back
-      insert into queue.handover (job_id, kind, flags)
-      values (coalesce(v_job.holder, (select d.need_id from queue.need d where d.job_id = v_job.id limit 1)), 'recheck', 4096);
+      insert into queue.handover (xid, job_id, kind, flags)
+      select queue._until(v.xmax), coalesce(v_job.holder, (select d.need_id from queue.need d where d.job_id = v_job.id limit 1)), 'recheck', 4096
+      from queue.live v where v.id = v_job.id;
     end if;
   end loop;
 end $$;
@@ -371,7 +372,8 @@ begin
   end if;
   v_locked := array(select v.id from queue.live v where v.id = any (v_ids) order by v.id for update skip locked);
   v_shut := array(select v.id from queue.live v where v.id = any (v_ids) except select u.id from unnest(v_locked) u (id));
-  insert into queue.handover (job_id, kind, flags) select u.id, 'recheck', 4096 from unnest(v_shut) u (id);
+  insert into queue.handover (xid, job_id, kind, flags)
+  select queue._until(v.xmax), u.id, 'recheck', 4096 from unnest(v_shut) u (id) left join queue.live v on v.id = u.id;
   insert into queue.job_state as s (id, deadline)
   select u.id, u.deadline
   from unnest(v_ids, v_deadlines) u (id, deadline)

@@ -39,7 +39,7 @@ begin
   end if;
   v := queue._claim(worker, queues, max_jobs, options, true);
   if v.first_claim is null or cardinality(v.ids) > 30 then
-    v.ids := queue._put_aside(worker, v.ids);
+    v.ids := queue._put_aside(worker, v.ids, v.first_claim is not null);
   end if;
   -- a statement of its own: only a new snapshot shows the claims
   if v.first_claim is not null then

@@ -10,9 +10,9 @@
 -- for it. Behind a transaction pooler it may be another session that fetches next: it looks when it finds nothing to claim.
 
 -- Of claimed jobs, in claim order, those that fit into one answer, of which each takes about 120 bytes beside its args and headers;
--- the others are put aside.
+-- the others are put aside. p_are_first: as first_claim of _claim, so that most often one sum tells that all fit.
 -- Locks: none; the transaction holds the rows of queue.live.
-create or replace function queue._put_aside(p_worker bigint, p_ids bigint[])
+create or replace function queue._put_aside(p_worker bigint, p_ids bigint[], p_are_first boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -22,6 +22,8 @@ begin
     if exists (select from queue.undelivered u where u.worker_id = p_worker) then
       perform set_config('pgdefer.undelivered', p_worker::text, false);
     end if;
+    return p_ids;
+  elsif p_are_first and (select sum(octet_length(l.args::text) + 120) from queue.log l where l.id = any (p_ids)) <= 65536 then
     return p_ids;
   end if;
   select array_agg(x.id order by x.n) filter (where x.total <= 65536) as ids, array_agg(x.id order by x.n) filter (where x.total > 65536) as rest,

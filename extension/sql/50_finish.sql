@@ -179,7 +179,7 @@ begin
   end if;
   v := queue._claim(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options, v_may_wait);
   if v.first_claim is null or cardinality(v.ids) > 30 then
-    v.ids := queue._put_aside(finish_and_fetch.worker, v.ids);
+    v.ids := queue._put_aside(finish_and_fetch.worker, v.ids, v.first_claim is not null);
   end if;
   if v.first_claim is not null then
     return query

@@ -31,8 +31,9 @@ begin
     case when c.has_backlog or exists (select from queue.job j where j.xid >= c.next_xid)
            or exists (select from queue.job j where j.xid = any (array(select x from unnest(c.in_flight) x where pg_visible_in_snapshot(x, pg_current_snapshot()))))
          then clock_timestamp() end,
-    -- a recheck (34_needs.sql) comes back until the row that it waits for is free
-    case when exists (select from queue.handover) then clock_timestamp() + interval '10 ms' end,
+    case when exists (select from queue.handover h where pg_visible_in_snapshot(h.xid, pg_current_snapshot())) then clock_timestamp() + interval '10 ms'
+    -- one that waits for the end of a transaction (_until), which wakes nobody
+         when exists (select from queue.handover) then clock_timestamp() + interval '100 ms' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
     case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back

@@ -59,6 +59,8 @@ select is(pg_temp.refusal('insert into public.sizes values (repeat(chr(1), 30000
 select lives_ok('select queue.defer(''t'', fair) from kept', 'what fits is taken');
 select lives_ok('select queue.defer(''t'', pg_temp.sized(16777216))', 'up to the limit itself');
 select count(*) from queue.fetch(:worker, null, 10) \gset
+select count(*) from queue.fetch(:worker, null, 10) \gset
+select count(*) from queue.fetch(:worker, null, 10) \gset
 select is(pg_temp.refusal(format('select queue.set_args(queue.defer(%L), pg_temp.digits(200))', 't')), '22023 the JSON of args is too large', 'set_args');
 
 -- Outcomes: a result that is too large is refused to a handler that says it, and replaced where the work is done

@@ -1,6 +1,6 @@
 -- Privileges: what each kind of role may and may not, and that nothing a caller brings along changes anything.
 
-select plan(139);
+select plan(140);
 
 -- The outcome of a call by a role: ok, or its SQLSTATE. What it did is undone.
 create function pg_temp.as_role(role text, call text) returns text language plpgsql as $$
@@ -60,6 +60,7 @@ insert into calls values
   ('select queue.deregister_worker(:worker)', 'w'),
   ('select queue.worker_died(:worker)', 'w'),
   ('select * from queue.reap()', 'wo'),
+  ('select queue.unblock()', 'o'),
   ('select * from queue.tick()', 'wo'),
   ('select queue.peek()', 'wor'),
   ('select queue.cancel(:other)', 'o'),

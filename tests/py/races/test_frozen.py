@@ -1,0 +1,128 @@
+"""Clients that freeze at their worst instant keep nobody else from fetching."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+Connection = psycopg.Connection[Any]
+
+BLOCKED = """
+select a.wait_event from pg_stat_activity a where a.pid = %s and a.state = 'active'
+"""
+
+
+def fetch(connection: Connection, worker: int, max_jobs: int = 20) -> list[Any]:
+    return connection.execute(
+        "select id, claim, task from queue.fetch(%s, max_jobs => %s)", [worker, max_jobs]
+    ).fetchall()
+
+
+def register(connection: Connection, dead_after: str = "1 day") -> int:
+    info = json.dumps({"dead_after": dead_after})
+    row = connection.execute("select queue.register_worker('w', info => %s)", [info]).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited for 60 s"
+        time.sleep(0.01)
+    return found
+
+
+def has_claims(connection: Connection, worker: int) -> bool:
+    """Whether a fetch whose answer nobody reads has committed its claims."""
+    row = connection.execute(
+        "select count(*) > 0 from queue.jobs where worker_id = %s", [worker]
+    ).fetchone()
+    return row == (True,)
+
+
+@pytest.mark.parametrize(("bytes_each", "jobs"), [(300_000, 20), (1_900, 500), (10_000_000, 5)])
+def test_a_worker_that_freezes_while_it_receives_a_fetch(
+    connect: Callable[..., Connection], bytes_each: int, jobs: int
+) -> None:
+    conn, other, frozen = connect(), connect(), connect()
+    for _ in range(jobs):
+        conn.execute(
+            "select queue.defer('large', jsonb_build_object('data', repeat('x', %s)))", [bytes_each]
+        )
+    freezes, works = register(frozen, "1 s"), register(other)
+    # it sends its calls, one after the other, and reads none of the answers to the end
+    for _ in range(2):
+        frozen.pgconn.send_query(
+            f"select * from queue.fetch({freezes}, max_jobs => {jobs})".encode()
+        )
+        until(lambda: has_claims(conn, freezes))
+        frozen.pgconn.consume_input()
+        if frozen.pgconn.is_busy():
+            break
+        while frozen.pgconn.get_result() is not None:
+            pass
+    # others go on at once, also with what is new
+    other.execute("set statement_timeout = '10 s'")
+    conn.execute("select queue.defer('small', priority => 1)")
+    ((id, claim, task),) = until(lambda: fetch(other, works, 1))
+    assert task == "small"
+    other.execute("select queue.succeed(%s, %s)", [id, claim])
+    # and once the frozen worker is given up its jobs are others'
+    until(lambda: other.execute("select sum(reaped) > 0 from queue.tick()").fetchone() == (True,))
+    found: set[int] = set()
+
+    def all_found() -> bool:
+        other.execute("select from queue.tick()")
+        found.update(row[0] for row in fetch(other, works, jobs))
+        # what was handed out counts as crashed, and is given to somebody who runs nothing beside it
+        alone = "select id from queue.fetch(%s, options => '{\"alone\": true}')"
+        found.update(row[0] for row in other.execute(alone, [works]).fetchall())
+        return len(found) == jobs
+
+    until(all_found)
+    frozen.close()
+
+
+def test_who_idles_with_the_admission_lock_is_ended(connect: Callable[..., Connection]) -> None:
+    conn, other = connect(), connect()
+    idle = connect(autocommit=False)
+    worker = register(conn)
+    conn.execute("select queue.defer('t')")
+    idle.execute("select * from queue.tick()")
+    other.execute("set statement_timeout = '60 s'")
+    assert fetch(other, worker)
+    with pytest.raises(psycopg.errors.IdleInTransactionSessionTimeout):
+        idle.execute("select 1")
+
+
+def test_the_holder_of_the_admission_lock_is_named_and_ended(
+    connect: Callable[..., Connection],
+) -> None:
+    conn = connect()
+    holder = connect(autocommit=False)
+    worker = register(conn)
+    conn.execute("select queue.defer('t')")
+    assert conn.execute("select queue.unblock()").fetchone() == (None,)
+    holder.execute("select * from queue.tick()")
+    holder.execute("set local idle_in_transaction_session_timeout = 0")  # in bad faith
+    pid = holder.info.backend_pid
+
+    def named() -> bool:
+        row = conn.execute(
+            "select status, detail, fix from queue.health() where name = 'admission'"
+        ).fetchone()
+        assert row is not None
+        return row[0] != "ok" and f"process {pid} " in row[1] and "queue.unblock()" in row[2]
+
+    until(named)
+    assert conn.execute("select queue.unblock()").fetchone() == (pid,)
+    conn.execute("set statement_timeout = '60 s'")
+    assert fetch(conn, worker)
+    with pytest.raises(psycopg.OperationalError):
+        holder.execute("select 1")
