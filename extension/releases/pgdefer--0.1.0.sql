@@ -6,6 +6,8 @@ declare
   v_owner oid := (
     select n.nspowner from pg_catalog.pg_namespace n
     where n.nspname operator(pg_catalog.=) 'queue');
+  v_schema oid := 'queue'::pg_catalog.regnamespace;
+  v_others text;
   v_is_ours boolean := (
     select v_owner operator(pg_catalog.=) r.oid
       or (not r.rolsuper and pg_catalog.pg_has_role(r.oid, v_owner, 'USAGE'))
@@ -19,20 +21,70 @@ begin
         'It belongs to %s, and this is %s.', pg_catalog.pg_get_userbyid(v_owner), current_user),
       hint = 'Install as its owner (SET ROLE), or into another database.';
   end if;
+  select pg_catalog.string_agg(x.name, ', ' order by x.name) into v_others
+  from (
+    select distinct case x.role when 0 then 'PUBLIC' else pg_catalog.pg_get_userbyid(x.role) end
+    from (
+      select a.grantee
+      from pg_catalog.pg_namespace n
+      cross join lateral pg_catalog.aclexplode(n.nspacl) a
+      where n.nspname operator(pg_catalog.=) 'queue'
+        and a.privilege_type operator(pg_catalog.=) 'CREATE'
+      union all
+      select p.proowner from pg_catalog.pg_proc p
+      where p.pronamespace operator(pg_catalog.=) v_schema
+      union all
+      select c.relowner from pg_catalog.pg_class c
+      where c.relnamespace operator(pg_catalog.=) v_schema
+      union all
+      select t.typowner from pg_catalog.pg_type t
+      where t.typnamespace operator(pg_catalog.=) v_schema
+      union all
+      select o.oprowner from pg_catalog.pg_operator o
+      where o.oprnamespace operator(pg_catalog.=) v_schema) x (role)
+    where x.role operator(pg_catalog.=) 0 or not pg_catalog.pg_has_role(x.role, v_owner, 'USAGE')
+    ) x (name);
+  if v_others is not null then
+    raise exception using
+      errcode = '42501',
+      message = 'others may create in schema queue, or have objects there',
+      detail = pg_catalog.format('Roles: %s.', v_others),
+      hint = 'They could have functions of theirs run with the rights of this one. REVOKE CREATE ON'
+        ' SCHEMA queue FROM them, drop what is theirs there, and install again.';
+  end if;
+end
+$pgdefer_guard$;
+do $pgdefer_guard$
+begin
+  if exists (
+    select from pg_catalog.pg_proc p
+    where p.pronamespace operator(pg_catalog.=) 'queue'::pg_catalog.regnamespace
+      and p.proname operator(pg_catalog.=) 'install'
+      and not exists (
+        select from pg_catalog.pg_depend d
+        where d.classid operator(pg_catalog.=) 'pg_catalog.pg_proc'::pg_catalog.regclass
+          and d.objid operator(pg_catalog.=) p.oid and d.deptype operator(pg_catalog.=) 'e'))
+  then
+    raise exception using
+      errcode = '55000',
+      message = 'pgdefer is installed in the plain form here',
+      hint = 'Run its newer pgdefer.sql to upgrade it. To have the extension in its place, drop the'
+        ' functions in schema queue first (docs/installing.md); tables and jobs stay.';
+  end if;
 end
 $pgdefer_guard$;
 
 -- sql/00_errors.sql
 -- Errors: every one has a stable SQLSTATE, a fixed message, the ids in DETAIL and what to do in HINT.
 
--- Raises: 22023, always.
+-- Raises: 22023, always. A detail may hold what a caller gave, so it is cut.
 create or replace function queue._invalid(message text, hint text, detail text default '')
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   if detail = '' then
     raise exception using errcode = '22023', message = message, hint = hint;
   end if;
-  raise exception using errcode = '22023', message = message, detail = detail, hint = hint;
+  raise exception using errcode = '22023', message = message, detail = left(detail, 2000), hint = hint;
 end $$;
 
 -- Raises: 22023 unless value is a name: 1 to 1,000 bytes. `what` is the argument's name.
@@ -97,10 +149,31 @@ begin
   end if;
 end $$;
 
--- The interval that a JSON value gives, as text or as a number of seconds.
--- Raises: 22023 when it gives none, one below zero, or one that no timestamp can be moved by.
+-- What any moment can be moved by, forth and back: no part of it lies below zero (a month less and 40 days more is a
+-- positive interval, and may lead out of the calendar all the same), and it is at most 4,000 years.
+create or replace function queue._is_bounded(value interval)
+returns boolean language plpgsql immutable parallel safe security invoker as $$
+begin
+  return value between interval '0' and interval '4000 years'
+    and least(extract(year from value), extract(month from value), extract(day from value),
+              extract(hour from value), extract(minute from value), extract(second from value)) >= 0;
+end $$;
+
+-- Raises: 22023 unless the interval, which may be NULL, is one that any moment can be moved by.
+create or replace function queue._check_interval(what text, value interval)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if not queue._is_bounded(value) then
+    perform queue._invalid(what || ' is out of range', 'Pass an interval such as ''5 minutes'', from 0 to 4,000 years.',
+                           format('value: %s', value));
+  end if;
+end $$;
+
+-- The interval that a JSON value gives, as text or as a number of seconds. One that begins with a minus means
+-- different things under different settings of IntervalStyle, and is none.
+-- Raises: 22023 when it gives none, or one that not every moment can be moved by.
 create or replace function queue._interval(what text, value jsonb)
-returns interval language plpgsql stable parallel safe security invoker as $$
+returns interval language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_interval interval;
 begin
@@ -110,17 +183,91 @@ begin
   begin
     if jsonb_typeof(value) = 'number' then
       v_interval := make_interval(secs => value::text::double precision);
-    elsif jsonb_typeof(value) = 'string' then
+    elsif jsonb_typeof(value) = 'string' and value #>> '{}' !~ '^[^0-9A-Za-z+]*-' then
       v_interval := (value #>> '{}')::interval;
     end if;
   exception when others then
     v_interval := null;
   end;
-  if v_interval is null or v_interval < interval '0' or v_interval > interval '10000 years' then
-    perform queue._invalid(what || ' is not an interval', 'Give an interval such as "5 minutes", or seconds as a number; from 0 to 10,000 years.',
+  if queue._is_bounded(v_interval) is not true then
+    perform queue._invalid(what || ' is not an interval', 'Give an interval such as "5 minutes", or seconds as a number; from 0 to 4,000 years.',
                            'value: ' || left(value::text, 200));
   end if;
   return v_interval;
+end $$;
+
+-- Raises: 22023 unless the moment, which may be NULL, lies in the years 1 to 9999, where every client has a value for
+-- it and any interval may be added; or, with may_be_never, is infinity.
+create or replace function queue._check_moment(what text, value timestamptz, may_be_never boolean default false)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if not (value >= '0001-01-03 00:00+00' and value < '10000-01-01 00:00+00' or may_be_never and value = 'infinity') then
+    if not isfinite(value) then
+      perform queue._invalid(what || ' must be finite', 'Give a moment. To put a job aside without one, use queue.hold.');
+    end if;
+    perform queue._invalid(what || ' is out of range', 'Give a moment in the years 1 to 9999.', format('value: %s', value));
+  end if;
+end $$;
+
+-- How many bytes JSON takes as text, or some number above p_most as soon as it is known to be that many. A number of 10
+-- bytes may print 131,072 digits (1e131071): so large ones are counted first, one by one, and no text is made of all of
+-- them.
+create or replace function queue._text_size(p_value jsonb, p_most integer)
+returns bigint language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_number jsonb;
+  v_size bigint := 0;
+begin
+  for v_number in select n from jsonb_path_query(p_value, 'strict $.** ? (@ > 1e400 || @ < -1e400)') n loop
+    v_size := v_size + octet_length(v_number::text);
+    if v_size > p_most then
+      return v_size;
+    end if;
+  end loop;
+  return octet_length(p_value::text);
+exception when program_limit_exceeded or out_of_memory then
+  -- a text of 1 GB, or so deep that its size can't be told
+  return greatest(v_size, p_most + 1::bigint);
+end $$;
+
+-- Raises: 22023 when JSON takes more bytes as text than queue.configure lets it, else it is true. What is stored in less
+-- than 2,000 bytes is not looked at: no JSON prints more than 8,193 bytes for each of them. A value from a table may be
+-- compressed, and shows its size only when it is looked at.
+create or replace function queue._check_size(what text, value jsonb)
+returns boolean language plpgsql stable parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_most integer;
+  v_size bigint;
+begin
+  if pg_column_size(value) < 2000 and pg_column_compression(value) is null then
+    return true;
+  end if;
+  select i.max_size into v_most from queue.installation i;
+  -- a digit, three bytes in a list, is stored in twelve
+  v_size := case when pg_column_size(value) / 5 > v_most then pg_column_size(value) / 5 else queue._text_size(value, v_most) end;
+  if v_size > v_most then
+    perform queue._invalid(format('the JSON of %s is too large', what), 'Keep large data elsewhere and pass a reference to it. The owner may raise the limit: queue.configure.',
+                           format('bytes as text: at least %s, allowed: %s', v_size, v_most));
+  end if;
+  return true;
+end $$;
+
+-- How many bytes args and headers take as text, where args take more than 2,000, else NULL: what fetch counts with.
+-- Raises: 22023 when they are larger than queue.configure lets them be.
+create or replace function queue._size_of(args jsonb, headers jsonb)
+returns integer language plpgsql stable parallel unsafe security invoker as $$
+declare
+  v_size integer;
+begin
+  if pg_column_size(args) >= 2000 or pg_column_compression(args) is not null then
+    perform queue._check_size('args', args);
+  end if;
+  v_size := octet_length(args::text);
+  if v_size > 2000 or pg_column_size(headers) > 500 then
+    return v_size + coalesce(octet_length(headers::text), 0);
+  end if;
+  return null;
 end $$;
 
 -- Raises: QJ001, always.
@@ -192,13 +339,17 @@ security invoker
 as $pgdefer_tables$
 begin
 -- tables/10_installation.sql
--- One row: which version made the tables, and for which cluster the stored transaction ids count.
+-- One row: which version made the tables, for which cluster the stored transaction ids count, in which
+-- era claims and workers were last numbered (54_eras.sql), and what queue.configure has set: max_size, how many
+-- bytes JSON may take as text. written: the row's own xmin, which a copy of it lacks.
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
-  epoch uuid not null default gen_random_uuid(),
   system_identifier bigint not null,
+  era text not null,
+  written xid,
   installed_at timestamptz not null default now(),
+  max_size integer not null default 16777216,
   constraint installation_pkey primary key (is_only),
   constraint installation_only_check check (is_only)
 );
@@ -224,7 +375,7 @@ create table queue.cursor (
   constraint cursor_pkey primary key (tick)
 );
 
--- Ranges of the log that are read in slices: rows with (xid, id) > (from_xid, from_id) and xid <= to_xid
+-- Ranges of the log that nobody has looked through yet: rows with (xid, id) > (from_xid, from_id) and xid <= to_xid
 -- that are visible in the snapshot upto, those of the transaction own excepted. is_first: none was older.
 create table queue.backlog (
   no bigint not null,
@@ -236,6 +387,25 @@ create table queue.backlog (
   is_first boolean not null,
   constraint backlog_pkey primary key (no)
 );
+
+-- Parts of such ranges, a slice each, that have been looked through: read by priority. Rows whose priority lies between tops[i]
+-- and bottoms[i] have yet to be admitted; priority is the first of tops. is_mixed: there were several of these bands.
+create table queue.backlog_part (
+  no bigint not null,
+  priority integer not null,
+  is_first boolean not null,
+  is_mixed boolean not null,
+  from_xid xid8 not null,
+  from_id bigint not null,
+  to_xid xid8 not null,
+  to_id bigint not null,
+  upto pg_snapshot not null,
+  own xid8,
+  tops integer[] not null,
+  bottoms integer[] not null,
+  constraint backlog_part_pkey primary key (no)
+);
+create index backlog_part_priority_idx on queue.backlog_part (priority desc, no);
 
 -- tables/12_access.sql
 -- What grant_access has given, so that an upgrade can give it again. queues: names and patterns, NULL for all.
@@ -252,15 +422,11 @@ create table queue.access (
 -- cost nothing where there are none (06_limits.sql). Private.
 create view queue.unlimited as select true as is_unlimited;
 
--- It is there as long as no role is limited and no task has defaults, so that a defer of a task and args need look
--- for neither (_switch_defaults). Private.
-create view queue.no_defaults as select true as has_none;
-
 -- Whether whoever reads a view may see all jobs, or else the queues whose, as patterns for LIKE. In a function
 -- the reader is the owner. Private.
 create view queue.visible as
 select x.is_all, array(
-    select replace(replace(replace(case when right(q, 1) = '*' then left(q, -1) else q end, '\', '\\'), '%', '\%'), '_', '\_')
+    select replace(replace(replace(case when right(q, 1) = '*' then left(q, -1) else q end, chr(92), repeat(chr(92), 2)), '%', chr(92) || '%'), '_', chr(92) || '_')
       || case when right(q, 1) = '*' then '%' else '' end
     from queue.access a
     join pg_roles r on r.rolname = a.role
@@ -273,7 +439,8 @@ from (
                where a.queues is null and a.kind in ('operator', 'reader') and pg_has_role(current_user, r.oid, 'usage')) as is_all) x;
 
 -- tables/20_job.sql
--- What a job was given beside its task and args. NULL in queue, priority and flags stands for their defaults.
+-- What a job was given beside its task and args. NULL in queue, priority and flags stands for their defaults. size: the bytes of
+-- args and headers as text, where args have more than 2,000.
 create type queue.given as (
   queue text,
   priority integer,
@@ -285,7 +452,8 @@ create type queue.given as (
   needs bigint[],
   keys text[] collate "C",
   limits integer[],
-  options jsonb
+  options jsonb,
+  size integer
 );
 
 -- The log: what was deferred. Rows are appended by defer, and never changed until pruned. Narrow, as each column
@@ -307,10 +475,11 @@ create index log_xid_idx on queue.log (xid, id) where xid is not null;
 create view queue.job as
 select l.id, l.xid, l.created_at, l.task, l.args, coalesce((l.given).queue, 'default') as queue, coalesce((l.given).priority, 0) as priority,
   coalesce((l.given).flags, 0::smallint) as flags, (l.given).scheduled_at, (l.given).deadline, (l.given).lock, (l.given).queueing_lock,
-  (l.given).needs, (l.given).keys, (l.given).limits, (l.given).options
+  (l.given).needs, (l.given).keys, (l.given).limits, (l.given).options, (l.given).size
 from queue.log l;
 
 -- What has changed since a job was deferred, and what its ended claims count. Most jobs have no row.
+-- size: the bytes of args and headers as text, with args.
 -- For jobs with needs: ignores_needs: its last yield said needs => NULL. is_yielded: it waits for one that
 -- is open (mode any). began_xid: every transaction below it had ended when the last run began (mode any).
 create table queue.job_state (
@@ -331,6 +500,7 @@ create table queue.job_state (
   queue text,
   lock text collate "C",
   args jsonb,
+  size integer,
   error text,
   constraint job_state_pkey primary key (id)
 ) with (fillfactor = 70);
@@ -455,6 +625,16 @@ create table queue.abort (
   constraint abort_pkey primary key (id, claim)
 );
 create index abort_worker_idx on queue.abort (worker_id);
+
+-- Claims that a fetch has made and not handed out, as its answer would have become too long (41_deliver.sql).
+create table queue.undelivered (
+  worker_id bigint not null,
+  no bigint generated by default as identity,
+  id bigint not null,
+  claim bigint not null,
+  size integer not null,
+  constraint undelivered_pkey primary key (worker_id, no)
+);
 
 create sequence queue.claim_seq;
 create sequence queue.lane_seq as integer cycle;
@@ -584,7 +764,7 @@ create table queue.task (
   defaults jsonb not null,
   given queue.given generated always as (
     case when num_nonnulls(queue, priority) > 0
-         then row(queue, priority, null, null, null, null, null, null, null, null, null)::queue.given end) stored,
+         then row(queue, priority, null, null, null, null, null, null, null, null, null, null)::queue.given end) stored,
   constraint task_pkey primary key (name)
 );
 
@@ -610,7 +790,7 @@ create table queue.pause (
   constraint pause_pkey primary key (no)
 );
 
--- is_clear: gone, and its claims have ended. waits_for: the virtual transactions that may have seen it alive.
+-- has_left: it said good-bye (deregister_worker). is_clear: gone, and its claims have ended. waits_for: the virtual transactions that may have seen it alive.
 -- is_over: those have ended, and what they claimed too.
 create table queue.worker (
   id bigint generated by default as identity,
@@ -621,6 +801,7 @@ create table queue.worker (
   last_seen_at timestamptz not null,
   dead_after interval not null,
   gone_at timestamptz,
+  has_left boolean not null default false,
   is_clear boolean not null default false,
   waits_for text[],
   is_over boolean not null default false,
@@ -687,10 +868,11 @@ cross join lateral (
     where j.xid = x offset 0) j
   union all
   select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
-  from queue.backlog b
+  from (select b.from_xid, b.from_id, b.to_xid, 9223372036854775807 as to_id from queue.backlog b
+        union all select p.from_xid, p.from_id, p.to_xid, p.to_id from queue.backlog_part p) b
   cross join lateral (
     select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs from queue.job j
-    where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid offset 0) j
+    where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) offset 0) j
   where not exists (select from queue.live v where v.id = j.id) and not exists (select from queue.waiting w where w.id = j.id)
     and not exists (select from queue.finished f where f.id = j.id)
     and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)
@@ -722,9 +904,9 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
   case
     when f.id is not null then f.state
     when v.claim is not null then 'running'
-    when v.id is not null then 'ready'
+    when v.id is not null and coalesce(r.scheduled_at <= statement_timestamp(), true) then 'ready'
     when w.reason = 'held' then 'held'
-    when w.reason = 'schedule' then 'scheduled'
+    when w.reason = 'schedule' and coalesce(r.scheduled_at > statement_timestamp(), true) then 'scheduled'
     when w.reason = 'needs' then 'waiting'
     when w.reason = 'upstream_failed' then 'upstream_failed'
     when w.reason in ('slot', 'parked') then 'blocked'
@@ -732,7 +914,7 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
     when m.id is not null and m.is_passed
       and not (s.claims > 0 and exists (select from queue.handover h where h.job_id = j.id and h.kind = 'again')) then 'blocked'
     when j.flags & 32 <> 0 and s.id is null then 'held'
-    when coalesce(s.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled'
+    when coalesce(r.scheduled_at, s.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled'
     when j.needs is not null and s.id is null then 'waiting'
     else 'ready'
   end as state,
@@ -745,9 +927,9 @@ select j.id, j.task, coalesce(s.queue, j.queue) as queue,
     when w.id is null and v.id is null and m.is_passed
       and not (s.claims > 0 and exists (select from queue.handover h where h.job_id = j.id and h.kind = 'again')) then 'lock'
   end as reason,
-  coalesce(s.args, j.args) as args, coalesce(s.priority, j.priority) as priority, nullif(coalesce(s.lock, j.lock), '') as lock,
+  coalesce(r.args, s.args, j.args) as args, coalesce(r.priority, s.priority, j.priority) as priority, nullif(coalesce(s.lock, j.lock), '') as lock,
   j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs, coalesce(s.deadline, j.deadline) as deadline,
-  nullif(coalesce(s.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at, (j.options ->> 'expires_at')::timestamptz as expires_at,
+  nullif(coalesce(r.scheduled_at, s.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at, (j.options ->> 'expires_at')::timestamptz as expires_at,
   j.created_at, coalesce(v.claimed_at, f.started_at, s.started_at) as started_at, f.finished_at,
   coalesce(f.attempts, v.attempt, s.attempts, 0)::integer as attempts, coalesce(s.failures, 0) as failures,
   coalesce(s.crashes, 0) as crashes,
@@ -763,6 +945,13 @@ left join queue.abort a on a.id = v.id and a.claim = v.claim
 left join queue.finished f on f.id = j.id
 left join queue.waiting w on w.id = j.id
 left join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id
+left join lateral (
+  -- a replacement that is committed and not admitted yet: of those of a key the last
+  select h.payload -> 'args' as args, (h.payload ->> 'priority')::integer as priority,
+    coalesce((h.payload ->> 'scheduled_at')::timestamptz, '-infinity') as scheduled_at
+  from queue.handover h
+  where j.flags & (256 | 8192) <> 0 and h.job_id = j.id and h.kind = 'replace' and f.id is null and v.claim is null
+  order by h.seq desc limit 1) r on true
 left join lateral (select array_agg(d.need_id order by d.need_id) as needs from queue.need d where (j.flags | coalesce(s.extra_flags, 0)) & 8 <> 0 and d.job_id = j.id) n on true
 where (select x.is_all from queue.visible x) or coalesce(s.queue, j.queue) like any ((select x.queues from queue.visible x)::text[]);
 
@@ -959,26 +1148,33 @@ $pgdefer_tables$;
 -- sql/05_install.sql
 -- Installing and migrating: the extension holds code only, the tables are ordinary objects.
 
--- Locks: an advisory lock for the whole transaction, so that two installers do not meet.
+-- Locks: where there are tables, as migrate. Else no role but the owner can hold up who makes them: another installer is waited
+-- for by the first table, whose name both want, and is then found to have made it.
 create or replace function queue.install()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
-  perform pg_advisory_xact_lock(1885824102, 3);
-  -- by a query, which hears of what was committed while that was waited for: to_regclass may not
-  if not exists (select from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relname = 'installation') then
-    perform queue._create_tables();
-    execute format('insert into queue.installation (version, system_identifier) values (%L, %s)',
-                   '0.1.0', (select system_identifier from pg_control_system()));
-    execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
-    return '0.1.0';
+  if to_regclass('queue.installation') is null then
+    begin
+      perform queue._create_tables();
+      execute format('insert into queue.installation (version, system_identifier, era) values (%L, %s, '''')',
+                     '0.1.0', (select system_identifier from pg_control_system()));
+      execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
+      perform queue._begin_era(queue._era());
+      return '0.1.0';
+    exception when duplicate_table or unique_violation then
+      if to_regclass('queue.installation') is null then
+        raise;
+      end if;
+    end;
   end if;
   return queue.migrate();
 end $$;
 comment on function queue.install() is
   'Makes the tables and views of the queue in schema queue, or migrates those that are there. Returns the version; a second call changes nothing.';
 
--- Locks: as install; those of a step's DDL, for which it waits 100 ms at a time, so that whoever defers waits
+-- Locks: queue.access against others who install, migrate, grant or revoke (a table, which no role but the owner can
+-- lock against us); those of a step's DDL, for which it waits 100 ms at a time, so that whoever defers waits
 -- no longer behind it, and a hundred times. A large index that is missing is not built here, but told of.
 -- Raises: QJ090 when the tables are of a version that no step leads from, or there are none; 55P03 when a
 -- transaction that has used the tables stays open too long.
@@ -990,7 +1186,9 @@ declare
   v_index record;
   v_timeout text := current_setting('lock_timeout');
 begin
-  perform pg_advisory_xact_lock(1885824102, 3);
+  if to_regclass('queue.access') is not null then
+    lock table queue.access in share row exclusive mode;
+  end if;
   loop
     v_version := queue._tables_version();
     if v_version is null then
@@ -1019,7 +1217,7 @@ begin
   for v_index in select i.statement, i.is_large from queue._missing_indexes() i loop
     if v_index.is_large then
       raise warning using message = 'a large index is missing: ' || v_index.statement,
-        hint = 'Run each statement that queue.migration() returns, outside a transaction. In psql: select * from queue.migration() \gexec';
+        hint = 'Run each statement that queue.migration() returns, outside a transaction. psql runs them all by its gexec.';
     else
       execute replace(v_index.statement, ' concurrently', '');
     end if;
@@ -1047,7 +1245,7 @@ begin
     order by i.name, x.place;
 end $$;
 comment on function queue.migration() is
-  'What queue.migrate() leaves to be run, each statement on its own and outside a transaction: large indexes, built without stopping anybody. No rows: nothing. psql runs them by select * from queue.migration() with \gexec at its end.';
+  'What queue.migrate() leaves to be run, each statement on its own and outside a transaction: large indexes, built without stopping anybody. No rows: nothing. psql runs them by select * from queue.migration() with its gexec in place of the semicolon.';
 
 -- Of the indexes that migrations bring those that are not there, or were left broken. is_large: building one
 -- at once would stop those who defer for a moment that counts.
@@ -1059,7 +1257,7 @@ begin
     select p.parts[1], s.statement, pg_relation_size(t.id) > 16777216 or x.indisvalid is not null, x.indisvalid is not null
     from unnest(queue._versions()) with ordinality v (version, n)
     cross join lateral unnest(queue._step_indexes(v.version)) s (statement)
-    cross join lateral (select regexp_match(s.statement, 'concurrently (\w+) on queue\.(\w+)') as parts) p
+    cross join lateral (select regexp_match(s.statement, 'concurrently ([a-z0-9_]+) on queue[.]([a-z0-9_]+)') as parts) p
     cross join lateral (select to_regclass('queue.' || p.parts[2])::oid as id) t
     left join pg_index x on x.indexrelid = to_regclass('queue.' || p.parts[1])
     where x.indisvalid is not true and t.id is not null
@@ -1073,9 +1271,9 @@ declare
   v_series text[];
 begin
   select array_agg(s.series order by s.n) into v_series
-  from (select regexp_replace(v.version, '^(\d+\.\d+).*$', '\1') as series, min(v.n) as n
+  from (select substring(v.version from '^[0-9]+[.][0-9]+') as series, min(v.n) as n
         from unnest(queue._versions()) with ordinality v (version, n) group by 1) s;
-  return coalesce(regexp_replace(p_version, '^(\d+\.\d+).*$', '\1') = any (v_series[greatest(cardinality(v_series) - 1, 1):]), false);
+  return coalesce(substring(p_version from '^[0-9]+[.][0-9]+') = any (v_series[greatest(cardinality(v_series) - 1, 1):]), false);
 end $$;
 
 -- A worker that begins is told when its own version, or that of the tables, does not fit the code.
@@ -1088,7 +1286,7 @@ begin
   if not queue._fits(v_tables) then
     perform queue._incompatible('the tables and the code of the queue do not fit', v_tables,
       case when v_tables = any (queue._versions()) then 'Run SELECT queue.migrate().' else 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.' end);
-  elsif p_client ~ '^pgdefer \d+\.\d+' and not queue._fits(substr(p_client, 9)) then
+  elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._fits(substr(p_client, 9)) then
     raise exception using errcode = 'QJ090', message = 'client and schema do not fit', detail = format('client: %s, code: %s', p_client, '0.1.0'),
       hint = 'Upgrade the older of the two: the schema first (pgdefer upgrade); clients may be one release behind it.';
   end if;
@@ -1122,34 +1320,90 @@ end $$;
 comment on function queue.version() is
   'The version of the functions, and of the tables (NULL before queue.install()).';
 
--- Locks: exclusive ones of all tables and views, one after the other: nobody should be at work.
--- Raises: 22023 without force; drops every ordinary object that install made.
+-- Not for producers: what protects others from them is not theirs to change.
+-- Locks: the row of queue.installation. Raises: 22023.
+create or replace function queue.configure(options jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_options jsonb;
+begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
+  perform queue._check_keys('options', configure.options, array['max_size']);
+  if coalesce(configure.options ->> 'max_size', '100000') !~ '^[0-9]{6,9}$'
+    or (configure.options ->> 'max_size')::integer not between 100000 and 268435456 then
+    perform queue._invalid('max_size is out of range', 'It is a number of bytes, from 100,000 to 268,435,456 (256 MB).',
+                           'value: ' || left(configure.options ->> 'max_size', 200));
+  end if;
+  update queue.installation i set max_size = (configure.options ->> 'max_size')::integer where configure.options ->> 'max_size' is not null;
+  select jsonb_build_object('max_size', i.max_size) into v_options from queue.installation i;
+  return v_options;
+end $$;
+comment on function queue.configure(jsonb) is
+  'Settings of the whole queue, which it returns; keys that are absent keep their value. max_size: how many bytes of JSON text args, options, the info of a worker or a result may take, 16 MB by default; not looked at where they are stored in less than 2,000 bytes.';
+
+-- Drops every ordinary object that install made.
+-- Locks: exclusive ones of all tables and views, ADM's first. Sessions at work lock them in orders of their own: so they are waited
+-- for 100 ms at a time, a hundred times, and a try that fails keeps none, before anybody looks for a deadlock (deadlock_timeout).
+-- Raises: 22023 without force; 55P03.
 create or replace function queue.uninstall(force boolean default false)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
-  v_object record;
+  v_timeout text := current_setting('lock_timeout');
 begin
   if force is not true then
     perform queue._invalid('uninstall removes every job', 'Call queue.uninstall(force => true) to go ahead.');
+  end if;
+  for v_try in 1 .. 100 loop
+    begin
+      perform set_config('lock_timeout', '100ms', true);
+      perform queue._drop_tables();
+      perform set_config('lock_timeout', v_timeout, true);
+      exit;
+    exception when lock_not_available or deadlock_detected then
+      if v_try = 100 then
+        raise exception using errcode = '55P03', message = 'the tables are in use',
+          hint = 'Nothing was removed. Stop the workers, end the transactions that have been open for long (see pg_stat_activity), and call it again.';
+      end if;
+    end;
+  end loop;
+end $$;
+comment on function queue.uninstall(boolean) is
+  'Removes the tables, the views and with them every job, and takes back what grant_access gave. What depends on the views goes with them. Needs force => true. Sessions at work are waited for (55P03 if that takes long); those that come later get QJ090.';
+
+-- Locks: those of uninstall.
+create or replace function queue._drop_tables()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_objects text[];
+  v_object text;
+begin
+  select array_agg(x.name order by x.place, x.oid) into v_objects
+  from (
+    select format('queue.%I', c.relname) as name, c.oid, case c.relname when 'admission' then 0 else 1 end as place
+    from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r') x;
+  if v_objects is not null then
+    execute format('lock table %s in access exclusive mode', array_to_string(v_objects, ', '));
   end if;
   if to_regclass('queue.access') is not null then
     -- or those that were limited to some queues could do everything once there are tables again
     perform queue._take_all(x.role) from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
   end if;
   for v_object in
-    select c.relname, case c.relkind when 'v' then 'view' when 'S' then 'sequence' else 'table' end as kind
+    select format('%s if exists queue.%I', case c.relkind when 'v' then 'view' when 'S' then 'sequence' else 'table' end, c.relname)
     from pg_class c
     where c.relnamespace = 'queue'::regnamespace and c.relkind in ('r', 'v', 'S')
       and not exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = c.oid and d.deptype in ('e', 'i', 'a'))
     order by case c.relkind when 'v' then 0 when 'r' then 1 else 2 end
   loop
-    execute format('drop %s if exists queue.%I cascade', v_object.kind, v_object.relname);
+    execute format('drop %s cascade', v_object);
   end loop;
   drop type if exists queue.given;
 end $$;
-comment on function queue.uninstall(boolean) is
-  'Removes the tables, the views and with them every job, and takes back what grant_access gave. What depends on the views goes with them. Needs force => true.';
 
 -- sql/06_limits.sql
 -- Limits: roles that may act on some queues only.
@@ -1181,13 +1435,6 @@ create or replace function queue._unlimited()
 returns pg_catalog.regclass language plpgsql immutable parallel safe security invoker as $$
 begin
   return pg_catalog.to_regclass('queue.unlimited');
-end $$;
-
--- The view queue.no_defaults, NULL without it: as _unlimited, whose rules hold.
-create or replace function queue._no_defaults()
-returns pg_catalog.regclass language plpgsql immutable parallel safe security invoker as $$
-begin
-  return pg_catalog.to_regclass('queue.no_defaults');
 end $$;
 
 -- The queues, names and patterns, on which a role (NULL: the caller) may act in one of the kinds; NULL is all.
@@ -1378,7 +1625,7 @@ end $$;
 -- The same for a list of outcomes, and for what they name beside it. A malformed list is left to _finish.
 -- Raises: QJ001, QJ002, 42501.
 create or replace function queue._bound_outcomes(p_outcomes jsonb)
-returns void language plpgsql volatile parallel safe security invoker as $$
+returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v record;
 begin
@@ -1402,7 +1649,7 @@ end $$;
 -- sql/10_tasks.sql
 -- Tasks: names with defaults. Nothing needs a registration; it only fills what a call leaves NULL.
 
--- Locks: where something changes, the task's row, and those of _switch_defaults. Raises: 22023.
+-- Locks: where something changes, the task's row. Raises: 22023.
 create or replace function queue.register_task(name text, defaults jsonb default '{}')
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -1420,9 +1667,6 @@ begin
   perform queue._check_keys('defaults', v_defaults, array['queue', 'priority', 'lock', 'queueing_lock', 'deadline',
     'concurrency_key', 'concurrency_limit'] || queue._option_keys());
   if exists (select from queue.task t where t.name = register_task.name and t.defaults = v_defaults) then
-    if v_defaults - 'retry' <> '{}' and to_regclass('queue.no_defaults') is not null then
-      perform queue._switch_defaults();  -- the tasks were restored without the views
-    end if;
     return;
   end if;
   perform queue._check_types('defaults', v_defaults);
@@ -1448,43 +1692,9 @@ begin
       = (excluded.queue, excluded.priority, excluded.lock, excluded.queueing_lock, excluded.deadline, excluded.keys,
          excluded.limits, excluded.options, excluded.defaults, excluded.is_plain)
     where t.defaults <> excluded.defaults;
-  perform queue._switch_defaults();
 end $$;
 comment on function queue.register_task(text, jsonb) is
   'Sets what defer uses where a call leaves an argument NULL: queue, priority, lock, queueing_lock, deadline (an interval from the time of deferring), concurrency_key, concurrency_limit and every key of options. The same defaults again change nothing; jobs already deferred keep theirs, the retry policy excepted, which is read when an attempt ends.';
-
--- Makes or drops the view queue.no_defaults, as there are limits and defaults. A retry policy is none: defer does not use it.
--- Locks: advisory (1885824102, 4), until the transaction ends: shared where there are some, so that no two who register wait
--- for each other; exclusive, by try, to make the view; as install, and that of the view, to drop it.
--- Why none is overlooked: who brings one has written it, takes 4 and looks for the view; who makes the view has 4 and looks for
--- them. So one of them sees the other, or nothing is made. And no plan outlives the drop that holds the view (_unlimited).
-create or replace function queue._switch_defaults()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_is_latest boolean := current_setting('transaction_isolation') = 'read committed';  -- what a statement sees
-begin
-  if not queue._has_no_defaults() then
-    perform pg_advisory_xact_lock_shared(1885824102, 4);
-    -- by a query, as in install
-    if not v_is_latest or exists (select from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relname = 'no_defaults') then
-      perform pg_advisory_xact_lock(1885824102, 3);
-      drop view if exists queue.no_defaults;
-      execute format('grant usage on schema queue to %I', current_user);
-    end if;
-  elsif v_is_latest and to_regclass('queue.no_defaults') is null and pg_try_advisory_xact_lock(1885824102, 4) then
-    if queue._has_no_defaults() then
-      create or replace view queue.no_defaults as select true as has_none;
-    end if;
-  end if;
-end $$;
-
--- Whether no role is limited and no task has defaults that defer uses.
-create or replace function queue._has_no_defaults()
-returns boolean language plpgsql volatile parallel safe security invoker as $$
-begin
-  return not exists (select from queue.access a where a.queues is not null)
-    and not exists (select from queue.task t where t.defaults - 'retry' <> '{}');
-end $$;
 
 -- Raises: 22023 unless what defer takes as text, integer or array is a JSON string, whole number or array, or null.
 create or replace function queue._check_types(what text, object jsonb)
@@ -1517,7 +1727,7 @@ end $$;
 -- that it means now, in UTC.
 -- Raises: 22023 for an unknown key or a value that it can't have.
 create or replace function queue._check_options(options jsonb)
-returns jsonb language plpgsql stable parallel safe security invoker as $$
+returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_option record;
   v_options jsonb := '{}'::jsonb;
@@ -1526,6 +1736,7 @@ begin
   if jsonb_typeof(options) <> 'object' or options - queue._option_keys() <> '{}'::jsonb then
     perform queue._check_keys('options', options, queue._option_keys());
   end if;
+  perform queue._check_size('options', options);
   for v_option in
     select e.key, e.value, jsonb_typeof(e.value) as type, e.value #>> '{}' as text
     from jsonb_each(options) e where e.value <> 'null' or e.key = 'max_progress'
@@ -1542,14 +1753,18 @@ begin
     if v_allowed is not null then
       if v_option.type <> 'string' or not v_option.text = any (v_allowed) then
         perform queue._invalid(format('%s is not one of its values', v_option.key),
-                               format('Allowed: %s.', array_to_string(v_allowed, ', ')), format('value: %s', v_option.value));
+                               format('Allowed: %s.', array_to_string(v_allowed, ', ')), 'value: ' || left(v_option.text, 200));
       end if;
     elsif v_option.key in ('delay', 'timeout', 'retain') then
       perform queue._interval(v_option.key, v_option.value);
       if v_option.key = 'timeout' and queue._interval(v_option.key, v_option.value) = interval '0' then
         perform queue._invalid('timeout must be longer than 0', 'Leave timeout out for no limit.');
+      elsif v_option.type = 'number' then
+        -- as its text is read as an interval where it is used, which may not have too many digits
+        v_options := v_options || jsonb_build_object(v_option.key, trim_scale(round(v_option.text::numeric, 6)));
       end if;
     elsif v_option.key = 'expires_at' then
+      perform queue._check_moment('expires_at', queue._timestamp('expires_at', v_option.value));
       v_options := v_options || jsonb_build_object('expires_at', queue._utc(queue._timestamp('expires_at', v_option.value)));
     elsif v_option.key = 'held' and v_option.type <> 'boolean' then
       perform queue._invalid('held must be true or false', 'Pass a JSON boolean.');
@@ -1571,7 +1786,7 @@ end $$;
 
 -- Raises: 22023 unless the JSON value is a timestamp.
 create or replace function queue._timestamp(what text, value jsonb)
-returns timestamptz language plpgsql stable parallel safe security invoker as $$
+returns timestamptz language plpgsql stable parallel unsafe security invoker as $$
 begin
   if value is null or jsonb_typeof(value) = 'null' then
     return null;
@@ -1857,6 +2072,7 @@ begin
   if p_task is not null then
     perform queue._check_name('task', p_task);
   end if;
+  perform queue._check_moment('until', p_until, true);
   perform queue._admit_all();
   delete from queue.pause p
   where (v_queue is null or p.queue = v_queue or right(v_queue, 1) = '*' and starts_with(p.queue, left(v_queue, -1)))
@@ -1895,7 +2111,7 @@ begin
                       and (v_queue is null or queue._matches(coalesce(s.queue, j.queue), v_queue)))
       returning w.id)
     select array_agg(g.id order by g.id) into v_ids from gone g;
-    perform queue._route(v_ids, false);
+    perform queue._advance(p_arrived => v_ids);
   end if;
   perform queue._resume_schedules();
   perform queue._announce();
@@ -1910,14 +2126,13 @@ create or replace function queue._regate(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_ids bigint[];
+  v_taken record;
 begin
-  v_ids := array(select v.id from queue.live v where v.id = any (p_ids) and v.claim is null and queue._take_out(v.id) is not null);
-  insert into queue.handover (job_id, kind, flags)
-  select v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
-  perform queue._route(v_ids, true);
-  -- those that have left queue.live since may keep the turn from an older job
-  perform queue._displace(queue._locks_of(array(select u.id from unnest(p_ids) u (id) where u.id <> all (v_ids))), '{}');
+  v_taken := queue._take_out_all(array(select v.id from queue.live v where v.id = any (p_ids) and v.claim is null));
+  insert into queue.handover (xid, job_id, kind, flags)
+  select queue._until(v.xmax), v.id, 'regate', 0 from queue.live v where v.id = any (p_ids) and v.claim is null;
+  -- also those that have left queue.live since may keep the turn from an older job
+  perform queue._advance(p_arrived => v_taken.ids, p_keys => v_taken.keys, p_locks => queue._locks_of(p_ids));
 end $$;
 
 -- Puts what waits behind the gate of paused tasks, for a slot or for its turn, before that gate again. Reads whole tables.
@@ -2019,6 +2234,7 @@ end $$;
 --   1 ordered lock      2 mutex lock       4 concurrency keys    8 needs          16 scheduled_at
 --  32 held             64 expires_at     128 timeout           256 queueing_lock 512 retain of its own
 -- 1024 has crashed    2048 has a job_state row   4096 is needed   8192 queueing_lock until finish
+-- The sign stands for large: args and headers have a size of their own (queue.given).
 -- In queue.job_state 32 stands for never to be discarded (on_limit).
 -- In queue.live 128 stands for a lease too, 16384 for a slot of its queue, and while it runs 16 for claimed
 -- alone and 32 for told to abort.
@@ -2038,24 +2254,14 @@ declare
   v_is_awake boolean;
   v_none pg_catalog.regclass;
 begin
-  -- Few expressions and one statement for most calls, as each is set up anew in every transaction: for a task and args, where
-  -- no role is limited; beside tasks with defaults, if its own are no more than a queue and a priority.
-  if coalesce(v_none, queue._no_defaults()) is not null then
+  -- Few functions and one statement for most calls, as each is set up anew in every transaction: for a task and small args, where
+  -- no role is limited, if the task is registered and has no more than a queue and a priority.
+  if coalesce(v_none, queue._unlimited()) is not null then
     if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
                                defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
       and pg_catalog.jsonb_contains(defer.args, '{}')
-      and pg_catalog.octet_length(defer.task) operator(pg_catalog.<=) 1000 and defer.task operator(pg_catalog.<>) ''
-    then
-      insert into queue.log (task, args) values (defer.task, defer.args)
-      returning id, pg_catalog.pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
-      if v_is_awake then
-        return v_id;
-      end if;
-    end if;
-  elsif coalesce(v_none, queue._unlimited()) is not null then
-    if pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock, defer.scheduled_at, defer.deadline, defer.needs,
-                               defer.concurrency_key, defer.concurrency_limit, defer.options) operator(pg_catalog.=) 0
-      and pg_catalog.jsonb_contains(defer.args, '{}')
+      and pg_catalog.pg_column_size(defer.args) operator(pg_catalog.<) 2000
+      and pg_catalog.octet_length(cast(defer.args as pg_catalog.text)) operator(pg_catalog.<=) 2000
     then
       insert into queue.log (task, args, given)
       select t.name, defer.args, t.given from queue.task t where t.name operator(pg_catalog.=) defer.task and t.is_plain
@@ -2089,11 +2295,12 @@ declare
   v_none regclass;
 begin
   if num_nonnulls(p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs, p_concurrency_key, p_concurrency_limit, p_options) = 0 then
-    if coalesce(v_none, queue._unlimited()) is not null and p_args @> '{}' and (right(p_queue, 1) = '*' or octet_length(p_queue) > 1000) is not true then
+    if coalesce(v_none, queue._unlimited()) is not null and p_args @> '{}' and (right(p_queue, 1) = '*' or octet_length(p_queue) > 1000) is not true
+      and pg_column_size(p_args) < 2000 and octet_length(p_args::text) <= 2000 then
       insert into queue.log (task, args, given)
       select p_task, p_args,
         case when num_nonnulls(p_queue, p_priority) = 0 then t.given
-             else row(nullif(coalesce(p_queue, t.queue), ''), coalesce(p_priority, t.priority), null, null, null, null, null, null, null, null, null)::queue.given end
+             else row(nullif(coalesce(p_queue, t.queue), ''), coalesce(p_priority, t.priority), null, null, null, null, null, null, null, null, null, null)::queue.given end
       from (select) one left join queue.task t on t.name = p_task
       where coalesce(t.is_plain, p_task <> '' and octet_length(p_task) <= 1000)
       returning id, pg_try_advisory_xact_lock_shared(1885824102, 1) into v_id, v_is_awake;
@@ -2156,7 +2363,11 @@ declare
   v_keys text[];
   v_limits integer[];
   v_needs bigint[];
+  v_size integer;
 begin
+  if pg_column_size(p_args) >= 2000 or octet_length(p_args::text) > 2000 or p_options ? 'headers' then
+    v_size := queue._size_of(p_args, p_options -> 'headers');
+  end if;
   select t.* into v_task from queue.task t where t.name = p_task;
   if not found then
     perform queue._check_name('task', p_task);
@@ -2196,8 +2407,12 @@ begin
       v_flags := v_flags | 4;
     end if;
   end if;
-  if p_deadline is null and v_task.deadline is not null then
-    v_deadline := clock_timestamp() + v_task.deadline;
+  if p_deadline is not null or v_task.deadline is not null then
+    if p_deadline is null then
+      v_deadline := clock_timestamp() + v_task.deadline;
+    else
+      perform queue._check_moment('deadline', p_deadline, true);
+    end if;
   end if;
   if v_options <> '{}' then
     if v_given ? 'delay' or (p_scheduled_at is null and v_options ? 'delay') then
@@ -2221,11 +2436,15 @@ begin
     if not isfinite(v_scheduled_at) then
       perform queue._invalid('scheduled_at must be finite', 'Use options {"held": true} for a job without a time.');
     end if;
+    perform queue._check_moment('scheduled_at', v_scheduled_at);
     v_flags := v_flags | 16;
   end if;
   if cardinality(p_needs) > 0 then
     v_needs := queue._check_needs(p_needs);
     v_flags := v_flags | 8;
+  end if;
+  if v_size is not null then
+    v_flags := v_flags | -32768;
   end if;
   v_queueing_lock := nullif(coalesce(p_queueing_lock, v_task.queueing_lock), '');
   if v_queueing_lock is not null then
@@ -2240,7 +2459,7 @@ begin
   insert into queue.log (id, task, args, given)
   values (coalesce(v_id, nextval('queue.job_id_seq')), p_task, p_args, row(
     nullif(coalesce(p_queue, v_task.queue), ''), coalesce(p_priority, v_task.priority), v_flags, v_scheduled_at, v_deadline, v_lock,
-    v_queueing_lock, v_needs, v_keys, v_limits, nullif(v_options - '{delay,held,on_conflict,concurrency}'::text[], '{}'))::queue.given)
+    v_queueing_lock, v_needs, v_keys, v_limits, nullif(v_options - '{delay,held,on_conflict,concurrency}'::text[], '{}'), v_size)::queue.given)
   returning id into v_id;
   return v_id;
 end $$;
@@ -2265,7 +2484,8 @@ begin
     where jsonb_typeof(e) <> 'object' or e - '{task,args,queue,priority}'::text[] <> '{}'
       or jsonb_typeof(e -> 'task') is distinct from 'string' or coalesce(jsonb_typeof(e -> 'args'), 'object') <> 'object'
       or coalesce(jsonb_typeof(e -> 'queue'), 'string') <> 'string' or coalesce(jsonb_typeof(e -> 'priority'), 'number') <> 'number'
-      or length(e ->> 'priority') > 9 or strpos(e ->> 'priority', '.') > 0)
+      or length(e ->> 'priority') > 9 or strpos(e ->> 'priority', '.') > 0
+      or pg_column_size(e -> 'args') >= 2000 or octet_length((e -> 'args')::text) > 2000)
     and not exists (
       select from (select distinct e ->> 'task' as task from jsonb_array_elements(defer_many.jobs) e) e
       left join queue.task t on t.name = e.task
@@ -2279,7 +2499,7 @@ begin
         insert into queue.log (task, args, given)
         select j.task, coalesce(j.args, '{}'),
           case when num_nonnulls(j.queue, j.priority) = 0 then t.given
-               else row(nullif(coalesce(j.queue, t.queue), ''), coalesce(j.priority, t.priority), null, null, null, null, null, null, null, null, null)::queue.given end
+               else row(nullif(coalesce(j.queue, t.queue), ''), coalesce(j.priority, t.priority), null, null, null, null, null, null, null, null, null, null)::queue.given end
         from rows from (jsonb_to_recordset(defer_many.jobs) as (task text, args jsonb, queue text, priority integer))
           with ordinality j (task, args, queue, priority, n)
         left join queue.task t on t.name = j.task
@@ -2351,10 +2571,11 @@ begin
   end if;
 end $$;
 
+-- Settings: a row is written the same way whatever its session writes bytea, floating point numbers and intervals like.
 -- Locks and errors: as defer.
 create or replace function queue.defer_trigger()
 returns trigger language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set bytea_output = hex set extra_float_digits = 1 set intervalstyle = postgres as $$
 declare
   v_keys jsonb := '{}'::jsonb;
   v_row jsonb;
@@ -2456,6 +2677,17 @@ begin
   end if;
 end $$;
 
+-- The args that a committed replacement brings to a job, which the next admission puts into it; NULL without one.
+create or replace function queue._replaced_args(p_id bigint, p_flags integer)
+returns jsonb language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  if p_flags & (256 | 8192) = 0 then
+    return null;
+  end if;
+  return (select h.payload -> 'args' from queue.handover h where h.job_id = p_id and h.kind = 'replace' order by h.seq desc limit 1);
+end $$;
+
 -- Clears the mark of a replacement, if it is still that one's.
 -- Locks: the key's row by skip locked.
 create or replace function queue._clear_replacing(p_key text, p_seq bigint)
@@ -2519,7 +2751,8 @@ end $$;
 -- (next_xid, and the transactions in flight then). A row is new when its xid is at or above it, or
 -- among those in flight then, and is visible in the present snapshot. So neither a late commit nor a
 -- small id is ever missed, nor a row admitted twice. A range too large for one slice goes to
--- queue.backlog and is read on from there, while what is committed later is read first.
+-- queue.backlog. It is looked through there for the priorities that it holds, and then read by priority
+-- (queue.backlog_part), while what is committed later is read first.
 --
 -- Lock order of the whole package, each class once and sorted:
 --   own claimed rows of queue.live  <  ADM (queue.admission)  <  everything else.
@@ -2533,25 +2766,62 @@ end $$;
 -- for new jobs (57_sleep.sql) holds for it.
 
 -- Locks: ADM. Without p_wait it gives up at once when another has it.
+-- Whoever has it must not keep it while nobody works: the server ends a session that stays idle in this transaction for 10 s.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if p_wait then
-    perform from queue.admission for update;
+    perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update;
     return true;
   end if;
-  perform from queue.admission for update skip locked;
+  perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update skip locked;
   return found;
 end $$;
 
--- Admits what is new: handovers, a slice of each range that is new, a slice of the oldest backlog, what is due.
+-- Which other session holds ADM; since: when its transaction began, NULL where its role's sessions are hidden from the owner.
+create or replace function queue._admission_holder(out pid integer, out role text, out state text, out application text, out since timestamptz)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  select l.pid, a.usename, a.state, a.application_name, a.xact_start into pid, role, state, application, since
+  from queue.admission m
+  join pg_locks l on l.locktype = 'transactionid' and l.transactionid = m.xmax and l.mode = 'ExclusiveLock' and l.granted
+  left join pg_stat_activity a on a.pid = l.pid
+  where l.pid <> pg_backend_pid();
+end $$;
+
+-- Locks: none. Raises: 42501 where the owner may not end that session.
+create or replace function queue.unblock()
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v record;
+begin
+  if to_regclass('queue.installation') is null then
+    perform queue._not_installed();
+  end if;
+  v := queue._admission_holder();
+  if v.pid is not null then
+    begin
+      perform pg_terminate_backend(v.pid);
+    exception when insufficient_privilege then
+      raise exception using errcode = '42501', message = 'the owner of the queue may not end this session',
+        detail = format('pid: %s, role: %s', v.pid, v.role),
+        hint = format('As that role, as a superuser or as a member of pg_signal_backend: select pg_terminate_backend(%s).', v.pid);
+    end;
+  end if;
+  return v.pid;
+end $$;
+comment on function queue.unblock() is
+  'Ends the session that holds the admission lock just now, and with it keeps others from fetching: see the check admission of queue.health(). Its transaction is rolled back. Returns its process id, NULL if nobody holds the lock. A worker that is ended so connects again.';
+
+-- Admits what is new: handovers, a slice of each range that is new, a slice of the most urgent of the backlog, what is due.
 -- Locks: the caller holds ADM. has_more: another call will find more.
 create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   c record;
-  v_old record;
+  v_part record;
   v_ended record;
   v_range record;
   v_xid xid8;
@@ -2563,7 +2833,8 @@ declare
   v_ranges xid8[] := '{}'::xid8[];      -- the xids from which there is something to admit
   v_gated bigint[];
   v_parked bigint[];
-  v_is_read boolean := false;
+  v_is_read boolean := false;           -- the whole backlog, so that nothing need be parked any longer
+  v_read integer;
   v_move boolean;
   v_due timestamptz;
 begin
@@ -2605,27 +2876,31 @@ begin
   end if;
   foreach v_xid in array v_ranges loop
     v_range := queue._admit_range(
-      v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, c.upto, c.own,
-      p_slice, v_high_id, c.high_need_id, c.has_task_pause, v_has_backlog, null);
+      v_xid, -9223372036854775808, case when v_xid < c.next_xid then v_xid else pg_snapshot_xmax(c.upto) end, 9223372036854775807,
+      c.upto, c.own, p_slice, v_high_id, c.high_need_id, c.has_task_pause, v_has_backlog);
     v_high_id := v_range.high_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
     admitted := admitted + v_range.n;
     v_gated := v_gated || v_range.gated;
     v_parked := v_parked || v_range.parked;
   end loop;
-  if c.has_backlog then
-    delete from queue.backlog b where b.no = (select o.no from queue.backlog o order by o.no limit 1)
-    returning b.no, b.from_xid, b.from_id, b.to_xid, b.upto, b.own, b.is_first into v_old;
-    v_is_read := not found;
-    if not v_is_read then
+  if v_has_backlog then
+    perform queue._look_through(p_slice);
+    v_is_read := true;
+    v_read := 0;
+    while v_read < p_slice loop
+      v_part := queue._next_part();
+      exit when v_part.upto is null;
       v_range := queue._admit_range(
-        v_old.from_xid, v_old.from_id, v_old.to_xid, v_old.upto, v_old.own,
-        p_slice, v_high_id, c.high_need_id, c.has_task_pause, not v_old.is_first, v_old.no);
+        v_part.from_xid, v_part.from_id, v_part.to_xid, v_part.to_id, v_part.upto, v_part.own,
+        null, v_high_id, c.high_need_id, c.has_task_pause, v_part.must_park, v_part.top, v_part.bottom);
       v_high_id := v_range.high_id;
-      admitted := admitted + v_range.n;
+      v_read := v_read + v_range.n;
       v_gated := v_gated || v_range.gated;
       v_parked := v_parked || v_range.parked;
-    end if;
+      v_is_read := false;
+    end loop;
+    admitted := admitted + v_read;
     v_move := true;
   end if;
   -- all at once, so that those of one lock come in the order of ids; before turns are given on
@@ -2639,7 +2914,7 @@ begin
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
-    v_has_backlog := queue._unpark(p_slice) > 0 or exists (select from queue.backlog);
+    v_has_backlog := queue._unpark(p_slice) > 0 or exists (select from queue.backlog) or exists (select from queue.backlog_part);
   end if;
   v_due := c.due_at;
   if c.due_at > v_start then
@@ -2690,6 +2965,25 @@ begin
   return array(select x from pg_snapshot_xip(p_upto) x union select p_own where p_own < pg_snapshot_xmax(p_upto) order by 1);
 end $$;
 
+-- The transaction whose end a look at a row of queue.live has to wait for: the one that has it locked, by the row's xmax, where that
+-- is under way, else this one. As the xid of a handover it has the next admission after that end take it, and none before.
+-- A savepoint's own number is no transaction's: then each admission looks.
+create or replace function queue._until(p_xmax xid)
+returns xid8 language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_own constant xid8 := pg_current_xact_id();
+  v_snapshot constant pg_snapshot := pg_current_snapshot();
+  v_near constant bigint := v_own::text::bigint;
+  v_xid bigint := (v_near & ~4294967295) | p_xmax::text::bigint;
+begin
+  -- the one of these numbers that is near: xmax has but 32 bits
+  v_xid := v_xid + case when v_xid > v_near + 2147483648 then -4294967296 when v_xid < v_near - 2147483648 then 4294967296 else 0 end;
+  if v_xid::text::xid8 = any (array(select x from pg_snapshot_xip(v_snapshot) x)) then
+    return v_xid::text::xid8;
+  end if;
+  return v_own;
+end $$;
+
 -- Whether the log may hold what has not been admitted: a look at its end, for those who need nothing else of _admit.
 -- Locks: the caller holds ADM.
 create or replace function queue._has_news()
@@ -2701,15 +2995,90 @@ begin
     from queue.cursor k order by k.tick desc limit 1);
 end $$;
 
--- Admits at most p_slice jobs of a range of the log (see queue.backlog, where the rest goes: is_cut).
--- Plain ones go to queue.live here, the others through the gates: also those that may be needed, as jobs were
--- with ids up to p_high_need_id. With p_park, jobs with an ordered lock are put aside until all backlog has
--- been read, and then admitted in the order of ids: older ones of the same lock may be in there. Only the
--- oldest range (is_first) need not.
+-- Looks what priorities the backlog holds, part by part, for at most 50 ms: so the most urgent of it can be read first,
+-- wherever it is. Of more than 8 priorities in one part neighbours make a band, which is read as one.
+-- Locks: the caller holds ADM.
+create or replace function queue._look_through(p_slice integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_until constant timestamptz := clock_timestamp() + interval '50 ms';
+  v_range record;
+  v_seen record;
+  v_bands record;
+begin
+  loop
+    select b.* into v_range from queue.backlog b order by b.no limit 1;
+    exit when not found;
+    select count(*) as n, max(s.priority) as high, min(s.priority) as low, (array_agg(s.xid))[count(*)] as to_xid, (array_agg(s.id))[count(*)] as to_id
+    into v_seen
+    from (
+      select l.xid, l.id, coalesce((l.given).priority, 0) as priority
+      from queue.log l
+      where (l.xid, l.id) > (v_range.from_xid, v_range.from_id) and l.xid <= v_range.to_xid
+        and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own
+      order by l.xid, l.id limit p_slice) s;
+    if v_seen.n > 0 then
+      if v_seen.low = v_seen.high then
+        select array[v_seen.high] as tops, array[v_seen.low] as bottoms into v_bands;
+      else
+        select array_agg(b.top order by b.top desc) as tops, array_agg(b.bottom order by b.top desc) as bottoms into v_bands
+        from (
+          select max(r.priority) as top, min(r.priority) as bottom
+          from (
+            select p.priority, row_number() over (order by p.priority desc) - 1 as n, count(*) over () as total
+            from (
+              select distinct coalesce((l.given).priority, 0) as priority from queue.log l
+              where (l.xid, l.id) > (v_range.from_xid, v_range.from_id) and (l.xid, l.id) <= (v_seen.to_xid, v_seen.to_id)
+                and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own) p) r
+          group by r.n * 8 / greatest(r.total, 8)) b;
+      end if;
+      insert into queue.backlog_part (no, priority, is_first, is_mixed, from_xid, from_id, to_xid, to_id, upto, own, tops, bottoms)
+      values (nextval('queue.tick_seq'), v_bands.tops[1], v_range.is_first, v_seen.low < v_seen.high, v_range.from_xid,
+              v_range.from_id, v_seen.to_xid, v_seen.to_id, v_range.upto, v_range.own, v_bands.tops, v_bands.bottoms);
+    end if;
+    if v_seen.n < p_slice then
+      delete from queue.backlog b where b.no = v_range.no;
+    else
+      update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.to_id where b.no = v_range.no;
+    end if;
+    exit when clock_timestamp() > v_until;
+  end loop;
+end $$;
+
+-- The most urgent band of the backlog, the oldest of those, which is then out of it: rows of the log from (from_xid, from_id),
+-- which is read already, to (to_xid, to_id), of a priority from bottom to top. upto NULL: there is none. must_park: older jobs of a
+-- lock may be left behind, or put aside already, so that those with an ordered lock are put aside (_admit_range).
+-- Locks: the caller holds ADM.
+create or replace function queue._next_part(
+  out from_xid xid8, out from_id bigint, out to_xid xid8, out to_id bigint, out upto pg_snapshot, out own xid8,
+  out top integer, out bottom integer, out must_park boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_no bigint;
+  v_is_last boolean;
+begin
+  select p.no, p.from_xid, p.from_id, p.to_xid, p.to_id, p.upto, p.own, p.tops[1], p.bottoms[1], cardinality(p.tops) = 1,
+    not p.is_first or p.is_mixed or exists (select from queue.backlog_part o where o.no < p.no)
+      or exists (select from queue.waiting w where w.reason = 'parked')
+  into v_no, from_xid, from_id, to_xid, to_id, upto, own, top, bottom, v_is_last, must_park
+  from queue.backlog_part p order by p.priority desc, p.no limit 1;
+  if v_is_last then
+    delete from queue.backlog_part p where p.no = v_no;
+  else
+    update queue.backlog_part p set priority = p.tops[2], tops = p.tops[2:], bottoms = p.bottoms[2:] where p.no = v_no;
+  end if;
+end $$;
+
+-- Admits at most p_slice jobs of a range of the log, those of a priority from p_bottom to p_top if given. The rest goes to
+-- queue.backlog (is_cut). Plain ones go to queue.live here, the others through the gates: also those that may be needed, as
+-- jobs were with ids up to p_high_need_id. With p_park, jobs with an ordered lock are put aside until all backlog has
+-- been read, and then admitted in the order of ids: older ones of the same lock may be in there.
 -- Locks: the caller holds ADM.
 create or replace function queue._admit_range(
-  p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_upto pg_snapshot, p_own xid8, p_slice integer,
-  p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_no bigint,
+  p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_to_id bigint, p_upto pg_snapshot, p_own xid8, p_slice integer,
+  p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean, p_park boolean, p_top integer default null, p_bottom integer default null,
   out n integer, out high_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -2721,7 +3090,8 @@ begin
       (coalesce(j.deadline, 'infinity'), j.id) < (l.low_deadline, l.low_id) or l.is_idle as is_low,
       j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 256 | 8192) = 0 and j.id > p_high_need_id and l.lane is not null and not p_has_task_pause as is_plain
     from (select j.id, j.flags, j.deadline, j.queue, j.priority from queue.job j
-          where (j.xid, j.id) > (p_from_xid, p_from_id) and j.xid <= p_to_xid
+          where (j.xid, j.id) > (p_from_xid, p_from_id) and (j.xid, j.id) <= (p_to_xid, p_to_id)
+            and (p_top is null or j.priority between p_bottom and p_top)
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
           order by j.xid, j.id limit p_slice) j
     left join lateral (select l.lane, l.low_deadline, l.low_id, l.is_idle, l.extra_flags from queue.lane l
@@ -2735,12 +3105,12 @@ begin
     array_agg(x.id) filter (where x.is_plain and x.is_low)
   into n, high_id, gated, parked, v_low
   from fresh x;
-  is_cut := n >= p_slice;
+  is_cut := coalesce(n >= p_slice, false);
   if is_cut then
     insert into queue.backlog (no, from_xid, from_id, to_xid, upto, own, is_first)
-    select coalesce(p_no, nextval('queue.tick_seq')), x.xid, x.id, p_to_xid, p_upto, p_own, not p_park
+    select nextval('queue.tick_seq'), x.xid, x.id, p_to_xid, p_upto, p_own, not p_park
     from (select j.xid, j.id from queue.job j
-          where (j.xid, j.id) > (p_from_xid, p_from_id) and j.xid <= p_to_xid
+          where (j.xid, j.id) > (p_from_xid, p_from_id) and (j.xid, j.id) <= (p_to_xid, p_to_id)
             and pg_visible_in_snapshot(j.xid, p_upto) and j.xid is distinct from p_own
           order by j.xid, j.id offset p_slice - 1 limit 1) x;
   end if;
@@ -2834,6 +3204,7 @@ declare
   v_snapshot pg_snapshot := pg_current_snapshot();
 begin
   delete from queue.backlog;
+  delete from queue.backlog_part;
   delete from queue.deleted;
   update queue.job j set xid = pg_current_xact_id()
   where not exists (select from queue.live v where v.id = j.id)
@@ -2859,6 +3230,10 @@ end $$;
 -- sql/31_gates.sql
 -- The gates, in their order: held, needs, schedule, a paused task, the lock's turn, slots. A job is
 -- looked at once per gate, and waits in that gate's own place. Everything here runs under ADM.
+--
+-- A gate that opens for one job may open another: a lock's next job may end at a full key, and so give
+-- its turn on at once. So no gate calls another. Each returns what it lets go, and _advance, the one
+-- function that calls them all, goes on until nothing is left.
 
 -- New jobs that are not plain: joins locks, writes needs, and sends them to their first gate.
 create or replace function queue._admit_gated(p_ids bigint[])
@@ -2866,8 +3241,8 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_ids bigint[];
-  v_free bigint[];
-  v_gone bigint[];
+  v_joined record;
+  v_held bigint[];
   v_flags integer;
   v_only_locks boolean;
 begin
@@ -2877,12 +3252,15 @@ begin
   cross join lateral (select j.id, j.flags from queue.job j where j.id = u.id offset 0) j
   left join lateral (select s.id from queue.job_state s where s.id = u.id offset 0) s on true;
   if v_flags & 3 <> 0 then
-    v_free := queue._join_locks(v_ids);
+    v_joined := queue._join_locks(v_ids);
     if v_only_locks and not exists (select from queue.pause p where p.task is not null) then
       -- those that wait for their turn need not be looked at again
-      perform queue._to_slots(v_free) where v_free is not null;
+      perform queue._advance(
+        p_arrived => v_joined.displaced, p_turned => v_joined.free || v_joined.passed, p_keys => v_joined.keys);
       return;
     end if;
+  else
+    select null::bigint[] as passed, null::bigint[] as displaced, null::text[] as keys into v_joined;
   end if;
   if v_flags & 8 <> 0 then
     perform queue._join_needs(v_ids);
@@ -2895,64 +3273,138 @@ begin
     with held as (
       insert into queue.waiting (id, reason) select j.id, 'held' from queue.job j where j.id = any (v_ids) and j.flags & 32 <> 0
       returning id)
-    select array_agg(h.id) into v_gone from held h;
-    v_ids := array(select u.id from unnest(v_ids) u (id) where u.id <> all (v_gone));
+    select array_agg(h.id) into v_held from held h;
+    v_ids := array(select u.id from unnest(v_ids) u (id) where u.id not in (select unnest(v_held)));
   end if;
-  perform queue._route(v_ids, false);
-  if v_gone is not null then
-    -- last: only now every job here is in a gate or in queue.live
-    perform queue._needs_changed(v_gone);
-  end if;
+  perform queue._advance(
+    p_arrived => v_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys, p_changed => v_held);
 end $$;
 
--- Sends jobs that are in no gate to the first that is shut for them, or to queue.live.
--- p_has_turn: they had the turn at their lock (they come from queue.live) and keep it. p_needs_met: they come
--- from the gate of needs.
-create or replace function queue._route(p_ids bigint[], p_has_turn boolean, p_needs_met boolean default false)
+-- Sends jobs through the gates, and on from each job that this moves to those that it lets go, until nothing moves.
+--   p_arrived: in no gate; to go through all of them
+--   p_turned: in no gate; they have passed all but the last, slots
+--   p_ended: finished, and their locks and dependents do not know yet
+--   p_keys: semaphores that may have room for those that wait
+--   p_locks: the job that has the turn may have to give it to an older one
+--   p_changed: jobs whose dependents have to look at their needs again
+-- The order matters: as long as a job is in no gate nobody may look where it is, so these come first.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+-- How long: a chain of any length takes one turn of the loop for each link. After 50 ms the rest is handed over to the next
+-- admission, so that nobody waits long for ADM. Why no wake-up is lost: what is handed over is read as what ended claims hand
+-- over (30_admission.sql): jobs in no gate (again, with flags 0: they hold nothing), keys (refill), dependents (recheck), locks
+-- (regate).
+create or replace function queue._advance(
+  p_arrived bigint[] default null, p_turned bigint[] default null, p_ended bigint[] default null,
+  p_keys text[] default null, p_locks text[] default null, p_changed bigint[] default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_until constant timestamptz := clock_timestamp() + interval '50 ms';
+  v_arrived bigint[] := p_arrived;
+  v_met bigint[];  -- as arrived, with their needs met
+  v_turned bigint[] := p_turned;
+  v_ended bigint[] := p_ended;
+  v_keys text[] := p_keys;
+  v_locks text[] := p_locks;
+  v_changed bigint[] := p_changed;
+  v record;
+begin
+  loop
+    if v_arrived <> '{}' or v_met <> '{}' then
+      v := queue._pass_gates(v_arrived, v_met);
+      v_arrived := null;
+      v_met := null;
+      v_turned := v_turned || v.passed;
+      v_changed := v_changed || v.failed;
+    end if;
+    if v_turned <> '{}' then
+      v := queue._enter_slots(v_turned, false);
+      v_turned := null;
+      v_keys := v_keys || v.grown;
+      if v.discarded is not null then
+        perform queue._finish_unclaimed(v.discarded, 'cancelled', 'limit', null);
+        v_ended := v_ended || v.discarded;
+      end if;
+    end if;
+    if v_ended <> '{}' then
+      v_turned := queue._leave_locks(v_ended, false);
+      v_changed := v_changed || array(
+        select u.id from unnest(v_ended) u (id) where (select d.job_id from queue.need d where d.need_id = u.id limit 1) is not null);
+      v_ended := null;
+    end if;
+    if v_turned <> '{}' then
+      null;
+    elsif v_keys <> '{}' then
+      v_keys := queue._refill(v_keys);
+    elsif v_locks <> '{}' then
+      v := queue._displace(v_locks, '{}');
+      v_locks := null;
+      v_arrived := v.displaced;
+      v_turned := v.passed;
+      v_keys := v.keys;
+    elsif v_changed <> '{}' then
+      v := queue._needs_changed(v_changed);
+      v_met := v.met;
+      v_keys := v.keys;
+      v_changed := v.changed;
+    else
+      return;
+    end if;
+    exit when clock_timestamp() > v_until;
+  end loop;
+  if v_turned <> '{}' then
+    perform queue._keep_turns(v_turned);
+  end if;
+  insert into queue.handover (job_id, kind, flags, payload)
+  select u.id, 'again', 0, null::jsonb from unnest(v_arrived || v_met || v_turned) u (id)
+  union all
+  select u.id, 'recheck', 4096, null from unnest(v_changed) u (id)
+  union all
+  select m.id, 'regate', 0, null
+  from unnest(v_locks) u (lock) cross join lateral (select m.id from queue.lock_member m where m.lock = u.lock order by m.id limit 1) m
+  union all
+  select 0, 'refill', 0, to_jsonb(v_keys) where v_keys <> '{}';
+end $$;
+
+-- Sends jobs that are in no gate to the first that is shut for them. p_met: likewise, from the gate of needs. passed: those
+-- for whom all were open, so that only slots are left; failed: those that wait, as a need of theirs has failed.
+-- Locks: the caller holds ADM.
+create or replace function queue._pass_gates(p_ids bigint[], p_met bigint[], out passed bigint[], out failed bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_flags integer;
   v_is_later boolean;
-  v_pass bigint[] := p_ids;
+  v_waiting record;
 begin
-  if v_pass is null or v_pass = '{}' then
-    return;
-  end if;
   select bit_or(j.flags | coalesce(s.extra_flags, 0)), bool_or(coalesce(s.scheduled_at, j.scheduled_at) > v_now) into v_flags, v_is_later
-  from unnest(p_ids) u (id)
+  from unnest(p_ids || p_met) u (id)
   cross join lateral (select j.flags, j.scheduled_at from queue.job j where j.id = u.id offset 0) j
   left join lateral (select s.scheduled_at, s.extra_flags from queue.job_state s where s.id = u.id offset 0) s on true;
-  if p_has_turn and v_flags & 3 <> 0 then
-    perform queue._keep_turns(p_ids);
+  passed := p_ids;
+  if v_flags & 8 <> 0 and p_ids <> '{}' then
+    v_waiting := queue._wait_for_needs(p_ids);
+    passed := v_waiting.passed;
+    failed := v_waiting.failed;
   end if;
-  if v_flags & 8 <> 0 and not p_needs_met then
-    v_pass := queue._wait_for_needs(v_pass);
-  end if;
+  passed := passed || p_met;
   if v_is_later then
     with seen as materialized (
       select u.id, coalesce(s.scheduled_at, j.scheduled_at) as at
-      from unnest(v_pass) u (id)
+      from unnest(passed) u (id)
       cross join lateral (select j.scheduled_at from queue.job j where j.id = u.id offset 0) j
       left join lateral (select s.scheduled_at from queue.job_state s where s.id = u.id offset 0) s on true),
     later as (
       insert into queue.waiting (id, reason, at) select x.id, 'schedule', x.at from seen x where x.at > v_now)
-    select array_agg(x.id order by x.id) into v_pass from seen x where x.at is null or x.at <= v_now;
+    select array_agg(x.id order by x.id) into passed from seen x where x.at is null or x.at <= v_now;
     perform queue._heed_clock();
   end if;
-  if v_pass is not null and exists (select from queue.pause p where p.task is not null) then
-    v_pass := queue._wait_for_task(v_pass);
+  if passed is not null and exists (select from queue.pause p where p.task is not null) then
+    passed := queue._wait_for_task(passed);
   end if;
-  if v_pass is not null and v_flags & 1 <> 0 then
-    v_pass := queue._wait_for_turn(v_pass);
-  end if;
-  if v_pass is not null then
-    perform queue._to_slots(v_pass);
-  end if;
-  if p_has_turn and v_flags & 1 <> 0 then
-    -- last: only now those that had the turn are in a gate or in queue.live
-    perform queue._displace(queue._locks_of(p_ids), '{}');
+  if passed is not null and v_flags & 1 <> 0 then
+    passed := queue._wait_for_turn(passed);
   end if;
 end $$;
 
@@ -2987,7 +3439,7 @@ begin
                               where d.at >= p_due_at and d.at <= v_now order by d.at, d.id limit p_slice))
     returning w.id, w.at)
   select array_agg(d.id order by d.id), max(d.at) into v_ids, v_at from due d;
-  perform queue._route(v_ids, false);
+  perform queue._advance(p_arrived => v_ids);
   return case when cardinality(v_ids) >= p_slice then v_at else v_now end;
 end $$;
 
@@ -3041,7 +3493,7 @@ begin
         from (
           select j.id, coalesce(s.deadline, j.deadline, 'infinity') as deadline, coalesce(s.queue, j.queue) as queue,
             coalesce(s.priority, j.priority) as priority, least(coalesce(s.attempts, 0), 32766)::smallint as attempts,
-            (j.flags | coalesce(s.extra_flags, 0)) & (case when s.lock = '' then 0 else 3 end | 4 | 8 | 64 | 128 | 256 | 512 | 8192)
+            (j.flags | coalesce(s.extra_flags, 0)) & (case when s.lock = '' then 0 else 3 end | 4 | 8 | 64 | 128 | 256 | 512 | 8192 | -32768)
               | case when s.crashes > 0 then 1024 else 0 end
               | case when s.id is not null then 2048 else 0 end
               | case when j.id <= v_high_need_id and (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end as flags,
@@ -3107,10 +3559,12 @@ end $$;
 -- told from the job's place: a job in queue.live has it.
 
 -- Adds new jobs. The turn goes to the first of a lock that had no member. While any task is paused none counts as passed
--- before it has been at that gate, after which _wait_for_turn notes it. Returns those that nothing here holds
--- up: that have the turn, or need none.
-create or replace function queue._join_locks(p_ids bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+-- before it has been at that gate, after which _wait_for_turn notes it. free: those of them that nothing here holds
+-- up: that have the turn, or need none. passed, displaced and keys: what others this lets go, as _displace returns it.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+create or replace function queue._join_locks(
+  p_ids bigint[], out free bigint[], out passed bigint[], out displaced bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
@@ -3149,28 +3603,34 @@ begin
                           where m.lock = u.lock and not m.is_late and not m.is_mutex order by m.id limit 1) h
       where not h.has_turn));
   end if;
+  free := v.free;
   if v.ordered is not null then
-    v.free := v.free || queue._next_mixed(v.ordered);
+    free := free || queue._next_mixed(v.ordered);
   end if;
   if v.late is not null then
-    v.free := v.free || queue._displace(v.late, p_ids);
+    v := queue._displace(v.late, p_ids);
+    free := free || v.joined;
+    passed := v.passed;
+    displaced := v.displaced;
+    keys := v.keys;
   end if;
-  return v.free;
 end $$;
 
 -- Where a member that came late, or a mutex one, is older than the one that has the turn, and that one does not run, the
--- turn goes to the first: else the older would wait for what the younger waits for, which may be the older. p_joining:
--- jobs that are in no gate yet; returns those of them that nothing but the lock holds up.
+-- turn goes to the first: else the older would wait for what the younger waits for, which may be the older.
+-- passed: who has the turn now, and nothing else holds him up; joined: those of them that are among p_joining, jobs that
+-- are in no gate yet. displaced: who had it, and is in no gate now; keys: semaphores in which that left room.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked. Whose row another transaction holds is starting, or
 -- comes back (_regate) once that is over. Why no wake-up is lost: the turn is never nobody's, but in a mixed lock while its
 -- first member is a mutex job, whose end gives it on. Two sessions: lock_late_defer.spec, late_pause.spec.
-create or replace function queue._displace(p_locks text[], p_joining bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._displace(
+  p_locks text[], p_joining bigint[], out passed bigint[], out joined bigint[], out displaced bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_lock record;
   v_reason text;
-  v_is_out boolean;
+  v_taken record;
   v_pass bigint[];
 begin
   for v_lock in
@@ -3186,16 +3646,18 @@ begin
     where h.has_turn or (select v.id from queue.live v where v.id = h.id) is not null
       or (select w.reason from queue.waiting w where w.id = h.id) = 'slot'
   loop
-    v_is_out := false;
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
     if found and v_reason <> 'slot' then
       null;  -- it comes to its turn after that gate
     elsif found or exists (select from queue.live v where v.id = v_lock.id) then
-      if queue._take_out(v_lock.id) is null then
-        insert into queue.handover (job_id, kind, flags) select v.id, 'regate', 0 from queue.live v where v.id = v_lock.id and v.claim is null;
+      v_taken := queue._take_out(v_lock.id);
+      if v_taken.place is null then
+        insert into queue.handover (xid, job_id, kind, flags)
+        select queue._until(v.xmax), v.id, 'regate', 0 from queue.live v where v.id = v_lock.id and v.claim is null;
         continue;
       end if;
-      v_is_out := true;
+      displaced := displaced || v_lock.id;
+      keys := keys || v_taken.keys;
     else
       continue;  -- the end of its claim is not settled yet
     end if;
@@ -3206,10 +3668,9 @@ begin
       perform queue._keep_turns(array[v_lock.late_id]);
       v_pass := v_pass || array(select v_lock.late_id where v_lock.is_passed);
     end if;
-    perform queue._route(array[v_lock.id], false) where v_is_out;  -- a pause of its task may have come meanwhile
   end loop;
-  perform queue._to_slots(array_agg(u.id)) from unnest(v_pass) u (id) where u.id <> all (p_joining) having count(*) > 0;
-  return (select array_agg(u.id) from unnest(v_pass) u (id) where u.id = any (p_joining));
+  passed := array(select u.id from unnest(v_pass) u (id) where u.id <> all (p_joining));
+  joined := array(select u.id from unnest(v_pass) u (id) where u.id = any (p_joining));
 end $$;
 
 -- The locks that jobs have now.
@@ -3218,9 +3679,10 @@ returns text[] language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 begin
   return array(
-    select coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
+    select distinct coalesce(s.lock, j.lock) from unnest(p_ids) u (id)
     cross join lateral (select j.id, j.lock from queue.job j where j.id = u.id offset 0) j
-    left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true);
+    left join lateral (select s.lock from queue.job_state s where s.id = u.id offset 0) s on true
+    where coalesce(s.lock, j.lock) <> '');
 end $$;
 
 -- Their rows among the members: statements that work on them leave the planner no way but by these.
@@ -3266,9 +3728,11 @@ begin
   where m.ctid = any (queue._members(p_ids)) and not m.is_mutex and (not m.has_turn or m.is_late);
 end $$;
 
--- Takes ended jobs out of their locks and gives the turn to the next. p_had_turn: they had it.
+-- Takes ended jobs out of their locks and gives the turn to the next. p_had_turn: they had it. Returns those that have the
+-- turn now, and that nothing else holds up.
+-- Locks: the caller holds ADM. Others of a lock may have ended with them: these are in queue.finished, and passed over.
 create or replace function queue._leave_locks(p_ids bigint[], p_had_turn boolean)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_pass bigint[];
@@ -3280,15 +3744,24 @@ begin
   with gone as (
     delete from queue.lock_member m where m.ctid = any (queue._members(p_ids))
     returning m.lock, m.id, m.is_mutex, m.has_turn),
-  next as materialized (
-    select g.lock, n.id, n.is_passed, n.is_late, x.is_mixed, case when not x.is_mixed and (x.late_id < n.id or n.id is null) then x.late_id end as late_id
+  -- offset 0 and the conditions inside: the next of a lock is looked for once, from the one that had the turn
+  turned as materialized (
+    select g.lock, g.id, x.is_mixed
     from gone g
     cross join lateral (
-      select g.is_mutex or (select m.id from queue.lock_member m where m.lock = g.lock and m.is_mutex limit 1) is not null as is_mixed,
-        (select m.id from queue.lock_member m where m.lock = g.lock and m.is_late and m.id <> g.id order by m.id limit 1) as late_id offset 0) x
+      select g.is_mutex or (select m.id from queue.lock_member m where m.lock = g.lock and m.is_mutex limit 1) is not null as is_mixed offset 0) x
+    where p_had_turn or g.has_turn or x.is_mixed),
+  next as materialized (
+    select t.lock, n.id, n.is_passed, n.is_late, t.is_mixed, case when l.id < n.id or n.id is null then l.id end as late_id
+    from turned t
     left join lateral (
-      select m.id, m.is_passed, m.is_late from queue.lock_member m where m.lock = g.lock and m.id > g.id order by m.id limit 1) n on not x.is_mixed
-    where p_had_turn or g.has_turn or x.is_mixed)
+      select m.id from queue.lock_member m
+      where not t.is_mixed and m.lock = t.lock and m.is_late and m.id <> t.id and (select f.id from queue.finished f where f.id = m.id) is null
+      order by m.id limit 1) l on true
+    left join lateral (
+      select m.id, m.is_passed, m.is_late from queue.lock_member m
+      where not t.is_mixed and m.lock = t.lock and m.id > t.id and (select f.id from queue.finished f where f.id = m.id) is null
+      order by m.id limit 1) n on true)
   select array_agg(n.id) filter (where n.is_passed and n.late_id is null),
     array_agg(n.id) filter (where (n.is_late or not n.is_passed) and n.late_id is null),
     array_agg(n.lock) filter (where n.is_mixed), array_agg(n.lock) filter (where n.late_id is not null), array_agg(n.late_id) filter (where n.late_id is not null)
@@ -3306,9 +3779,7 @@ begin
   if v_mixed is not null then
     v_pass := v_pass || queue._next_mixed(array(select distinct u.lock from unnest(v_mixed) u (lock)));
   end if;
-  if v_pass <> '{}' then
-    perform queue._to_slots(v_pass);
-  end if;
+  return v_pass;
 end $$;
 
 -- Gives the turn in mixed locks where nobody has it to the first member, if that one is ordered. Returns
@@ -3332,16 +3803,16 @@ begin
 end $$;
 
 -- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
--- slot without having asked for the semaphore. Before a mutex job goes there, that one is sent to ask, or
--- counted. Returns those mutex jobs that have to come back in a moment, because another holds its row.
+-- slot without having asked for the semaphore. Before a mutex job goes there, that one has to ask, or is counted.
+-- asked: those that were taken out for that; keys: semaphores in which that left room. late: those mutex jobs that have to
+-- come back in a moment, because another transaction holds its row.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
-create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[], out keys text[], out late bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_turn record;
   v_job record;
-  v_late bigint[] := '{}'::bigint[];
 begin
   for v_turn in
     select k.key, m.id, array_agg(k.id) as mutex_ids
@@ -3354,13 +3825,13 @@ begin
     delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane into v_job;
     if found then
       perform queue._unwait(v_job.key, v_job.lane);
-      perform queue._to_slots(array[v_turn.id], true);
+      asked := asked || v_turn.id;
       continue;
     end if;
     select v.claim, v.lane, v.flags into v_job from queue.live v where v.id = v_turn.id for update skip locked;
     if not found then
       if exists (select from queue.live v where v.id = v_turn.id) then
-        v_late := v_late || v_turn.mutex_ids;
+        late := late || v_turn.mutex_ids;
       end if;
     elsif v_job.claim is not null then
       perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
@@ -3369,15 +3840,14 @@ begin
     else
       delete from queue.live v where v.id = v_turn.id;
       if v_job.flags & 4 <> 0 then
-        perform queue._unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
+        keys := keys || queue._unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
       end if;
-      perform queue._to_slots(array[v_turn.id], true);
+      asked := asked || v_turn.id;
     end if;
   end loop;
   insert into queue.waiting (id, reason, at, key)
   select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
-  from queue._keys_of(p_ids, p_flags) k where k.id = any (v_late) and left(k.key, 1) = 'm';
-  return v_late;
+  from queue._keys_of(p_ids, p_flags) k where k.id = any (late) and left(k.key, 1) = 'm';
 end $$;
 
 -- A retry changes a job's lock (empty: to none): it gives its turn away and joins the other lock, in the
@@ -3386,18 +3856,23 @@ end $$;
 create or replace function queue._change_lock(p_id bigint, p_lock text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
+declare
+  v_keys text[];
+  v_passed bigint[];
+  v_joined record;
 begin
   if p_lock = (select coalesce(s.lock, j.lock, '') from queue.job j join queue.job_state s on s.id = j.id where j.id = p_id) then
     return;
   end if;
-  perform queue._take_out(p_id);
-  perform queue._leave_locks(array[p_id], false);  -- has_turn says whether it has it
+  v_keys := (select t.keys from queue._take_out(p_id) t);
+  v_passed := queue._leave_locks(array[p_id], false);  -- has_turn says whether it has it
   update queue.job_state s
   set lock = p_lock, extra_flags = s.extra_flags
     | case when p_lock = '' or j.flags & 3 <> 0 then 0 when j.options ->> 'lock_mode' = 'mutex' then 2 else 1 end
   from queue.job j where s.id = p_id and j.id = p_id;
-  perform queue._join_locks(array[p_id]);
-  perform queue._route(array[p_id], false);
+  v_joined := queue._join_locks(array[p_id]);
+  perform queue._advance(
+    p_arrived => p_id || v_joined.displaced, p_turned => v_passed || v_joined.passed, p_keys => v_keys || v_joined.keys);
 end $$;
 
 -- What of check() concerns locks.
@@ -3463,19 +3938,47 @@ begin
     where u.flags & 6 <> 0;
 end $$;
 
--- Sends jobs that have passed every other gate to queue.live, or to wait for a slot.
--- p_refill: they were taken from the waiting, whom they need not queue up behind; those that are new and
--- say so (on_limit) are discarded when they would have to wait.
+-- Sends jobs that have passed every other gate to queue.live, or to wait for a slot. p_is_refill: they were taken
+-- from the waiting, whom they need not queue up behind. grown: keys whose limit has grown; discarded: jobs in no gate
+-- that would have to wait, and are to be discarded instead (on_limit).
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
-create or replace function queue._to_slots(p_ids bigint[], p_refill boolean default false)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._enter_slots(p_ids bigint[], p_is_refill boolean, out discarded bigint[], out grown text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v record;                                   -- the jobs
+  v record;
+  v_turns record;
+  v_taken record;
+begin
+  v := queue._places(p_ids);
+  if v.all_flags & 6 = 0 then
+    perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts, v.is_low);
+    return;
+  elsif v.all_flags & 2 <> 0 and exists (select from unnest(v.flags) f where f & 3 = 2) then
+    v_turns := queue._await_turns(v.ids, v.flags);
+    if v_turns.asked is not null then
+      v_taken := queue._take_slots(queue._places(v_turns.asked), true);
+      grown := v_turns.keys || v_taken.grown;
+    end if;
+    if v_turns.late is not null then
+      v := queue._places(array(select u.id from unnest(v.ids) u (id) where u.id <> all (v_turns.late)));
+      if v.ids is null then
+        return;
+      end if;
+    end if;
+  end if;
+  v_taken := queue._take_slots(v, p_is_refill);
+  discarded := v_taken.discarded;
+  grown := grown || v_taken.grown;
+end $$;
+
+-- As _enter_slots, of jobs whose places are known (_places).
+create or replace function queue._take_slots(v record, p_is_refill boolean, out discarded bigint[], out grown text[])
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
   k record;                                   -- ns, pairs: which job has which (key, lane); keys, lanes: those
   p record;                                   -- what each (key, lane) has
-  v_late bigint[];
-  v_grown text[];
   v_row integer := 1;
   v_first integer;
   v_pair integer;
@@ -3487,30 +3990,18 @@ declare
   v_wait integer[] := '{}'::integer[];
   v_wait_keys text[] := '{}'::text[];
   v_wait_several boolean[] := '{}'::boolean[];
-  v_discard bigint[] := '{}'::bigint[];
 begin
-  v := queue._places(p_ids);
-  if v.all_flags & 6 = 0 then
-    perform queue._to_live(v.ids, v.lanes, v.deadlines, v.flags, v.attempts, v.is_low);
-    return;
-  elsif exists (select from unnest(v.flags) f where f & 3 = 2) then
-    v_late := queue._await_turns(v.ids, v.flags);
-    if v_late <> '{}' then
-      perform queue._to_slots(array_agg(u.id), p_refill) from unnest(v.ids) u (id) where u.id <> all (v_late) having count(*) > 0;
-      return;
-    end if;
-  end if;
   select array_agg(x.n order by x.n) as ns, array_agg(x.pair order by x.n) as pairs,
     array_agg(x.key) as set_keys, array_agg(x.slots) as set_slots, array_agg(x.id) as set_ids,
     array_agg(x.key order by x.pair) filter (where x.is_first) as keys,
     array_agg(x.lane order by x.pair) filter (where x.is_first) as lanes,
-    array_agg(x.id) filter (where x.discards and not p_refill and queue._is_settled(x.id)) as discards
+    array_agg(x.id) filter (where x.discards and not p_is_refill and queue._is_settled(x.id)) as discards
   into k
   from (
     select x.n, x.id, x.key, x.slots, x.discards, x.lane, dense_rank() over (order by x.key, x.lane)::integer as pair,
       row_number() over (partition by x.key, x.lane) = 1 as is_first
     from (select x.n, x.id, x.key, x.slots, x.discards, v.lanes[x.n] as lane from queue._keys_of(v.ids, v.flags) x) x) x;
-  v_grown := queue._set_slots(k.set_keys, k.set_slots, k.set_ids);
+  grown := queue._set_slots(k.set_keys, k.set_slots, k.set_ids);
   select array_agg(s.slots - s.used order by u.n) as free, array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
   into p
@@ -3527,7 +4018,7 @@ begin
     while k.ns[v_row] = n loop
       v_pair := k.pairs[v_row];
       if v_shut is null and (p.ready[v_pair] + v_ready[v_pair] >= p.free[v_pair]
-                             or p.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_refill) then
+                             or p.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill) then
         v_shut := v_pair;
       end if;
       v_row := v_row + 1;
@@ -3539,7 +4030,7 @@ begin
         v_ready[v_pair] := v_ready[v_pair] + 1;
       end loop;
     elsif v.ids[n] = any (k.discards) then
-      v_discard := v_discard || v.ids[n];
+      discarded := discarded || v.ids[n];
     else
       v_waiting[v_shut] := v_waiting[v_shut] + 1;
       v_lows[v_shut] := least(v_lows[v_shut], v.ids[n]);
@@ -3557,12 +4048,8 @@ begin
     perform queue._keep_turns(array_agg(v.ids[n])) from unnest(v_wait) n where v.flags[n] & 1 <> 0 having count(*) > 0;
   end if;
   perform queue._add_slots(k.keys, k.lanes, null, v_ready, v_waiting, v_lows);
-  if v_grown is not null then
-    perform queue._refill(v_grown);
-  end if;
-  if v_discard <> '{}' then
-    perform queue._keep_turns(v_discard);
-    perform queue._cancel_admitted(v_discard, 'limit');
+  if discarded is not null then
+    perform queue._keep_turns(discarded);
   end if;
 end $$;
 
@@ -3638,7 +4125,7 @@ begin
     where x.ready <> 0 or x.waiting <> 0) l;
 end $$;
 
--- Claims have ended: gives their slots back and returns the keys, for _refill.
+-- Claims have ended: gives their slots back and returns the keys, for _advance.
 -- p_flags as in queue.live: 16384 counts in its queue's max_running.
 -- Locks: the caller holds ADM.
 create or replace function queue._release_slots(p_ids bigint[], p_flags smallint[])
@@ -3661,14 +4148,16 @@ begin
 end $$;
 
 -- Lets waiting jobs of keys with free slots in, first by id in each lane. Those with several keys may have
--- to wait for another one, so that it looks at more, up to some hundreds; the next admission goes on.
+-- to wait for another one, so that it looks at more, up to some hundreds; the next admission goes on. Returns keys whose
+-- limit has grown by that.
 -- Locks: the caller holds ADM.
 create or replace function queue._refill(p_keys text[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
   v_extra integer := 0;
+  v_grown text[];
 begin
   loop
     with room as materialized (
@@ -3700,7 +4189,7 @@ begin
     exit when v.keys is null;
     if v_extra > 0 or v.has_several then
       perform queue._add_slots(v.keys, v.lanes, null, null, array_fill(-1, array[cardinality(v.ids)]), v.lows);
-      perform queue._to_slots(v.ids, true);
+      v_grown := v_grown || (select e.grown from queue._enter_slots(v.ids, true) e);
       v_extra := greatest(2 * v_extra, 10);
       if v_extra > 300 then
         insert into queue.handover (job_id, kind, flags, payload) select v.ids[1], 'refill', 0, to_jsonb(p_keys);
@@ -3712,12 +4201,13 @@ begin
       exit;
     end if;
   end loop;
+  return v_grown;
 end $$;
 
--- Jobs have left queue.live unclaimed: their keys have fewer ready ones.
+-- Jobs have left queue.live unclaimed: their keys have fewer ready ones. Returns the keys, for _advance.
 -- Locks: the caller holds ADM.
 create or replace function queue._unready(p_ids bigint[], p_lanes integer[], p_flags smallint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v record;
@@ -3725,7 +4215,7 @@ begin
   select array_agg(k.key) as keys, array_agg(p_lanes[k.n]) as lanes, array_agg(-1) as ready into v
   from queue._keys_of(p_ids, p_flags) k;
   perform queue._add_slots(v.keys, v.lanes, null, v.ready, null, null);
-  perform queue._refill(v.keys);
+  return v.keys;
 end $$;
 
 -- Notes of jobs that are taken from their slots, and that would have been discarded there (on_limit), that they
@@ -3775,7 +4265,7 @@ begin
         cross join lateral (
           select l.lane, l.queue, l.priority, l.kind, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane offset 0) l
         where l.queue <> all (v_full) and (l.kind = 0 or not queue._is_queue_full(l.queue))
-        group by l.queue, l.priority order by 1 offset 0) g
+        group by l.queue, l.priority order by 1 limit 100) g
       cross join lateral (
         select v.id
         from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
@@ -3786,7 +4276,8 @@ begin
             and (p_tasks is null or exists (select from queue.job j where j.id = v.id and j.task = any (p_tasks)))
           order by v.deadline, v.id limit v_take) v
         order by v.deadline, v.id limit v_take) c
-      limit v_take);
+      -- where those of the first lanes can't start, however many they are, the next round looks at the others' first, too
+      limit case when v_left = '{}' then v_take end);
     exit when v_ids = '{}';
     select c.won, c.rest, c.full_queues into v from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won)) c;
     v_won := v_won || v.won;
@@ -4080,7 +4571,7 @@ begin
     perform queue._add_slots(v_add_keys, v_add_lanes, v_add_used, v_add_ready, v_add_waiting, v_add_lows);
   end if;
   if true = any (v_wait_several) then
-    perform queue._refill(v_add_keys);
+    perform queue._advance(p_keys => v_add_keys);
   end if;
   if v_due <> '{}' then
     perform queue._expire(v_due);
@@ -4215,7 +4706,7 @@ begin
     from (
       select case when s.ready is distinct from coalesce(v.n, 0) or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
                   when w.n > 0 and s.low > w.id then 'waits for a slot below the low mark'
-                  when s.waiting > 0 and s.ready < s.slots - s.used and not exists (select from queue.handover h where h.kind = 'refill')
+                  when s.waiting > 0 and s.ready < s.slots - s.used and not exists (select from queue.handover h where h.kind = 'refill' and h.payload ? s.key)
                     then 'a free slot and a job that waits for it' end as problem,
         coalesce(s.key, w.key, v.key) as key, coalesce(s.lane, w.lane, v.lane) as lane, s.slots, s.used, s.ready, v.n as is_ready,
         s.waiting, w.n as is_waiting, s.low, w.id as least_id
@@ -4357,8 +4848,8 @@ declare
 begin
   v_locked := array(select v.id from queue.live v where v.id = any (p_ids) and v.flags & 4096 = 0 order by v.id for update skip locked);
   update queue.live v set flags = v.flags | 4096 where v.id = any (v_locked);
-  insert into queue.handover (job_id, kind, flags)
-  select v.id, 'recheck', 4096 from queue.live v where v.id = any (p_ids) and v.flags & 4096 = 0;
+  insert into queue.handover (xid, job_id, kind, flags)
+  select queue._until(v.xmax), v.id, 'recheck', 4096 from queue.live v where v.id = any (p_ids) and v.flags & 4096 = 0;
 end $$;
 
 -- Rechecks: marks again, asks the dependents of those that have ended, and passes deadlines on.
@@ -4368,7 +4859,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   perform queue._mark_needed(p_ids);
-  perform queue._needs_changed(p_ids);
+  perform queue._advance(p_changed => p_ids);
   perform queue._spread_deadline(array(
     select distinct d.job_id from unnest(p_ids) u (id)
     cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
@@ -4415,166 +4906,155 @@ begin
     end as standing) x;
 end $$;
 
--- Of jobs those whose needs let them go; the others wait.
+-- passed: of jobs those whose needs let them go; the others wait. failed: those of them that wait as a need has failed.
 -- Locks: the caller holds ADM.
-create or replace function queue._wait_for_needs(p_ids bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._wait_for_needs(p_ids bigint[], out passed bigint[], out failed bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
-declare
-  v_pass bigint[];
-  v_failed bigint[];
 begin
   with stand as materialized (select s.id, s.standing, s.holder from queue._needs_states(p_ids) s),
   wait as (
     insert into queue.waiting (id, reason, need_id)
     select s.id, case s.standing when 'failed' then 'upstream_failed' else 'needs' end, s.holder from stand s where s.standing <> 'satisfied')
   select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'), array_agg(s.id) filter (where s.standing = 'failed')
-  into v_pass, v_failed from stand s;
-  if v_failed is not null then
-    perform queue._needs_changed(v_failed);
-  end if;
-  return v_pass;
+  into passed, failed from stand s;
 end $$;
 
--- The state of jobs has changed: looks at those that need them, and on from those that thereby fail or can
--- be hoped for again. One that has passed and has not started goes back to wait when a need that let it go
--- is pending again, or has failed: one that succeeded may be retried while what it needs has failed.
+-- The state of jobs has changed: looks at those that need them. met: those that wait no longer, and are in no gate now;
+-- changed: those that thereby fail or can be hoped for again, whose dependents have to look in turn. One that has passed and
+-- has not started goes back to wait when a need that let it go is pending again, or has failed: one that succeeded may be
+-- retried while what it needs has failed. keys: semaphores in which that left room.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
 -- Invariant: state decides, so that looking once too often does no harm.
-create or replace function queue._needs_changed(p_ids bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._needs_changed(p_ids bigint[], out met bigint[], out changed bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_ids bigint[] := p_ids;
+  v_ids bigint[];
+  v_taken record;
   v_back bigint[];
   v_next bigint[];
   v_next_at bigint[];
   v_ask bigint[];
   v_left bigint[];
-  v_pass bigint[];
-  v_turned bigint[];
   v_standings text[];
   v_holders bigint[];
 begin
-  while v_ids <> '{}' loop
-    -- v_ask: to be counted through; v_next: held by a need that is now satisfied
-    with edge as materialized (
-      select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, c.class, c.class = 's' or c.class = 'f' and d.mode & 2 <> 0 as is_satisfied
-      from unnest(v_ids) u (id)
-      left join lateral (select f.state from queue.finished f where f.id = u.id offset 0) f on true
-      left join lateral (select w.reason from queue.waiting w where w.id = u.id and f.state is null offset 0) n on true
-      cross join lateral (select d.job_id, d.need_id, d.mode, d.deleted_state from queue.need d where d.need_id = u.id offset 0) d
-      left join lateral (select w.reason, w.need_id from queue.waiting w where w.id = d.job_id offset 0) w on true
-      cross join lateral (select case
-        when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
-        when coalesce(f.state, d.deleted_state) is not null or n.reason in ('held', 'upstream_failed') then 'f'
-        else 'p' end as class) c
-      where w.reason in ('needs', 'upstream_failed') or c.class = 'p' or c.class = 'f' and d.mode & 2 = 0),
-    found as materialized (
-      select e.job_id, max(e.need_id) filter (where x.is_next) as at, bool_or(x.is_asked) as is_asked, bool_or(x.is_back) as is_back
-      from edge e
-      cross join lateral (select
-        case
-          when e.reason is null or e.reason not in ('needs', 'upstream_failed') then false
-          when e.holder is null then true
-          when e.mode & 1 <> 0 then e.is_satisfied or e.reason = 'upstream_failed' or e.holder = e.need_id and e.class = 'f'
-          when e.reason = 'needs' then e.class = 'f' and not e.is_satisfied
-          else e.holder = e.need_id and e.class <> 'f'
-        end as is_asked,
-        e.mode & 1 = 0 and e.reason = 'needs' and e.holder = e.need_id and e.is_satisfied as is_next,
-        not e.is_satisfied and e.reason is distinct from 'needs' and e.reason is distinct from 'upstream_failed' as is_back) x
-      group by e.job_id)
-    select array_agg(f.job_id) filter (where f.is_asked), array_agg(f.job_id) filter (where f.at is not null and not f.is_asked),
-      array_agg(f.at) filter (where f.at is not null and not f.is_asked), array_agg(f.job_id) filter (where f.is_back)
-    into v_ask, v_next, v_next_at, v_back
-    from found f;
-    if v_next is not null then
-      select array_agg(b.id order by b.id) filter (where b.need_id is not null and not b.is_failed),
-        array_agg(b.need_id order by b.id) filter (where b.need_id is not null and not b.is_failed),
-        array_agg(b.id) filter (where b.need_id is null or b.is_failed)
-      into v_ids, v_holders, v_left
-      from (
-        select u.id, b.need_id, b.is_failed
-        from unnest(v_next, v_next_at) u (id, at)
-        left join lateral (
-          select d.need_id, c.is_failed
-          from queue.need d
-          left join lateral (select f.state from queue.finished f where f.id = d.need_id offset 0) f on true
-          left join lateral (select w.reason from queue.waiting w where w.id = d.need_id and f.state is null offset 0) w on true
-          cross join lateral (
-            select coalesce(f.state, d.deleted_state) is not null or coalesce(w.reason in ('held', 'upstream_failed'), false) as is_failed) c
-          where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id
-            and coalesce(f.state, d.deleted_state) is distinct from 'succeeded' and not (c.is_failed and d.mode & 2 <> 0)
-          order by d.job_id desc, d.need_id desc limit 1) b on true) b;
-      update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
-      v_ask := v_ask || v_left;
-    end if;
-    v_pass := null;
-    v_turned := null;
-    if v_ask is not null then
-      select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
-        array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
-        array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
-        array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
-        array_agg(s.id) filter (where x.is_turned)
-      into v_pass, v_ids, v_standings, v_holders, v_turned
-      from queue._needs_states(v_ask) s
-      cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
-      cross join lateral (
-        select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied' and w.need_id is distinct from s.holder as is_held_by_another) x;
-      update queue.waiting w
-      set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed' else 'needs' end,
-        need_id = v_holders[width_bucket(w.id, v_ids)]
-      where w.id = any (v_ids);
-      delete from queue.waiting w where w.id = any (v_pass);
-      if v_pass is not null then
-        perform queue._route(v_pass, false, true);
-      end if;
-    end if;
-    if v_back is not null then
-      v_turned := v_turned || queue._take_back(v_back);
-    end if;
-    v_ids := coalesce(v_turned, '{}');
-  end loop;
+  -- v_ask: to be counted through; v_next: held by a need that is now satisfied
+  with edge as materialized (
+    select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, c.class, c.class = 's' or c.class = 'f' and d.mode & 2 <> 0 as is_satisfied
+    from unnest(p_ids) u (id)
+    left join lateral (select f.state from queue.finished f where f.id = u.id offset 0) f on true
+    left join lateral (select w.reason from queue.waiting w where w.id = u.id and f.state is null offset 0) n on true
+    cross join lateral (select d.job_id, d.need_id, d.mode, d.deleted_state from queue.need d where d.need_id = u.id offset 0) d
+    left join lateral (select w.reason, w.need_id from queue.waiting w where w.id = d.job_id offset 0) w on true
+    cross join lateral (select case
+      when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
+      when coalesce(f.state, d.deleted_state) is not null or n.reason in ('held', 'upstream_failed') then 'f'
+      else 'p' end as class) c
+    where w.reason in ('needs', 'upstream_failed') or c.class = 'p' or c.class = 'f' and d.mode & 2 = 0),
+  found as materialized (
+    select e.job_id, max(e.need_id) filter (where x.is_next) as at, bool_or(x.is_asked) as is_asked, bool_or(x.is_back) as is_back
+    from edge e
+    cross join lateral (select
+      case
+        when e.reason is null or e.reason not in ('needs', 'upstream_failed') then false
+        when e.holder is null then true
+        when e.mode & 1 <> 0 then e.is_satisfied or e.reason = 'upstream_failed' or e.holder = e.need_id and e.class = 'f'
+        when e.reason = 'needs' then e.class = 'f' and not e.is_satisfied
+        else e.holder = e.need_id and e.class <> 'f'
+      end as is_asked,
+      e.mode & 1 = 0 and e.reason = 'needs' and e.holder = e.need_id and e.is_satisfied as is_next,
+      not e.is_satisfied and e.reason is distinct from 'needs' and e.reason is distinct from 'upstream_failed' as is_back) x
+    group by e.job_id)
+  select array_agg(f.job_id) filter (where f.is_asked), array_agg(f.job_id) filter (where f.at is not null and not f.is_asked),
+    array_agg(f.at) filter (where f.at is not null and not f.is_asked), array_agg(f.job_id) filter (where f.is_back)
+  into v_ask, v_next, v_next_at, v_back
+  from found f;
+  if v_next is not null then
+    select array_agg(b.id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+      array_agg(b.need_id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+      array_agg(b.id) filter (where b.need_id is null or b.is_failed)
+    into v_ids, v_holders, v_left
+    from (
+      select u.id, b.need_id, b.is_failed
+      from unnest(v_next, v_next_at) u (id, at)
+      left join lateral (
+        select d.need_id, c.is_failed
+        from queue.need d
+        left join lateral (select f.state from queue.finished f where f.id = d.need_id offset 0) f on true
+        left join lateral (select w.reason from queue.waiting w where w.id = d.need_id and f.state is null offset 0) w on true
+        cross join lateral (
+          select coalesce(f.state, d.deleted_state) is not null or coalesce(w.reason in ('held', 'upstream_failed'), false) as is_failed) c
+        where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id
+          and coalesce(f.state, d.deleted_state) is distinct from 'succeeded' and not (c.is_failed and d.mode & 2 <> 0)
+        order by d.job_id desc, d.need_id desc limit 1) b on true) b;
+    update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
+    v_ask := v_ask || v_left;
+  end if;
+  if v_ask is not null then
+    select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
+      array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
+      array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
+      array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied' or x.is_held_by_another),
+      array_agg(s.id) filter (where x.is_turned)
+    into met, v_ids, v_standings, v_holders, changed
+    from queue._needs_states(v_ask) s
+    cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
+    cross join lateral (
+      select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied' and w.need_id is distinct from s.holder as is_held_by_another) x;
+    update queue.waiting w
+    set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed' else 'needs' end,
+      need_id = v_holders[width_bucket(w.id, v_ids)]
+    where w.id = any (v_ids);
+    delete from queue.waiting w where w.id = any (met);
+  end if;
+  if v_back is not null then
+    v_taken := queue._take_back(v_back);
+    changed := changed || v_taken.failed;
+    keys := v_taken.keys;
+  end if;
 end $$;
 
 -- Jobs that have passed the gate of needs and would not pass it now go back to wait, unless they run.
--- Returns those that have failed by it.
+-- failed: those that have failed by it; keys: semaphores in which that left room.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
-create or replace function queue._take_back(p_ids bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._take_back(p_ids bigint[], out failed bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_job record;
-  v_failed bigint[];
+  v_taken record;
 begin
   for v_job in
     select s.id, s.standing, s.holder from queue._needs_states(p_ids) s where s.standing <> 'satisfied' order by s.id
   loop
-    if queue._take_out_dependent(v_job.id) then
+    v_taken := queue._take_out_dependent(v_job.id);
+    if v_taken.is_out then
+      keys := keys || v_taken.keys;
       insert into queue.waiting (id, reason, need_id)
       values (v_job.id, case v_job.standing when 'failed' then 'upstream_failed' else 'needs' end, v_job.holder);
-      v_failed := v_failed || case v_job.standing when 'failed' then v_job.id end;
+      failed := failed || array(select v_job.id where v_job.standing = 'failed');
     elsif exists (select from queue.live v where v.id = v_job.id and v.claim is null) then
       -- its row is locked by a claim, which may be rolled back
-      insert into queue.handover (job_id, kind, flags)
-      values (coalesce(v_job.holder, (select d.need_id from queue.need d where d.job_id = v_job.id limit 1)), 'recheck', 4096);
+      insert into queue.handover (xid, job_id, kind, flags)
+      select queue._until(v.xmax), coalesce(v_job.holder, (select d.need_id from queue.need d where d.job_id = v_job.id limit 1)), 'recheck', 4096
+      from queue.live v where v.id = v_job.id;
     end if;
   end loop;
-  return array_remove(v_failed, null);
 end $$;
 
--- Takes a job that has passed the gate of needs out of wherever it waits. False: it runs, is finished, is held,
--- or waits for its needs.
+-- Takes a job that has passed the gate of needs out of wherever it waits (_take_out). Not is_out: it runs, is finished, is
+-- held, or waits for its needs.
 -- Locks: the caller holds ADM; the row of queue.live by skip locked.
-create or replace function queue._take_out_dependent(p_id bigint)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._take_out_dependent(p_id bigint, out is_out boolean, out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
-  if exists (select from queue.waiting w where w.id = p_id and w.reason in ('held', 'needs', 'upstream_failed', 'parked')) then
-    return false;
+  is_out := false;
+  if not exists (select from queue.waiting w where w.id = p_id and w.reason in ('held', 'needs', 'upstream_failed', 'parked')) then
+    select coalesce(t.place <> 'log', false), t.keys into is_out, keys from queue._take_out(p_id) t;
   end if;
-  return coalesce(queue._take_out(p_id) <> 'log', false);
 end $$;
 
 -- Passes deadlines on to what the jobs need and is not finished, recursively, only ever earlier. Stops at
@@ -4621,7 +5101,8 @@ begin
   end if;
   v_locked := array(select v.id from queue.live v where v.id = any (v_ids) order by v.id for update skip locked);
   v_shut := array(select v.id from queue.live v where v.id = any (v_ids) except select u.id from unnest(v_locked) u (id));
-  insert into queue.handover (job_id, kind, flags) select u.id, 'recheck', 4096 from unnest(v_shut) u (id);
+  insert into queue.handover (xid, job_id, kind, flags)
+  select queue._until(v.xmax), u.id, 'recheck', 4096 from unnest(v_shut) u (id) left join queue.live v on v.id = u.id;
   insert into queue.job_state as s (id, deadline)
   select u.id, u.deadline
   from unnest(v_ids, v_deadlines) u (id, deadline)
@@ -4860,24 +5341,35 @@ begin
   return true;
 end $$;
 
--- Which needs a job waits for, or which have failed, the first 20 of them; for queue.why().
+-- Which needs a job waits for, or which have failed, the first 20 of them; for queue.why(). Of queues that are not the
+-- caller's only the ids, of all that it needs there.
 create or replace function queue._why_needs(p_id bigint, p_failed boolean)
 returns text language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 declare
   v_texts text[];
+  v_limits text[] := queue._limits('{operator,reader}');
 begin
   v_texts := array(
-    select format('job %s (%s)', d.id, coalesce(j.state, 'deleted'))
+    select format('job %s', d.id) || case when queue._covers(v_limits, j.queue) is not false then format(' (%s)', coalesce(j.state, 'deleted')) else '' end
     from (select n.id, d.deleted_state
           from queue._direct_needs(p_id) n
           left join lateral (select d.deleted_state from queue.need d where d.job_id = p_id and d.need_id = n.id) d on true
           order by n.id) d
-    left join lateral (select j.state from queue.jobs j where j.id = d.id offset 0) j on true
-    where case when p_failed then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled', 'held', 'upstream_failed')
+    left join lateral (select j.state, j.queue from queue.jobs j where j.id = d.id offset 0) j on true
+    where queue._covers(v_limits, j.queue) is false or case when p_failed then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled', 'held', 'upstream_failed')
                else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
     limit 21);
   return nullif(array_to_string(v_texts[:20], ', '), '') || case when cardinality(v_texts) > 20 then ' and more' else '' end;
+end $$;
+
+-- Whether what a job waits for at its needs is about to change: it or one of them is handed over.
+create or replace function queue._is_handed_over(p_id bigint)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (
+    select from queue.handover h
+    where h.job_id = p_id or h.job_id in (select d.need_id from queue.need d where d.job_id = p_id));
 end $$;
 
 -- Invariants, for queue.check().
@@ -4892,7 +5384,7 @@ begin
     cross join lateral queue._needs_states(a.ids) n
     join queue.waiting w on w.id = n.id
     where n.standing <> case w.reason when 'needs' then 'waiting' else 'failed' end
-      and not exists (select from queue.handover);
+      and not queue._is_handed_over(w.id);
   return query
     select 'is held by a need that does not hold it'::text, w.id, format('%s: %s', w.reason, w.need_id)
     from queue.waiting w
@@ -4903,12 +5395,12 @@ begin
       and (d.need_id is null
            or (w.reason = 'needs') <> (coalesce(f.state, d.deleted_state) is null and coalesce(n.reason not in ('held', 'upstream_failed'), true))
            or coalesce(f.state, d.deleted_state) = 'succeeded')
-      and not exists (select from queue.handover);
+      and not queue._is_handed_over(w.id);
   return query
     select 'ready though its needs do not let it'::text, n.id, n.standing
     from (select array_agg(v.id) as ids from queue.live v where v.claim is null and v.flags & 8 <> 0) a
     cross join lateral queue._needs_states(a.ids) n
-    where n.standing <> 'satisfied' and not exists (select from queue.handover);
+    where n.standing <> 'satisfied' and not queue._is_handed_over(n.id);
   return query
     select 'needed, and its end would not be handed over'::text, v.id, format('needed by %s', min(d.job_id))
     from queue.live v join queue.need d on d.need_id = v.id
@@ -5194,15 +5686,30 @@ declare
   v record;
   v_none regclass;
 begin
-  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed'
+    or current_setting('pgdefer.era', true) is distinct from queue._installation()
+  then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
       perform queue._bound_worker(worker);
       queues := queue._bound_queues('{worker}', queues);
     end if;
+    perform queue._know_era();
+  end if;
+  if current_setting('pgdefer.undelivered', true) = worker::text then
+    v := queue._deliver(worker);
+    return query
+      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent
+      from unnest(v.ids, v.claims) with ordinality u (id, claim, n)
+      cross join lateral (select c.* from queue.claimed c where c.id = u.id and c.claim = u.claim offset 0) c
+      order by u.n;
+    return;
   end if;
   v := queue._claim(worker, queues, max_jobs, options, true);
+  if v.first_claim is null or cardinality(v.ids) > 30 then
+    v.ids := queue._put_aside(worker, v.ids, v.first_claim is not null);
+  end if;
   -- a statement of its own: only a new snapshot shows the claims
   if v.first_claim is not null then
     return query
@@ -5220,7 +5727,7 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
   'Claims up to max_jobs jobs for a worker and returns them in claim order. A transaction of its own, in READ COMMITTED. options: ids, alone (true: one job, which nothing may run beside, those that have crashed among them; crashed: one of these only), order (mixed | listed), tasks, deadline_within.';
 
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, where that order is
--- the order of ids and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
+-- the order of ids, none is large and all of them start for the first time, so that queue.first_run tells what they are. p_may_wait:
 -- the transaction holds no row that the holder of ADM could need.
 -- Here is what a worker meets that is mostly idle: one newcomer, or none, and nothing else to be done: no lane holds anything
 -- ready, nothing is due, handed over or left from before, no task is paused, and the newcomer is plain, without a timeout or
@@ -5288,7 +5795,7 @@ begin
         select l.lane, l.extra_flags from queue.lane l
         where l.queue = j.queue and l.priority = j.priority and l.kind = 0 and not l.is_idle and l.paused_until is null
           and (v_queues is null or l.queue = any (v_queues)) and ('infinity', j.id) >= (l.low_deadline, l.low_id) limit 1) l
-      where j.id = ids[1] and j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192) = 0 and j.deadline is null
+      where j.id = ids[1] and j.flags & (1 | 2 | 4 | 8 | 16 | 32 | 64 | 128 | 256 | 8192 | -32768) = 0 and j.deadline is null
         and j.id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
       returning claim into first_claim;
       if first_claim is not null then
@@ -5329,8 +5836,6 @@ declare
   v_is_claimed boolean := false;
   v_claimed record;
   v_lane integer;
-  v_low_deadline timestamptz;
-  v_low_id bigint;
   v_attempt smallint;
   v_flags smallint;
   v_claimed_at timestamptz;
@@ -5352,7 +5857,7 @@ begin
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);  -- admission may have met a new queue
   end if;
-  select l.lane, l.low_deadline, l.low_id into v_lane, v_low_deadline, v_low_id
+  select l.lane into v_lane
   from queue.lane l
   where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now) and l.kind = 0
     and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) is true
@@ -5368,18 +5873,22 @@ begin
       update queue.live v
       set claim = nextval('queue.claim_seq'), worker_id = p_worker, claimed_at = clock_timestamp(), attempt = v.attempt + 1
       where v.ctid = (
-        select v.ctid from queue.live v
-        where v.lane = v_lane and (v.deadline, v.id) >= (v_low_deadline, v_low_id) and v.claim is null
-        order by v.deadline, v.id limit 1 for update of v skip locked)
+        select c.ctid
+        from queue.lane l
+        cross join lateral (
+          select v.ctid from queue.live v
+          where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+          order by v.deadline, v.id limit 1 for update of v skip locked) c
+        where l.lane = v_lane and l.kind = 0 and (l.paused_until is null or l.paused_until <= v_now))
       returning array[v.id], v.claim, v.attempt, v.flags, v.claimed_at into ids, first_claim, v_attempt, v_flags, v_claimed_at;
       if v_flags & 128 <> 0 then
         perform queue._lease_timeouts(ids, first_claim, v_claimed_at);
       end if;
-      if v_attempt > 1 or v_flags & 2048 <> 0 then
+      if v_attempt > 1 or v_flags & 2048 <> 0 or v_flags < 0 then
         first_claim := null;
       end if;
     else
-      v_claimed := queue._claim_plain(p_worker, array[v_lane], array[v_low_deadline], array[v_low_id], p_max_jobs);
+      v_claimed := queue._claim_plain(p_worker, array[v_lane], p_max_jobs);
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
     end if;
@@ -5424,8 +5933,7 @@ begin
   end if;
   for v_pass in 1 .. 100 loop
     if v_pass > 1 or not p_is_claimed then
-      select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes, array_agg(l.low_deadline) as low_deadlines,
-        array_agg(l.low_id) as low_ids, exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) as is_registered
+      select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes, exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) as is_registered
       into v
       from queue.lane l
       where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= p_now) and l.kind < 2;
@@ -5448,9 +5956,13 @@ begin
       end if;
       if v.kind = 1 and v_has_adm then
         ids := ids || nullif(queue._claim_limited(p_worker, v.lanes, p_max_jobs - coalesce(cardinality(ids), 0)), '{}');
+        if coalesce(cardinality(ids), 0) < p_max_jobs then
+          -- it may have looked at so many that can't start that its time was over
+          ids := ids || (select c.ids from queue._claim_plain(p_worker, v.lanes, p_max_jobs - coalesce(cardinality(ids), 0)) c);
+        end if;
         first_claim := null;
       elsif v.plain_lanes is not null then
-        v_claimed := queue._claim_plain(p_worker, v.plain_lanes, v.low_deadlines, v.low_ids, p_max_jobs - coalesce(cardinality(ids), 0));
+        v_claimed := queue._claim_plain(p_worker, v.plain_lanes, p_max_jobs - coalesce(cardinality(ids), 0));
         if v_claimed.ids is not null then
           first_claim := case when ids is null then v_claimed.first_claim end;
           ids := ids || v_claimed.ids;
@@ -5554,17 +6066,16 @@ begin
 end $$;
 
 -- Of lanes those that hold something ready that may start, in the order in which they are read: by priority,
--- then the one whose first job is oldest. plain_lanes, with their low marks: those that can be claimed from
--- without ADM, as no limited one has a higher priority.
+-- then the one whose first job is oldest. plain_lanes: those that can be claimed from without ADM, as no limited one has a
+-- higher priority.
 create or replace function queue._probe_lanes(
-  p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[], out low_deadlines timestamptz[], out low_ids bigint[],
-  out is_registered boolean)
+  p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[], out is_registered boolean)
 language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 begin
   is_registered := true;
   with ready as (
-    select l.lane, l.kind, l.low_deadline, l.low_id, l.priority,
+    select l.lane, l.kind, l.priority,
       row_number() over (order by l.priority desc, f.id, l.lane) as n, max(l.priority) filter (where l.kind = 1) over () as limited_priority
     from unnest(p_lanes) u (lane)
     cross join lateral (
@@ -5577,19 +6088,18 @@ begin
       or not exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null))
       or queue._queue_room(l.queue, 1, clock_timestamp()) > 0)
   select array_agg(r.lane order by r.n), max(r.kind),
-    array_agg(r.lane order by r.n) filter (where r.is_plain), array_agg(r.low_deadline order by r.n) filter (where r.is_plain),
-    array_agg(r.low_id order by r.n) filter (where r.is_plain)
-  into lanes, kind, plain_lanes, low_deadlines, low_ids
+    array_agg(r.lane order by r.n) filter (where r.is_plain)
+  into lanes, kind, plain_lanes
   from (select r.*, r.kind = 0 and (r.limited_priority is null or r.priority >= r.limited_priority) as is_plain from ready r) r;
 end $$;
 
--- Claims up to p_n jobs of plain lanes, in the order of p_lanes, from their low marks on: what was made ready
--- below a mark since it was read is found by the next look. first_claim: as of _claim.
+-- Claims up to p_n jobs of plain lanes, in the order of p_lanes. first_claim: as of _claim.
 -- Locks: rows of queue.live by skip locked.
+-- Why nothing starts that was paused, or uncounted that was limited, before: the statement that claims reads the lanes again.
 -- Why a job's claims rise: a row that this statement sees was made ready by one that had its number before.
 -- Why it starts after what it needed or followed has ended: the clock is read after the snapshot.
 create or replace function queue._claim_plain(
-  p_worker bigint, p_lanes integer[], p_low_deadlines timestamptz[], p_low_ids bigint[], p_n integer, out ids bigint[], out first_claim bigint)
+  p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -5601,7 +6111,10 @@ begin
     set claim = (select nextval('queue.claim_seq')), worker_id = p_worker, claimed_at = (select clock_timestamp()), attempt = v.attempt + 1
     where v.ctid = any (array(
       select c.ctid
-      from unnest(p_lanes, p_low_deadlines, p_low_ids) l (lane, low_deadline, low_id)
+      from unnest(p_lanes) u (lane)
+      cross join lateral (
+        select l.lane, l.low_deadline, l.low_id from queue.lane l
+        where l.lane = u.lane and l.kind = 0 and (l.paused_until is null or l.paused_until <= (select clock_timestamp())) offset 0) l
       cross join lateral (
         select v.ctid from queue.live v
         where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
@@ -5612,12 +6125,12 @@ begin
     bool_or(c.deadline < 'infinity' or c.lane <> p_lanes[1])
   into ids, first_claim, v_flags, v_is_mixed
   from claimed c;
-  if v_flags & (128 | 2048) <> 0 or v_is_mixed then
+  if v_flags & (128 | 2048) <> 0 or v_flags < 0 or v_is_mixed then
     if v_flags & 128 <> 0 then
       perform queue._lease_timeouts(ids, first_claim, (select v.claimed_at from queue.live v where v.id = ids[1]));
     end if;
     ids := array(select v.id from queue.live v where v.id = any (ids) order by array_position(p_lanes, v.lane), v.deadline, v.id);
-    if v_is_mixed or v_flags & 2048 <> 0 then
+    if v_is_mixed or v_flags & 2048 <> 0 or v_flags < 0 then
       first_claim := null;
     end if;
   end if;
@@ -5655,6 +6168,80 @@ begin
   return p_queue = p_pattern or right(p_pattern, 1) = '*' and starts_with(p_queue, left(p_pattern, -1));
 end $$;
 
+-- sql/41_deliver.sql
+-- Delivering: what is claimed gets to its worker.
+--
+-- The rows of an answer travel before its transaction ends: a client that stops reading (frozen, a stalled network) keeps the
+-- transaction open, with all its locks, for as long as TCP takes. So an answer is never larger than what the sockets' buffers take
+-- in any case: 64 kB. What is claimed beyond that is put aside in queue.undelivered, and the next fetch of the worker hands it out, in
+-- a transaction that holds nothing but the rows that say so: neither ADM nor claims, so that a worker which freezes over them is
+-- given up as any other. A claim that was never handed out counts as released, whatever becomes of the worker.
+--
+-- pgdefer.undelivered, a setting of the session, names the worker for whom something is aside, so that other fetches need not look
+-- for it. Behind a transaction pooler it may be another session that fetches next: it looks when it finds nothing to claim.
+
+-- Of claimed jobs, in claim order, those that fit into one answer, of which each takes about 120 bytes beside its args and headers;
+-- the others are put aside. p_are_first: as first_claim of _claim, so that most often one sum tells that all fit.
+-- Locks: none; the transaction holds the rows of queue.live.
+create or replace function queue._put_aside(p_worker bigint, p_ids bigint[], p_are_first boolean)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  if p_ids is null or p_ids = '{}' then
+    if exists (select from queue.undelivered u where u.worker_id = p_worker) then
+      perform set_config('pgdefer.undelivered', p_worker::text, false);
+    end if;
+    return p_ids;
+  elsif p_are_first and (select sum(octet_length(l.args::text) + 120) from queue.log l where l.id = any (p_ids)) <= 65536 then
+    return p_ids;
+  end if;
+  select array_agg(x.id order by x.n) filter (where x.total <= 65536) as ids, array_agg(x.id order by x.n) filter (where x.total > 65536) as rest,
+    array_agg(x.size order by x.n) filter (where x.total > 65536) as sizes
+  into v
+  from (
+    select u.id, u.n, j.size, sum(j.size + 120) over (order by u.n) as total
+    from unnest(p_ids) with ordinality u (id, n)
+    cross join lateral (
+      select coalesce(s.size, j.size, octet_length(j.args::text)) as size
+      from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j) x;
+  if v.rest is not null then
+    insert into queue.undelivered (worker_id, id, claim, size)
+    select p_worker, u.id, v.claim, u.size
+    from unnest(v.rest, v.sizes) with ordinality u (id, size, n)
+    cross join lateral (select v.claim from queue.live v where v.id = u.id offset 0) v
+    order by u.n;
+    perform set_config('pgdefer.undelivered', p_worker::text, false);
+  end if;
+  return v.ids;
+end $$;
+
+-- What is aside for a worker, in claim order: up to 4 MB, or one job. It is no longer aside; some claims may have ended meanwhile.
+-- Locks: rows of queue.undelivered by skip locked.
+create or replace function queue._deliver(p_worker bigint, out ids bigint[], out claims bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  with aside as (
+    select u.no, u.size from queue.undelivered u where u.worker_id = p_worker order by u.no for update skip locked),
+  gone as (
+    delete from queue.undelivered u
+    where u.worker_id = p_worker and u.no in (
+      select a.no from (select a.no, sum(a.size) over (order by a.no) as total, row_number() over (order by a.no) as n from aside a) a
+      where a.n = 1 or a.total <= 4000000)
+    returning u.no, u.id, u.claim)
+  select array_agg(g.id order by g.no) as ids, array_agg(g.claim order by g.no) as claims, count(*) as n, (select count(*) from aside) as total
+  into v from gone g;
+  if v.n = v.total then
+    perform set_config('pgdefer.undelivered', '', false);
+  end if;
+  ids := v.ids;
+  claims := v.claims;
+end $$;
+
 -- sql/50_finish.sql
 -- Ending claims.
 --
@@ -5677,12 +6264,14 @@ declare
   v_worker_id bigint;
   v_none regclass;
 begin
-  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed'
+    or pg_column_size(succeed.result) >= 2000 or pg_column_compression(succeed.result) is not null then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
       perform queue._bound_claims(array[succeed.id], array[succeed.claim]);
     end if;
+    perform queue._check_size('result', succeed.result);
   end if;
   -- as _succeed for one, in short statements (ADR 1)
   delete from queue.live v where v.id = succeed.id and v.claim = succeed.claim
@@ -5700,7 +6289,7 @@ begin
   end if;
 end $$;
 comment on function queue.succeed(bigint, bigint, jsonb) is
-  'The claim ends, the job has succeeded, with a result if given. May be the last statement of the handler''s own transaction: then its writes and the outcome commit together or not at all.';
+  'The claim ends, the job has succeeded, with a result if given. May be the last statement of the handler''s own transaction: then its writes and the outcome commit together or not at all. A transaction that ends several jobs does so in the order of their ids, or by one finish_many, which sorts them: operators take them in that order, and would deadlock with another. A result may take as many bytes of JSON text as queue.configure says (22023).';
 
 -- Raises: 22023, QJ001, QJ002, QJ008.
 create or replace function queue.fail(id bigint, claim bigint, error text, details jsonb default null, options jsonb default null)
@@ -5716,11 +6305,11 @@ begin
   if fail.options is not null then
     perform queue._check_fail_options(fail.options);
   end if;
-  return queue._end_attempt(jsonb_build_object('outcome', 'failed', 'error', fail.error, 'details', fail.details, 'options', fail.options),
+  return queue._end_attempt(jsonb_build_object('outcome', 'failed', 'error', left(fail.error, 10000), 'details', fail.details, 'options', fail.options),
                             fail.id, fail.claim, false);
 end $$;
 comment on function queue.fail(bigint, bigint, text, jsonb, jsonb) is
-  'The attempt failed: returns the new state, scheduled or ready (it will be retried), failed, or cancelled (it was told to abort, or has expired). Of error 10,000 characters are kept, details up to 100 kB, of larger ones their size and how they begin. options: retryable (false: failed at once; true: retried, whatever the policy), retry_at or retry_in (when; without a policy they also make it retried), and priority, queue, lock to change on retry (lock: empty text for none), reason (of a job that has failed), outcome (timed_out, of an attempt that its worker ended for that).';
+  'The attempt failed: returns the new state, scheduled or ready (it will be retried), failed, or cancelled (it was told to abort, or has expired). Of error 10,000 characters are kept, details up to 100 kB, of larger ones their size and how they begin. options: retryable (false: failed at once; true: retried, whatever the policy), retry_at or retry_in (when; without a policy they also make it retried), and priority, queue, lock to change on retry (lock: empty text for none), reason (of a job that has failed), outcome (timed_out, of an attempt that its worker ended for that). Several in one transaction: as succeed.';
 
 -- Raises: 22023, QJ001, QJ002, QJ005, QJ008.
 create or replace function queue.retry_later(id bigint, claim bigint, at timestamptz default null, needs bigint[] default '{}', message text default null)
@@ -5728,7 +6317,7 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 declare
-  v_outcome jsonb := jsonb_build_object('outcome', 'retry_later', 'at', retry_later.at, 'message', retry_later.message, 'needs', retry_later.needs);
+  v_outcome jsonb := jsonb_build_object('outcome', 'retry_later', 'at', retry_later.at, 'message', left(retry_later.message, 10000), 'needs', retry_later.needs);
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
@@ -5782,7 +6371,7 @@ begin
     from unnest(v_ended.ids, v_ended.claims, v_ended.states, v_ended.errors) f (id, claim, state, error);
 end $$;
 comment on function queue.finish_many(jsonb) is
-  'Ends many claims: an array of {"id", "claim", "outcome": succeeded | failed | retry_later | released | aborted | crashed, ...} with the named arguments of the single calls. crashed: the process of its own in which the worker ran the job died. A row for each; a lost claim is reported there (error QJ002) and the rest goes on.';
+  'Ends many claims: an array of {"id", "claim", "outcome": succeeded | failed | retry_later | released | aborted | crashed, ...} with the named arguments of the single calls. crashed: the process of its own in which the worker ran the job died. A row for each; a lost claim is reported there (error QJ002) and the rest goes on. They are ended in the order of ids, whatever their order in the array. In place of a result that is too large (see queue.configure) a note is kept, as the job''s work is done.';
 
 -- Locks: as finish_many, then as fetch; ADM is waited for only when there are no outcomes.
 -- Raises: as finish_many and fetch.
@@ -5799,7 +6388,9 @@ declare
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
   v_none regclass;
 begin
-  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed' then
+  if coalesce(v_none, queue._unlimited()) is null or current_setting('transaction_isolation') <> 'read committed'
+    or current_setting('pgdefer.era', true) is distinct from queue._installation()
+  then
     perform queue._check_isolation();
     if to_regclass('queue.unlimited') is null then
       perform queue._not_installed();
@@ -5807,6 +6398,7 @@ begin
       perform queue._bound_outcomes(finish_and_fetch.outcomes);
       queues := queue._bound_queues('{worker}', queues);
     end if;
+    perform queue._know_era();
   end if;
   if not v_may_wait then
     v_ended := queue._finish(finish_and_fetch.outcomes);
@@ -5817,7 +6409,23 @@ begin
         from unnest(v_ended.ids, v_ended.claims, v_ended.errors) f (id, claim, error) where f.error is not null;
     end if;
   end if;
+  if current_setting('pgdefer.undelivered', true) = worker::text then
+    -- what outcomes hold must not wait for large answers to travel: these come alone, once no outcomes come
+    if v_may_wait then
+      v := queue._deliver(worker);
+      return query
+        select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent,
+          null::text
+        from unnest(v.ids, v.claims) with ordinality u (id, claim, n)
+        cross join lateral (select c.* from queue.claimed c where c.id = u.id and c.claim = u.claim offset 0) c
+        order by u.n;
+    end if;
+    return;
+  end if;
   v := queue._claim(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options, v_may_wait);
+  if v.first_claim is null or cardinality(v.ids) > 30 then
+    v.ids := queue._put_aside(finish_and_fetch.worker, v.ids, v.first_claim is not null);
+  end if;
   if v.first_claim is not null then
     return query
       select f.id, v.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt, f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent,
@@ -5846,7 +6454,7 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_outcomes text[];
   v_results jsonb[];
-  v_has_results boolean;
+  v_result_size integer;  -- of the largest, NULL where none has any
   v_has_others boolean;
   v_is_bad boolean;
   v_done bigint[];
@@ -5855,9 +6463,9 @@ declare
   v_error text;
 begin
   begin
-    select array_agg(o.id), array_agg(o.claim), array_agg(o.outcome), array_agg(o.result), bool_or(o.result is not null),
+    select array_agg(o.id), array_agg(o.claim), array_agg(o.outcome), array_agg(o.result), max(pg_column_size(o.result)),
       bool_or(o.outcome <> 'succeeded'), bool_or(o.id is null or o.claim is null or o.outcome is null)
-    into ids, claims, v_outcomes, v_results, v_has_results, v_has_others, v_is_bad
+    into ids, claims, v_outcomes, v_results, v_result_size, v_has_others, v_is_bad
     from (select o.id, o.claim, o.result, o.outcome
           from jsonb_to_recordset(p_outcomes) o (id bigint, claim bigint, outcome text, result jsonb) order by o.id, o.claim) o;
   exception when data_exception then
@@ -5865,12 +6473,15 @@ begin
     perform queue._invalid('an outcome is malformed', 'id and claim are numbers, outcome is text.', sqlerrm);
   end;
   -- a key that is not known: lists are made by a loop, so of those that succeeded the first is looked at
-  if v_is_bad or v_has_others or (p_outcomes -> 0) - '{id,claim,outcome,result}'::text[] = '{}' is not true then
+  if v_is_bad or v_has_others or v_result_size >= 2000 or (p_outcomes -> 0) - '{id,claim,outcome,result}'::text[] = '{}' is not true then
     perform queue._check_is_list(p_outcomes);
     if v_is_bad then
       perform queue._invalid('an outcome lacks id, claim or outcome', 'Each needs {"id", "claim", "outcome"}.');
     end if;
     perform queue._check_outcome(o) from jsonb_array_elements(p_outcomes) o;
+    if v_result_size >= 2000 then
+      v_results := array(select queue._cut_result(r.result) from unnest(v_results) with ordinality r (result, n) order by r.n);
+    end if;
   end if;
   has_refused := false;
   if v_has_others then
@@ -5882,7 +6493,7 @@ begin
     order by l.id for update;
   end if;
   if ids is not null then
-    v_done := queue._succeed(ids, claims, case when v_has_results then v_results end);
+    v_done := queue._succeed(ids, claims, case when v_result_size is not null then v_results end);
     if v_has_others then
       states := array_fill('succeeded'::text, array[cardinality(ids)]);
       errors := array_fill(null::text, array[cardinality(ids)]);
@@ -5914,6 +6525,17 @@ begin
   end if;
 end $$;
 
+-- A result that is too large as the note of that which clients know: the job has done its work, and to have it done again
+-- would be wrong. It is as _check_size says.
+create or replace function queue._cut_result(p_result jsonb)
+returns jsonb language plpgsql stable parallel unsafe security invoker as $$
+begin
+  perform queue._check_size('result', p_result);
+  return p_result;
+exception when invalid_parameter_value then
+  return jsonb_build_object('__pgdefer__', 'unencodable', 'value', 'JSON that is too large');
+end $$;
+
 -- Raises: 22023 unless it is a list.
 create or replace function queue._check_is_list(p_outcomes jsonb)
 returns void language plpgsql stable parallel safe security invoker as $$
@@ -5925,7 +6547,7 @@ end $$;
 
 -- Raises: 22023 unless it is an outcome.
 create or replace function queue._check_outcome(p_outcome jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
+returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_bad text;
 begin
@@ -5940,7 +6562,7 @@ begin
   elsif jsonb_typeof(p_outcome -> 'options') <> 'null' then
     perform queue._check_fail_options(p_outcome -> 'options');
   end if;
-  perform queue._check_moment('at', p_outcome -> 'at');
+  perform queue._check_moment('at', queue._timestamp('at', p_outcome -> 'at'));
   if jsonb_typeof(p_outcome -> 'needs') = 'array' then
     select n::text into v_bad from jsonb_array_elements(p_outcome -> 'needs') n where n::text !~ '^[0-9]{1,18}$' limit 1;
   elsif jsonb_typeof(p_outcome -> 'needs') <> 'null' then
@@ -5978,7 +6600,8 @@ begin
     perform queue._tell_waiters(v_done);
   end if;
   if v_all_flags <> 0 then
-    perform queue._leave(v_special, v_flags, v_all_flags, true);
+    -- of more the answer may be too long to hold ADM while it travels (41_deliver.sql)
+    perform queue._leave(v_special, v_flags, v_all_flags, cardinality(p_ids) <= 1000);
   end if;
   return v_done;
 end $$;
@@ -6045,7 +6668,7 @@ begin
     if queue._has_news() then
       perform queue._admit(1000);
     end if;
-    perform queue._leave_locks(v_ids, true);
+    perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
   else
     perform queue._settle_here(v_ids, array_fill(p_kind, array[cardinality(v_ids)]), v_flags, case when p_payload is not null then array[p_payload] end);
   end if;
@@ -6061,7 +6684,8 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v record;
 begin
-  if not queue._lock_admission(false) then
+  -- of more the answer may be too long to hold ADM while it travels (41_deliver.sql)
+  if cardinality(p_ids) > 1000 or not queue._lock_admission(false) then
     return;
   end if;
   with gone as (
@@ -6108,9 +6732,32 @@ begin
   into ids, kinds, flags, payloads from gone g;
 end $$;
 
--- Gives back the slots of ended claims and sends those of them that run again through the gates; then lets in
--- whoever is first for these slots. What takes a job out of where it waits comes after that: before it, a job that runs
--- again is in no gate, and only looks as if it waited for its turn.
+-- Handovers that are committed and that the cursor has passed: nobody would ever take them. None, but for a bug or half a
+-- restore. What is in flight, or has ended since the cursor moved, is not among them (30_admission.sql).
+create or replace function queue._orphaned_handovers()
+returns table (xid xid8, seq bigint, job_id bigint, kind text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select h.xid, h.seq, h.job_id, h.kind
+    from (select k.next_xid, k.in_flight from queue.cursor k order by k.tick desc limit 1) k
+    join queue.handover h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
+end $$;
+
+-- Hands them over anew, to the next admission.
+-- Locks: the caller holds ADM, so that neither the cursor nor they move meanwhile.
+create or replace function queue._repair_handovers()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.handover h set xid = pg_current_xact_id()
+  where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_handovers() o);
+end $$;
+
+-- Gives back the slots of ended claims and sends those of them that run again through the gates, with those that are in no
+-- gate for another reason (flags 0: they did not run, and have no turn to keep); then lets in whoever is first for these slots.
+-- What takes a job out of where it waits comes after that: before it, a job that runs again is in no gate, and only looks as if it
+-- waited for its turn.
 -- Locks: the caller holds ADM.
 create or replace function queue._settle_slots(p_ids bigint[], p_kinds text[], p_flags smallint[], p_payloads jsonb[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -6122,6 +6769,7 @@ declare
   v_circular bigint[];
 begin
   select array_agg(u.id) filter (where u.kind = 'again') as again,
+    array_agg(u.id) filter (where u.kind = 'again' and u.flags & 3 <> 0) as locked,
     array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as ids,
     array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & (2 | 4 | 16384) <> 0) as flags
   into v
@@ -6141,30 +6789,40 @@ begin
       v_circular := v_circular || v_item.id;
     end if;
   end loop;
+  if v.locked is not null then
+    perform queue._keep_turns(v.locked);
+  end if;
   if v.again is not null then
-    perform queue._route(v.again, true);
+    perform queue._advance(p_arrived => v.again, p_locks => case when v.locked is not null then queue._locks_of(v.locked) end);
   end if;
   for v_item in
-    select u.id, u.kind, u.flags, u.payload from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload)
-    where p_payloads is not null and (u.kind = 'replace' or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_circular)))
+    select u.id, u.kind, u.flags, u.payload
+    from (
+      select u.id, u.kind, u.flags, u.payload, u.n, row_number() over (partition by u.id, u.kind order by u.n desc) as from_last
+      from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
+      where p_payloads is not null and u.payload is not null) u
+    -- of replacements of one job the last is what is left of it
+    where u.kind = 'replace' and u.from_last = 1 or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_circular))
+    order by u.n
   loop
     if v_item.kind = 'replace' then
       perform queue._apply_replacement(v_item.id, v_item.payload);
     elsif v_item.id = any (v_circular) then
-      perform queue._take_out(v_item.id);
+      v_keys := v_keys || (select t.keys from queue._take_out(v_item.id) t);
       if not queue._is_settled(v_item.id) then
         -- a defer is replacing it, and holds its key
         insert into queue.handover (job_id, kind, flags, payload)
         values (v_item.id, 'again', v_item.flags & ~(2 | 4 | 16384), v_item.payload);
         continue;
       end if;
-      perform queue._conclude(v_item.id, 'failed', 'dependency_cycle', 'two jobs came to need each other');
+      perform queue._finish_unclaimed(array[v_item.id], 'failed', 'dependency_cycle', 'two jobs came to need each other');
+      perform queue._advance(p_ended => array[v_item.id]);
     else
       perform queue._change_lock(v_item.id, v_item.payload #>> '{change,lock}');
     end if;
   end loop;
   if v_keys is not null then
-    perform queue._refill(v_keys);
+    perform queue._advance(p_keys => v_keys);
   end if;
 end $$;
 
@@ -6182,12 +6840,9 @@ begin
     array_agg(distinct u.id) filter (where u.kind = 'regate') as regate
   into v
   from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
-  if v.locked is not null then
-    perform queue._leave_locks(v.locked, true);
-  end if;
-  -- last: only now every job here is in a gate or in queue.live
-  if v.needed is not null then
-    perform queue._needs_changed(v.needed);
+  if v.locked is not null or v.needed is not null then
+    perform queue._advance(
+      p_turned => case when v.locked is not null then queue._leave_locks(v.locked, true) end, p_changed => v.needed);
   end if;
   if v.recheck is not null then
     perform queue._recheck_needs(v.recheck);
@@ -6334,12 +6989,17 @@ begin
     else 1 end;
 end $$;
 
--- Details of an attempt up to 100 kB; of larger ones their size and how they begin.
+-- Details of an attempt up to 100 kB; of larger ones their size and how they begin, of huge ones (16 MB) that they were.
 create or replace function queue._cut_details(p_details jsonb)
-returns jsonb language plpgsql immutable parallel safe security invoker as $$
+returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_size bigint;
 begin
-  if octet_length(p_details::text) > 100000 then
-    return jsonb_build_object('truncated', octet_length(p_details::text), 'begins', left(p_details::text, 10000));
+  if pg_column_size(p_details) > 16 then
+    v_size := queue._text_size(p_details, 16777216);
+  end if;
+  if v_size > 100000 then
+    return jsonb_strip_nulls(jsonb_build_object('truncated', v_size, 'begins', case when v_size <= 16777216 then left(p_details::text, 10000) end));
   end if;
   return p_details;
 end $$;
@@ -6370,7 +7030,7 @@ end $$;
 
 -- Raises: 22023 unless they are options of queue.fail.
 create or replace function queue._check_fail_options(options jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
+returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_options jsonb := jsonb_strip_nulls(options);
 begin
@@ -6394,21 +7054,12 @@ begin
     perform queue._check_queue(v_options ->> 'queue');
   end if;
   perform queue._interval('retry_in', v_options -> 'retry_in');
-  perform queue._check_moment('retry_at', v_options -> 'retry_at');
-end $$;
-
--- Raises: 22023 unless it is a finite timestamp, or none.
-create or replace function queue._check_moment(what text, value jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
-begin
-  if not isfinite(queue._timestamp(what, value)) then
-    perform queue._invalid(what || ' must be finite', 'Give a moment. To put a job aside without one, use queue.hold.');
-  end if;
+  perform queue._check_moment('retry_at', queue._timestamp('retry_at', v_options -> 'retry_at'));
 end $$;
 
 -- Raises: 22023 unless it is a retry policy.
 create or replace function queue._check_retry(policy jsonb)
-returns void language plpgsql stable parallel safe security invoker as $$
+returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_item record;
 begin
@@ -6449,7 +7100,7 @@ end $$;
 --   or with `first` those after the first. cap bounds every delay.
 -- Raises: 22023.
 create or replace function queue.backoff(policy jsonb, failures integer)
-returns interval language plpgsql volatile parallel safe security definer
+returns interval language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_policy jsonb := jsonb_strip_nulls(coalesce(backoff.policy, '{}'));
@@ -6490,7 +7141,7 @@ end $$;
 
 -- A policy's interval in seconds, 0 when there is none.
 create or replace function queue._seconds(p_value jsonb)
-returns double precision language plpgsql stable parallel safe security invoker as $$
+returns double precision language plpgsql stable parallel unsafe security invoker as $$
 begin
   return least(coalesce(extract(epoch from queue._interval('interval', p_value)), 0), 315360000)::double precision;
 end $$;
@@ -6510,10 +7161,113 @@ begin
   return case when v_log > 20 then 315360000 when v_log < -20 then 0 else p_base * p_factor ^ p_n end;
 end $$;
 
+-- sql/54_eras.sql
+-- Eras: no pair (id, claim) is given out twice, and no id of a worker, whatever happens to the server.
+--
+-- claim_seq and worker_id_seq are as safe as the rest of the database: what a crash with synchronous_commit off, a standby
+-- that was behind, or a backup has forgotten, they would give out again. So a new era begins with an installation, and
+-- whenever the present one can't be told to be the one that is stored in queue.installation: both sequences jump, before
+-- the first claim or worker of that era gets its number. An era ends with
+--   a start of the server: a restart, a restore, a point in time, a standby, which was started by itself;
+--   a recovery within one start, after a crash of one process: all statistics begin anew with it;
+--   a copy of the database: its number;
+--   a copy of the row, by a dump or replication: the row's xmin is another than the one written in it.
+-- Nothing is lost without one of these. One too many, as by pg_stat_reset_shared, does no harm.
+--
+-- Where the jump leads: to the clock in microseconds, and at least 2^32 past the last number that is known; on from there
+-- by chance, up to 2^32 (_era_start). Let an era begin at b and give out n numbers, and a later one begin at c without
+-- knowing them all.
+--   It knows b, as a standby that is some jobs behind does: c >= b + 2^32. They meet only if n > 2^32, which takes 12 hours
+--   at 100,000 a second, between what was replicated last and the end of the older one: however the clock was set.
+--   It does not know b, and the clock is right: b and c are moments, and c - b their distance, if that is over 71 minutes
+--   (2^32 us). It outruns n, as nobody claims a million times a second.
+--   Neither, or less than 71 minutes: b and c differ by chance. They meet with a probability of about 2n / 2^32, and then a
+--   pair repeats only if the same job gets the same number.
+-- The ids of jobs do not jump, so that they stay short: without its claim an id ends nothing. Those that a lossy failover
+-- has forgotten are given to other jobs.
+
+-- What tells the present era from others, but for the row's xmin. Exact, whatever extra_float_digits is.
+create or replace function queue._era()
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return concat_ws(' ', extract(epoch from pg_postmaster_start_time()), extract(epoch from pg_stat_get_bgwriter_stat_reset_time()),
+                   (select d.oid from pg_database d where d.datname = current_database()));
+end $$;
+
+-- Whether the numbers are those of the present era.
+create or replace function queue._is_era(p_era text)
+returns boolean language plpgsql volatile parallel safe security invoker as $$
+begin
+  return exists (select from queue.installation i where i.era = p_era and i.written = i.xmin);
+end $$;
+
+-- Begins a new era where that is due, and admits anew what stored transaction ids no longer tell, after a restore into
+-- another cluster.
+-- Locks: ADM, waited for, where a new era is due: the caller holds nothing. Then the row of queue.installation, which
+-- nobody else locks for long. Why none gets a number of an era that has ended: as _know_era.
+create or replace function queue._check_era()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_era text := queue._era();
+begin
+  if queue._is_era(v_era) then
+    return;
+  end if;
+  perform queue._lock_admission(true);
+  if queue._is_era(v_era) then
+    return;  -- another has begun it meanwhile
+  end if;
+  if exists (select from queue.installation i where i.system_identifier <> (select c.system_identifier from pg_control_system() c)) then
+    perform queue._restart_cursor();
+  end if;
+  perform queue._begin_era(v_era);
+end $$;
+
+-- Locks: the caller holds ADM, or has just made the tables. Others who take numbers meanwhile know the era that ends:
+-- they will not take 2^32 of them, so that no sequence is set back.
+create or replace function queue._begin_era(p_era text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform setval('queue.claim_seq', queue._era_start((select s.last_value from queue.claim_seq s))),
+    setval('queue.worker_id_seq', queue._era_start((select s.last_value from queue.worker_id_seq s)));
+  update queue.installation i set era = p_era;
+  update queue.installation i set written = i.xmin;  -- which that of this transaction, or of a part of it, is by now
+end $$;
+
+-- Where numbers go on, of which p_last was the last.
+create or replace function queue._era_start(p_last bigint)
+returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  return greatest((extract(epoch from clock_timestamp()) * 1000000)::bigint, p_last + 4294967296) + (random() * 4294967296)::bigint;
+end $$;
+
+-- What pgdefer.era says in a session that knows the era: which installation it was of. It is called immutable as
+-- _unlimited is, and used beside that in one expression only: the plan that holds the view is made anew when the tables are.
+create or replace function queue._installation()
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return to_regclass('queue.installation')::oid::text;
+end $$;
+
+-- Asked by a session before its first claim. It is enough to ask once, as an era ends with all sessions that could claim:
+-- with the server or its recovery; a session of a standby could not claim, so it has not asked; with the tables, when they
+-- are made anew. What is left is no loss. A transaction that is rolled back forgets that it has asked.
+-- Locks: as _check_era: the caller holds nothing.
+create or replace function queue._know_era()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_installation text := to_regclass('queue.installation')::oid::text;
+begin
+  if current_setting('pgdefer.era', true) is distinct from v_installation then
+    perform queue._check_era();
+    perform set_config('pgdefer.era', v_installation, false);
+  end if;
+end $$;
+
 -- sql/55_workers.sql
 -- Workers: a worker lives as long as it calls heartbeat, and its claims with it.
 
--- Locks: none. Raises: 22023.
+-- Locks: none, but as _check_era where a new era is due. Raises: 22023.
 create or replace function queue.register_worker(name text, queues text[] default null, info jsonb default '{}')
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -6545,8 +7299,9 @@ begin
     perform queue._invalid('queues is empty', 'Name queues or patterns, or pass NULL for all.');
   end if;
   perform queue._check_name('queue', q) from unnest(p_queues) q;
+  perform queue._check_size('info', p_info);
   perform queue._check_versions(p_info ->> 'client');
-  perform queue._check_restore();
+  perform queue._check_era();
   insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
   values (p_name, p_queues, p_info, clock_timestamp(), clock_timestamp(), v_dead_after)
   returning id into v_id;
@@ -6586,12 +7341,18 @@ begin
     perform queue._not_installed();
     perform queue._bound_worker(claims.worker);
   end if;
-  return query select v.id, v.claim from queue.live v where v.worker_id = claims.worker and v.claim is not null order by v.id;
+  return query
+    select v.id, v.claim from queue.live v
+    where v.worker_id = claims.worker and v.claim is not null
+      and not exists (select from queue.undelivered u where u.worker_id = v.worker_id and u.id = v.id and u.claim = v.claim)
+    order by v.id;
 end $$;
 comment on function queue.claims(bigint) is
   'The claims that a worker holds: after a lost connection it gives back those that it never heard of.';
 
--- A timeout bounds the lease: the attempt ends 10 s past it, however often it is extended.
+-- Until the timeout has passed it bounds the lease: the attempt ends 10 s past it, however often it is extended. Extended after
+-- that, the handler could not be ended and still runs, as the live worker says by this: then the lease alone decides, so that
+-- no second run, nor another holder of its lock or slot, starts beside it.
 -- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
@@ -6606,21 +7367,24 @@ begin
     perform queue._not_installed();
     perform queue._bound_claims(array[extend.id], array[extend.claim]);
   end if;
-  if extend.lease is null or extend.lease <= interval '0' or extend.lease > interval '10000 years' then
-    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
+  if extend.lease is null or extend.lease <= interval '0' then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
   end if;
+  perform queue._check_interval('lease', extend.lease);
   update queue.live v set flags = v.flags | 128 where v.id = extend.id and v.claim = extend.claim returning v.claimed_at into v_claimed_at;
   if not found then
     perform queue._refuse(extend.id, extend.claim);
   end if;
-  select least(v_now + extend.lease, v_claimed_at + (j.options ->> 'timeout')::interval + interval '10 s') into v_expires_at
-  from queue.job j where j.id = extend.id;
+  select case when v_claimed_at + t.timeout <= v_now then v_now + extend.lease
+              else least(v_now + extend.lease, v_claimed_at + t.timeout + interval '10 s') end
+  into v_expires_at
+  from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t where j.id = extend.id;
   insert into queue.lease as l (id, claim, expires_at, is_own) values (extend.id, extend.claim, v_expires_at, true)
   on conflict on constraint lease_pkey do update set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true;
   return v_expires_at;
 end $$;
 comment on function queue.extend(bigint, bigint, interval) is
-  'Gives the claim a lease of its own from now on, which then alone decides when it is dead, whatever becomes of its worker; returns its end. A timeout still bounds the attempt.';
+  'Gives the claim a lease of its own from now on, which then alone decides when it is dead, whatever becomes of its worker; returns its end. A timeout still bounds the attempt; but extended after it has passed, a claim stays for as long as it is: so a live worker says that the handler could not be ended and still runs.';
 
 -- Locks: the worker's row; the claims' rows of queue.live, all before ADM, which is then taken by try.
 create or replace function queue.deregister_worker(worker bigint)
@@ -6637,7 +7401,7 @@ begin
     perform queue._bound_worker(deregister_worker.worker);
   end if;
   perform queue._check_isolation();
-  update queue.worker w set gone_at = clock_timestamp() where w.id = deregister_worker.worker and w.gone_at is null;
+  update queue.worker w set gone_at = clock_timestamp(), has_left = true where w.id = deregister_worker.worker and w.gone_at is null;
   perform from queue.live v where v.worker_id = deregister_worker.worker order by v.id for update;
   for v_claim in
     select v.id, v.claim from queue.live v where v.worker_id = deregister_worker.worker and v.claim is not null order by v.id
@@ -6675,8 +7439,10 @@ comment on function queue.worker_died(bigint) is
 -- Two reapers at once: a claim ends once, whoever deletes its row.
 -- A fetch that was under way when its worker went may still bring claims: so a worker's claims are looked
 -- for at once, and again when every transaction has ended that could have seen it alive (waits_for: those
--- that were under way after its end had been committed). Then nothing can come any more (is_over).
--- Stops after a second: the next call goes on.
+-- that were under way after its end had been committed; of a role, as vacuum's workers are not: their kind is hidden
+-- from an owner who is no superuser). Then nothing can come any more (is_over).
+-- The late claim of a worker that has said good-bye is released, as its others were; that of a dead one has crashed.
+-- Claims of forgotten workers a session looks for once in 10 s. Stops after a second: the next call goes on.
 create or replace function queue.reap()
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security definer
@@ -6702,7 +7468,7 @@ begin
   update queue.worker w
   set waits_for = array(
     select l.virtualtransaction from pg_locks l join pg_stat_activity a on a.pid = l.pid
-    where l.locktype = 'virtualxid' and l.pid <> pg_backend_pid() and a.backend_type <> 'autovacuum worker'
+    where l.locktype = 'virtualxid' and l.pid <> pg_backend_pid() and a.usesysid is not null
       and a.datid = (select d.oid from pg_database d where d.datname = current_database()))
   where w.id = any (array(select w.id from queue.worker w
                           where w.gone_at < v_now and w.waits_for is null and w.xmin <> pg_current_xact_id()::xid for update skip locked));
@@ -6714,13 +7480,13 @@ begin
   v_gone := v_last || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear and w.id <> all (v_last));
   if v_gone <> '{}' then
     for v_claim in
-      select v.id, v.claim, v.worker_id, w.name, w.last_seen_at, w.dead_after from queue.live v join queue.worker w on w.id = v.worker_id
+      select v.id, v.claim, v.worker_id, w.name, w.last_seen_at, w.has_left from queue.live v join queue.worker w on w.id = v.worker_id
       where v.worker_id = any (v_gone) and not exists (select from queue.lease l where l.id = v.id and l.claim = v.claim and l.is_own)
       order by v.id
     loop
       v_ended := 0;
       if clock_timestamp() < v_now + interval '1 s' then
-        v_ended := queue._reap_claim(v_claim.id, v_claim.claim, 'crashed',
+        v_ended := queue._reap_claim(v_claim.id, v_claim.claim, case when v_claim.has_left then 'released' else 'crashed' end,
           format('worker %s (%s) died: its last heartbeat was at %s', v_claim.worker_id, left(v_claim.name, 200), v_claim.last_seen_at));
       end if;
       reaped := reaped + v_ended;
@@ -6732,10 +7498,16 @@ begin
     where w.id = any (array(select w.id from queue.worker w where w.id = any (v_gone) and not w.is_clear and w.id <> all (v_left) for update skip locked));
     update queue.worker w set is_over = true where w.id = any (v_last) and w.id <> all (v_left);
   end if;
+  if abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.reviewed_at', true), '')::double precision, 0)) >= 10 then
+    reaped := reaped + queue._reap_forgotten();
+    perform set_config('pgdefer.reviewed_at', date_part('epoch', v_now)::text, false);
+  end if;
   v_last := array(select w.id from queue.worker w where w.is_over and w.gone_at < v_now - interval '1 minute' for update skip locked);
   if v_last <> '{}' then
     delete from queue.abort a
     where a.ctid = any (array(select a.ctid from queue.abort a where a.worker_id = any (v_last) for update skip locked));
+    delete from queue.undelivered u
+    where u.ctid = any (array(select u.ctid from queue.undelivered u where u.worker_id = any (v_last) for update skip locked));
     delete from queue.worker w where w.id = any (v_last);
   end if;
   for v_claim in
@@ -6758,7 +7530,38 @@ end $$;
 comment on function queue.reap() is
   'Ends what is dead: claims of workers without a heartbeat for dead_after, since the server was started at the earliest, and leases and timeouts that have passed. Returns how many, and when the next may expire.';
 
--- Ends one dead claim; 0 when another has ended it, holds it, or it can't be ended now.
+-- Ends claims without a lease of their own whose worker is forgotten, as crashed: how it ended nobody can tell. No fetch
+-- leaves such a claim, but one that was prepared (PREPARE TRANSACTION) and committed long after; nor do half a restore and
+-- a bug. Looks at 5,000 rows of queue.live from the least id on, and at as many from one by chance where there are more.
+-- Locks: as reap.
+create or replace function queue._reap_forgotten()
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_claim record;
+  v_reaped integer := 0;
+begin
+  for v_claim in
+    with least as materialized (
+      select v.id, v.claim, v.worker_id from queue.live v order by v.id limit 5000),
+    chosen as materialized (
+      select v.id, v.claim, v.worker_id
+      from (select min(l.id) + (random() * ((select v.id from queue.live v order by v.id desc limit 1) - min(l.id)))::bigint as id
+            from least l having count(*) = 5000) x
+      cross join lateral (select v.id, v.claim, v.worker_id from queue.live v where v.id >= x.id order by v.id limit 5000) v)
+    select x.id, x.claim, x.worker_id
+    from (select l.* from least l union select c.* from chosen c) x
+    where x.claim is not null and not exists (select from queue.worker w where w.id = x.worker_id)
+      and not exists (select from queue.lease l where l.id = x.id and l.claim = x.claim and l.is_own)
+    order by x.id limit 1000
+  loop
+    v_reaped := v_reaped + queue._reap_claim(v_claim.id, v_claim.claim, 'crashed', format('worker %s is forgotten', v_claim.worker_id));
+  end loop;
+  return v_reaped;
+end $$;
+
+-- Ends one dead claim; 0 when another has ended it, holds it, or it can't be ended now. One that was never handed out
+-- (41_deliver.sql) is released.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -6773,9 +7576,12 @@ begin
     return 0;
   end if;
   perform queue._end_attempt(
-    case p_outcome
+    case
+      case when exists (select from queue.live v join queue.undelivered u on u.worker_id = v.worker_id and u.id = v.id and u.claim = v.claim
+                        where v.id = p_id) then 'released' else p_outcome end
       when 'timed_out' then jsonb_build_object('outcome', 'failed', 'error', p_error, 'options', '{"outcome": "timed_out"}'::jsonb)
-      else jsonb_build_object('outcome', 'crashed', 'error', p_error) end,
+      when 'crashed' then jsonb_build_object('outcome', 'crashed', 'error', p_error)
+      else '{"outcome": "released"}' end,
     p_id, p_claim, true);
   return 1;
 exception when others then
@@ -6784,16 +7590,6 @@ exception when others then
   where l.ctid = any (array(select l.ctid from queue.lease l where l.id = p_id and l.claim = p_claim for update skip locked));
   raise warning 'pgdefer: job % can''t be reaped: % (%)', p_id, sqlerrm, sqlstate;
   return 0;
-end $$;
-
--- Raises nothing: a restore into another cluster is noticed here and by tick.
-create or replace function queue._check_restore()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  if exists (select from queue.installation i where i.system_identifier <> (select c.system_identifier from pg_control_system() c)) then
-    perform queue._lock_admission(true);
-    perform queue._restart_cursor();
-  end if;
 end $$;
 
 -- Invariants, for queue.check().
@@ -6859,8 +7655,9 @@ begin
     case when c.has_backlog or exists (select from queue.job j where j.xid >= c.next_xid)
            or exists (select from queue.job j where j.xid = any (array(select x from unnest(c.in_flight) x where pg_visible_in_snapshot(x, pg_current_snapshot()))))
          then clock_timestamp() end,
-    -- a recheck (34_needs.sql) comes back until the row that it waits for is free
-    case when exists (select from queue.handover) then clock_timestamp() + interval '10 ms' end,
+    case when exists (select from queue.handover h where pg_visible_in_snapshot(h.xid, pg_current_snapshot())) then clock_timestamp() + interval '10 ms'
+    -- one that waits for the end of a transaction (_until), which wakes nobody
+         when exists (select from queue.handover) then clock_timestamp() + interval '100 ms' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
     case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back
@@ -6891,11 +7688,82 @@ begin
   return true;
 end $$;
 
+-- Whether nothing of these queues is left that starts without anybody's help: nothing is ready (what a rate, max_running or a key
+-- holds back, or has crashed and is to be claimed alone, is), nothing is due, nothing that is committed has yet to be admitted,
+-- no claim has yet to be reaped. p_due: what _next_due has just said. Where that is now it looks whose it is, so that what others
+-- commit all the time keeps nobody: the first 1,000, and where there are more it is not drained, as fetch admits them.
+-- p_options: tasks and deadline_within of fetch, for what is ready.
+-- Locks: none. Raises: 22023.
+create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_queues text[];
+  v_tasks text[];
+  v_before timestamptz;
+begin
+  if p_options is not null then
+    perform queue._check_keys('options', p_options, array['tasks', 'deadline_within']);
+    if coalesce(jsonb_typeof(p_options -> 'tasks'), 'array') not in ('array', 'null') then
+      perform queue._invalid('tasks must be a list', 'Pass a JSON array.');
+    elsif jsonb_typeof(p_options -> 'tasks') = 'array' then
+      v_tasks := array(select t from jsonb_array_elements_text(p_options -> 'tasks') t);
+    end if;
+    v_before := v_now + queue._interval('deadline_within', p_options -> 'deadline_within');
+  end if;
+  if p_queues is not null then
+    v_queues := queue._match_queues(p_queues);
+  end if;
+  if exists (
+      select from queue.lane l
+      cross join lateral (
+        select from queue.live v
+        where v.lane = l.lane and (v.deadline, v.id) >= (l.low_deadline, l.low_id) and v.claim is null
+          and (v_before is null or v.deadline < v_before)
+          and (v_tasks is null or exists (select from queue.job j where j.id = v.id and j.task = any (v_tasks)))
+        limit 1) r
+      where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now))
+    or exists (
+      select from queue.worker w
+      where w.gone_at is null and greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after < v_now)
+  then
+    return false;
+  elsif p_due > v_now + interval '20 ms' is not false then
+    return true;
+  end if;
+  return (
+    select not (k.has_backlog or k.due_at > v_now
+      or exists (select from queue.handover)
+      or exists (select from queue.lease l where l.expires_at <= v_now)
+      or exists (select from queue.schedule s where s.due_at >= k.due_at and s.due_at <= v_now)
+      or exists (
+        select from queue.expiry e
+        where e.at <= v_now and (select v.claim from queue.live v where v.id = e.id) is null)
+      or queue._has_any_of(p_queues, array(select j.queue from queue.job j where j.xid >= k.next_xid limit 1000))
+      or queue._has_any_of(p_queues, array(select j.queue from queue.job j where j.xid = any (k.in_flight) limit 1000))
+      or queue._has_any_of(p_queues, array(
+           select coalesce(s.queue, j.queue)
+           from (select w.id from queue.waiting w where w.at >= k.due_at and w.at <= v_now order by w.at limit 1000) w
+           cross join lateral (select j.queue from queue.job j where j.id = w.id offset 0) j
+           left join lateral (select s.queue from queue.job_state s where s.id = w.id offset 0) s on true)))
+    from (select k.* from queue.cursor k order by k.tick desc limit 1) k);
+end $$;
+
+-- Whether a list of queues' names holds one that is asked for; or 1,000, as there may be more behind them.
+create or replace function queue._has_any_of(p_queues text[], p_names text[])
+returns boolean language plpgsql immutable parallel safe security invoker as $$
+begin
+  return cardinality(p_names) > 0
+    and (p_queues is null or cardinality(p_names) >= 1000
+         or exists (select from unnest(p_names) n join unnest(p_queues) q on queue._matches(n, q)));
+end $$;
+
 -- Locks: session-level advisory (1885824102, 1) or (1885824102, 2) by try, kept until after_sleep or
 -- the session's end. A frozen sentinel keeps producers notifying, which all other listeners hear.
--- Raises: QJ007.
-create or replace function queue.before_sleep(worker bigint, queues text[] default null)
-returns table (may_sleep boolean, wait_for interval, channels text[])
+-- Raises: 22023, QJ007.
+create or replace function queue.before_sleep(worker bigint, queues text[] default null, options jsonb default null)
+returns table (may_sleep boolean, wait_for interval, channels text[], is_drained boolean)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
@@ -6933,7 +7801,7 @@ begin
       elsif queue._joins_sentinel() then
         v_state := 'listener';
       else
-        v_poll := least(coalesce(nullif(substring(v_state from '^poll (\d+)$'), '')::integer, 10) * 2, 1000);
+        v_poll := least(coalesce(nullif(substring(v_state from '^poll ([0-9]+)$'), '')::integer, 10) * 2, 1000);
         v_state := 'poll ' || v_poll;
         v_wait := make_interval(secs => v_poll / 1000.0);
         may_sleep := false;
@@ -6945,11 +7813,17 @@ begin
   if v_due is not null then
     v_wait := least(v_wait, greatest(v_due - clock_timestamp(), interval '0'));
   end if;
-  wait_for := v_wait;
+  if exists (select from queue.undelivered u where u.worker_id = before_sleep.worker) then
+    wait_for := interval '0';
+    is_drained := false;
+  else
+    wait_for := v_wait;
+    is_drained := queue._is_drained(queues, options, v_due);
+  end if;
   return next;
 end $$;
-comment on function queue.before_sleep(bigint, text[]) is
-  'Decides, in the session that listens, whether a worker may sleep: LISTEN on the channels, fetch once more, then wait for a notification for at most wait_for. may_sleep false: notifications may fail to come, just fetch again after wait_for.';
+comment on function queue.before_sleep(bigint, text[], jsonb) is
+  'Decides, in the session that listens, whether a worker may sleep: LISTEN on the channels, fetch once more, then wait for a notification for at most wait_for. may_sleep false: notifications may fail to come, just fetch again after wait_for. is_drained: nothing of these queues is ready or due, or has yet to be admitted, so that nothing starts until somebody commits, ends, resumes or retries something, or a time comes; options: tasks and deadline_within, as of fetch, for what is ready.';
 
 -- Locks: gives back what before_sleep took in this session.
 create or replace function queue.after_sleep(worker bigint)
@@ -6982,7 +7856,7 @@ comment on function queue.after_sleep(bigint) is
 -- sql/60_tick.sql
 -- tick: everything that is due. Any worker calls it; pg_cron or psql may call it instead.
 
--- Locks: as reap; then ADM, waited for while nothing is held. A transaction of its own.
+-- Locks: as _check_era; as reap; then ADM, waited for while nothing is held. A transaction of its own.
 -- Raises: QJ008. What fails in one of its later duties is a warning, and undoes no other duty.
 create or replace function queue.tick()
 returns table (admitted integer, reaped integer, pruned integer, next_due timestamptz, suspects integer)
@@ -6999,8 +7873,8 @@ begin
     perform queue._not_installed();
   end if;
   perform queue._check_isolation();
+  perform queue._check_era();
   select r.reaped into reaped from queue.reap() r;
-  perform queue._check_restore();
   -- with rows that reap has locked ADM is not waited for; whoever has it admits, and the next tick does the rest
   if not queue._lock_admission(pg_current_xact_id_if_assigned() is null) then
     admitted := 0;
@@ -7073,14 +7947,26 @@ create or replace function queue._expire(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_id bigint;
+  v_place text;
+  v_left text[];
+  v_keys text[];
+  v_ended bigint[];
 begin
   foreach v_id in array p_ids loop
-    if queue._is_settled(v_id) and coalesce(queue._take_out(v_id), 'log') <> 'log' then
-      perform queue._conclude(v_id, 'cancelled', 'expired', null);
-    elsif exists (select from queue.finished f where f.id = v_id) then
-      delete from queue.expiry e where e.id = v_id;
+    if queue._is_settled(v_id) then
+      select t.place, t.keys into v_place, v_left from queue._take_out(v_id) t;
+      if v_place <> 'log' then
+        v_keys := v_keys || v_left;
+        v_ended := v_ended || v_id;
+        continue;
+      end if;
     end if;
+    delete from queue.expiry e where e.id = v_id and exists (select from queue.finished f where f.id = v_id);
   end loop;
+  if v_ended is not null then
+    perform queue._finish_unclaimed(v_ended, 'cancelled', 'expired', null);
+    perform queue._advance(p_ended => v_ended, p_keys => v_keys);
+  end if;
 end $$;
 
 -- Mends what can only be wrong after a bug or an aborted repair, now and then; counts again what has begun to
@@ -7091,12 +7977,29 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 begin
   if random() < 0.02 then
-    perform queue._refill(array_agg(s.key)) from queue.semaphore s where s.lanes <> '{}' and s.used < s.slots having count(*) > 0;
+    perform queue._advance(p_keys => array_agg(s.key)) from queue.semaphore s where s.lanes <> '{}' and s.used < s.slots having count(*) > 0;
+  end if;
+  if random() < 0.1 then
+    perform queue._mend_cursor();
   end if;
   perform queue._limit_queue(c.queue) from queue.queue_config c where c.limited_at > clock_timestamp() - interval '1 minute';
   perform queue._repair_replacing();
+  perform queue._repair_handovers();
   perform queue._rest_lanes();
   perform queue._forget_semaphores();
+end $$;
+
+-- A dump's data restored over an installed queue, against all advice, leaves a second row of queue.cursor, and jobs that
+-- the newer one has passed: all of them are admitted again as after any restore. Not each time, as it reads what others
+-- have replaced. (A unique constraint would, with each move of the cursor.)
+-- Locks: the caller holds ADM.
+create or replace function queue._mend_cursor()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if (select count(*) from (select from queue.cursor k limit 2) k) > 1 then
+    perform queue._restart_cursor();
+    raise warning 'pgdefer: data was restored over an installed queue; its jobs are admitted anew';
+  end if;
 end $$;
 
 -- sql/62_retention.sql
@@ -7138,9 +8041,8 @@ begin
     perform queue._invalid('state is not one of its values', 'Allowed: succeeded, failed, cancelled.', 'state: ' || left(prune.state, 200));
   elsif prune.older_than is not null and prune.state is null then
     perform queue._invalid('older_than needs a state', 'Say which: succeeded, failed or cancelled.');
-  elsif prune.older_than < interval '0' or prune.older_than > interval '4000 years' then
-    perform queue._invalid('older_than is out of range', 'Pass an interval such as ''30 days'', from 0 to 4,000 years.');
   end if;
+  perform queue._check_interval('older_than', prune.older_than);
   perform queue._lock_admission(true);
   v_safe_at := queue._safe_at();
   perform queue._admit_all();
@@ -7320,6 +8222,7 @@ comment on function queue.next_runs(text, text, timestamptz, int) is
 create or replace function queue._cron_parse(cron text)
 returns bigint[] language plpgsql immutable parallel safe security invoker as $$
 declare
+  v_blanks constant text := pg_catalog.chr(9) || pg_catalog.chr(10) || pg_catalog.chr(13);
   v_text text;
   v_every text[];
   v_fields text[];
@@ -7329,7 +8232,7 @@ begin
     perform queue._cron_refuse(cron, null, null, null);
   end if;
   v_text := pg_catalog.upper(
-    pg_catalog.btrim(pg_catalog.regexp_replace(cron, '[ \t\r\n]+', ' ', 'g')) collate "C");
+    pg_catalog.btrim(pg_catalog.regexp_replace(pg_catalog.translate(cron, v_blanks, '   '), ' +', ' ', 'g')) collate "C");
   v_every := pg_catalog.regexp_match(
     v_text, '^EVERY (?:([0-9]{1,9}) )?(SECOND|MINUTE|HOUR|DAY)S?$');
   if v_every is not null then
@@ -7682,7 +8585,7 @@ begin
   end if;
   if timezone !~ '[0-9]' and not exists (
       select from pg_catalog.pg_timezone_abbrevs a where a.abbrev = pg_catalog.upper(timezone))
-    or timezone ~* '^Etc/GMT(0|[+-]0|\+([1-9]|1[0-2])|-([1-9]|1[0-4]))$'
+    or timezone ~* '^Etc/GMT(0|[+-]0|[+]([1-9]|1[0-2])|-([1-9]|1[0-4]))$'
     or timezone ~* '^(EST5E|CST6C|MST7M|PST8P)DT$'
   then
     begin
@@ -7763,6 +8666,7 @@ begin
   elsif v_args ? 'scheduled_for' then
     perform queue._invalid('args may not hold scheduled_for', 'Each run adds it: the time that the run is for.');
   end if;
+  perform queue._check_size('args', v_args);
   v_options := queue._check_schedule_options(schedule.options, v_args);
   v_parsed := queue._cron_parse(schedule.cron);
   perform queue._check_timezone(schedule.timezone);
@@ -7793,7 +8697,7 @@ begin
   insert into queue.schedule as s (name, due_at, next_run_at, is_enabled, is_plain, skips_overlap, catch_up, max_delay, created_at, changed_at,
                                    cron, parsed, timezone, task, args, options)
   values (schedule.name, greatest(v_next_run_at, case when v_next_run_at is not null then v_now end), v_next_run_at, v_is_enabled,
-          v_options - (array['queue', 'priority'] || queue._schedule_keys()) = '{}', coalesce(v_options ->> 'overlap' = 'skip', false),
+          v_options - (array['queue', 'priority'] || queue._schedule_keys()) = '{}' and octet_length(v_args::text) <= 1900, coalesce(v_options ->> 'overlap' = 'skip', false),
           coalesce(v_options ->> 'catch_up', 'latest'), queue._interval('max_delay', v_options -> 'max_delay'), v_now, v_now,
           schedule.cron, v_parsed, schedule.timezone, schedule.task, v_args, v_options)
   on conflict on constraint schedule_pkey do update
@@ -7905,7 +8809,7 @@ end $$;
 -- Returns the options without those that are JSON null, and checks that args fill every {field} in them.
 -- Raises: 22023.
 create or replace function queue._check_schedule_options(p_options jsonb, p_args jsonb)
-returns jsonb language plpgsql stable parallel safe security invoker as $$
+returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_options jsonb := '{}'::jsonb;
   v_args jsonb := p_args || '{"scheduled_for": "2000-01-01T00:00:00+00:00"}';
@@ -7932,9 +8836,6 @@ begin
     perform queue._invalid('enabled must be true or false', 'Pass a JSON boolean.');
   elsif queue._interval('max_delay', v_options -> 'max_delay') < interval '1 s' then
     perform queue._invalid('max_delay is too short', 'A run is skipped when it is later than 1 second or more.');
-  elsif queue._interval('max_delay', v_options -> 'max_delay') > interval '4000 years' then
-    -- as the calendar begins that long before now
-    perform queue._invalid('max_delay is too long', 'Give at most 4,000 years, or leave it out to skip no run.');
   elsif v_options ? 'source' then
     if jsonb_typeof(v_options -> 'source') <> 'string' then
       perform queue._invalid('source must be text', 'Name the program that registers this schedule.');
@@ -8252,7 +9153,7 @@ begin
   end loop;
 
   insert into queue.log (id, task, args, given)
-  select u.id, u.task, u.args, row(u.queue, u.priority, null, null, null, null, null, null, null, null, null)::queue.given
+  select u.id, u.task, u.args, row(u.queue, u.priority, null, null, null, null, null, null, null, null, null, null)::queue.given
   from unnest(v_ids, v_tasks, v_args, v_queues, v_priorities) u (id, task, args, queue, priority);
   insert into queue.schedule_run (name, run_at, decided_at, job_id, is_manual, skipped, detail)
   select u.name, u.run_at, p_now, u.job_id, false, u.skipped, u.detail
@@ -8393,11 +9294,12 @@ end $$;
 -- hold long: not these rows, nor queue.job_state of a job that is being finished.
 
 -- Takes an unfinished, not running job out of wherever it is, with its slot and ready counts, but not out
--- of its lock. Returns where it was (live, or a reason of queue.waiting, turn, or log: it has yet to be
--- admitted and stays there, so that it can only be written about, in queue.job_state), NULL when it runs, is finished, another holds its row, or the end of its claim is not settled yet.
+-- of its lock. place: where it was (live, or a reason of queue.waiting, turn, or log: it has yet to be
+-- admitted and stays there, so that it can only be written about, in queue.job_state), NULL when it runs, is finished,
+-- another holds its row, or the end of its claim is not settled yet. keys: semaphores in which that left room, for _advance.
 -- Locks: the caller holds ADM; the row of queue.live by skip locked.
-create or replace function queue._take_out(p_id bigint)
-returns text language plpgsql volatile parallel unsafe security invoker as $$
+create or replace function queue._take_out(p_id bigint, out place text, out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_live record;
@@ -8411,12 +9313,13 @@ begin
       perform queue._keep_turns(array[p_id]);
     end if;
     if v_live.flags & 6 <> 0 then
-      perform queue._unready(array[p_id], array[v_live.lane], array[v_live.flags]);
+      keys := queue._unready(array[p_id], array[v_live.lane], array[v_live.flags]);
       perform queue._never_discard(array[p_id]);
     end if;
-    return 'live';
+    place := 'live';
+    return;
   elsif exists (select from queue.live v where v.id = p_id) or exists (select from queue.finished f where f.id = p_id) then
-    return null;
+    return;
   end if;
   delete from queue.waiting w where w.id = p_id returning w.reason, w.key, w.lane into v_waiting;
   if found then
@@ -8424,45 +9327,63 @@ begin
       perform queue._unwait(v_waiting.key, v_waiting.lane);
       perform queue._never_discard(array[p_id]);
     end if;
-    return v_waiting.reason;
+    place := v_waiting.reason;
+    return;
   end if;
   if exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) then
-    return null;
+    return;
   end if;
   if exists (select from queue.job j left join queue.job_state s on s.id = j.id
              join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id where j.id = p_id) then
     update queue.lock_member m set is_passed = false where m.id = p_id
       and m.lock = (select coalesce(s.lock, j.lock) from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id);
-    return 'turn';
+    place := 'turn';
+    return;
   end if;
-  return 'log';
+  place := 'log';
 end $$;
 
--- Puts a job that was taken out into its final state and lets go what it held.
+-- _take_out for several. ids: those that were taken out.
+-- Locks: as there.
+create or replace function queue._take_out_all(p_ids bigint[], out ids bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_taken record;
+begin
+  foreach v_id in array p_ids loop
+    v_taken := queue._take_out(v_id);
+    if v_taken.place is not null then
+      ids := ids || v_id;
+      keys := keys || v_taken.keys;
+    end if;
+  end loop;
+end $$;
+
+-- Puts jobs that were taken out into their final state. Their locks and dependents do not know yet: that is up to _advance,
+-- by p_ended.
 -- Locks: the caller holds ADM.
-create or replace function queue._conclude(p_id bigint, p_state text, p_reason text, p_error text)
+create or replace function queue._finish_unclaimed(p_ids bigint[], p_state text, p_reason text, p_error text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_flags smallint;
+  v record;
   v_now timestamptz := clock_timestamp();
 begin
   insert into queue.finished (id, finished_at, attempts, state, reason, error)
-  select p_id, v_now, coalesce(s.attempts, 0), p_state, p_reason, p_error
-  from (select) x left join queue.job_state s on s.id = p_id;
-  select j.flags | coalesce(s.extra_flags, 0) | case when c.retain is not null then 512 else 0 end | case when (select d.job_id from queue.need d where d.need_id = j.id limit 1) is not null then 4096 else 0 end into v_flags
-  from queue.job j
-  left join queue.job_state s on s.id = j.id
-  left join queue.queue_config c on c.queue = coalesce(s.queue, j.queue)
-  where j.id = p_id;
-  perform queue._close(array[p_id], array[v_flags]);
-  perform queue._tell_waiters(array[p_id]);
-  if v_flags & 3 <> 0 then
-    perform queue._leave_locks(array[p_id], false);
-  end if;
-  if v_flags & 4096 <> 0 then
-    perform queue._needs_changed(array[p_id]);
-  end if;
+  select u.id, v_now, coalesce(s.attempts, 0), p_state, p_reason, p_error
+  from unnest(p_ids) u (id)
+  left join lateral (select s.attempts from queue.job_state s where s.id = u.id offset 0) s on true;
+  select array_agg(j.id) as ids, array_agg(j.flags) as flags into v
+  from (
+    select j.id, (j.flags | case when c.retain is not null then 512 else 0 end)::smallint as flags
+    from unnest(p_ids) u (id)
+    cross join lateral (
+      select j.id, j.flags | coalesce(s.extra_flags, 0) as flags, coalesce(s.queue, j.queue) as queue
+      from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j
+    left join lateral (select c.retain from queue.queue_config c where c.queue = j.queue offset 0) c on true) j;
+  perform queue._close(v.ids, v.flags);
+  perform queue._tell_waiters(p_ids);
 end $$;
 
 -- Whether nobody is replacing a job just now; if so, nobody can before this transaction ends.
@@ -8479,18 +9400,6 @@ begin
   end if;
   perform from queue.queueing_lock k where k.key = v_key and k.job_id = p_id for update skip locked;
   return found or not exists (select from queue.queueing_lock k where k.key = v_key and k.job_id = p_id);
-end $$;
-
--- Cancels admitted jobs that are in no gate.
--- Locks: the caller holds ADM.
-create or replace function queue._cancel_admitted(p_ids bigint[], p_reason text)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_id bigint;
-begin
-  foreach v_id in array p_ids loop
-    perform queue._conclude(v_id, 'cancelled', p_reason, null);
-  end loop;
 end $$;
 
 -- Admits whatever is visible, so that an operator finds every job behind the gates.
@@ -8516,6 +9425,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v_live record;
+  v_taken record;
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
@@ -8532,10 +9442,12 @@ begin
     perform queue._tell_abort(cancel.id, v_live.claim, v_live.worker_id, 'cancelled');
     return 'running';
   end if;
-  if coalesce(queue._take_out(cancel.id), 'log') = 'log' then
+  v_taken := queue._take_out(cancel.id);
+  if coalesce(v_taken.place, 'log') = 'log' then
     perform queue._invalid_state(cancel.id, queue._state(cancel.id), 'Only a job that is not finished, and whose defer has committed, can be cancelled.');
   end if;
-  perform queue._conclude(cancel.id, 'cancelled', 'cancelled', null);
+  perform queue._finish_unclaimed(array[cancel.id], 'cancelled', 'cancelled', null);
+  perform queue._advance(p_ended => array[cancel.id], p_keys => v_taken.keys);
   perform queue._announce();
   return 'cancelled';
 end $$;
@@ -8563,25 +9475,29 @@ create or replace function queue._amend(
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
-  v_from text := queue._take_out(p_id);
+  v_taken record := queue._take_out(p_id);
 begin
-  if v_from is null then
+  if v_taken.place is null then
     -- while its claim is being ended its row of queue.job_state may not be waited for
     perform from queue.live v where v.id = p_id for update skip locked;
     if not found and exists (select from queue.live v where v.id = p_id) then
       return false;
     end if;
   end if;
-  insert into queue.job_state as s (id, queue, priority, deadline, scheduled_at, args)
-  values (p_id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args)
+  insert into queue.job_state as s (id, queue, priority, deadline, scheduled_at, args, size, extra_flags)
+  select p_id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args, x.size, case when x.size > 2000 then -32768 else 0 end
+  from (
+    select octet_length(p_args::text)
+        + coalesce(octet_length((select j.options -> 'headers' from queue.job j where j.id = p_id)::text), 0) as size) x
   on conflict on constraint job_state_pkey do update
-    set (queue, priority, deadline, scheduled_at, args)
+    set (queue, priority, deadline, scheduled_at, args, size, extra_flags)
       = (coalesce(excluded.queue, s.queue), coalesce(excluded.priority, s.priority), coalesce(excluded.deadline, s.deadline),
-         coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args));
-  if v_from in ('held', 'parked') then
-    insert into queue.waiting (id, reason) values (p_id, v_from);
-  elsif v_from is not null and v_from <> 'log' then
-    perform queue._route(array[p_id], false);
+         coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args), coalesce(excluded.size, s.size),
+         s.extra_flags | excluded.extra_flags);
+  if v_taken.place in ('held', 'parked') then
+    insert into queue.waiting (id, reason) values (p_id, v_taken.place);
+  elsif v_taken.place <> 'log' then
+    perform queue._advance(p_arrived => array[p_id], p_keys => v_taken.keys);
   end if;
   return true;
 end $$;
@@ -8593,17 +9509,20 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
+declare
+  v_taken record;
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
     perform queue._bound_jobs('{operator}', array[hold.id]);
   end if;
   perform queue._reach(hold.id);
-  if coalesce(queue._take_out(hold.id), 'log') = 'log' then
+  v_taken := queue._take_out(hold.id);
+  if coalesce(v_taken.place, 'log') = 'log' then
     perform queue._invalid_state(hold.id, queue._state(hold.id), 'Only a job that has not started can be held, and not before the transaction that deferred it has committed; cancel a running one with abort.');
   end if;
   insert into queue.waiting (id, reason) values (hold.id, 'held');
-  perform queue._needs_changed(array[hold.id]);
+  perform queue._advance(p_keys => v_taken.keys, p_changed => array[hold.id]);
   return 'held';
 end $$;
 comment on function queue.hold(bigint) is
@@ -8625,8 +9544,7 @@ begin
   if not found then
     perform queue._invalid_state(unhold.id, queue._state(unhold.id), 'Only a held job can be unheld.');
   end if;
-  perform queue._route(array[unhold.id], false);
-  perform queue._needs_changed(array[unhold.id]);
+  perform queue._advance(p_arrived => array[unhold.id], p_changed => array[unhold.id]);
   perform queue._announce();
   return queue._state(unhold.id);
 end $$;
@@ -8751,7 +9669,7 @@ begin
       | case when w.id is not null then 32 else 0 end
       | case when x.is_expiring then 64 else 0 end,
     x.scheduled_at, j.deadline, x.lock, null, nullif(v_needs, '{}'), j.keys, j.limits,
-    case when x.is_expiring then j.options else nullif(j.options - 'expires_at', '{}') end)::queue.given
+    case when x.is_expiring then j.options else nullif(j.options - 'expires_at', '{}') end, coalesce(s.size, j.size))::queue.given
   from queue.job j
   left join queue.job_state s on s.id = j.id
   left join queue.waiting w on w.id = j.id and w.reason = 'held'
@@ -8808,6 +9726,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
+  v_taken record;
   v_message text := left(fail_jobs.message, 10000);
 begin
   if to_regclass('queue.unlimited') is null then
@@ -8825,8 +9744,9 @@ begin
         v_job.id, v_job.claim, true);
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'failed');
     elsif v_job.standing = 'open' then
-      perform queue._take_out(v_job.id);
-      perform queue._conclude(v_job.id, 'failed', 'operator', v_message);
+      v_taken := queue._take_out(v_job.id);
+      perform queue._finish_unclaimed(array[v_job.id], 'failed', 'operator', v_message);
+      perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
     else
       continue;
     end if;
@@ -8849,6 +9769,7 @@ declare
   v_job record;
   v_now timestamptz := clock_timestamp();
   v_done bigint[] := '{}'::bigint[];
+  v_taken record;
 begin
   if to_regclass('queue.unlimited') is null then
     perform queue._not_installed();
@@ -8862,14 +9783,15 @@ begin
       update queue.finished f set reason = 'operator' where f.id = v_job.id;
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
     elsif v_job.standing = 'open' then
-      perform queue._take_out(v_job.id);
-      perform queue._conclude(v_job.id, 'succeeded', 'operator', null);
+      v_taken := queue._take_out(v_job.id);
+      perform queue._finish_unclaimed(array[v_job.id], 'succeeded', 'operator', null);
+      perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
     elsif v_job.standing = 'finished' then
       update queue.finished f set state = 'succeeded', reason = 'operator', finished_at = v_now, worker_id = null
       where f.id = v_job.id and f.state <> 'succeeded';
       continue when not found;
       perform queue._set_purge_at(v_job.id);
-      perform queue._needs_changed(array[v_job.id]);
+      perform queue._advance(p_changed => array[v_job.id]);
     else
       continue;
     end if;
@@ -8927,6 +9849,7 @@ begin
   if not isfinite(reschedule.at) then
     perform queue._invalid('at must be finite', 'Give a moment, or NULL for now. To put a job aside without one, use queue.hold.');
   end if;
+  perform queue._check_moment('at', reschedule.at);
   perform queue._reach(reschedule.id);
   if (select g.standing from queue._grasp(reschedule.id) g) <> 'open' then
     perform queue._invalid_state(reschedule.id, queue._state(reschedule.id), 'Only a job that is neither running nor finished has a time to come; queue.retry runs a finished one again.');
@@ -8958,6 +9881,7 @@ begin
   if jsonb_typeof(set_args.args) is distinct from 'object' then
     perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.', 'type: ' || coalesce(jsonb_typeof(set_args.args), 'NULL'));
   end if;
+  perform queue._check_size('args', set_args.args);
   perform queue._reach(set_args.id);
   select g.standing into v_standing from queue._grasp(set_args.id) g;
   if v_standing not in ('open', 'finished') or exists (select from queue.finished f where f.id = set_args.id and f.state = 'succeeded') then
@@ -8989,14 +9913,18 @@ begin
     queues := queue._bound_queues('{operator}', queues);
   end if;
   perform queue._check_isolation();
-  if next.ack is not true and (next.lease is null or next.lease <= interval '0' or next.lease > interval '10000 years') then
-    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes'', at most 10,000 years.');
+  if next.ack is not true and (next.lease is null or next.lease <= interval '0') then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
   end if;
+  perform queue._check_interval('lease', next.lease) where next.ack is not true;
   v_worker := queue._register_worker('operator', queues, '{"listen": false}');
   v := queue._claim(v_worker, queues, 1, '{"alone": true}', true);
-  select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.headers
+  select c.id, c.claim, c.task, case when x.size <= 65536 then c.args end, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline,
+    case when x.size <= 65536 then c.headers end
   into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
-  from queue.claimed c where c.id = v.ids[1];
+  from queue.claimed c
+  cross join lateral (select coalesce(s.size, j.size, 0) as size from queue.job j left join queue.job_state s on s.id = j.id where j.id = c.id) x
+  where c.id = v.ids[1];
   if id is null or next.ack then
     delete from queue.worker w where w.id = v_worker;
     if id is null then
@@ -9011,7 +9939,7 @@ begin
   return next;
 end $$;
 comment on function queue.next(text[], boolean, interval) is
-  'Claims the next job of queues (names, prefix*, *; NULL: all) by hand, for queue.succeed, fail or release with its id and claim. It has a lease of its own, at whose end (expires_at) it counts as crashed; queue.extend renews it. With ack it is done with at once: it has succeeded, reason operator. No row: there is none.';
+  'Claims the next job of queues (names, prefix*, *; NULL: all) by hand, for queue.succeed, fail or release with its id and claim. It has a lease of its own, at whose end (expires_at) it counts as crashed; queue.extend renews it. With ack it is done with at once: it has succeeded, reason operator. No row: there is none. Args of more than 64 kB are left out: read them in queue.jobs.';
 
 -- Locks: as above. The whole log is read to find the queue's jobs.
 -- Raises: 22023 (no such queue), QJ006, QJ008.
@@ -9191,6 +10119,7 @@ declare
   v_workers bigint[] := '{}'::bigint[];
   v_all bigint[];
   v_needed bigint[];
+  v_taken record;
 begin
   perform queue._forget_deleted();
   v_finished := array(
@@ -9199,7 +10128,7 @@ begin
     for update skip locked);
   v_plain := array(
     select v.id from queue.live v
-    where v.id = any (p_ids) and v.claim is null and v.flags & ~(128 | 512 | 2048) = 0
+    where v.id = any (p_ids) and v.claim is null and v.flags & ~(128 | 512 | 2048 | -32768) = 0
       and (select d.need_id from queue.need d where d.need_id = v.id limit 1) is null
     for update skip locked);
   for v_job in
@@ -9228,8 +10157,12 @@ begin
     if v_job.claim is not null then
       perform queue._end_attempt('{"outcome": "aborted"}', v_job.id, v_job.claim, true);
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'deleted');
-    elsif queue._take_out(v_job.id) is not null then
-      perform queue._conclude(v_job.id, 'cancelled', 'deleted', null);
+    else
+      v_taken := queue._take_out(v_job.id);
+      if v_taken.place is not null then
+        perform queue._finish_unclaimed(array[v_job.id], 'cancelled', 'deleted', null);
+        perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
+      end if;
     end if;
   end loop;
   delete from queue.live v where v.id = any (v_plain);
@@ -9246,7 +10179,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   delete from queue.deleted d
   where d.until <= (select least(k.next_xid, k.in_flight[1]) from queue.cursor k order by k.tick desc limit 1)
-    and not exists (select from queue.backlog);
+    and not exists (select from queue.backlog) and not exists (select from queue.backlog_part);
   update queue.deleted d set until = pg_current_xact_id() where d.until is null;
 end $$;
 
@@ -9379,7 +10312,7 @@ begin
     elsif v_job.reason = 'schedule' and v_job.claims > 0 then
       perform queue._take_out(v_job.id);
       perform queue._start_over(array[v_job.id]);
-      perform queue._route(array[v_job.id], false);
+      perform queue._advance(p_arrived => array[v_job.id]);
       v_done := v_done || v_job.id;
     end if;
   end loop;
@@ -9400,6 +10333,8 @@ end $$;
 create or replace function queue._bring_back(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
+declare
+  v_joined record;
 begin
   if p_ids = '{}' then
     return;
@@ -9415,9 +10350,9 @@ begin
   insert into queue.expiry (id, at)
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & 64 <> 0 and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
-  perform queue._join_locks(p_ids);
-  perform queue._route(p_ids, false);
-  perform queue._needs_changed(p_ids);
+  v_joined := queue._join_locks(p_ids);
+  perform queue._advance(
+    p_arrived => p_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys, p_changed => p_ids);
 end $$;
 
 -- sql/83_search.sql
@@ -9433,7 +10368,7 @@ create or replace function queue.search(
   by text default 'text', task text default null, before bigint default null, max_jobs integer default 100)
 returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer, attempts integer,
                created_at timestamptz, description text, bytes integer, excerpt text, next_id bigint)
-language plpgsql stable parallel safe security definer rows 100
+language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
@@ -9459,10 +10394,10 @@ begin
         case when x.is_asked and search.pattern is not null
           then queue._match(search.pattern, search.by, v_path, x.args, j.options ->> 'description', array[x.lock, j.queueing_lock] || j.keys) end as match
       from unnest(v_ids) with ordinality u (id, n)
-      cross join lateral (select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options from queue.job j where j.id = u.id offset 0) j
+      cross join lateral (select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options, j.flags from queue.job j where j.id = u.id offset 0) j
       left join lateral (select s.queue, s.lock, s.args from queue.job_state s where s.id = u.id offset 0) s on true
       cross join lateral (
-        select coalesce(s.args, j.args) as args, coalesce(s.lock, j.lock) as lock,
+        select coalesce(queue._replaced_args(u.id, j.flags), s.args, j.args) as args, coalesce(s.lock, j.lock) as lock,
           (search.queue is null or queue._matches(coalesce(s.queue, j.queue), search.queue)) and (search.task is null or j.task = search.task)
             and (v_limits is null or queue._covers(v_limits, coalesce(s.queue, j.queue))) as is_asked) x
       order by u.n
@@ -9498,7 +10433,7 @@ comment on function queue.search(text, text, text, bigint, text, text, bigint, i
 
 -- Raises: 22023, QJ001.
 create or replace function queue.get(id bigint, path text)
-returns setof jsonb language plpgsql stable parallel safe security definer rows 1
+returns setof jsonb language plpgsql stable parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
@@ -9511,12 +10446,12 @@ begin
   if get.path is null or get.path = '' then
     perform queue._invalid('path is missing', 'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
   end if;
-  select coalesce(s.args, j.args) into v_args from queue.job j left join queue.job_state s on s.id = j.id where j.id = get.id;
+  select coalesce(queue._replaced_args(j.id, j.flags), s.args, j.args) into v_args from queue.job j left join queue.job_state s on s.id = j.id where j.id = get.id;
   if not found then
     perform queue._job_not_found(get.id);
   end if;
   return query
-    select jsonb_path_query_tz(v_args, queue._jsonpath(case when get.path ~ '^\s*(\$|(lax|strict)\s)' then get.path
+    select jsonb_path_query_tz(v_args, queue._jsonpath(case when get.path ~ '^[[:space:]]*([$]|(lax|strict)[[:space:]])' then get.path
                                                             when starts_with(get.path, '[') then '$' || get.path else '$.' || get.path end), '{}', true);
 end $$;
 comment on function queue.get(bigint, text) is
@@ -9525,7 +10460,7 @@ comment on function queue.get(bigint, text) is
 -- Returns the pattern as a jsonpath where it is one.
 -- Raises: 22023.
 create or replace function queue._check_search(p_pattern text, p_queue text, p_state text, p_max_bytes bigint, p_by text, p_task text, p_max_jobs integer)
-returns jsonpath language plpgsql immutable parallel safe security invoker as $$
+returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
 begin
   if p_by is null or p_by not in ('text', 'path', 'key') then
     perform queue._invalid('by is not one of its values', 'Allowed: text, path, key.', 'by: ' || coalesce(left(p_by, 200), 'NULL'));
@@ -9550,7 +10485,7 @@ end $$;
 
 -- Raises: 22023 unless it is a jsonpath without variables.
 create or replace function queue._jsonpath(p_path text)
-returns jsonpath language plpgsql immutable parallel safe security invoker as $$
+returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
 declare
   v_path jsonpath;
 begin
@@ -9558,12 +10493,12 @@ begin
     v_path := p_path::jsonpath;
     -- a template is read only when a text is
     perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
-    from regexp_matches(v_path::text, '\.datetime\(("(?:\\.|[^"\\])*")\)', 'g') t;
+    from regexp_matches(v_path::text, replace('[.]datetime[(]("(?:~~.|[^"~~])*")[)]', '~', chr(92)), 'g') t;
   exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
     perform queue._invalid('not a jsonpath', 'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
   end;
   -- it is shown with every name and text in quotes
-  if strpos(regexp_replace(v_path::text, '"(?:\\.|[^"\\])*"', '""', 'g'), '$""') > 0 then
+  if strpos(regexp_replace(v_path::text, replace('"(?:~~.|[^"~~])*"', '~', chr(92)), '""', 'g'), '$""') > 0 then
     perform queue._invalid('a jsonpath may not hold variables', 'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
   end if;
   return v_path;
@@ -9697,7 +10632,9 @@ begin
       from (select j.id, j.xid, j.flags, j.scheduled_at, j.needs from queue.job j where j.id < p_before order by j.id desc limit 20000) j
       where queue._may_be(p_state, j.id, j.flags, j.scheduled_at, j.needs)
         and (j.xid >= c.next_xid or j.xid = any (c.in_flight)
-             or (select true from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid limit 1))
+             or (select true from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid limit 1)
+             or (select true from queue.backlog_part b
+                 where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) limit 1))
       order by j.id desc limit p_n);
     if cardinality(v_ids) = p_n then
       return v_ids;
@@ -9726,7 +10663,7 @@ end $$;
 -- Raises: QJ001.
 create or replace function queue.why(id bigint)
 returns text language plpgsql stable parallel safe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set jit = off as $$
 #variable_conflict use_column
 declare
   v record;
@@ -9754,6 +10691,8 @@ begin
     when 'cancelled' then return format('it was cancelled at %s: %s', v.finished_at, v.reason);
     when 'running' then
       return format('it runs since %s on worker %s, claim %s', v.started_at, v.worker_id, v.claim)
+        || coalesce((select format('; its timeout passed at %s; its handler could not be ended and still runs', o.timeout_at)
+                     from queue._overdue() o where o.id = v.id), '')
         || coalesce((select case when l.is_own then format('; its lease ends at %s', l.expires_at) else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
                      from queue.lease l where l.id = v.id and l.claim = v.claim), '')
         || case when v.reason is not null then format('; its worker has been told to abort it: %s', v.reason) else '' end;
@@ -9785,8 +10724,9 @@ begin
           union all (select m.id, 2 from queue.lock_member m where m.lock = v.lock order by m.id limit 1)) m
     where m.id <> why.id order by m.n limit 1;
     return coalesce(
-      (select format('its lock %s is held by job %s (%s)', v.lock, j.id, j.state)
-         || case when j.finished_at is not null then '; the next fetch or tick passes it on' else '' end
+      (select format('its lock %s is held by job %s', v.lock, j.id)
+         || case when not queue._covers(queue._limits('{operator,reader}'), j.queue) then ''
+                 else format(' (%s)', j.state) || case when j.finished_at is not null then '; the next fetch or tick passes it on' else '' end end
        from queue.jobs j where j.id = v_text::bigint),
       format('its lock %s is free; the next fetch or tick passes it on', v.lock));
   elsif not v.is_live then
@@ -9822,6 +10762,20 @@ begin
 end $$;
 comment on function queue.why(bigint) is
   'Says why a job is not running: which job holds its lock or which fill its key, what it needs, until when it is paused or scheduled, whether any live worker serves its queue.';
+
+-- Claims whose timeout has passed, and which their worker has extended since, as it could not end the handler.
+create or replace function queue._overdue()
+returns table (id bigint, timeout_at timestamptz) language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select l.id, t.at
+    from (select l.id, l.claim, l.expires_at from queue.lease l where l.is_own order by l.expires_at desc limit 10000) l
+    cross join lateral (select v.claimed_at from queue.live v where v.id = l.id and v.claim = l.claim offset 0) v
+    cross join lateral (
+      select v.claimed_at + (j.options ->> 'timeout')::interval as at from queue.job j where j.id = l.id offset 0) t
+    where l.expires_at > t.at + interval '10 s';
+end $$;
 
 create or replace function queue._why_full(p_queue text)
 returns text language plpgsql stable parallel safe security invoker as $$
@@ -9926,7 +10880,11 @@ begin
       and not exists (select from queue.waiting w where w.id = j.id)
       and not exists (select from queue.lock_member m where m.id = j.id)
       and not exists (select from queue.handover h where h.job_id = j.id)
-      and not exists (select from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid);
+      and not exists (select from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id) and j.xid <= b.to_xid)
+      and not exists (select from queue.backlog_part b
+                      where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) and j.priority <= b.priority);
+  return query
+    select 'handed over, and the cursor has passed it'::text, o.job_id, o.kind from queue._orphaned_handovers() o;
   return query
     select 'waits for a time before the mark of what is due'::text, w.id, format('at %s, mark %s', w.at, k.due_at)
     from queue.waiting w
@@ -9975,11 +10933,9 @@ begin
     select 'claimed by a worker that never was'::text, v.id, format('worker %s', v.worker_id)
     from queue.live v where v.claim is not null and v.worker_id is null;
   return query
-    select 'defaults or limits that defer overlooks'::text, null::bigint, c.relname::text
+    select 'limits that nobody looks for'::text, null::bigint, c.relname::text
     from pg_class c
-    where c.relnamespace = 'queue'::regnamespace
-      and (c.relname in ('unlimited', 'no_defaults') and exists (select from queue.access a where a.queues is not null)
-        or c.relname = 'no_defaults' and exists (select from queue.task t where t.defaults - 'retry' <> '{}'));
+    where c.relnamespace = 'queue'::regnamespace and c.relname = 'unlimited' and exists (select from queue.access a where a.queues is not null);
 end $$;
 comment on function queue.check() is
   'Every invariant of the tables that does not hold: problem, the job if it is one, detail. No rows on a sound database.';
@@ -10073,11 +11029,12 @@ begin
   if autoscale_hint.within is null or autoscale_hint.within < interval '1 second' then
     perform queue._invalid('within must be at least a second', 'Say in which time what is ready should have been started.');
   end if;
+  perform queue._check_interval('within', autoscale_hint.within);
   return query
     with u as materialized (
       select u.queue, count(*) filter (where u.state <> 'running') as ready, count(*) filter (where u.state = 'running') as running
       from queue.unfinished u
-      where u.state in ('ready', 'running') or u.state = 'scheduled' and u.due_at <= v_now + least(autoscale_hint.within, interval '1000 years')
+      where u.state in ('ready', 'running') or u.state = 'scheduled' and u.due_at <= v_now + autoscale_hint.within
       group by u.queue),
     r as (
       select l.queue, avg(v_now - v.claimed_at) as run_for
@@ -10203,6 +11160,26 @@ begin
               when v.broken > 0 then 'See reason in queue.schedules, and mend the task''s defaults or the schedule''s options.' end;
   return next;
 
+  name := 'admission';
+  v := queue._admission_holder();
+  status := case when v.pid is null or v.since > p_now - interval '5 s' then 'ok' when v.since > p_now - interval '15 s' then 'warn'
+                 when v.since is null then 'warn' else 'fail' end;
+  detail := case when status = 'ok' then 'no session keeps the admission lock'
+                 else format('process %s%s holds the admission lock%s; nobody else can fetch what is new', v.pid, coalesce(' of role ' || v.role, ''),
+                             coalesce(', in a transaction that is open since ' || date_trunc('second', v.since), '')
+                             || coalesce(' (' || v.state || ')', '')) end;
+  fix := case when status <> 'ok' then 'Look again in a moment; if it is the same process, select queue.unblock() ends it' end;
+  return next;
+
+  name := 'timeouts';
+  select count(*) as n, string_agg(format('job %s at %s', o.id, date_trunc('second', o.timeout_at)), ', ' order by o.timeout_at) filter (where o.no <= 10) as jobs into v
+  from (select o.*, row_number() over (order by o.timeout_at) as no from queue._overdue() o) o;
+  status := case when v.n > 0 then 'warn' else 'ok' end;
+  detail := case when v.n > 0 then format('the timeout of %s jobs has passed; their handlers could not be ended and still run: %s', v.n, v.jobs)
+                 else 'no handler outlives its timeout' end;
+  fix := case when v.n > 0 then 'Each keeps its slot and its lock until it ends. Restart its worker (queue.why says which); run such tasks in processes, which can be killed' end;
+  return next;
+
   name := 'failures';
   select count(*) filter (where f.state = 'failed') as failed, count(*) as n into v
   from (select f.state from queue.finished f where f.finished_at > p_now - interval '1 hour' limit 100000) f;
@@ -10213,12 +11190,13 @@ begin
 
   name := 'transactions';
   select count(*) into v_hidden
-  from pg_stat_activity a where a.backend_type = 'client backend' and a.query = '<insufficient privilege>';
+  from pg_stat_activity a
+  where a.usesysid is not null and a.query = '<insufficient privilege>' and a.pid <> pg_backend_pid() and a.datname = current_database();
   select h.since, h.what, h.fix into v
   from (
     select coalesce(a.xact_start, a.query_start) as since, format('session %s of %s (%s)', a.pid, a.usename, coalesce(a.state, a.backend_type)) as what,
       format('select pg_terminate_backend(%s)', a.pid) as fix
-    from pg_stat_activity a where a.backend_xmin is not null and a.pid <> pg_backend_pid() and a.backend_type <> 'autovacuum worker' and a.datname = current_database()
+    from pg_stat_activity a where a.backend_xmin is not null and a.pid <> pg_backend_pid() and a.usesysid is not null and a.datname = current_database()
     union all
     select p.prepared, format('prepared transaction %L', p.gid), format('commit prepared %L, or rollback prepared %L', p.gid, p.gid)
     from pg_prepared_xacts p where p.database = current_database()
@@ -10317,7 +11295,7 @@ begin
       functions := '{register_task,register_worker,claims,fetch,heartbeat,extend,deregister_worker,worker_died,before_sleep,after_sleep,succeed,fail,retry_later,release,finish_many,finish_and_fetch,reap,tick,result,needs,await_result,peek,version,backoff,next_runs,schedule,unschedule}';
       views := '{schedules}';
     when 'operator' then
-      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,set_args,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure_queue,create_queue,prune,reap,tick,result,needs,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
+      functions := '{register_task,next,extend,succeed,fail,retry_later,release,move,copy,delete,fail_jobs,done,set_priority,reschedule,set_args,delete_queue,search,get,stats,health,autoscale_hint,cancel,hold,unhold,retry,retry_failed,pause,resume,configure,configure_queue,create_queue,prune,unblock,reap,tick,result,needs,graph,why,check,peek,version,backoff,next_runs,schedule,unschedule,enable_schedule,run_now}';
       views := '{jobs,attempts,queues,workers,tasks,locks,semaphores,metrics,schedules,schedule_runs}';
     when 'reader' then
       functions := '{search,get,stats,health,autoscale_hint,result,needs,graph,why,check,peek,version,backoff,next_runs}';
@@ -10331,10 +11309,10 @@ end $$;
 create or replace function queue._unlimited_only()
 returns text[] language plpgsql immutable parallel safe security invoker as $$
 begin
-  return '{register_task,schedule,unschedule,enable_schedule,run_now,prune,check,health,tasks,locks,semaphores,schedules,schedule_runs}'::text[];
+  return '{configure,register_task,schedule,unschedule,enable_schedule,run_now,prune,unblock,check,health,tasks,locks,semaphores,schedules,schedule_runs}'::text[];
 end $$;
 
--- Locks: as install, and those of _switch_limits. Raises: 22023, 55P03.
+-- Locks: queue.access, as migrate, and those of _switch_limits. Raises: 22023, 55P03.
 create or replace function queue.grant_access(role text, kind text, queues text[] default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -10349,7 +11327,7 @@ begin
     perform queue._invalid('queues holds no name, or NULL', 'Name queues or prefix* patterns; NULL instead of a list is all.');
   end if;
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
-  perform pg_advisory_xact_lock(1885824102, 3);
+  lock table queue.access in share row exclusive mode;
   -- what another role of this name had, that was dropped, does not come back
   delete from queue.access a using pg_roles r
   where a.role = grant_access.role and r.rolname = a.role and not queue._may_enter(r.oid);
@@ -10370,7 +11348,7 @@ begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
   end if;
-  perform pg_advisory_xact_lock(1885824102, 3);
+  lock table queue.access in share row exclusive mode;
   delete from queue.access a where a.role = revoke_access.role;
   if not found or exists (select from pg_roles r where r.rolname = revoke_access.role) then
     perform queue._check_role(revoke_access.role);
@@ -10380,7 +11358,7 @@ begin
 end $$;
 comment on function queue.revoke_access(text) is 'Takes back everything that grant_access gave a role; of one that was dropped, too.';
 
--- Takes from a role everything in the schema. Locks: the caller's, which are those of install.
+-- Takes from a role everything in the schema. Locks: the caller's, which are those of migrate.
 create or replace function queue._take_all(p_role text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -10425,7 +11403,7 @@ end $$;
 
 -- After an upgrade, or where the extension was dropped and made again. What a role had that was dropped does not come back
 -- to another of its name; but where no role may enter the tables alone were restored, and all get what they had.
--- Locks: the caller's, which are those of install; those of _switch_limits.
+-- Locks: the caller's, which are those of migrate; those of _switch_limits.
 create or replace function queue._restore_grants()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -10454,7 +11432,6 @@ begin
   elsif not v_is_limited and to_regclass('queue.unlimited') is null then
     create view queue.unlimited as select true as is_unlimited;
   end if;
-  perform queue._switch_defaults();
   for v_try in 1 .. 100 loop
     -- a try that fails keeps none of them locked
     begin

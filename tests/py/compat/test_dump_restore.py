@@ -166,7 +166,15 @@ def fill(connection: psycopg.Connection[Any]) -> None:
     connection.execute(BURN.encode())
     states = {row[0] for row in connection.execute("select distinct state from queue.jobs")}
     assert states == STATES
-    for table in ("handover", "backlog_part", "lease", "need", "expiry", "queueing_lock", "semaphore"):
+    for table in (
+        "handover",
+        "backlog_part",
+        "lease",
+        "need",
+        "expiry",
+        "queueing_lock",
+        "semaphore",
+    ):
         row = connection.execute(f"select count(*) > 0 from queue.{table}".encode()).fetchone()
         assert row == (True,) or table == "lease", table
     assert connection.execute("select * from queue.check()").fetchall() == []
