@@ -3957,7 +3957,9 @@ begin
   elsif v.all_flags & 2 <> 0 and exists (select from unnest(v.flags) f where f & 3 = 2) then
     v_turns := queue._await_turns(v.ids, v.flags);
     if v_turns.asked is not null then
-      v_taken := queue._take_slots(queue._places(v_turns.asked), true);
+      select s.grown into v_taken
+      from queue._places(v_turns.asked) a
+      cross join lateral queue._take_slots(a.ids, a.lanes, a.deadlines, a.flags, a.attempts, true) s;
       grown := v_turns.keys || v_taken.grown;
     end if;
     if v_turns.late is not null then
@@ -3967,13 +3969,15 @@ begin
       end if;
     end if;
   end if;
-  v_taken := queue._take_slots(v, p_is_refill);
+  v_taken := queue._take_slots(v.ids, v.lanes, v.deadlines, v.flags, v.attempts, p_is_refill);
   discarded := v_taken.discarded;
   grown := grown || v_taken.grown;
 end $$;
 
 -- As _enter_slots, of jobs whose places are known (_places).
-create or replace function queue._take_slots(v record, p_is_refill boolean, out discarded bigint[], out grown text[])
+create or replace function queue._take_slots(
+  p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[], p_is_refill boolean,
+  out discarded bigint[], out grown text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -4000,7 +4004,7 @@ begin
   from (
     select x.n, x.id, x.key, x.slots, x.discards, x.lane, dense_rank() over (order by x.key, x.lane)::integer as pair,
       row_number() over (partition by x.key, x.lane) = 1 as is_first
-    from (select x.n, x.id, x.key, x.slots, x.discards, v.lanes[x.n] as lane from queue._keys_of(v.ids, v.flags) x) x) x;
+    from (select x.n, x.id, x.key, x.slots, x.discards, p_lanes[x.n] as lane from queue._keys_of(p_ids, p_flags) x) x) x;
   grown := queue._set_slots(k.set_keys, k.set_slots, k.set_ids);
   select array_agg(s.slots - s.used order by u.n) as free, array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
@@ -4012,7 +4016,7 @@ begin
   v_ready := array_fill(0, array[cardinality(k.keys)]);
   v_waiting := v_ready;
   v_lows := array_fill(null::bigint, array[cardinality(k.keys)]);
-  for n in 1 .. cardinality(v.ids) loop
+  for n in 1 .. cardinality(p_ids) loop
     v_first := v_row;
     v_shut := null;
     while k.ns[v_row] = n loop
@@ -4029,23 +4033,23 @@ begin
         v_pair := k.pairs[i];
         v_ready[v_pair] := v_ready[v_pair] + 1;
       end loop;
-    elsif v.ids[n] = any (k.discards) then
-      discarded := discarded || v.ids[n];
+    elsif p_ids[n] = any (k.discards) then
+      discarded := discarded || p_ids[n];
     else
       v_waiting[v_shut] := v_waiting[v_shut] + 1;
-      v_lows[v_shut] := least(v_lows[v_shut], v.ids[n]);
+      v_lows[v_shut] := least(v_lows[v_shut], p_ids[n]);
       v_wait := v_wait || n;
       v_wait_keys := v_wait_keys || k.keys[v_shut];
       v_wait_several := v_wait_several || (v_row - v_first > 1);
     end if;
   end loop;
-  perform queue._to_live(array_agg(v.ids[n]), array_agg(v.lanes[n]), array_agg(v.deadlines[n]), array_agg(v.flags[n]), array_agg(v.attempts[n]))
+  perform queue._to_live(array_agg(p_ids[n]), array_agg(p_lanes[n]), array_agg(p_deadlines[n]), array_agg(p_flags[n]), array_agg(p_attempts[n]))
   from unnest(v_pass) n having count(*) > 0;
   if v_wait <> '{}' then
     insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several)
-    select v.ids[u.n], 'slot', u.key, v.lanes[u.n], v.deadlines[u.n], v.flags[u.n], v.attempts[u.n], u.several
+    select p_ids[u.n], 'slot', u.key, p_lanes[u.n], p_deadlines[u.n], p_flags[u.n], p_attempts[u.n], u.several
     from unnest(v_wait, v_wait_keys, v_wait_several) u (n, key, several);
-    perform queue._keep_turns(array_agg(v.ids[n])) from unnest(v_wait) n where v.flags[n] & 1 <> 0 having count(*) > 0;
+    perform queue._keep_turns(array_agg(p_ids[n])) from unnest(v_wait) n where p_flags[n] & 1 <> 0 having count(*) > 0;
   end if;
   perform queue._add_slots(k.keys, k.lanes, null, v_ready, v_waiting, v_lows);
   if discarded is not null then
