@@ -126,3 +126,34 @@ def test_the_holder_of_the_admission_lock_is_named_and_ended(
     assert fetch(conn, worker)
     with pytest.raises(psycopg.OperationalError):
         holder.execute("select 1")
+
+
+def test_who_waits_for_a_transaction_does_not_look_again_and_again(
+    connect: Callable[..., Connection],
+) -> None:
+    conn, other = connect(), connect()
+    handler = connect(autocommit=False)
+    worker = register(conn)
+    conn.execute("select queue.defer('need')")
+    ((need, claim, _),) = fetch(conn, worker)
+    handler.execute("select queue.succeed(%s, %s)", [need, claim])
+    # its end was not to be handed over when it was deleted: nothing tells of its commit
+    conn.execute("select queue.defer('dependent', needs => array[%s]::bigint[])", [need])
+    conn.execute("select from queue.tick()")
+    handed = conn.execute("select xid::text, seq from queue.handover").fetchall()
+    assert len(handed) == 1
+    before = other.execute("select pg_snapshot_xmax(pg_current_snapshot())::text").fetchone()
+    for _ in range(5):
+        conn.execute("select from queue.tick()")
+        row = conn.execute(
+            "select wait_for >= '50 ms' from queue.before_sleep(%s)", [worker]
+        ).fetchone()
+        assert row == (True,), "nobody looks 100 times a second"
+        conn.execute("select queue.after_sleep(%s)", [worker])
+    assert conn.execute("select xid::text, seq from queue.handover").fetchall() == handed
+    after = other.execute("select pg_snapshot_xmax(pg_current_snapshot())::text").fetchone()
+    assert before is not None
+    assert after is not None
+    assert int(after[0]) - int(before[0]) <= 10, "a look takes one transaction id"
+    handler.commit()
+    assert [task for _, _, task in until(lambda: fetch(conn, worker))] == ["dependent"]
