@@ -29,13 +29,15 @@ begin
     perform queue._know_era();
   end if;
   if current_setting('pgdefer.undelivered', true) = worker::text then
-    v := queue._deliver(worker);
+    v := queue._deliver(worker, max_jobs, options);
     return query
       select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent
       from unnest(v.ids, v.claims) with ordinality u (id, claim, n)
       cross join lateral (select c.* from queue.claimed c where c.id = u.id and c.claim = u.claim offset 0) c
       order by u.n;
-    return;
+    if v.ids is not null then
+      return;
+    end if;
   end if;
   v := queue._claim(worker, queues, max_jobs, options, true);
   if v.first_claim is null or cardinality(v.ids) > 30 then

@@ -36,37 +36,39 @@ begin
       select coalesce(s.size, j.size, octet_length(j.args::text)) as size
       from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j) x;
   if v.rest is not null then
-    insert into queue.undelivered (worker_id, id, claim, size)
-    select p_worker, u.id, v.claim, u.size
+    insert into queue.undelivered (worker_id, id, claim, size, is_alone)
+    select p_worker, u.id, v.claim, u.size, v.flags & 16 <> 0
     from unnest(v.rest, v.sizes) with ordinality u (id, size, n)
-    cross join lateral (select v.claim from queue.live v where v.id = u.id offset 0) v
+    cross join lateral (select v.claim, v.flags from queue.live v where v.id = u.id offset 0) v
     order by u.n;
     perform set_config('pgdefer.undelivered', p_worker::text, false);
   end if;
   return v.ids;
 end $$;
 
--- What is aside for a worker, in claim order: up to 4 MB, or one job. It is no longer aside; some claims may have ended meanwhile.
+-- What is aside for a worker, in claim order: at most p_n jobs, up to 4 MB, or one job; what must run alone goes to a fetch that asks
+-- for that. It is no longer aside; some claims may have ended meanwhile. NULL: there is none.
 -- Locks: rows of queue.undelivered by skip locked.
-create or replace function queue._deliver(p_worker bigint, out ids bigint[], out claims bigint[])
+create or replace function queue._deliver(p_worker bigint, p_n integer, p_options jsonb, out ids bigint[], out claims bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
+  v_is_alone constant boolean := coalesce(p_options -> 'alone' <> 'false', false);
   v record;
 begin
   with aside as (
-    select u.no, u.size from queue.undelivered u where u.worker_id = p_worker order by u.no for update skip locked),
+    select u.no, u.size from queue.undelivered u
+    where u.worker_id = p_worker and u.is_alone = v_is_alone order by u.no for update skip locked),
   gone as (
     delete from queue.undelivered u
     where u.worker_id = p_worker and u.no in (
       select a.no from (select a.no, sum(a.size) over (order by a.no) as total, row_number() over (order by a.no) as n from aside a) a
-      where a.n = 1 or a.total <= 4000000)
+      where a.n = 1 or a.total <= 4000000 and a.n <= p_n)
     returning u.no, u.id, u.claim)
-  select array_agg(g.id order by g.no) as ids, array_agg(g.claim order by g.no) as claims, count(*) as n, (select count(*) from aside) as total
-  into v from gone g;
-  if v.n = v.total then
-    perform set_config('pgdefer.undelivered', '', false);
-  end if;
+  select array_agg(g.id order by g.no) as ids, array_agg(g.claim order by g.no) as claims into v from gone g;
   ids := v.ids;
   claims := v.claims;
+  if not exists (select from queue.undelivered u where u.worker_id = p_worker) then
+    perform set_config('pgdefer.undelivered', '', false);
+  end if;
 end $$;

@@ -167,7 +167,7 @@ begin
   if current_setting('pgdefer.undelivered', true) = worker::text then
     -- what outcomes hold must not wait for large answers to travel: these come alone, once no outcomes come
     if v_may_wait then
-      v := queue._deliver(worker);
+      v := queue._deliver(worker, max_jobs, options);
       return query
         select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at, c.deadline, c.timeout, c.headers, c.parent,
           null::text

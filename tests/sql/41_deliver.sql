@@ -1,6 +1,6 @@
 -- Delivering: an answer of fetch is bounded, and what does not fit is handed out apart, without the admission lock.
 
-select plan(33);
+select plan(38);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.large(bytes integer) returns jsonb language sql as $$
@@ -43,6 +43,23 @@ select is((select count(*) from pg_locks l join pg_class c on c.oid = l.relation
           'in a transaction that holds neither the admission lock nor a claim');
 commit;
 select is(pg_temp.got(), 'huge too 3000012, small 2', 'then the others');
+select pg_temp.finish() \g /dev/null
+
+-- max_jobs counts
+select queue.defer('a', pg_temp.large(60000)), queue.defer('b', pg_temp.large(60000)), queue.defer('c', pg_temp.large(60000)), queue.defer('d', pg_temp.large(60000)) \g /dev/null
+select is(pg_temp.got(4), 'a 60012', 'of four claims one fits');
+select is(pg_temp.got(1), 'b 60012', 'no more are handed out than are asked for');
+select is(pg_temp.got(4), 'c 60012, d 60012', 'then the others');
+select pg_temp.finish() \g /dev/null
+
+-- What must run alone goes to who asks for that
+select queue.defer('crashes', pg_temp.large(100000)) as id \gset
+select pg_temp.got(), pg_temp.got() \g /dev/null
+select queue.finish_many(jsonb_build_array(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'crashed'))) from queue.live v where v.id = :id \g /dev/null
+select count(*) from queue.fetch(:worker, options => '{"alone": true}') \gset
+select queue.defer('other') \g /dev/null
+select is(pg_temp.got(), 'other 2', 'a fetch that does not ask for it gets others');
+select is((select string_agg(f.task, ', ') from queue.fetch(:worker, options => '{"alone": true}') f), 'crashes', 'one that does gets it');
 select pg_temp.finish() \g /dev/null
 
 -- Beside outcomes nothing is handed out, nor claimed
