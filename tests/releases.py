@@ -91,7 +91,7 @@ class Releases:
                  "created_at timestamptz not null default now(),")  # fmt: skip
         replaced(tables / "90_views.sql", r"as progress\nfrom queue\.job j",
                  "as progress, j.note\nfrom queue.job j")  # fmt: skip
-        replaced(tables / "20_job.sql", r"\(l\.given\)\.options\n", "(l.given).options, l.note\n")
+        replaced(tables / "20_job.sql", r"\(l\.given\)\.size\n", "(l.given).size, l.note\n")
         step = second_step(tables)
         remarks = re.search(
             r"create table queue\.remark .*?'Remarks on jobs\.';\n", step, re.DOTALL

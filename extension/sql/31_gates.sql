@@ -136,6 +136,29 @@ begin
   select 0, 'refill', 0, to_jsonb(v_keys) where v_keys <> '{}';
 end $$;
 
+-- Goes on with what _advance has handed over in this very transaction, which its own admissions do not read: an operation must
+-- find every job in its place.
+-- Locks: the caller holds ADM; rows of queue.live by skip locked.
+create or replace function queue._advance_own()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v record;
+begin
+  loop
+    with gone as (
+      delete from queue.handover h
+      where h.xid = pg_current_xact_id_if_assigned() and (h.kind = 'again' and h.flags = 0 and h.payload is null or h.kind = 'refill')
+      returning h.job_id, h.kind, h.payload)
+    select count(*) as n, array_agg(g.job_id) filter (where g.kind = 'again') as ids,
+      array_agg(k.key) filter (where g.kind = 'refill') as keys
+    into v
+    from gone g left join lateral jsonb_array_elements_text(g.payload) k (key) on g.kind = 'refill';
+    exit when v.n = 0;
+    perform queue._advance(p_arrived => v.ids, p_keys => v.keys);
+  end loop;
+end $$;
+
 -- Sends jobs that are in no gate to the first that is shut for them. p_met: likewise, from the gate of needs. passed: those
 -- for whom all were open, so that only slots are left; failed: those that wait, as a need of theirs has failed.
 -- Locks: the caller holds ADM.

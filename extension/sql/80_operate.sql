@@ -126,6 +126,7 @@ begin
     select a.* into v_admit from queue._admit(1000) a;
     exit when not v_admit.has_more;
   end loop;
+  perform queue._advance_own();
 end $$;
 
 -- Locks: the job's row of queue.live, waited for; ADM, waited for.

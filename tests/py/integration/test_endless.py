@@ -43,11 +43,10 @@ async def test_a_worker_goes_on(app: App, conn: Connection) -> None:
     async def task() -> None:
         seen.append(current_job().deadline)
 
-    for deadline in ("infinity", "-infinity", "294000-01-01"):
-        conn.execute("select queue.defer('t', deadline => %s::timestamptz)", [deadline])
+    conn.execute("select queue.defer('t', deadline => 'infinity')")
     async with running(app):
         await until(lambda: set(jobs_states(conn)) == {"succeeded"})
-    assert sorted(filter(None, seen)) == [FIRST, LAST, LAST]
+    assert seen == [LAST]
 
 
 def jobs_states(conn: Connection) -> list[str]:
