@@ -123,7 +123,9 @@ class Releases:
         name = f"pgdefer--{self.first}--{self.second}.sql"
         (folder / "build" / "extension" / name).write_text(self._second_files[name])
         self.plain = {
-            self.first: build.as_plain(first.read_text("utf-8")),
+            self.first: build.as_plain(
+                first.read_text("utf-8").replace(build.EXTENSION_GUARD, build.PLAIN_GUARD)
+            ),
             self.second: self._second_files["pgdefer.sql"],
             self.third: (folder / "build" / "pgdefer.sql").read_text("utf-8"),
         }

@@ -2780,7 +2780,7 @@ begin
   return found;
 end $$;
 
--- Which other session holds ADM; since: when its transaction began, NULL where its role's sessions are hidden from the owner.
+-- Which other session holds ADM, or most likely does; since: when its transaction began, NULL where its role's sessions are hidden from the owner.
 create or replace function queue._admission_holder(out pid integer, out role text, out state text, out application text, out since timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 begin
@@ -2789,9 +2789,23 @@ begin
   join pg_locks l on l.locktype = 'transactionid' and l.transactionid = m.xmax and l.mode = 'ExclusiveLock' and l.granted
   left join pg_stat_activity a on a.pid = l.pid
   where l.pid <> pg_backend_pid();
+  if not found then
+    -- a savepoint took it, whose own number is gone: then by the lock of the table, of which the row's is part. NULL for a
+    -- prepared transaction, which has no session
+    select l.pid, coalesce(a.usename, p.owner), case when l.pid is null then 'prepared transaction ' || p.gid else a.state end, a.application_name,
+      coalesce(a.xact_start, p.prepared)
+    into pid, role, state, application, since
+    from pg_locks l
+    left join pg_stat_activity a on a.pid = l.pid
+    left join pg_prepared_xacts p on l.pid is null and l.virtualtransaction = '-1/' || p.transaction::text
+    where l.locktype = 'relation' and l.relation = 'queue.admission'::regclass and l.mode = 'RowShareLock' and l.granted
+      and l.database = (select d.oid from pg_database d where d.datname = current_database()) and l.pid is distinct from pg_backend_pid()
+      and not exists (select from pg_locks w where w.pid = l.pid and not w.granted)
+    order by coalesce(a.xact_start, p.prepared) limit 1;
+  end if;
 end $$;
 
--- Locks: none. Raises: 42501 where the owner may not end that session.
+-- Locks: ADM by try. Raises: 42501 where the owner may not end that session.
 create or replace function queue.unblock()
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -2800,6 +2814,10 @@ declare
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
+  end if;
+  perform from queue.admission for update skip locked;
+  if found then
+    return null;  -- nobody holds it
   end if;
   v := queue._admission_holder();
   if v.pid is not null then
@@ -3214,7 +3232,7 @@ begin
     and not exists (select from queue.waiting w where w.id = j.id)
     and not exists (select from queue.lock_member m left join queue.job_state s on s.id = j.id
                     where m.lock = coalesce(s.lock, j.lock) and m.id = j.id)
-    and not exists (select from queue.handover h where h.job_id = j.id);
+    and not exists (select from queue.handover h where h.job_id = j.id and h.kind in ('ended', 'again'));
   update queue.job j set xid = '3' where j.xid >= pg_snapshot_xmax(v_snapshot) and j.xid <> pg_current_xact_id();
   update queue.handover h set xid = pg_current_xact_id();
   update queue.horizon h set looked_at = '-infinity', looked_xid = '0';
@@ -3674,7 +3692,9 @@ begin
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
     if found and v_reason <> 'slot' then
       null;  -- it comes to its turn after that gate
-    elsif found or exists (select from queue.live v where v.id = v_lock.id) then
+    elsif found or exists (select from queue.live v where v.id = v_lock.id)
+      or exists (select from queue.handover h where h.job_id = v_lock.id and h.kind = 'again' and h.flags = 0 and h.payload is null)
+    then
       v_taken := queue._take_out(v_lock.id);
       if v_taken.place is null then
         insert into queue.handover (xid, job_id, kind, flags)
@@ -5725,6 +5745,8 @@ begin
       queues := queue._bound_queues('{worker}', queues);
     end if;
     perform queue._know_era();
+    -- once a session: what another one of the worker's has put aside
+    perform queue._look_aside(worker);
   end if;
   if current_setting('pgdefer.undelivered', true) = worker::text then
     v := queue._deliver(worker, max_jobs, options);
@@ -6209,7 +6231,16 @@ end $$;
 -- given up as any other. A claim that was never handed out counts as released, whatever becomes of the worker.
 --
 -- pgdefer.undelivered, a setting of the session, names the worker for whom something is aside, so that other fetches need not look
--- for it. Behind a transaction pooler it may be another session that fetches next: it looks when it finds nothing to claim.
+-- for it. Another session looks once, and when it finds nothing to claim (behind a transaction pooler).
+
+-- Has the next fetch of this session hand out what is aside for a worker, if anything is.
+create or replace function queue._look_aside(p_worker bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if exists (select from queue.undelivered u where u.worker_id = p_worker) then
+    perform set_config('pgdefer.undelivered', p_worker::text, false);
+  end if;
+end $$;
 
 -- Of claimed jobs, in claim order, those that fit into one answer, of which each takes about 120 bytes beside its args and headers;
 -- the others are put aside. p_are_first: as first_claim of _claim, so that most often one sum tells that all fit.
@@ -6221,11 +6252,10 @@ declare
   v record;
 begin
   if p_ids is null or p_ids = '{}' then
-    if exists (select from queue.undelivered u where u.worker_id = p_worker) then
-      perform set_config('pgdefer.undelivered', p_worker::text, false);
-    end if;
+    perform queue._look_aside(p_worker);
     return p_ids;
-  elsif p_are_first and (select sum(octet_length(l.args::text) + 120) from queue.log l where l.id = any (p_ids)) <= 65536 then
+  elsif p_are_first and (select sum(octet_length(l.args::text) + octet_length(l.task) + coalesce(pg_column_size(l.given), 0) + 120)
+                        from queue.log l where l.id = any (p_ids)) <= 65536 then
     return p_ids;
   end if;
   select array_agg(x.id order by x.n) filter (where x.total <= 65536) as ids, array_agg(x.id order by x.n) filter (where x.total > 65536) as rest,
@@ -6235,7 +6265,8 @@ begin
     select u.id, u.n, j.size, sum(j.size + 120) over (order by u.n) as total
     from unnest(p_ids) with ordinality u (id, n)
     cross join lateral (
-      select coalesce(s.size, j.size, octet_length(j.args::text)) as size
+      select coalesce(s.size, j.size, octet_length(j.args::text)) + octet_length(j.task) + octet_length(coalesce(s.queue, j.queue))
+        + coalesce(octet_length(coalesce(s.lock, j.lock)), 0) as size
       from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j) x;
   if v.rest is not null then
     insert into queue.undelivered (worker_id, id, claim, size, is_alone)
@@ -6432,6 +6463,8 @@ begin
       queues := queue._bound_queues('{worker}', queues);
     end if;
     perform queue._know_era();
+    -- once a session: what another one of the worker's has put aside
+    perform queue._look_aside(finish_and_fetch.worker);
   end if;
   if not v_may_wait then
     v_ended := queue._finish(finish_and_fetch.outcomes);
@@ -6440,6 +6473,9 @@ begin
         select f.id, f.claim, null::text, null::jsonb, null::text, null::integer, null::text, null::integer, null::timestamptz,
           null::timestamptz, null::interval, null::jsonb, null::bigint, f.error
         from unnest(v_ended.ids, v_ended.claims, v_ended.errors) f (id, claim, error) where f.error is not null;
+      if cardinality(v_ended.ids) > 500 then
+        return;  -- so long an answer must not travel with ADM held, which a claim may take
+      end if;
     end if;
   end if;
   if current_setting('pgdefer.undelivered', true) = worker::text then
@@ -7607,6 +7643,8 @@ begin
       where l.ctid = any (array(select l.ctid from queue.lease l where l.id = p_id and l.claim = p_claim for update skip locked));
     end if;
     return 0;
+  elsif exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own and l.expires_at > clock_timestamp()) then
+    return 0;  -- it was extended since the caller looked
   end if;
   perform queue._end_attempt(
     case
@@ -7846,7 +7884,9 @@ begin
   if v_due is not null then
     v_wait := least(v_wait, greatest(v_due - clock_timestamp(), interval '0'));
   end if;
-  if exists (select from queue.undelivered u where u.worker_id = before_sleep.worker) then
+  -- not what is on its way to another session of the worker's
+  perform from queue.undelivered u where u.worker_id = before_sleep.worker limit 1 for update skip locked;
+  if found then
     wait_for := interval '0';
     is_drained := false;
   else
@@ -9327,7 +9367,7 @@ end $$;
 -- hold long: not these rows, nor queue.job_state of a job that is being finished.
 
 -- Takes an unfinished, not running job out of wherever it is, with its slot and ready counts, but not out
--- of its lock. place: where it was (live, or a reason of queue.waiting, turn, or log: it has yet to be
+-- of its lock. place: where it was (live, or a reason of queue.waiting, turn, again, or log: it has yet to be
 -- admitted and stays there, so that it can only be written about, in queue.job_state), NULL when it runs, is finished,
 -- another holds its row, or the end of its claim is not settled yet. keys: semaphores in which that left room, for _advance.
 -- Locks: the caller holds ADM; the row of queue.live by skip locked.
@@ -9363,7 +9403,12 @@ begin
     place := v_waiting.reason;
     return;
   end if;
-  if exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) then
+  -- one that _advance has handed over is in no gate, and holds nothing
+  delete from queue.handover h where h.job_id = p_id and h.kind = 'again' and h.flags = 0 and h.payload is null;
+  if found then
+    place := 'again';
+    return;
+  elsif exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) then
     return;
   end if;
   if exists (select from queue.job j left join queue.job_state s on s.id = j.id
@@ -10083,7 +10128,10 @@ begin
   end if;
   standing := 'busy';
   if v_xid is not distinct from pg_current_xact_id_if_assigned()
-    or exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) or not queue._is_settled(p_id) then
+    or exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')
+                 and not (h.kind = 'again' and h.flags = 0 and h.payload is null))
+    or not queue._is_settled(p_id)
+  then
     return;
   end if;
   select v.claim, v.worker_id into claim, worker_id from queue.live v where v.id = p_id for update skip locked;
@@ -10108,6 +10156,7 @@ returns boolean language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 begin
   return exists (select from queue.waiting w where w.id = p_id)
+    or exists (select from queue.handover h where h.job_id = p_id and h.kind = 'again')
     or exists (select from queue.job j left join queue.job_state s on s.id = j.id
                join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id where j.id = p_id);
 end $$;
@@ -10193,7 +10242,9 @@ begin
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'deleted');
     else
       v_taken := queue._take_out(v_job.id);
-      if v_taken.place is not null then
+      if v_taken.place is null then
+        v_all := array_remove(v_all, v_job.id);
+      else
         perform queue._finish_unclaimed(array[v_job.id], 'cancelled', 'deleted', null);
         perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
       end if;
@@ -10344,7 +10395,7 @@ begin
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'retried');
       v_done := v_done || v_job.id;
     elsif v_job.reason = 'schedule' and v_job.claims > 0 then
-      perform queue._take_out(v_job.id);
+      continue when (select t.place from queue._take_out(v_job.id) t) is null;
       perform queue._start_over(array[v_job.id]);
       perform queue._advance(p_arrived => array[v_job.id]);
       v_done := v_done || v_job.id;
@@ -11196,13 +11247,13 @@ begin
 
   name := 'admission';
   v := queue._admission_holder();
-  status := case when v.pid is null or v.since > p_now - interval '5 s' then 'ok' when v.since > p_now - interval '15 s' then 'warn'
+  status := case when v.pid is null and v.state is null or v.since > p_now - interval '5 s' then 'ok' when v.since > p_now - interval '15 s' then 'warn'
                  when v.since is null then 'warn' else 'fail' end;
   detail := case when status = 'ok' then 'no session keeps the admission lock'
-                 else format('process %s%s holds the admission lock%s; nobody else can fetch what is new', v.pid, coalesce(' of role ' || v.role, ''),
+                 else format('%s%s holds the admission lock%s; nobody else can fetch what is new', coalesce('process ' || v.pid, 'no process'), coalesce(' of role ' || v.role, ''),
                              coalesce(', in a transaction that is open since ' || date_trunc('second', v.since), '')
                              || coalesce(' (' || v.state || ')', '')) end;
-  fix := case when status <> 'ok' then 'Look again in a moment; if it is the same process, select queue.unblock() ends it' end;
+  fix := case when status <> 'ok' then 'Look again in a moment; if it is the same process, select queue.unblock() ends it; a prepared transaction is ended by ROLLBACK PREPARED' end;
   return next;
 
   name := 'timeouts';

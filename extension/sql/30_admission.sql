@@ -31,7 +31,7 @@ begin
   return found;
 end $$;
 
--- Which other session holds ADM; since: when its transaction began, NULL where its role's sessions are hidden from the owner.
+-- Which other session holds ADM, or most likely does; since: when its transaction began, NULL where its role's sessions are hidden from the owner.
 create or replace function queue._admission_holder(out pid integer, out role text, out state text, out application text, out since timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 begin
@@ -40,9 +40,23 @@ begin
   join pg_locks l on l.locktype = 'transactionid' and l.transactionid = m.xmax and l.mode = 'ExclusiveLock' and l.granted
   left join pg_stat_activity a on a.pid = l.pid
   where l.pid <> pg_backend_pid();
+  if not found then
+    -- a savepoint took it, whose own number is gone: then by the lock of the table, of which the row's is part. NULL for a
+    -- prepared transaction, which has no session
+    select l.pid, coalesce(a.usename, p.owner), case when l.pid is null then 'prepared transaction ' || p.gid else a.state end, a.application_name,
+      coalesce(a.xact_start, p.prepared)
+    into pid, role, state, application, since
+    from pg_locks l
+    left join pg_stat_activity a on a.pid = l.pid
+    left join pg_prepared_xacts p on l.pid is null and l.virtualtransaction = '-1/' || p.transaction::text
+    where l.locktype = 'relation' and l.relation = 'queue.admission'::regclass and l.mode = 'RowShareLock' and l.granted
+      and l.database = (select d.oid from pg_database d where d.datname = current_database()) and l.pid is distinct from pg_backend_pid()
+      and not exists (select from pg_locks w where w.pid = l.pid and not w.granted)
+    order by coalesce(a.xact_start, p.prepared) limit 1;
+  end if;
 end $$;
 
--- Locks: none. Raises: 42501 where the owner may not end that session.
+-- Locks: ADM by try. Raises: 42501 where the owner may not end that session.
 create or replace function queue.unblock()
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -51,6 +65,10 @@ declare
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();
+  end if;
+  perform from queue.admission for update skip locked;
+  if found then
+    return null;  -- nobody holds it
   end if;
   v := queue._admission_holder();
   if v.pid is not null then
@@ -465,7 +483,7 @@ begin
     and not exists (select from queue.waiting w where w.id = j.id)
     and not exists (select from queue.lock_member m left join queue.job_state s on s.id = j.id
                     where m.lock = coalesce(s.lock, j.lock) and m.id = j.id)
-    and not exists (select from queue.handover h where h.job_id = j.id);
+    and not exists (select from queue.handover h where h.job_id = j.id and h.kind in ('ended', 'again'));
   update queue.job j set xid = '3' where j.xid >= pg_snapshot_xmax(v_snapshot) and j.xid <> pg_current_xact_id();
   update queue.handover h set xid = pg_current_xact_id();
   update queue.horizon h set looked_at = '-infinity', looked_xid = '0';

@@ -104,7 +104,9 @@ begin
     select w.reason into v_reason from queue.waiting w where w.id = v_lock.id;
     if found and v_reason <> 'slot' then
       null;  -- it comes to its turn after that gate
-    elsif found or exists (select from queue.live v where v.id = v_lock.id) then
+    elsif found or exists (select from queue.live v where v.id = v_lock.id)
+      or exists (select from queue.handover h where h.job_id = v_lock.id and h.kind = 'again' and h.flags = 0 and h.payload is null)
+    then
       v_taken := queue._take_out(v_lock.id);
       if v_taken.place is null then
         insert into queue.handover (xid, job_id, kind, flags)

@@ -27,6 +27,8 @@ begin
       queues := queue._bound_queues('{worker}', queues);
     end if;
     perform queue._know_era();
+    -- once a session: what another one of the worker's has put aside
+    perform queue._look_aside(worker);
   end if;
   if current_setting('pgdefer.undelivered', true) = worker::text then
     v := queue._deliver(worker, max_jobs, options);

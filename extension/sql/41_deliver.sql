@@ -7,7 +7,16 @@
 -- given up as any other. A claim that was never handed out counts as released, whatever becomes of the worker.
 --
 -- pgdefer.undelivered, a setting of the session, names the worker for whom something is aside, so that other fetches need not look
--- for it. Behind a transaction pooler it may be another session that fetches next: it looks when it finds nothing to claim.
+-- for it. Another session looks once, and when it finds nothing to claim (behind a transaction pooler).
+
+-- Has the next fetch of this session hand out what is aside for a worker, if anything is.
+create or replace function queue._look_aside(p_worker bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if exists (select from queue.undelivered u where u.worker_id = p_worker) then
+    perform set_config('pgdefer.undelivered', p_worker::text, false);
+  end if;
+end $$;
 
 -- Of claimed jobs, in claim order, those that fit into one answer, of which each takes about 120 bytes beside its args and headers;
 -- the others are put aside. p_are_first: as first_claim of _claim, so that most often one sum tells that all fit.
@@ -19,11 +28,10 @@ declare
   v record;
 begin
   if p_ids is null or p_ids = '{}' then
-    if exists (select from queue.undelivered u where u.worker_id = p_worker) then
-      perform set_config('pgdefer.undelivered', p_worker::text, false);
-    end if;
+    perform queue._look_aside(p_worker);
     return p_ids;
-  elsif p_are_first and (select sum(octet_length(l.args::text) + 120) from queue.log l where l.id = any (p_ids)) <= 65536 then
+  elsif p_are_first and (select sum(octet_length(l.args::text) + octet_length(l.task) + coalesce(pg_column_size(l.given), 0) + 120)
+                        from queue.log l where l.id = any (p_ids)) <= 65536 then
     return p_ids;
   end if;
   select array_agg(x.id order by x.n) filter (where x.total <= 65536) as ids, array_agg(x.id order by x.n) filter (where x.total > 65536) as rest,
@@ -33,7 +41,8 @@ begin
     select u.id, u.n, j.size, sum(j.size + 120) over (order by u.n) as total
     from unnest(p_ids) with ordinality u (id, n)
     cross join lateral (
-      select coalesce(s.size, j.size, octet_length(j.args::text)) as size
+      select coalesce(s.size, j.size, octet_length(j.args::text)) + octet_length(j.task) + octet_length(coalesce(s.queue, j.queue))
+        + coalesce(octet_length(coalesce(s.lock, j.lock)), 0) as size
       from queue.job j left join queue.job_state s on s.id = j.id where j.id = u.id offset 0) j) x;
   if v.rest is not null then
     insert into queue.undelivered (worker_id, id, claim, size, is_alone)

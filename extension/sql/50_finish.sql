@@ -154,6 +154,8 @@ begin
       queues := queue._bound_queues('{worker}', queues);
     end if;
     perform queue._know_era();
+    -- once a session: what another one of the worker's has put aside
+    perform queue._look_aside(finish_and_fetch.worker);
   end if;
   if not v_may_wait then
     v_ended := queue._finish(finish_and_fetch.outcomes);
@@ -162,6 +164,9 @@ begin
         select f.id, f.claim, null::text, null::jsonb, null::text, null::integer, null::text, null::integer, null::timestamptz,
           null::timestamptz, null::interval, null::jsonb, null::bigint, f.error
         from unnest(v_ended.ids, v_ended.claims, v_ended.errors) f (id, claim, error) where f.error is not null;
+      if cardinality(v_ended.ids) > 500 then
+        return;  -- so long an answer must not travel with ADM held, which a claim may take
+      end if;
     end if;
   end if;
   if current_setting('pgdefer.undelivered', true) = worker::text then

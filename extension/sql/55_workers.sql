@@ -307,6 +307,8 @@ begin
       where l.ctid = any (array(select l.ctid from queue.lease l where l.id = p_id and l.claim = p_claim for update skip locked));
     end if;
     return 0;
+  elsif exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own and l.expires_at > clock_timestamp()) then
+    return 0;  -- it was extended since the caller looked
   end if;
   perform queue._end_attempt(
     case

@@ -189,7 +189,9 @@ begin
   if v_due is not null then
     v_wait := least(v_wait, greatest(v_due - clock_timestamp(), interval '0'));
   end if;
-  if exists (select from queue.undelivered u where u.worker_id = before_sleep.worker) then
+  -- not what is on its way to another session of the worker's
+  perform from queue.undelivered u where u.worker_id = before_sleep.worker limit 1 for update skip locked;
+  if found then
     wait_for := interval '0';
     is_drained := false;
   else

@@ -6,7 +6,7 @@
 -- hold long: not these rows, nor queue.job_state of a job that is being finished.
 
 -- Takes an unfinished, not running job out of wherever it is, with its slot and ready counts, but not out
--- of its lock. place: where it was (live, or a reason of queue.waiting, turn, or log: it has yet to be
+-- of its lock. place: where it was (live, or a reason of queue.waiting, turn, again, or log: it has yet to be
 -- admitted and stays there, so that it can only be written about, in queue.job_state), NULL when it runs, is finished,
 -- another holds its row, or the end of its claim is not settled yet. keys: semaphores in which that left room, for _advance.
 -- Locks: the caller holds ADM; the row of queue.live by skip locked.
@@ -42,7 +42,12 @@ begin
     place := v_waiting.reason;
     return;
   end if;
-  if exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) then
+  -- one that _advance has handed over is in no gate, and holds nothing
+  delete from queue.handover h where h.job_id = p_id and h.kind = 'again' and h.flags = 0 and h.payload is null;
+  if found then
+    place := 'again';
+    return;
+  elsif exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) then
     return;
   end if;
   if exists (select from queue.job j left join queue.job_state s on s.id = j.id

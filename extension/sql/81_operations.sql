@@ -460,7 +460,10 @@ begin
   end if;
   standing := 'busy';
   if v_xid is not distinct from pg_current_xact_id_if_assigned()
-    or exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')) or not queue._is_settled(p_id) then
+    or exists (select from queue.handover h where h.job_id = p_id and h.kind in ('ended', 'again')
+                 and not (h.kind = 'again' and h.flags = 0 and h.payload is null))
+    or not queue._is_settled(p_id)
+  then
     return;
   end if;
   select v.claim, v.worker_id into claim, worker_id from queue.live v where v.id = p_id for update skip locked;
@@ -485,6 +488,7 @@ returns boolean language plpgsql stable parallel safe security invoker as $$
 #variable_conflict use_column
 begin
   return exists (select from queue.waiting w where w.id = p_id)
+    or exists (select from queue.handover h where h.job_id = p_id and h.kind = 'again')
     or exists (select from queue.job j left join queue.job_state s on s.id = j.id
                join queue.lock_member m on m.lock = coalesce(s.lock, j.lock) and m.id = j.id where j.id = p_id);
 end $$;
@@ -570,7 +574,9 @@ begin
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'deleted');
     else
       v_taken := queue._take_out(v_job.id);
-      if v_taken.place is not null then
+      if v_taken.place is null then
+        v_all := array_remove(v_all, v_job.id);
+      else
         perform queue._finish_unclaimed(array[v_job.id], 'cancelled', 'deleted', null);
         perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
       end if;

@@ -117,7 +117,7 @@ begin
       perform queue._tell_abort(v_job.id, v_job.claim, v_job.worker_id, 'retried');
       v_done := v_done || v_job.id;
     elsif v_job.reason = 'schedule' and v_job.claims > 0 then
-      perform queue._take_out(v_job.id);
+      continue when (select t.place from queue._take_out(v_job.id) t) is null;
       perform queue._start_over(array[v_job.id]);
       perform queue._advance(p_arrived => array[v_job.id]);
       v_done := v_done || v_job.id;

@@ -219,13 +219,13 @@ begin
 
   name := 'admission';
   v := queue._admission_holder();
-  status := case when v.pid is null or v.since > p_now - interval '5 s' then 'ok' when v.since > p_now - interval '15 s' then 'warn'
+  status := case when v.pid is null and v.state is null or v.since > p_now - interval '5 s' then 'ok' when v.since > p_now - interval '15 s' then 'warn'
                  when v.since is null then 'warn' else 'fail' end;
   detail := case when status = 'ok' then 'no session keeps the admission lock'
-                 else format('process %s%s holds the admission lock%s; nobody else can fetch what is new', v.pid, coalesce(' of role ' || v.role, ''),
+                 else format('%s%s holds the admission lock%s; nobody else can fetch what is new', coalesce('process ' || v.pid, 'no process'), coalesce(' of role ' || v.role, ''),
                              coalesce(', in a transaction that is open since ' || date_trunc('second', v.since), '')
                              || coalesce(' (' || v.state || ')', '')) end;
-  fix := case when status <> 'ok' then 'Look again in a moment; if it is the same process, select queue.unblock() ends it' end;
+  fix := case when status <> 'ok' then 'Look again in a moment; if it is the same process, select queue.unblock() ends it; a prepared transaction is ended by ROLLBACK PREPARED' end;
   return next;
 
   name := 'timeouts';

@@ -59,6 +59,7 @@ class JobContext:
         "_call",
         "_headers",
         "_is_in_process",
+        "_is_refused",
         "_is_released",
         "_row",
         "_runner",
@@ -112,6 +113,7 @@ class JobContext:
             self.parent,
         ) = row
         self._abort: str | None = None
+        self._is_refused = False
         self._is_released = False
         self._runner: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None

@@ -68,6 +68,12 @@ def _traceback(error: BaseException) -> str:
             if id(part) not in seen:
                 seen.add(id(part))
                 part.__class__ = _Escaped
+                if part.__notes__:
+                    # indented, so that no line of theirs looks like one of the log's
+                    part.__notes__ = [
+                        "\n  ".join(plain(line) for line in str(note).splitlines())
+                        for note in part.__notes__
+                    ]
                 within = [
                     part.__cause__,
                     part.__context__,

@@ -554,6 +554,7 @@ class Worker:
             }
         )
         self._sending, self._outcomes = self._outcomes, []
+        sent = self._sending
         asked_at = time.monotonic()
         try:
             if not self._sending:
@@ -576,7 +577,7 @@ class Worker:
         # Given up for dead meanwhile, these claims are others' by now.
         if slots is None or self.id != worker:
             return 0
-        return self._take(rows, slots, asked_at)
+        return self._take(rows, slots, asked_at, sent)
 
     async def _send_apart(self, error: psycopg.Error) -> None:
         """Send the outcomes without asking for jobs; where one spoils the call, each alone."""
@@ -641,20 +642,38 @@ class Worker:
         rows = await self._link.call(_sql.FINISH_MANY, outcomes=_array(outcomes))
         for id, claim, _, error in rows:
             if error is not None:
-                _log_refused(id, claim, error)
+                self._on_refused(id, claim, error, outcomes)
+
+    def _on_refused(
+        self, id: int, claim: int, error: str, sent: Sequence[tuple[JobContext, str]]
+    ) -> None:
+        """Drop an outcome whose claim is lost; if what it asks for is wrong, fail the job."""
+        log.warning("the outcome of job %d, claim %d, was refused: %s", id, claim, error)
+        for job, outcome in sent:
+            if (job.id, job.claim) == (id, claim) and error != "QJ002" and not job._is_refused:
+                job._is_refused = True
+                refused = PgDeferError(f"the outcome was refused ({error}): {outcome[:1000]}")
+                options = {"retryable": False}
+                self._outcomes.append((job, _outcome.failed(id, claim, refused, options)))
 
     def _limit(self, job: JobContext, timeout: dt.timedelta, asked_at: float) -> None:
         """Have its claim kept where a job takes longer than its timeout, from the claim on."""
         self._heart.limits[job] = asked_at + timeout.total_seconds() + LATE
 
-    def _take(self, rows: Sequence[tuple[Any, ...]], slots: Slots, asked_at: float) -> int:
-        """Take in what was fetched; return how many jobs."""
+    def _take(
+        self,
+        rows: Sequence[tuple[Any, ...]],
+        slots: Slots,
+        asked_at: float,
+        sent: Sequence[tuple[JobContext, str]],
+    ) -> int:
+        """Take in what was fetched, and what was refused of what was sent; return how many jobs."""
         app = self.app
         claimed = self._claimed
         before = len(claimed)
         for row in rows:
             if len(row) == 14 and row[13] is not None:
-                _log_refused(row[0], row[1], row[13])
+                self._on_refused(row[0], row[1], row[13], sent)
             else:
                 job = JobContext(app, row[:13])
                 job._slots = slots
@@ -1032,10 +1051,6 @@ def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:
 
 def _array(outcomes: Iterable[tuple[JobContext, str]]) -> str:
     return f"[{','.join([text for _, text in outcomes])}]"
-
-
-def _log_refused(id: int, claim: int, error: str) -> None:
-    log.warning("the outcome of job %d, claim %d, was refused: %s", id, claim, error)
 
 
 def _version() -> str:

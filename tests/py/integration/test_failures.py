@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pgdefer import App, Decision, JobContext, Retry, current_job
+from pgdefer import App, Decision, JobContext, Retry, RetryLater, current_job
 
 from .conftest import Jobs, running, until
 
@@ -292,3 +292,18 @@ async def test_an_argument_with_a_uuid_in_a_lock(app: App, jobs: Jobs) -> None:
         )
         rows = await jobs.end()
     assert {row["lock"] for row in rows} == {f"account:{account}"}
+
+
+async def test_an_outcome_that_asks_for_what_is_not_there(app: App, jobs: Jobs) -> None:
+    """The claim is not lost: the job would run on for ever."""
+
+    @app.task(name="t")
+    async def task() -> None:
+        raise RetryLater(needs=[10**9])
+
+    await task.defer_async()
+    async with running(app):
+        await jobs.end()
+    (row,) = jobs()
+    assert (row["state"], row["reason"]) == ("failed", "not_retryable")
+    assert "QJ001" in row["error"]
