@@ -884,7 +884,7 @@ def test_a_reader_that_stays_open_stops_nobody_but_the_first_limit(
             )
             granting.start()
             waiting = "select from pg_stat_activity where wait_event_type = 'Lock' and query ~ %s"
-            other.execute("set statement_timeout = '5 s'")
+            other.execute("set statement_timeout = '60 s'")
             for _ in range(3):
                 while not other.execute(waiting, ("^select queue.grant_access",)).fetchall():
                     assert granting.is_alive()
