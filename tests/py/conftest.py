@@ -22,7 +22,6 @@ from pytest_postgresql import factories
 from pgdefer._server import EmbeddedServer, temporary_server
 from support import count_from_one, make_base
 
-
 # Nothing here is judged by how fast the machine is.
 settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any")
