@@ -37,7 +37,7 @@ def own(folder: Path) -> Iterator[EmbeddedServer]:
     server.stop("immediate")
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 60) -> None:
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "waited in vain"

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 
-def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Wait until the condition holds, and return what it gave."""
     end = time.monotonic() + seconds
     while not (found := condition()):
