@@ -112,7 +112,7 @@ def defer_one(conn: Connection) -> tuple[int, float]:
     return row[0], time.monotonic()
 
 
-def latency(sleepers: list[Sleeper], job: tuple[int, float], seconds: float = 60) -> float:
+def latency(sleepers: list[Sleeper], job: tuple[int, float], seconds: float = 10) -> float:
     def claim() -> float | None:
         return next((c.at for s in sleepers for c in list(s.claimed) if c.id == job[0]), None)
 
