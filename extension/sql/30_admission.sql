@@ -19,15 +19,22 @@
 -- for new jobs (57_sleep.sql) holds for it.
 
 -- Locks: ADM. Without p_wait it gives up at once when another has it.
--- Whoever has it must not keep it while nobody works: the server ends a session that stays idle in this transaction for 10 s.
+-- Whoever has it must not keep it while nobody works: the server ends a session that stays idle in this transaction for 10 s,
+-- or for less where that is its setting.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if p_wait then
-    perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update;
+    perform case when current_setting('idle_in_transaction_session_timeout') = '0'
+        or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
+      then set_config('idle_in_transaction_session_timeout', '10s', true) end
+    from queue.admission for update;
     return true;
   end if;
-  perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update skip locked;
+  perform case when current_setting('idle_in_transaction_session_timeout') = '0'
+      or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
+    then set_config('idle_in_transaction_session_timeout', '10s', true) end
+  from queue.admission for update skip locked;
   return found;
 end $$;
 
