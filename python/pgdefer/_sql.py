@@ -229,7 +229,8 @@ RETRY = Statement(f"""
 
 RETRY_FAILED = Statement(f"""
     {_JOB_CHANGE} queue.retry_failed(
-      cast(:task as text), cast(:queue as text), cast(:max_jobs as integer))
+      cast(:task as text), cast(:queue as text), cast(:max_jobs as integer),
+      cast(:after as bigint))
 """)
 
 DELETE = Statement(f"""

@@ -462,6 +462,22 @@ def test_restart(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     assert run("job", "restart", failed, "--failed").code == Exit.USAGE
 
 
+def test_more_jobs_than_one_call_may_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_job, "SLICE", 2)
+    ids = [defer(run, "t") for _ in range(5)]
+    done = run("job", "fail", *ids, ids[0], 99, "--yes")
+    assert (done.code, done.out) == (Exit.PARTLY, "".join(f"{id}: failed\n" for id in ids))
+    assert len(run("job", "restart", *ids, "--dry-run").out.splitlines()) == 5
+    found = [row["id"] for row in run("job", "restart", "--failed", "-n", 3, "--json").json]
+    assert found == ids[:3]
+    # those that are refused are met once
+    run("job", "fail", defer(run, "t", "--queueing-lock", "k"), "--yes")
+    defer(run, "t", "--queueing-lock", "k")
+    done = run("job", "restart", "--failed")
+    assert (done.code, done.out) == (Exit.PARTLY, "".join(f"{id}: ready\n" for id in ids[3:]))
+    assert run("job", "restart", "--failed").code == Exit.ALREADY_QUEUED
+
+
 def test_restart_where_another_has_the_queueing_lock(run: Run, jobs: Jobs) -> None:
     first = defer(run, "t", "--queueing-lock", "k")
     run("job", "fail", first, "--yes")

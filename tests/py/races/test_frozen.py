@@ -89,6 +89,35 @@ def test_a_worker_that_freezes_while_it_receives_a_fetch(
     frozen.close()
 
 
+@pytest.mark.parametrize("call", ["fail_jobs(%s)", "retry(%s)", "delete(%s)", "move(%s, 'to')"])
+def test_an_operator_that_freezes_while_it_receives_an_answer(
+    connect: Callable[..., Connection], call: str
+) -> None:
+    conn, frozen = connect(), connect()
+    conn.execute(
+        "select count(*) from queue.defer_many((select jsonb_agg('{\"task\": \"t\"}'::jsonb)"
+        " from generate_series(1, 1000)))"
+    )
+    # as long an answer as it can become
+    conn.execute("update queue.log set id = id + 8000000000000000000")
+    worker = register(conn)
+    ids = "array(select id from queue.jobs order by id)"
+    frozen.pgconn.send_query(f"select * from queue.{call % ids}".encode())
+    conn.execute("select queue.defer('first', priority => 1)")
+    conn.execute("set statement_timeout = '60 s'")
+    # it waits for the call, and not for its client
+    assert conn.execute("select task from queue.fetch(%s)", [worker]).fetchone() == ("first",)
+    until(
+        lambda: (
+            conn.execute(
+                "select state from pg_stat_activity where pid = %s", [frozen.info.backend_pid]
+            ).fetchone()
+            == ("idle",)
+        )
+    )
+    frozen.close()
+
+
 def test_who_idles_with_the_admission_lock_is_ended(connect: Callable[..., Connection]) -> None:
     conn, other = connect(), connect()
     idle = connect(autocommit=False)
