@@ -95,7 +95,7 @@ def test_an_operator_that_freezes_while_it_receives_an_answer(
 ) -> None:
     conn, frozen = connect(), connect()
     conn.execute(
-        "select count(*) from queue.defer_many((select jsonb_agg('{\"task\": \"t\"}'::jsonb)"
+        'select count(*) from queue.defer_many((select jsonb_agg(\'{"task": "t"}\'::jsonb)'
         " from generate_series(1, 1000)))"
     )
     # as long an answer as it can become
