@@ -186,3 +186,54 @@ def test_who_waits_for_a_transaction_does_not_look_again_and_again(
     assert int(after[0]) - int(before[0]) <= 10, "a look takes one transaction id"
     handler.commit()
     assert [task for _, _, task in until(lambda: fetch(conn, worker))] == ["dependent"]
+
+
+def test_a_multixact_is_not_taken_for_a_transaction(connect: Callable[..., Connection]) -> None:
+    conn = connect()
+    long, makes = connect(autocommit=False), connect(autocommit=False)
+
+    def until_of(xid: str) -> str:
+        row = conn.execute(
+            "select case queue._until(cast(%s as xid)) when pg_current_xact_id() then 'own'"
+            " else queue._until(cast(%s as xid))::xid::text end",
+            [xid, xid],
+        ).fetchone()
+        assert row is not None
+        return str(row[0])
+
+    row = long.execute("select pg_current_xact_id()::xid::text").fetchone()
+    assert row is not None
+    (xid,) = row
+    conn.execute("select pg_current_xact_id()")  # so that a snapshot names the one before
+    assert until_of(xid) == xid
+    assert until_of("2") == "own", "one that has ended"
+    # up to the multixact of this very number, whose members are under way: each row is locked, then deleted in a savepoint
+    makes.execute("create temp table t as select from generate_series(1, 100)")
+    makes.commit()
+
+    def is_made() -> bool:
+        row = makes.execute("select mxid_age(cast(%s as xid)) > 0", [xid]).fetchone()
+        return row == (True,)
+
+    while not is_made():
+        makes.commit()
+        makes.execute(
+            """
+            do $$
+            declare
+              r record;
+            begin
+              for r in select t.ctid from t for update loop
+                begin
+                  delete from t where t.ctid = r.ctid;
+                  raise division_by_zero;
+                exception when division_by_zero then null;
+                end;
+              end loop;
+            end $$
+            """
+        )
+    assert until_of(xid) == "own", "it may be the multixact that is meant"
+    makes.rollback()
+    assert until_of(xid) == xid, "that has ended"
+    long.rollback()
