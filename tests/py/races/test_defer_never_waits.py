@@ -175,7 +175,7 @@ def test_only_the_same_queueing_lock_waits(
     time.sleep(0.05)
     assert not taken
     first.rollback()
-    thread.join(10)
+    thread.join(300)
     assert taken
     # Held by a job that is there, nobody waits.
     for on_conflict, expected in (("ignore", taken[0]), ("replace", taken[0])):
@@ -228,7 +228,7 @@ def storm(connect: Connect) -> Iterator[Callable[..., list[Storm]]]:
     yield start
     Storm.stop.set()
     for each in started:
-        each.join(20)
+        each.join(300)
 
 
 def some_job(dice: random.Random, needed: int) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def test_in_a_storm(storm: Callable[..., list[Storm]], conn: Connection, needed:
     time.sleep(3)
     Storm.stop.set()
     for each in producers + others:
-        each.join(20)
+        each.join(300)
     assert [each.error for each in producers + others if each.error] == []
     assert sum(each.count for each in producers) > 10
     assert sum(each.count for each in others) > 10

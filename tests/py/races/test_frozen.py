@@ -31,9 +31,9 @@ def register(connection: Connection, dead_after: str = "1 day") -> int:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not (found := condition()):
-        assert time.monotonic() < deadline, "waited for 60 s"
+        assert time.monotonic() < deadline, "waited for 300 s"
         time.sleep(0.01)
     return found
 

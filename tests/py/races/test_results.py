@@ -63,7 +63,7 @@ def waiting(waiter, number):
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(300)
     return box, thread
 
 

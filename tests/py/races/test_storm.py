@@ -219,7 +219,7 @@ class Storm:
             self.ledger.counts["seconds of draining"] = round(time.monotonic() - drained)
             self.is_drained.set()
             for thread in others:
-                thread.join(30)
+                thread.join(300)
                 if thread.is_alive():
                     self.ledger.fault(f"{thread.name} hangs")
             self.inspect(conn)
