@@ -204,10 +204,13 @@ ENDED_LATELY = Statement(f"""
 """)
 
 ENDED_SINCE = Statement(f"""
-    {_ENDED}
-      and finished_at > coalesce(cast(:since as timestamptz), now()) - interval '5 seconds'
+    {_ENDED} and finished_at > greatest(cast(:start as timestamptz), cast(:since as timestamptz))
+      - interval '5 seconds'
     order by finished_at limit 100000
 """)
+
+# The database's clock, beside a call that is there for whoever may look at anything.
+NOW = Statement("select now() as now from queue.version()")
 
 PEEK = Statement("select * from queue.peek(cast(:queues as text[]), cast(:n as integer))")
 
