@@ -28,6 +28,11 @@ class Statement:
         return Statement(f"select cast(row_to_json(r) as text) as row from ({self.text}) as r")
 
 
+# Connecting. Whatever the role's or database's default is; not whether they only read: that is how
+# an operator keeps everybody from writing.
+
+READ_COMMITTED = Statement("set default_transaction_isolation to 'read committed'")
+
 # Deferring
 
 REGISTER_TASKS = Statement("""
