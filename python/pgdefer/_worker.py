@@ -278,8 +278,9 @@ class Worker:
             worker, self.id = self.id, None
             try:
                 self._link.limit = self._listener.limit = 2 * GRACE
-                if self._outcomes:
-                    await self._send_only()
+                for _ in range(2):  # what is said in place of a refused one goes the second time
+                    if self._outcomes:
+                        await self._send_only()
                 await self._link.call(_sql.DEREGISTER_WORKER, worker=worker)
                 if self.tether is not None:
                     self.tether.tell_done()
@@ -607,7 +608,7 @@ class Worker:
             except psycopg.Error:
                 for job, outcome in sending:
                     await self._send_one(job, outcome)
-        except LostError:
+        except (LostError, asyncio.CancelledError):
             self._outcomes[:0] = sending
             raise
         if is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}:
@@ -653,8 +654,14 @@ class Worker:
         return is_transient(error) or code in FATAL - {"22023"}
 
     async def _send_only(self) -> None:
-        self._sending, self._outcomes = self._outcomes, []
-        await self._finish(self._sending)
+        """Send the outcomes; where one spoils the call, each alone."""
+        sending, self._outcomes = self._outcomes, []
+        try:
+            await self._finish(sending)
+        except psycopg.Error as error:
+            log.warning("outcomes were refused: %s", describe(error))
+            for job, outcome in sending:
+                await self._send_one(job, outcome)
 
     async def _finish(self, outcomes: Sequence[tuple[JobContext, str]]) -> None:
         rows = await self._link.call(_sql.FINISH_MANY, outcomes=_array(outcomes))

@@ -1242,6 +1242,40 @@ async def test_what_was_claimed_waits_for_a_heartbeat(
         await jobs.end()
 
 
+async def test_an_outcome_that_cannot_be_stored_spoils_no_other_at_the_end(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the worker's leave-taking forgotten for it."""
+    begun = []
+
+    @app.task(name="t")
+    async def task(n: int) -> int:
+        begun.append(n)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return n
+
+    real = _outcome.succeeded
+
+    def spoilt(id: int, claim: int, result: str | None = None) -> str:
+        return real(id, claim, '"\\u0000"' if result == "2" else result)
+
+    monkeypatch.setattr(_outcome, "succeeded", spoilt)
+    task.defer_many([{"n": n} for n in range(1, 4)])
+    stopping = asyncio.create_task(Worker(app).run_async())
+    await until(lambda: len(begun) == 3)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    await app.close_async()
+    note = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
+    assert [(row["state"], row["result"]) for row in jobs()] == [
+        ("succeeded", 1),
+        ("succeeded", note),
+        ("succeeded", 3),
+    ]
+
+
 async def test_what_was_told_to_abort_before_it_starts(
     app: App, jobs: Jobs, connect: Connect, conn: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
