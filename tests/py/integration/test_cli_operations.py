@@ -413,7 +413,7 @@ def test_tail_follows(run: Run, conn: Connection, claim: Claim) -> None:
                 seen.append(json.loads(process.stdout.readline())["id"])
             assert seen == ended[-len(seen) :], "each once, in order"
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0
+            assert process.wait(300) == 0
         finally:
             process.kill()
 

@@ -90,7 +90,7 @@ async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs:
 
     @few.task(name="outer")
     def outer() -> int:
-        return few.defer("inner").result(20)
+        return few.defer("inner").result(300)
 
     @few.task(name="inner")
     def inner() -> int:
@@ -98,7 +98,7 @@ async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs:
 
     async with running(few, concurrency=8):
         first = [few.defer("outer") for _ in range(4)]
-        assert len({await job.result_async(30) for job in first}) == 4
+        assert len({await job.result_async(300) for job in first}) == 4
 
 
 @pytest.mark.parametrize("level", ["serializable", "repeatable read"])

@@ -187,7 +187,7 @@ async def test_while_others_defer_all_the_time(
     app.defer("t", queue="mine")
     producer = asyncio.create_task(asyncio.to_thread(produce))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await Worker(app, ["mine"], drain=True).run_async()
     finally:
         is_over.set()

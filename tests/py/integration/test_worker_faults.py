@@ -370,7 +370,7 @@ def test_a_signal_stops_gracefully(
     assert process.stdout.readline() == "started\n"
     process.send_signal(number)
     assert process.stdout.readline() == "ended\n"
-    assert process.wait(30) == 0
+    assert process.wait(300) == 0
     assert list(jobs.states().values()) == ["succeeded"]
 
 
@@ -392,12 +392,12 @@ def test_signals_that_stop_at_once(
 ) -> None:
     process = program()
     assert process.stdout is not None
-    app.defer(task, {"seconds": 60} if task == "slow" else {})
+    app.defer(task, {"seconds": 3600} if task == "slow" else {})
     assert process.stdout.readline() == "started\n"
     for number in numbers:
         process.send_signal(number)
         time.sleep(0.1)  # or the kernel makes one of two
-    assert process.wait(30) == 0  # the job would take a minute
+    assert process.wait(300) == 0  # the job would take an hour
     assert list(jobs.states().values()) == ["ready"]
 
 
@@ -431,7 +431,7 @@ def test_a_job_that_kills_its_worker(
     assert [says() for _ in range(3)] == ["started\n"] * 3
     behind = defer("slow", seconds=0)
     now.touch()
-    assert process.wait(30) == code
+    assert process.wait(300) == code
     give_up(conn)
     assert shown() == {
         before: ("succeeded", None, 1, 0),
@@ -442,10 +442,10 @@ def test_a_job_that_kills_its_worker(
     # Those that have crashed run alone, so that only the culprit does so again.
     later.touch()
     process, says = start(concurrency=2)
-    assert process.wait(30) == code
+    assert process.wait(300) == code
     give_up(conn)
     process, says = start(drain=True)
-    assert process.wait(30) == 0
+    assert process.wait(300) == 0
     assert shown() == {
         before: ("succeeded", None, 1, 0),
         beside: ("succeeded", None, 2, 1),
@@ -540,7 +540,7 @@ async def test_an_event_loop_that_is_blocked(
     async with running(app, **options) as worker:
         first = await beside.defer_async()
         second = await blocks.defer_async()
-        await until(lambda: worker.finished == 2, seconds + 30)
+        await until(lambda: worker.finished == 2)
         number = worker.id
         is_over = True
         await reaper
@@ -568,12 +568,12 @@ def test_a_zombie_that_wakes_late(app: App, jobs: Jobs, program: Program) -> Non
     zombie.send_signal(signal.SIGCONT)
     wait_for(lambda: jobs.states()[slow.id] == "succeeded")
     successor.send_signal(signal.SIGTERM)
-    assert successor.wait(10) == 0
+    assert successor.wait(300) == 0
     # The zombie has registered again.
     after = app.defer("slow", {"seconds": 0.0})
     wait_for(lambda: jobs.states()[after.id] == "succeeded")
     zombie.send_signal(signal.SIGTERM)
-    assert zombie.wait(10) == 0
+    assert zombie.wait(300) == 0
     shown = {row["id"]: row for row in jobs()}
     ends = {id: (row["state"], row["attempts"], row["crashes"]) for id, row in shown.items()}
     assert ends == {
@@ -632,7 +632,7 @@ async def test_a_handler_that_outlives_its_timeout(
     @app.task(**options, name="thread")
     def thread() -> None:
         with runs:
-            release.wait(30)  # runs no Python code meanwhile
+            release.wait(300)  # runs no Python code meanwhile
 
     @app.task(**options, name="coroutine")
     async def coroutine() -> None:
@@ -644,7 +644,7 @@ async def test_a_handler_that_outlives_its_timeout(
     @app.task(**options, name="blocked loop")
     async def blocks() -> None:
         with runs:
-            release.wait(30)
+            release.wait(300)
 
     def watch() -> None:
         try:
@@ -1015,7 +1015,7 @@ async def test_a_server_that_goes_comes_back(how: str) -> None:
 
         async with running(app, concurrency=5) as worker:
             made = task.defer_many([{"n": n} for n in range(200)])
-            await until(lambda: len(runs) > 50, 30)
+            await until(lambda: len(runs) > 50)
             if how == "killed":
                 pid = server.status().pid
                 assert pid is not None
@@ -1024,10 +1024,10 @@ async def test_a_server_that_goes_comes_back(how: str) -> None:
             else:
                 await asyncio.to_thread(server._stop, "fast")
             await asyncio.to_thread(server.ensure_running)
-            await until(lambda: worker.finished >= 200, 60)
+            await until(lambda: worker.finished >= 200)
             app.close()
             made += task.defer_many([{"n": n} for n in range(200, 210)])
-            await until(lambda: worker.finished >= 210, 60)
+            await until(lambda: worker.finished >= 210)
         app.close()
         with psycopg.connect(server.dsn("postgres"), autocommit=True) as conn:
             shown = conn.execute(
@@ -1214,7 +1214,7 @@ def test_a_worker_that_wakes_starts_nothing_that_others_have_done(
     app.defer("slow", {"seconds": 0})
     wait_for(lambda: set(jobs.states().values()) == {"succeeded"})
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=300)
     assert said.split() == ["started", "ended"]
 
 
