@@ -33,12 +33,15 @@ begin
   end if;
 end $$;
 
--- Raises: 22023 unless ids is a list of ids, without NULL.
+-- Raises: 22023 unless ids is a list of ids, without NULL, and no longer than one call may work on: its answer travels with ADM
+-- held, and 1,000 rows fit into what the sockets' buffers take in any case (41_deliver.sql).
 create or replace function queue._check_ids(ids bigint[])
 returns void language plpgsql immutable parallel safe security invoker as $$
 begin
   if ids is null or array_ndims(ids) > 1 or array_position(ids, null) is not null then
     perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
+  elsif cardinality(ids) > 1000 then
+    perform queue._invalid('ids holds more than 1,000', 'Call again for each further 1,000.', 'ids: ' || cardinality(ids));
   end if;
 end $$;
 

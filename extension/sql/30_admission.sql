@@ -19,15 +19,22 @@
 -- for new jobs (57_sleep.sql) holds for it.
 
 -- Locks: ADM. Without p_wait it gives up at once when another has it.
--- Whoever has it must not keep it while nobody works: the server ends a session that stays idle in this transaction for 10 s.
+-- Whoever has it must not keep it while nobody works: the server ends a session that stays idle in this transaction for 10 s,
+-- or for less where that is its setting.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if p_wait then
-    perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update;
+    perform case when current_setting('idle_in_transaction_session_timeout') = '0'
+        or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
+      then set_config('idle_in_transaction_session_timeout', '10s', true) end
+    from queue.admission for update;
     return true;
   end if;
-  perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update skip locked;
+  perform case when current_setting('idle_in_transaction_session_timeout') = '0'
+      or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
+    then set_config('idle_in_transaction_session_timeout', '10s', true) end
+  from queue.admission for update skip locked;
   return found;
 end $$;
 
@@ -238,21 +245,28 @@ end $$;
 
 -- The transaction whose end a look at a row of queue.live has to wait for: the one that has it locked, by the row's xmax, where that
 -- is under way, else this one. As the xid of a handover it has the next admission after that end take it, and none before.
--- A savepoint's own number is no transaction's: then each admission looks.
+-- A savepoint's own number is no transaction's, nor is that of a multixact, which a row has that was locked before a savepoint and
+-- deleted in it: then each admission looks. Multixacts are counted apart, so a number may be one's and a transaction's: who waited for
+-- that transaction could wait for the wrong one, so he does not while any member of the multixact is under way.
 create or replace function queue._until(p_xmax xid)
 returns xid8 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_own constant xid8 := pg_current_xact_id();
   v_snapshot constant pg_snapshot := pg_current_snapshot();
-  v_near constant bigint := v_own::text::bigint;
-  v_xid bigint := (v_near & ~4294967295) | p_xmax::text::bigint;
+  v_until constant xid8 := (select x from pg_snapshot_xip(v_snapshot) x where x::xid = p_xmax);
 begin
-  -- the one of these numbers that is near: xmax has but 32 bits
-  v_xid := v_xid + case when v_xid > v_near + 2147483648 then -4294967296 when v_xid < v_near - 2147483648 then 4294967296 else 0 end;
-  if v_xid::text::xid8 = any (array(select x from pg_snapshot_xip(v_snapshot) x)) then
-    return v_xid::text::xid8;
+  if v_until is null then
+    return v_own;
+  elsif mxid_age(p_xmax) between 1 and (select mxid_age(d.datminmxid) from pg_database d where d.datname = current_database()) then
+    if exists (
+      select from pg_get_multixact_members(p_xmax) m
+      -- a member has but the low 32 bits of its number
+      where pg_xact_status((v_own::text::bigint + age(v_own::xid) - age(m.xid))::text::xid8) = 'in progress')
+    then
+      return v_own;
+    end if;
   end if;
-  return v_own;
+  return v_until;
 end $$;
 
 -- Whether the log may hold what has not been admitted: a look at its end, for those who need nothing else of _admit.

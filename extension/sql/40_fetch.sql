@@ -176,7 +176,7 @@ declare
   v_claimed_at timestamptz;
 begin
   if p_max_jobs is null or p_max_jobs < 1 then
-    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
+    perform queue._check_max_jobs(p_max_jobs);
   elsif p_options <> '{}' then
     ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
     return;
@@ -468,6 +468,15 @@ begin
     if v_is_mixed or v_flags & 2048 <> 0 or v_flags < 0 then
       first_claim := null;
     end if;
+  end if;
+end $$;
+
+-- Raises: 22023 unless it is a number of jobs to ask for.
+create or replace function queue._check_max_jobs(p_max_jobs integer)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if p_max_jobs is null or p_max_jobs < 1 then
+    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
   end if;
 end $$;
 

@@ -9,7 +9,16 @@
 -- pgdefer.undelivered, a setting of the session, names the worker for whom something is aside, so that other fetches need not look
 -- for it. Another session looks once, and when it finds nothing to claim (behind a transaction pooler).
 
+-- Locks, here and in who calls this: a fetch that puts aside holds the rows of queue.live that it has claimed, and ADM if it took it; its
+-- rows of queue.undelivered are new, so that nobody waits for them. A fetch that hands out holds rows of queue.undelivered alone, which
+-- reap and before_sleep pass by. A fetch that meets expired claims ends these, and hands out nothing.
+-- Why nothing is lost: a claim and its row here commit together, so each claim is handed out by the fetch that made it or has a row. The
+-- row goes in the transaction that hands the claim out, and comes back with it where that fails. What ends a claim meanwhile (reap, abort,
+-- retry with force) takes its row of queue.live and leaves the one here: the pair is no longer the current one, and is passed by.
+-- Two sessions: deliver_reap.spec.
+
 -- Has the next fetch of this session hand out what is aside for a worker, if anything is.
+-- Locks: none. Why nothing is overlooked: a session looks at its first fetch, and whenever it finds nothing to claim.
 create or replace function queue._look_aside(p_worker bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -20,7 +29,8 @@ end $$;
 
 -- Of claimed jobs, in claim order, those that fit into one answer, of which each takes about 120 bytes beside its args and headers;
 -- the others are put aside. p_are_first: as first_claim of _claim, so that most often one sum tells that all fit.
--- Locks: none; the transaction holds the rows of queue.live.
+-- Locks: none that another waits for; the transaction holds the rows of queue.live, maybe ADM.
+-- Why no wake-up is lost: a worker that gets none of what was claimed may be on its way to sleep, and is told to fetch again.
 create or replace function queue._put_aside(p_worker bigint, p_ids bigint[], p_are_first boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -51,33 +61,76 @@ begin
     cross join lateral (select v.claim, v.flags from queue.live v where v.id = u.id offset 0) v
     order by u.n;
     perform set_config('pgdefer.undelivered', p_worker::text, false);
+    if v.ids is null then
+      perform queue._announce();
+    end if;
   end if;
   return v.ids;
 end $$;
 
 -- What is aside for a worker, in claim order: at most p_n jobs, up to 4 MB, or one job; what must run alone goes to a fetch that asks
 -- for that. It is no longer aside; some claims may have ended meanwhile. NULL: there is none.
--- Locks: rows of queue.undelivered by skip locked.
+-- Where the time to start has passed for some, these are cancelled instead, and none is handed out (ids is empty): large rows must not
+-- travel while a claim's row is held.
+-- Locks: rows of queue.undelivered by skip locked; if any has expired, then rows of queue.live by skip locked, never ADM.
+-- Why no wake-up is lost: the end of a claim is handed over as by succeed; what is left aside before_sleep sees, and who is on
+-- its way to sleep is told to fetch again.
+-- Raises: 22023, QJ007.
 create or replace function queue._deliver(p_worker bigint, p_n integer, p_options jsonb, out ids bigint[], out claims bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_is_alone constant boolean := coalesce(p_options -> 'alone' <> 'false', false);
-  v record;
 begin
-  with aside as (
-    select u.no, u.size from queue.undelivered u
-    where u.worker_id = p_worker and u.is_alone = v_is_alone order by u.no for update skip locked),
-  gone as (
-    delete from queue.undelivered u
-    where u.worker_id = p_worker and u.no in (
-      select a.no from (select a.no, sum(a.size) over (order by a.no) as total, row_number() over (order by a.no) as n from aside a) a
-      where a.n = 1 or a.total <= 4000000 and a.n <= p_n)
-    returning u.no, u.id, u.claim)
-  select array_agg(g.id order by g.no) as ids, array_agg(g.claim order by g.no) as claims into v from gone g;
-  ids := v.ids;
-  claims := v.claims;
+  perform queue._check_max_jobs(p_n);
+  if not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then
+    perform queue._worker_gone(p_worker);
+  elsif queue._expire_aside(p_worker) then
+    ids := '{}'::bigint[];
+  else
+    with aside as (
+      select u.no, u.size from queue.undelivered u
+      where u.worker_id = p_worker and u.is_alone = v_is_alone and not exists (select from queue.expiry e where e.id = u.id and e.at <= clock_timestamp())
+      order by u.no for update skip locked),
+    gone as (
+      delete from queue.undelivered u
+      where u.worker_id = p_worker and u.no in (
+        select a.no from (select a.no, sum(a.size) over (order by a.no) as total, row_number() over (order by a.no) as n from aside a) a
+        where a.n = 1 or a.total <= 4000000 and a.n <= p_n)
+      returning u.no, u.id, u.claim)
+    select array_agg(g.id order by g.no), array_agg(g.claim order by g.no) into ids, claims from gone g;
+  end if;
   if not exists (select from queue.undelivered u where u.worker_id = p_worker) then
     perform set_config('pgdefer.undelivered', '', false);
   end if;
+end $$;
+
+-- Cancels what is aside for a worker and has expired; whether there was any. A claim that another transaction is at stays aside
+-- and is not handed out: the next look finds whether it has ended.
+-- Locks: rows of queue.undelivered, then of queue.live, by skip locked.
+create or replace function queue._expire_aside(p_worker bigint)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_claim record;
+  v_has_any boolean := false;
+begin
+  for v_claim in
+    select u.no, u.id, u.claim from queue.undelivered u
+    where u.worker_id = p_worker and exists (select from queue.expiry e where e.id = u.id and e.at <= clock_timestamp())
+    order by u.id for update skip locked
+  loop
+    perform from queue.live v where v.id = v_claim.id and v.claim = v_claim.claim for update skip locked;
+    if found then
+      perform queue._end_attempt('{"outcome": "released"}', v_claim.id, v_claim.claim, false);
+      v_has_any := true;
+    end if;
+    delete from queue.undelivered u
+    where u.worker_id = p_worker and u.no = v_claim.no
+      and not exists (select from queue.live v where v.id = v_claim.id and v.claim = v_claim.claim);
+  end loop;
+  if v_has_any then
+    perform queue._announce();
+  end if;
+  return v_has_any;
 end $$;

@@ -113,7 +113,8 @@ begin
   into v_expires_at
   from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t where j.id = extend.id;
   insert into queue.lease as l (id, claim, expires_at, is_own) values (extend.id, extend.claim, v_expires_at, true)
-  on conflict on constraint lease_pkey do update set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true;
+  on conflict on constraint lease_pkey do update
+    set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true, given_at = excluded.given_at;
   return v_expires_at;
 end $$;
 comment on function queue.extend(bigint, bigint, interval) is
@@ -175,6 +176,8 @@ comment on function queue.worker_died(bigint) is
 -- that were under way after its end had been committed; of a role, as vacuum's workers are not: their kind is hidden
 -- from an owner who is no superuser). Then nothing can come any more (is_over).
 -- The late claim of a worker that has said good-bye is released, as its others were; that of a dead one has crashed.
+-- Nobody could be heard while the server was down: what was last heard of before its start counts as dead dead_after past that at
+-- the earliest, a lease or a timeout 30 s.
 -- Claims of forgotten workers a session looks for once in 10 s. Stops after a second: the next call goes on.
 create or replace function queue.reap()
 returns table (reaped integer, next_expiry timestamptz)
@@ -184,7 +187,8 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
-  v_up_since timestamptz := pg_postmaster_start_time();  -- nobody could be heard while the server was down
+  v_up_since timestamptz := pg_postmaster_start_time();
+  v_grace_until timestamptz := queue._grace_until();
   v_last bigint[];
   v_gone bigint[];
   v_left bigint[] := '{}'::bigint[];
@@ -249,7 +253,7 @@ begin
     from queue.lease l
     cross join lateral (select j.options from queue.job j where j.id = l.id offset 0) j
     left join lateral (select v.claimed_at from queue.live v where v.id = l.id and v.claim = l.claim offset 0) v on true
-    where l.expires_at <= v_now order by l.expires_at
+    where l.expires_at <= v_now and (v_grace_until <= v_now or l.given_at >= v_up_since) order by l.expires_at
   loop
     exit when clock_timestamp() > v_now + interval '1 s';
     reaped := reaped + queue._reap_claim(
@@ -257,11 +261,31 @@ begin
       case when v_claim.is_timed_out then format('not done within its timeout of %s', v_claim.timeout)
            else format('its lease ended at %s', v_claim.expires_at) end);
   end loop;
-  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after) from queue.worker w where w.gone_at is null), (select min(l.expires_at) from queue.lease l));
+  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after) from queue.worker w where w.gone_at is null),
+                       queue._next_lease_end());
   return next;
 end $$;
 comment on function queue.reap() is
   'Ends what is dead: claims of workers without a heartbeat for dead_after, since the server was started at the earliest, and leases and timeouts that have passed. Returns how many, and when the next may expire.';
+
+-- Until when leases and timeouts that were set before the server's start last at least.
+create or replace function queue._grace_until()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return pg_postmaster_start_time() + interval '30 s';
+end $$;
+
+-- When the next lease or timeout ends, as reap counts.
+create or replace function queue._next_lease_end()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  if queue._grace_until() <= clock_timestamp() then
+    return (select l.expires_at from queue.lease l order by l.expires_at limit 1);
+  end if;
+  return (select min(case when l.given_at < pg_postmaster_start_time() then greatest(l.expires_at, queue._grace_until()) else l.expires_at end)
+          from queue.lease l);
+end $$;
 
 -- Ends claims without a lease of their own whose worker is forgotten, as crashed: how it ended nobody can tell. No fetch
 -- leaves such a claim, but one that was prepared (PREPARE TRANSACTION) and committed long after; nor do half a restore and

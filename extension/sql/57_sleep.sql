@@ -41,7 +41,7 @@ begin
     -- what only tick can do, and may fail to do at once, is due in a moment, so that nobody spins
     (select greatest(e.at, clock_timestamp() + interval '10 ms') from queue.expiry e
      where (select v.claim from queue.live v where v.id = e.id) is null order by e.at limit 1),
-    (select greatest(l.expires_at, clock_timestamp() + interval '10 ms') from queue.lease l order by l.expires_at limit 1),
+    (select greatest(x.at, clock_timestamp() + interval '10 ms') from queue._next_lease_end() x (at) where x.at is not null),
     (select min(queue._next_start(c.queue)) from queue.queue_config c where c.rate_limit is not null))
   into v_due
   from (select k.* from queue.cursor k order by k.tick desc limit 1) c;
@@ -111,7 +111,7 @@ begin
   return (
     select not (k.has_backlog or k.due_at > v_now
       or exists (select from queue.handover)
-      or exists (select from queue.lease l where l.expires_at <= v_now)
+      or coalesce(queue._next_lease_end() <= v_now, false)
       or exists (select from queue.schedule s where s.due_at >= k.due_at and s.due_at <= v_now)
       or exists (
         select from queue.expiry e

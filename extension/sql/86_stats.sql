@@ -198,7 +198,7 @@ begin
       (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1),
       (select j.created_at from queue.job j where j.xid >= k.next_xid order by j.xid, j.id limit 1),
       (select e.at from queue.expiry e where not exists (select from queue.live l where l.id = e.id and l.claim is not null) order by e.at limit 1),
-      (select l.expires_at from queue.lease l order by l.expires_at limit 1)) as at
+      queue._next_lease_end()) as at
   into v from queue.cursor k order by k.tick desc limit 1;
   status := case when v.at < p_now - interval '10 minutes' then 'fail' when v.at < p_now - interval '1 minute' then 'warn' else 'ok' end;
   detail := case when status = 'ok' then 'nothing is overdue' else format('something has been due for %s', date_trunc('second', p_now - v.at)) end;

@@ -165,12 +165,14 @@ create table queue.handover (
   constraint handover_pkey primary key (xid, seq)
 );
 
--- A claim's own lease, or the end of its timeout: what reap looks at beside dead workers.
+-- A claim's own lease, or the end of its timeout: what reap looks at beside dead workers. given_at: the last sign of life by which it was
+-- set.
 create table queue.lease (
   id bigint not null,
   claim bigint not null,
   expires_at timestamptz not null,
   is_own boolean not null,
+  given_at timestamptz not null default clock_timestamp(),
   constraint lease_pkey primary key (id)
 );
 create index lease_expires_idx on queue.lease (expires_at);

@@ -29,7 +29,7 @@ create function pg_temp.graph(task text) returns text language sql as $$
 $$;
 create procedure pg_temp.clear() language plpgsql as $$
 begin
-  perform from queue.delete(array(select j.id from queue.jobs j), true);
+  perform queue.delete(array_agg(j.id), true) from (select j.id, row_number() over (order by j.id) / 1000 as n from queue.jobs j) j group by j.n;
 end $$;
 
 -- defer_group

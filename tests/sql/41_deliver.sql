@@ -1,6 +1,6 @@
 -- Delivering: an answer of fetch is bounded, and what does not fit is handed out apart, without the admission lock.
 
-select plan(38);
+select plan(51);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.large(bytes integer) returns jsonb language sql as $$
@@ -11,7 +11,9 @@ create function pg_temp.got(max_jobs integer default 100) returns text language 
   from queue.fetch((select w.id from queue.workers w where w.name = 'w'), null, got.max_jobs) with ordinality
     f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n)
 $$;
-create function pg_temp.aside() returns bigint language sql as $$ select count(*) from queue.undelivered $$;
+create function pg_temp.aside() returns bigint language sql as $$
+  select count(*) from queue.undelivered u join queue.live v on v.id = u.id and v.claim = u.claim
+$$;
 create function pg_temp.finish() returns void language sql as $$
   select queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded'))) from queue.live v where v.claim is not null
 $$;
@@ -106,6 +108,33 @@ reset pgdefer.undelivered;
 select pg_temp.got(), pg_temp.got() \g /dev/null
 select pg_temp.finish() \g /dev/null
 
+-- What has expired while it was aside is not handed out
+select queue.defer('huge', pg_temp.large(100000), options => '{"expires_at": "2999-01-01"}') as id,
+       queue.defer('other', pg_temp.large(100000)) as other \gset
+select pg_temp.got() \g /dev/null
+select is(pg_temp.aside(), 2::bigint, 'two are aside');
+update queue.expiry set at = clock_timestamp() where id = :id;
+select is(pg_temp.got(), null, 'one whose expires_at has passed ends, in a transaction that hands out nothing');
+select results_eq(format('select j.state, j.reason from queue.jobs j where j.id = %s', :id), $$values ('cancelled', 'expired')$$, 'cancelled, as expired');
+select is(pg_temp.aside(), 1::bigint, 'and is aside no longer');
+select is(pg_temp.got(), 'other 100012', 'the others come after it');
+select pg_temp.finish() \g /dev/null
+select is_empty('select * from queue.check()', 'all is in its place');
+
+-- A worker that is gone hears so at once, and a bad number is refused
+select queue.defer('huge', pg_temp.large(100000)) as id \gset
+select queue.register_worker('goes', info => '{"dead_after": "1 day"}') as goes \gset
+select * from queue.fetch(:goes) \g /dev/null
+select is(pg_temp.aside(), 1::bigint, 'one is aside');
+select throws_ok(format('select * from queue.fetch(%s, max_jobs => 0)', :goes), '22023', null, 'max_jobs must be right also where something is aside');
+select queue.deregister_worker(:goes) \g /dev/null
+select throws_ok(format('select * from queue.fetch(%s)', :goes), 'QJ007', null, 'a worker that is gone gets no empty answer first');
+select throws_ok(format('select * from queue.finish_and_fetch(%s, %L)', :goes, '[]'), 'QJ007', null, 'by no call');
+reset pgdefer.undelivered;
+select pg_temp.got(), pg_temp.got() \g /dev/null
+select pg_temp.finish() \g /dev/null
+delete from queue.undelivered where worker_id = :goes;
+
 -- Sizes follow the args
 select queue.defer('huge', pg_temp.large(100000), scheduled_at => now() + interval '1 day') as id, queue.defer('grows', scheduled_at => now() + interval '1 day') as grows \gset
 select queue.tick() \g /dev/null
@@ -129,5 +158,21 @@ select * from queue.tick() \g /dev/null
 select is(current_setting('idle_in_transaction_session_timeout'), '10s', 'a transaction that holds the admission lock may not idle');
 commit;
 select is(current_setting('idle_in_transaction_session_timeout'), '0', 'only that one');
+
+begin;
+set local idle_in_transaction_session_timeout = '7s';
+select * from queue.tick() \g /dev/null
+select is(current_setting('idle_in_transaction_session_timeout'), '7s', 'a stricter setting stays');
+commit;
+begin;
+set local idle_in_transaction_session_timeout = '500ms';
+select * from queue.prune() \g /dev/null
+select is(current_setting('idle_in_transaction_session_timeout'), '500ms', 'also where the lock is waited for');
+commit;
+begin;
+set local idle_in_transaction_session_timeout = '1min';
+select * from queue.tick() \g /dev/null
+select is(current_setting('idle_in_transaction_session_timeout'), '10s', 'a looser one does not');
+commit;
 
 select * from finish();

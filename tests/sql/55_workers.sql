@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, leases, timeouts, crashes, aborts; what reap ends and what it leaves.
 
-select plan(186);
+select plan(192);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -450,5 +450,25 @@ reset pgdefer.reviewed_at;
 select from queue.tick() \g /dev/null
 select is((select count(*) from queue.jobs j where j.state = 'running'), 0::bigint, 'the claims of a prepared fetch whose worker has died meanwhile are found');
 select is_empty('select * from queue.check()', 'and it is sound');
+
+-- Nobody could be heard while the server was down: what was given before its start lasts for a while after that
+select queue.register_worker('before', info => '{"dead_after": "1 day"}') as before \gset
+select queue.defer('leased') as leased, queue.defer('timed', options => '{"timeout": "1 hour"}') as timed \gset
+select f.claim from queue.fetch(:before, null, 2) f where f.id = :leased \gset
+select queue.extend(:leased, :claim, '1 hour') \g /dev/null
+update queue.lease set expires_at = now(), given_at = pg_postmaster_start_time() - interval '1 s' where id in (:leased, :timed);
+select pg_get_functiondef('queue._grace_until()'::regprocedure) as grace \gset
+create or replace function queue._grace_until() returns timestamptz language sql as $$ select clock_timestamp() + interval '1 hour' $$;
+select is((select r.reaped from queue.reap() r), 0, 'a lease and a timeout from before the start of the server wait for it');
+select ok(queue._next_lease_end() > now() + interval '50 minutes', 'and keep nobody awake');
+select queue.extend(:leased, :claim, '1 hour') \g /dev/null
+update queue.lease set expires_at = now() where id = :leased;
+select is((select r.reaped from queue.reap() r), 1, 'one that was extended since does not');
+create or replace function queue._grace_until() returns timestamptz language sql as $$ select clock_timestamp() - interval '1 s' $$;
+select is((select r.reaped from queue.reap() r), 1, 'after a while the others end as well');
+:grace;
+select ok(queue._grace_until() - pg_postmaster_start_time() = interval '30 s', 'which is 30 s');
+select queue.deregister_worker(:before) \g /dev/null
+select is_empty('select * from queue.lease', 'none is left');
 
 select * from finish();

@@ -1,6 +1,6 @@
 -- Operating on many jobs by hand: move, copy, delete, fail_jobs, done, set_priority, reschedule, set_args, delete_queue.
 
-select plan(254);
+select plan(259);
 
 set pgdefer.notify = off;
 
@@ -91,6 +91,8 @@ begin
 end $$;
 
 -- Arguments
+select is(pg_temp.refusal(format('select queue.%s(array(select generate_series(1, 1001))::bigint[]%s)', name, rest)), '22023', name || ' of more than 1,000 jobs')
+from (values ('move', ', ''q'''), ('delete', ''), ('fail_jobs', ''), ('done', ''), ('set_priority', ', 1')) v (name, rest);
 select is(pg_temp.refusal('select queue.' || call), '22023', call) from (values
   ('move(null, ''q'')'), ('move(array[1, null], ''q'')'), ('move(''{}'', null)'), ('move(''{}'', '''')'), ('move(''{}'', ''a*'')'), ('move(''{}'', repeat(''x'', 1001))'),
   ('copy(1, '''')'), ('copy(1, ''a*'')'), ('delete(null)'), ('delete(array[null]::bigint[])'), ('fail_jobs(null)'), ('fail_jobs(array[null]::bigint[], ''x'')'), ('done(null)'), ('delete(''{{1},{2}}'')'), ('retry(''{{1},{2}}'')'), ('move(''{{1},{2}}'', ''q'')'),

@@ -1,6 +1,6 @@
 -- Manual retries: from every state, with locks, needs, counts and history.
 
-select plan(107);
+select plan(111);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -79,7 +79,9 @@ select results_eq(format('select id, outcome, error from queue.retry(array[%s, 4
 select is_empty('select * from queue.retry(''{}'')', 'no ids, no rows');
 select is(pg_temp.refusal(call), '22023', call) from (values
   ('select queue.retry(null)'), ('select queue.retry(array[1, null])'), ('select queue.retry_failed('''')'), ('select queue.retry_failed(null, '''')'), ('select queue.retry_failed(max_jobs => 0)'),
-  ('select queue.retry_failed(max_jobs => -1)')) v (call);
+  ('select queue.retry_failed(max_jobs => -1)'), ('select queue.retry_failed(max_jobs => 1001)'),
+  ('select queue.retry(array(select generate_series(1, 1001))::bigint[])')) v (call);
+select is((select count(*) from queue.retry(array(select generate_series(1000001, 1001000))::bigint[])), 1000::bigint, 'a call takes 1,000 ids');
 begin isolation level repeatable read;
 select is(pg_temp.refusal('select queue.retry(''{1}'')'), 'QJ008', 'retry in REPEATABLE READ');
 select is(pg_temp.refusal('select queue.retry_failed()'), 'QJ008', 'retry_failed too');
@@ -229,7 +231,8 @@ select results_eq('select * from queue.retry_failed(''a'')', format('values (%s:
 select count(pg_temp.run(id, 'failed')) from unnest(array[:a1, :a2]) id \g /dev/null
 select results_eq('select id from queue.retry_failed(queue => ''x*'', max_jobs => 2)', format('values (%s::bigint), (%s)', :a1, :a2), 'queues'' by a pattern, at most so many, oldest first');
 select results_eq('select id from queue.retry_failed(''b'', ''y'')', format('values (%s::bigint)', :b2), 'of a task on a queue; only failed ones');
-select results_eq('select id from queue.retry_failed()', format('values (%s::bigint)', :b1), 'all');
+select is_empty(format('select id from queue.retry_failed(after => %s)', :b1), 'none after the last');
+select results_eq(format('select id from queue.retry_failed(max_jobs => null, after => %s)', :a2), format('values (%s::bigint)', :b1), 'all after one');
 select is_empty('select * from queue.retry_failed()', 'none is left');
 select count(pg_temp.run(id, 'succeeded')) from unnest(array[:a1, :a2, :b1, :b2]) id \g /dev/null
 select queue.defer_many(jsonb_agg(jsonb_build_object('task', 'bulk', 'lock', 'lock ' || n % 50))) from generate_series(1, 1000) n \g /dev/null

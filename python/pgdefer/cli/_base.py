@@ -139,6 +139,11 @@ class Rows:
     values: list[dict[str, Any]]
     texts: list[str] | None = None
 
+    def __add__(self, more: Rows) -> Rows:
+        """Return these rows and more, of the same kind."""
+        texts = None if more.texts is None else [*(self.texts or []), *more.texts]
+        return Rows([*self.values, *more.values], texts)
+
     def pick(self, wanted: Sequence[int]) -> Rows:
         """Return the rows at some places, in their order."""
         texts = None if self.texts is None else [self.texts[at] for at in wanted]

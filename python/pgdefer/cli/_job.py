@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -99,6 +100,8 @@ ATTEMPTS = {
 }
 
 
+# How many jobs one call may change.
+SLICE = 1_000
 # How far a list looks, in queue.search's bytes: 100 a job.
 GLANCE = 2_000_000
 
@@ -276,6 +279,8 @@ def tail(
     """Print jobs as they end."""
     asked: dict[str, Any] = {"queue": queue, "task": task}
     with contextlib.suppress(KeyboardInterrupt), session(dsn, as_json=as_json) as on:
+        # no look goes back further than the first, which finds what is not to be shown
+        asked["start"] = on.one(_sql.NOW)
         since: Any = None
         seen = {_key(row) for row in on.call(_sql.ENDED_SINCE, asked | {"since": since}).values}
         if lines:
@@ -289,9 +294,9 @@ def tail(
             rows = on.call(_sql.ENDED_SINCE, asked | {"since": since})
             keys = [_key(row) for row in rows.values]
             _show_ended(rows.pick([at for at, key in enumerate(keys) if key not in seen]))
-            if keys:
-                seen = {*keys}
-                since = rows.values[-1]["finished_at"]
+            if keys and keys[-1] not in seen:  # else the last one was retried, or deleted
+                since = keys[-1][1]
+            seen = {*keys}
 
 
 def _key(row: dict[str, Any]) -> tuple[int, Any]:
@@ -405,8 +410,7 @@ def restart(
     if failed == bool(ids):
         fail(Exit.USAGE, "name jobs by their ids, or pass --failed")
     if failed:
-        asked: dict[str, Any] = {"task": task, "queue": queue, "max_jobs": limit}
-        _change(_sql.RETRY_FAILED, asked, dsn, as_json, dry_run)
+        _restart_failed({"task": task, "queue": queue}, limit, dsn, as_json, dry_run)
     else:
         _change(_sql.RETRY, {"ids": ids, "force": force}, dsn, as_json, dry_run)
 
@@ -538,8 +542,34 @@ def _change(
     dry_run: bool,
 ) -> None:
     """Call a function on many jobs, print what became of each, and end accordingly."""
+    ids = list(dict.fromkeys(parameters["ids"]))
+    rows = Rows([])
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(statement, parameters)
+        for at in range(0, len(ids), SLICE):
+            rows += on.call(statement, parameters | {"ids": ids[at : at + SLICE]})
+    _end(rows)
+
+
+def _restart_failed(
+    asked: dict[str, Any], limit: int | None, dsn: str | None, as_json: bool, dry_run: bool
+) -> None:
+    """Restart what has failed, as `_change` does."""
+    rows = Rows([])
+    after = None
+    left: float = math.inf if limit is None else limit
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        while left:
+            size = min(left, SLICE)
+            more = on.call(_sql.RETRY_FAILED, asked | {"max_jobs": size, "after": after})
+            rows += more
+            if len(more.values) < size:
+                break
+            left -= size
+            after = more.values[-1]["id"]
+    _end(rows)
+
+
+def _end(rows: Rows) -> None:
     _show.outcomes(rows)
     if code := end_of(rows.values):
         raise typer.Exit(code)

@@ -418,6 +418,43 @@ def test_tail_follows(run: Run, conn: Connection, claim: Claim) -> None:
             process.kill()
 
 
+def test_tail_shows_each_end_once(
+    run: Run, conn: Connection, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow its looks are, and whatever becomes of the last that it has shown."""
+
+    def end(ago: float) -> int:
+        """End a job, as if that was so many seconds ago."""
+        id = defer(run, "t")
+        ((_, number),) = claim().items()
+        conn.execute("select queue.fail(%s, %s, 'no')", [id, number])
+        by = f"interval '{ago} s'"
+        conn.execute(f"update queue.finished set finished_at = finished_at - {by} where id = {id}")
+        return id
+
+    for ago in (8, 7, 6, 4):
+        end(ago)
+    ended: list[int] = []
+    looks = iter(range(10))
+
+    def sleep(_: float) -> None:
+        look = next(looks)
+        if look == 1:
+            ended.append(end(0))
+        elif look == 3:
+            ended.append(end(-4))
+        elif look == 4:
+            ended.append(end(-8))
+        elif look == 6:
+            conn.execute("select queue.retry(%s)", [ended[-1:]])
+        elif look == 9:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    lines = run("job", "tail", "-n", "0").out.splitlines()
+    assert [int(line.split()[3]) for line in lines] == ended
+
+
 # Changing jobs
 
 
@@ -460,6 +497,22 @@ def test_restart(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     assert len(run("job", "restart", "--failed", "-t", "other", "--json").json) == 0
     assert run("job", "restart").code == Exit.USAGE
     assert run("job", "restart", failed, "--failed").code == Exit.USAGE
+
+
+def test_more_jobs_than_one_call_may_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_job, "SLICE", 2)
+    ids = [defer(run, "t") for _ in range(5)]
+    done = run("job", "fail", *ids, ids[0], 99, "--yes")
+    assert (done.code, done.out) == (Exit.PARTLY, "".join(f"{id}: failed\n" for id in ids))
+    assert len(run("job", "restart", *ids, "--dry-run").out.splitlines()) == 5
+    found = [row["id"] for row in run("job", "restart", "--failed", "-n", 3, "--json").json]
+    assert found == ids[:3]
+    # those that are refused are met once
+    run("job", "fail", defer(run, "t", "--queueing-lock", "k"), "--yes")
+    defer(run, "t", "--queueing-lock", "k")
+    done = run("job", "restart", "--failed")
+    assert (done.code, done.out) == (Exit.PARTLY, "".join(f"{id}: ready\n" for id in ids[3:]))
+    assert run("job", "restart", "--failed").code == Exit.ALREADY_QUEUED
 
 
 def test_restart_where_another_has_the_queueing_lock(run: Run, jobs: Jobs) -> None:

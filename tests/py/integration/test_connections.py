@@ -101,6 +101,29 @@ async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs:
         assert len({await job.result_async(300) for job in first}) == 4
 
 
+@pytest.mark.parametrize("level", ["serializable", "repeatable read"])
+def test_a_role_whose_transactions_are_of_another_level(
+    narrow: str, jobs: Jobs, conn: Connection, level: str
+) -> None:
+    """What sees no new rows in each statement can't be in a queue: so all sessions set theirs."""
+    conn.execute(f"alter role narrow set default_transaction_isolation to '{level}'")
+    conn.execute("alter role narrow set default_transaction_deferrable to on")
+    app = App(narrow)
+
+    @app.task(transactional=True, name="sync")
+    def sync(connection: Connection) -> None:
+        connection.execute("select 1")
+
+    @app.task(transactional=True, name="async")
+    async def coroutine(connection: psycopg.AsyncConnection[Any]) -> None:
+        await connection.execute("select 1")
+
+    ids = [app.defer("sync").id, app.defer("async").id]
+    app.run_worker(drain=True)
+    app.close()
+    assert jobs.states() == dict.fromkeys(ids, "succeeded")
+
+
 def test_a_limit_below_one(dsn: str) -> None:
     with pytest.raises(ValueError, match="max_connections must be at least 1"):
         App(dsn, max_connections=0)

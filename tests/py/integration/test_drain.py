@@ -109,6 +109,15 @@ async def test_while_another_admits(
     assert set(jobs.states().values()) == {"succeeded"}
 
 
+def test_without_the_listening_connection(dsn: str, jobs: Jobs) -> None:
+    """To drain nothing has to be heard."""
+    app = App(dsn, listen_dsn="host=/nowhere")
+    job = app.defer("t")
+    drain(app, "worker", None)
+    app.close()
+    assert jobs.states()[job.id] == "succeeded"
+
+
 def test_what_a_limit_holds_back(app: App, jobs: Jobs, conn: Connection[Any]) -> None:
     """It starts without anybody's help, so it is waited for."""
     conn.execute(

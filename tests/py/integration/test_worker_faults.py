@@ -1242,6 +1242,130 @@ async def test_what_was_claimed_waits_for_a_heartbeat(
         await jobs.end()
 
 
+async def test_an_outcome_that_cannot_be_stored_spoils_no_other_at_the_end(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the worker's leave-taking forgotten for it."""
+    begun = []
+
+    @app.task(name="t")
+    async def task(n: int) -> int:
+        begun.append(n)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return n
+
+    real = _outcome.succeeded
+
+    def spoilt(id: int, claim: int, result: str | None = None) -> str:
+        return real(id, claim, '"\\u0000"' if result == "2" else result)
+
+    monkeypatch.setattr(_outcome, "succeeded", spoilt)
+    task.defer_many([{"n": n} for n in range(1, 4)])
+    stopping = asyncio.create_task(Worker(app).run_async())
+    await until(lambda: len(begun) == 3)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    await app.close_async()
+    note = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
+    assert [(row["state"], row["result"]) for row in jobs()] == [
+        ("succeeded", 1),
+        ("succeeded", note),
+        ("succeeded", 3),
+    ]
+
+
+async def test_what_was_told_to_abort_before_it_starts(
+    app: App, jobs: Jobs, connect: Connect, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handler is not called."""
+    runs = []
+
+    @app.task(name="t")
+    def task() -> None:
+        runs.append(1)
+
+    late = 0.0
+    monkeypatch.setattr("pgdefer._worker.clock", lambda: clock() + late)
+    async with running(app) as worker:
+        await until(lambda: worker.id)
+        late = 31.0
+        monkeypatch.setattr(worker._heart, "poke", lambda: None)
+        job = await app.defer_async("t")
+        await until(lambda: worker._is_held)
+        conn.execute("select queue.cancel(%s, abort => true)", (job.id,))
+        monkeypatch.undo()
+        worker._heart.poke()
+        await jobs.end()
+    assert (jobs.states(), runs) == ({job.id: "cancelled"}, [])
+
+
+async def test_what_waited_past_its_timeout_does_not_start(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a worker that was frozen after its fetch: others may have ended the claim by now."""
+    delays = [7.0]
+    late = 0.0
+    real = Worker._take
+
+    def take(self: Worker, rows: Any, *arguments: Any) -> int:
+        nonlocal late
+        if rows and delays:
+            late += delays.pop()
+        return real(self, rows, *arguments)
+
+    @app.task(name="t", timeout=dt.timedelta(seconds=1))
+    async def task() -> None: ...
+
+    monkeypatch.setattr(Worker, "_take", take)
+    monkeypatch.setattr("pgdefer._worker.clock", lambda: clock() + late)
+    await app.defer_async("t")
+    async with running(app):
+        (row,) = await jobs.end()
+    assert "was claimed too long ago" in caplog.text
+    assert (row["state"], row["attempts"], row["claims"]) == ("succeeded", 1, 2)
+
+
+@pytest.mark.parametrize("how", ["thread", "coroutine"])
+async def test_a_claim_that_was_ended_before_it_could_be_kept(
+    dsn: str, jobs: Jobs, conn: Connection, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handler is told to end, though no heartbeat comes by."""
+    monkeypatch.setattr("pgdefer._link.LOOK", 0.1)
+    ended = []
+    app = App(dsn, pgbouncer=True)
+
+    @app.task(name="thread", timeout=dt.timedelta(hours=1))
+    def thread() -> None:
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            ended.append("thread")
+
+    @app.task(name="coroutine", timeout=dt.timedelta(hours=1))
+    async def coroutine() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("coroutine")
+
+    job = await app.defer_async(how)
+    async with running(app, heartbeat_every=60.0, dead_after=300.0) as worker:
+        await until(lambda: worker._running)
+        past(conn, job, 3700)
+        # its own first tick may be the one that ends it
+        await until(
+            lambda: conn.execute("select queue.reap()") and jobs.states()[job.id] == "failed"
+        )
+        (running_job,) = worker._running
+        worker._heart.limits[running_job] = clock()
+        await until(lambda: ended == [how])
+        await until(lambda: not worker._running)
+    app.close()
+
+
 async def test_an_outcome_that_is_refused_for_ever(
     app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

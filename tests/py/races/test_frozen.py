@@ -89,6 +89,35 @@ def test_a_worker_that_freezes_while_it_receives_a_fetch(
     frozen.close()
 
 
+@pytest.mark.parametrize("call", ["fail_jobs(%s)", "retry(%s)", "delete(%s)", "move(%s, 'to')"])
+def test_an_operator_that_freezes_while_it_receives_an_answer(
+    connect: Callable[..., Connection], call: str
+) -> None:
+    conn, frozen = connect(), connect()
+    conn.execute(
+        'select count(*) from queue.defer_many((select jsonb_agg(\'{"task": "t"}\'::jsonb)'
+        " from generate_series(1, 1000)))"
+    )
+    # as long an answer as it can become
+    conn.execute("update queue.log set id = id + 8000000000000000000")
+    worker = register(conn)
+    ids = "array(select id from queue.jobs order by id)"
+    frozen.pgconn.send_query(f"select * from queue.{call % ids}".encode())
+    conn.execute("select queue.defer('first', priority => 1)")
+    conn.execute("set statement_timeout = '60 s'")
+    # it waits for the call, and not for its client
+    assert conn.execute("select task from queue.fetch(%s)", [worker]).fetchone() == ("first",)
+    until(
+        lambda: (
+            conn.execute(
+                "select state from pg_stat_activity where pid = %s", [frozen.info.backend_pid]
+            ).fetchone()
+            == ("idle",)
+        )
+    )
+    frozen.close()
+
+
 def test_who_idles_with_the_admission_lock_is_ended(connect: Callable[..., Connection]) -> None:
     conn, other = connect(), connect()
     idle = connect(autocommit=False)
@@ -157,3 +186,54 @@ def test_who_waits_for_a_transaction_does_not_look_again_and_again(
     assert int(after[0]) - int(before[0]) <= 10, "a look takes one transaction id"
     handler.commit()
     assert [task for _, _, task in until(lambda: fetch(conn, worker))] == ["dependent"]
+
+
+def test_a_multixact_is_not_taken_for_a_transaction(connect: Callable[..., Connection]) -> None:
+    conn = connect()
+    long, makes = connect(autocommit=False), connect(autocommit=False)
+
+    def until_of(xid: str) -> str:
+        row = conn.execute(
+            "select case queue._until(cast(%s as xid)) when pg_current_xact_id() then 'own'"
+            " else queue._until(cast(%s as xid))::xid::text end",
+            [xid, xid],
+        ).fetchone()
+        assert row is not None
+        return str(row[0])
+
+    row = long.execute("select pg_current_xact_id()::xid::text").fetchone()
+    assert row is not None
+    (xid,) = row
+    conn.execute("select pg_current_xact_id()")  # so that a snapshot names the one before
+    assert until_of(xid) == xid
+    assert until_of("2") == "own", "one that has ended"
+    # up to the multixact of this very number, whose members are under way: each row is locked, then deleted in a savepoint
+    makes.execute("create temp table t as select from generate_series(1, 100)")
+    makes.commit()
+
+    def is_made() -> bool:
+        row = makes.execute("select mxid_age(cast(%s as xid)) > 0", [xid]).fetchone()
+        return row == (True,)
+
+    while not is_made():
+        makes.commit()
+        makes.execute(
+            """
+            do $$
+            declare
+              r record;
+            begin
+              for r in select t.ctid from t for update loop
+                begin
+                  delete from t where t.ctid = r.ctid;
+                  raise division_by_zero;
+                exception when division_by_zero then null;
+                end;
+              end loop;
+            end $$
+            """
+        )
+    assert until_of(xid) == "own", "it may be the multixact that is meant"
+    makes.rollback()
+    assert until_of(xid) == xid, "that has ended"
+    long.rollback()

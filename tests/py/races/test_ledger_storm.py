@@ -154,8 +154,7 @@ class Judge:
                 self.fault(f"{claim} was rolled back")
             if claim.serial in self.ledger.void:
                 self.fault(f"{claim} has args that were rolled back")
-            # a large one is claimed before it is handed out, by the fetch after
-            if job.expires_at < claim.sent and not claim.queue.endswith(".fat"):
+            if job.expires_at < claim.sent:
                 self.fault(f"{claim} began after it had expired")
             for need in job.needs:
                 if self.ledger.jobs[need].may_succeed > claim.got:
