@@ -15,7 +15,8 @@ class SqlBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Runs extension/build.py, so that an install straight from the sources works too."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build into build/ and copy it; an editable install reads build/ itself."""
+        """Build into build/ and take one copy of each form; an editable install reads build/."""
         if version != "editable":
             sql_build.build()
-            build_data["force_include"][str(sql_build.BUILD)] = "pgdefer/_sql"
+            for name in ("extension", "pgdefer.sql"):
+                build_data["force_include"][str(sql_build.BUILD / name)] = f"pgdefer/_sql/{name}"

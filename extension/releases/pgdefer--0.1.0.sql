@@ -110,12 +110,15 @@ begin
   end if;
 end $$;
 
--- Raises: 22023 unless ids is a list of ids, without NULL.
+-- Raises: 22023 unless ids is a list of ids, without NULL, and no longer than one call may work on: its answer travels with ADM
+-- held, and 1,000 rows fit into what the sockets' buffers take in any case (41_deliver.sql).
 create or replace function queue._check_ids(ids bigint[])
 returns void language plpgsql immutable parallel safe security invoker as $$
 begin
   if ids is null or array_ndims(ids) > 1 or array_position(ids, null) is not null then
     perform queue._invalid('ids must be a list of ids', 'Pass ids of jobs, without NULL.');
+  elsif cardinality(ids) > 1000 then
+    perform queue._invalid('ids holds more than 1,000', 'Call again for each further 1,000.', 'ids: ' || cardinality(ids));
   end if;
 end $$;
 
@@ -606,12 +609,14 @@ create table queue.handover (
   constraint handover_pkey primary key (xid, seq)
 );
 
--- A claim's own lease, or the end of its timeout: what reap looks at beside dead workers.
+-- A claim's own lease, or the end of its timeout: what reap looks at beside dead workers. given_at: the last sign of life by which it was
+-- set.
 create table queue.lease (
   id bigint not null,
   claim bigint not null,
   expires_at timestamptz not null,
   is_own boolean not null,
+  given_at timestamptz not null default clock_timestamp(),
   constraint lease_pkey primary key (id)
 );
 create index lease_expires_idx on queue.lease (expires_at);
@@ -2768,15 +2773,22 @@ end $$;
 -- for new jobs (57_sleep.sql) holds for it.
 
 -- Locks: ADM. Without p_wait it gives up at once when another has it.
--- Whoever has it must not keep it while nobody works: the server ends a session that stays idle in this transaction for 10 s.
+-- Whoever has it must not keep it while nobody works: the server ends a session that stays idle in this transaction for 10 s,
+-- or for less where that is its setting.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if p_wait then
-    perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update;
+    perform case when current_setting('idle_in_transaction_session_timeout') = '0'
+        or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
+      then set_config('idle_in_transaction_session_timeout', '10s', true) end
+    from queue.admission for update;
     return true;
   end if;
-  perform set_config('idle_in_transaction_session_timeout', '10s', true) from queue.admission for update skip locked;
+  perform case when current_setting('idle_in_transaction_session_timeout') = '0'
+      or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
+    then set_config('idle_in_transaction_session_timeout', '10s', true) end
+  from queue.admission for update skip locked;
   return found;
 end $$;
 
@@ -2987,21 +2999,28 @@ end $$;
 
 -- The transaction whose end a look at a row of queue.live has to wait for: the one that has it locked, by the row's xmax, where that
 -- is under way, else this one. As the xid of a handover it has the next admission after that end take it, and none before.
--- A savepoint's own number is no transaction's: then each admission looks.
+-- A savepoint's own number is no transaction's, nor is that of a multixact, which a row has that was locked before a savepoint and
+-- deleted in it: then each admission looks. Multixacts are counted apart, so a number may be one's and a transaction's: who waited for
+-- that transaction could wait for the wrong one, so he does not while any member of the multixact is under way.
 create or replace function queue._until(p_xmax xid)
 returns xid8 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_own constant xid8 := pg_current_xact_id();
   v_snapshot constant pg_snapshot := pg_current_snapshot();
-  v_near constant bigint := v_own::text::bigint;
-  v_xid bigint := (v_near & ~4294967295) | p_xmax::text::bigint;
+  v_until constant xid8 := (select x from pg_snapshot_xip(v_snapshot) x where x::xid = p_xmax);
 begin
-  -- the one of these numbers that is near: xmax has but 32 bits
-  v_xid := v_xid + case when v_xid > v_near + 2147483648 then -4294967296 when v_xid < v_near - 2147483648 then 4294967296 else 0 end;
-  if v_xid::text::xid8 = any (array(select x from pg_snapshot_xip(v_snapshot) x)) then
-    return v_xid::text::xid8;
+  if v_until is null then
+    return v_own;
+  elsif mxid_age(p_xmax) between 1 and (select mxid_age(d.datminmxid) from pg_database d where d.datname = current_database()) then
+    if exists (
+      select from pg_get_multixact_members(p_xmax) m
+      -- a member has but the low 32 bits of its number
+      where pg_xact_status((v_own::text::bigint + age(v_own::xid) - age(m.xid))::text::xid8) = 'in progress')
+    then
+      return v_own;
+    end if;
   end if;
-  return v_own;
+  return v_until;
 end $$;
 
 -- Whether the log may hold what has not been admitted: a look at its end, for those who need nothing else of _admit.
@@ -5894,7 +5913,7 @@ declare
   v_claimed_at timestamptz;
 begin
   if p_max_jobs is null or p_max_jobs < 1 then
-    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
+    perform queue._check_max_jobs(p_max_jobs);
   elsif p_options <> '{}' then
     ids := queue._claim_special(p_worker, p_queues, p_max_jobs, p_options, p_may_wait);
     return;
@@ -6189,6 +6208,15 @@ begin
   end if;
 end $$;
 
+-- Raises: 22023 unless it is a number of jobs to ask for.
+create or replace function queue._check_max_jobs(p_max_jobs integer)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if p_max_jobs is null or p_max_jobs < 1 then
+    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.', format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
+  end if;
+end $$;
+
 -- Notes when reap must end claims of jobs with a timeout: 10 s past it.
 create or replace function queue._lease_timeouts(p_ids bigint[], p_claim bigint, p_now timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -6233,7 +6261,16 @@ end $$;
 -- pgdefer.undelivered, a setting of the session, names the worker for whom something is aside, so that other fetches need not look
 -- for it. Another session looks once, and when it finds nothing to claim (behind a transaction pooler).
 
+-- Locks, here and in who calls this: a fetch that puts aside holds the rows of queue.live that it has claimed, and ADM if it took it; its
+-- rows of queue.undelivered are new, so that nobody waits for them. A fetch that hands out holds rows of queue.undelivered alone, which
+-- reap and before_sleep pass by. A fetch that meets expired claims ends these, and hands out nothing.
+-- Why nothing is lost: a claim and its row here commit together, so each claim is handed out by the fetch that made it or has a row. The
+-- row goes in the transaction that hands the claim out, and comes back with it where that fails. What ends a claim meanwhile (reap, abort,
+-- retry with force) takes its row of queue.live and leaves the one here: the pair is no longer the current one, and is passed by.
+-- Two sessions: deliver_reap.spec.
+
 -- Has the next fetch of this session hand out what is aside for a worker, if anything is.
+-- Locks: none. Why nothing is overlooked: a session looks at its first fetch, and whenever it finds nothing to claim.
 create or replace function queue._look_aside(p_worker bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -6244,7 +6281,8 @@ end $$;
 
 -- Of claimed jobs, in claim order, those that fit into one answer, of which each takes about 120 bytes beside its args and headers;
 -- the others are put aside. p_are_first: as first_claim of _claim, so that most often one sum tells that all fit.
--- Locks: none; the transaction holds the rows of queue.live.
+-- Locks: none that another waits for; the transaction holds the rows of queue.live, maybe ADM.
+-- Why no wake-up is lost: a worker that gets none of what was claimed may be on its way to sleep, and is told to fetch again.
 create or replace function queue._put_aside(p_worker bigint, p_ids bigint[], p_are_first boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
@@ -6275,35 +6313,78 @@ begin
     cross join lateral (select v.claim, v.flags from queue.live v where v.id = u.id offset 0) v
     order by u.n;
     perform set_config('pgdefer.undelivered', p_worker::text, false);
+    if v.ids is null then
+      perform queue._announce();
+    end if;
   end if;
   return v.ids;
 end $$;
 
 -- What is aside for a worker, in claim order: at most p_n jobs, up to 4 MB, or one job; what must run alone goes to a fetch that asks
 -- for that. It is no longer aside; some claims may have ended meanwhile. NULL: there is none.
--- Locks: rows of queue.undelivered by skip locked.
+-- Where the time to start has passed for some, these are cancelled instead, and none is handed out (ids is empty): large rows must not
+-- travel while a claim's row is held.
+-- Locks: rows of queue.undelivered by skip locked; if any has expired, then rows of queue.live by skip locked, never ADM.
+-- Why no wake-up is lost: the end of a claim is handed over as by succeed; what is left aside before_sleep sees, and who is on
+-- its way to sleep is told to fetch again.
+-- Raises: 22023, QJ007.
 create or replace function queue._deliver(p_worker bigint, p_n integer, p_options jsonb, out ids bigint[], out claims bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
   v_is_alone constant boolean := coalesce(p_options -> 'alone' <> 'false', false);
-  v record;
 begin
-  with aside as (
-    select u.no, u.size from queue.undelivered u
-    where u.worker_id = p_worker and u.is_alone = v_is_alone order by u.no for update skip locked),
-  gone as (
-    delete from queue.undelivered u
-    where u.worker_id = p_worker and u.no in (
-      select a.no from (select a.no, sum(a.size) over (order by a.no) as total, row_number() over (order by a.no) as n from aside a) a
-      where a.n = 1 or a.total <= 4000000 and a.n <= p_n)
-    returning u.no, u.id, u.claim)
-  select array_agg(g.id order by g.no) as ids, array_agg(g.claim order by g.no) as claims into v from gone g;
-  ids := v.ids;
-  claims := v.claims;
+  perform queue._check_max_jobs(p_n);
+  if not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then
+    perform queue._worker_gone(p_worker);
+  elsif queue._expire_aside(p_worker) then
+    ids := '{}'::bigint[];
+  else
+    with aside as (
+      select u.no, u.size from queue.undelivered u
+      where u.worker_id = p_worker and u.is_alone = v_is_alone and not exists (select from queue.expiry e where e.id = u.id and e.at <= clock_timestamp())
+      order by u.no for update skip locked),
+    gone as (
+      delete from queue.undelivered u
+      where u.worker_id = p_worker and u.no in (
+        select a.no from (select a.no, sum(a.size) over (order by a.no) as total, row_number() over (order by a.no) as n from aside a) a
+        where a.n = 1 or a.total <= 4000000 and a.n <= p_n)
+      returning u.no, u.id, u.claim)
+    select array_agg(g.id order by g.no), array_agg(g.claim order by g.no) into ids, claims from gone g;
+  end if;
   if not exists (select from queue.undelivered u where u.worker_id = p_worker) then
     perform set_config('pgdefer.undelivered', '', false);
   end if;
+end $$;
+
+-- Cancels what is aside for a worker and has expired; whether there was any. A claim that another transaction is at stays aside
+-- and is not handed out: the next look finds whether it has ended.
+-- Locks: rows of queue.undelivered, then of queue.live, by skip locked.
+create or replace function queue._expire_aside(p_worker bigint)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_claim record;
+  v_has_any boolean := false;
+begin
+  for v_claim in
+    select u.no, u.id, u.claim from queue.undelivered u
+    where u.worker_id = p_worker and exists (select from queue.expiry e where e.id = u.id and e.at <= clock_timestamp())
+    order by u.id for update skip locked
+  loop
+    perform from queue.live v where v.id = v_claim.id and v.claim = v_claim.claim for update skip locked;
+    if found then
+      perform queue._end_attempt('{"outcome": "released"}', v_claim.id, v_claim.claim, false);
+      v_has_any := true;
+    end if;
+    delete from queue.undelivered u
+    where u.worker_id = p_worker and u.no = v_claim.no
+      and not exists (select from queue.live v where v.id = v_claim.id and v.claim = v_claim.claim);
+  end loop;
+  if v_has_any then
+    perform queue._announce();
+  end if;
+  return v_has_any;
 end $$;
 
 -- sql/50_finish.sql
@@ -7449,7 +7530,8 @@ begin
   into v_expires_at
   from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t where j.id = extend.id;
   insert into queue.lease as l (id, claim, expires_at, is_own) values (extend.id, extend.claim, v_expires_at, true)
-  on conflict on constraint lease_pkey do update set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true;
+  on conflict on constraint lease_pkey do update
+    set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true, given_at = excluded.given_at;
   return v_expires_at;
 end $$;
 comment on function queue.extend(bigint, bigint, interval) is
@@ -7511,6 +7593,8 @@ comment on function queue.worker_died(bigint) is
 -- that were under way after its end had been committed; of a role, as vacuum's workers are not: their kind is hidden
 -- from an owner who is no superuser). Then nothing can come any more (is_over).
 -- The late claim of a worker that has said good-bye is released, as its others were; that of a dead one has crashed.
+-- Nobody could be heard while the server was down: what was last heard of before its start counts as dead dead_after past that at
+-- the earliest, a lease or a timeout 30 s.
 -- Claims of forgotten workers a session looks for once in 10 s. Stops after a second: the next call goes on.
 create or replace function queue.reap()
 returns table (reaped integer, next_expiry timestamptz)
@@ -7520,7 +7604,8 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
-  v_up_since timestamptz := pg_postmaster_start_time();  -- nobody could be heard while the server was down
+  v_up_since timestamptz := pg_postmaster_start_time();
+  v_grace_until timestamptz := queue._grace_until();
   v_last bigint[];
   v_gone bigint[];
   v_left bigint[] := '{}'::bigint[];
@@ -7585,7 +7670,7 @@ begin
     from queue.lease l
     cross join lateral (select j.options from queue.job j where j.id = l.id offset 0) j
     left join lateral (select v.claimed_at from queue.live v where v.id = l.id and v.claim = l.claim offset 0) v on true
-    where l.expires_at <= v_now order by l.expires_at
+    where l.expires_at <= v_now and (v_grace_until <= v_now or l.given_at >= v_up_since) order by l.expires_at
   loop
     exit when clock_timestamp() > v_now + interval '1 s';
     reaped := reaped + queue._reap_claim(
@@ -7593,11 +7678,31 @@ begin
       case when v_claim.is_timed_out then format('not done within its timeout of %s', v_claim.timeout)
            else format('its lease ended at %s', v_claim.expires_at) end);
   end loop;
-  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after) from queue.worker w where w.gone_at is null), (select min(l.expires_at) from queue.lease l));
+  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after) from queue.worker w where w.gone_at is null),
+                       queue._next_lease_end());
   return next;
 end $$;
 comment on function queue.reap() is
   'Ends what is dead: claims of workers without a heartbeat for dead_after, since the server was started at the earliest, and leases and timeouts that have passed. Returns how many, and when the next may expire.';
+
+-- Until when leases and timeouts that were set before the server's start last at least.
+create or replace function queue._grace_until()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return pg_postmaster_start_time() + interval '30 s';
+end $$;
+
+-- When the next lease or timeout ends, as reap counts.
+create or replace function queue._next_lease_end()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  if queue._grace_until() <= clock_timestamp() then
+    return (select l.expires_at from queue.lease l order by l.expires_at limit 1);
+  end if;
+  return (select min(case when l.given_at < pg_postmaster_start_time() then greatest(l.expires_at, queue._grace_until()) else l.expires_at end)
+          from queue.lease l);
+end $$;
 
 -- Ends claims without a lease of their own whose worker is forgotten, as crashed: how it ended nobody can tell. No fetch
 -- leaves such a claim, but one that was prepared (PREPARE TRANSACTION) and committed long after; nor do half a restore and
@@ -7736,7 +7841,7 @@ begin
     -- what only tick can do, and may fail to do at once, is due in a moment, so that nobody spins
     (select greatest(e.at, clock_timestamp() + interval '10 ms') from queue.expiry e
      where (select v.claim from queue.live v where v.id = e.id) is null order by e.at limit 1),
-    (select greatest(l.expires_at, clock_timestamp() + interval '10 ms') from queue.lease l order by l.expires_at limit 1),
+    (select greatest(x.at, clock_timestamp() + interval '10 ms') from queue._next_lease_end() x (at) where x.at is not null),
     (select min(queue._next_start(c.queue)) from queue.queue_config c where c.rate_limit is not null))
   into v_due
   from (select k.* from queue.cursor k order by k.tick desc limit 1) c;
@@ -7806,7 +7911,7 @@ begin
   return (
     select not (k.has_backlog or k.due_at > v_now
       or exists (select from queue.handover)
-      or exists (select from queue.lease l where l.expires_at <= v_now)
+      or coalesce(queue._next_lease_end() <= v_now, false)
       or exists (select from queue.schedule s where s.due_at >= k.due_at and s.due_at <= v_now)
       or exists (
         select from queue.expiry e
@@ -10299,7 +10404,7 @@ comment on function queue.retry(bigint[], boolean) is
   'Runs jobs again: finished ones (failed, cancelled, succeeded), and those that wait for a retry at once. Failures, crashes and yields are counted anew. A running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the running claim is lost. One that has never started is refused (QJ004) while another job has its queueing lock. A row for each id: the new state in outcome, or an error with the state that it has.';
 
 -- Locks and errors: as retry.
-create or replace function queue.retry_failed(task text default null, queue text default null, max_jobs integer default null)
+create or replace function queue.retry_failed(task text default null, queue text default null, max_jobs integer default 1000, after bigint default null)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
@@ -10317,8 +10422,8 @@ begin
   if retry_failed.queue is not null then
     perform queue._check_name('queue', retry_failed.queue);
   end if;
-  if retry_failed.max_jobs < 1 then
-    perform queue._invalid('max_jobs must be at least 1', 'Say how many jobs to retry at most, or NULL for all.');
+  if retry_failed.max_jobs not between 1 and 1000 then
+    perform queue._invalid('max_jobs must be 1 to 1000', 'Retry at most 1,000, then call again with the last id as after.', 'max_jobs: ' || retry_failed.max_jobs);
   end if;
   return query
     select r.id, r.outcome, r.error
@@ -10326,12 +10431,12 @@ begin
       select f.id from queue.finished f
       join queue.job j on j.id = f.id
       left join queue.job_state s on s.id = f.id
-      where f.state = 'failed' and (retry_failed.task is null or j.task = retry_failed.task)
+      where f.state = 'failed' and (retry_failed.after is null or f.id > retry_failed.after) and (retry_failed.task is null or j.task = retry_failed.task)
         and (retry_failed.queue is null or queue._matches(coalesce(s.queue, j.queue), retry_failed.queue))
-      order by f.id limit retry_failed.max_jobs), false) r;
+      order by f.id limit coalesce(retry_failed.max_jobs, 1000)), false) r;
 end $$;
-comment on function queue.retry_failed(text, text, integer) is
-  'queue.retry for jobs that have failed, oldest first: of a task, of queues (a name, prefix* or *), at most max_jobs. NULL: all.';
+comment on function queue.retry_failed(text, text, integer, bigint) is
+  'queue.retry for jobs that have failed, oldest first: of a task, of queues (a name, prefix* or *), NULL: of all. At most max_jobs, which is 1,000 at most; where as many rows come there may be more: call again with the id of the last as after.';
 
 -- What became of each id, in the order in which they were given. A job that has never started takes its queueing lock again,
 -- and is refused (QJ004) where another has it.
@@ -11226,7 +11331,7 @@ begin
       (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1),
       (select j.created_at from queue.job j where j.xid >= k.next_xid order by j.xid, j.id limit 1),
       (select e.at from queue.expiry e where not exists (select from queue.live l where l.id = e.id and l.claim is not null) order by e.at limit 1),
-      (select l.expires_at from queue.lease l order by l.expires_at limit 1)) as at
+      queue._next_lease_end()) as at
   into v from queue.cursor k order by k.tick desc limit 1;
   status := case when v.at < p_now - interval '10 minutes' then 'fail' when v.at < p_now - interval '1 minute' then 'warn' else 'ok' end;
   detail := case when status = 'ok' then 'nothing is overdue' else format('something has been due for %s', date_trunc('second', p_now - v.at)) end;

@@ -20,6 +20,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
+from . import _sql
 from ._errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Source:
             return self._dsn
 
     def connect(self) -> Connection:
-        """Open a connection; every statement is a transaction of its own."""
+        """Open a connection; every statement is a transaction of its own, in READ COMMITTED."""
         try:
             return self._connect(self.conninfo())
         except psycopg.OperationalError:
@@ -155,6 +156,12 @@ class Source:
             conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
         )
         _adapt(connection)
+        if not self.pgbouncer:  # the session may serve another the next time
+            try:
+                connection.execute(_sql.READ_COMMITTED.psycopg)
+            except BaseException:
+                close_now(connection)
+                raise
         return connection
 
     async def connect_async(self) -> AsyncConnection:
@@ -176,6 +183,12 @@ class Source:
             conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
         )
         _adapt(connection)
+        if not self.pgbouncer:
+            try:
+                await connection.execute(_sql.READ_COMMITTED.psycopg)
+            except BaseException:
+                close_now(connection)
+                raise
         return connection
 
 

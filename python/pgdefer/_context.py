@@ -56,6 +56,7 @@ class JobContext:
 
     __slots__ = (
         "_abort",
+        "_asked_at",
         "_call",
         "_headers",
         "_is_in_process",
@@ -92,6 +93,8 @@ class JobContext:
     timeout: dt.timedelta | None
     parent: int | None
     _headers: str | None
+    # When it was asked for, by the worker's clock; only of jobs with a timeout.
+    _asked_at: float
 
     def __init__(self, app: App, row: Sequence[Any]) -> None:
         self.app = app

@@ -295,10 +295,13 @@ class Ears(Link):
 
 
 class Sleep(NamedTuple):
-    """What queue.before_sleep has said: for how many seconds, and whether nothing is left."""
+    """What queue.before_sleep has said: for how many seconds, and whether nothing is left.
+
+    None: it could not be asked.
+    """
 
     seconds: float
-    is_drained: bool = False
+    is_drained: bool | None = None
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> Self:
@@ -406,7 +409,8 @@ class Heart:
 
     The callbacks are called in the worker's loop: `on_beat` after each heartbeat that was answered,
     with (id, claim, reason) of the jobs to abort, `on_gone` when the worker was given up for dead,
-    `on_suspects` with the number of jobs that wait to be claimed alone.
+    `on_lost` with a job whose claim was to be kept and had ended, `on_suspects` with the number of
+    jobs that wait to be claimed alone.
     """
 
     def __init__(
@@ -417,17 +421,19 @@ class Heart:
         *,
         on_beat: Callable[[list[tuple[int, int, str]]], None],
         on_gone: Callable[[int], None],
+        on_lost: Callable[[JobContext], None],
         on_suspects: Callable[[int], None],
     ) -> None:
         self._source = source
         self._interval = interval
         self._on_beat = on_beat
         self._on_gone = on_gone
+        self._on_lost = on_lost
         self._on_suspects = on_suspects
         self._outer = asyncio.get_running_loop()
         self._inner: asyncio.AbstractEventLoop | None = None
         self._event: asyncio.Event | None = None
-        #: Until when, by time.monotonic(), a claimed job may take: then its claim is to be kept.
+        #: Until when, by `clock`, a claimed job may take: then its claim is to be kept.
         self.limits: dict[JobContext, float] = {}
         self._lease = interval_text(dt.timedelta(seconds=max(dead_after, SHORTEST_LEASE)))
         self._late: set[JobContext] = set()
@@ -519,7 +525,7 @@ class Heart:
 
         That is decided here, beside the worker's loop, which a handler may block.
         """
-        now = time.monotonic()
+        now = clock()
         late = {job for job, limit in self.limits.copy().items() if limit <= now}
         self._late &= late
         for job in late:
@@ -534,6 +540,7 @@ class Heart:
             except psycopg.Error as error:
                 if sqlstate_of(error) in ("QJ001", "QJ002"):
                     self.limits.pop(job, None)
+                    self._tell(self._on_lost, job)
                 else:
                     log.warning("%r: its claim could not be kept: %s", job, describe(error))
 

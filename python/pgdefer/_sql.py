@@ -28,6 +28,11 @@ class Statement:
         return Statement(f"select cast(row_to_json(r) as text) as row from ({self.text}) as r")
 
 
+# Connecting. Whatever the role's or database's default is; not whether they only read: that is how
+# an operator keeps everybody from writing.
+
+READ_COMMITTED = Statement("set default_transaction_isolation to 'read committed'")
+
 # Deferring
 
 REGISTER_TASKS = Statement("""
@@ -204,10 +209,13 @@ ENDED_LATELY = Statement(f"""
 """)
 
 ENDED_SINCE = Statement(f"""
-    {_ENDED}
-      and finished_at > coalesce(cast(:since as timestamptz), now()) - interval '5 seconds'
+    {_ENDED} and finished_at > greatest(cast(:start as timestamptz), cast(:since as timestamptz))
+      - interval '5 seconds'
     order by finished_at limit 100000
 """)
+
+# The database's clock, beside a call that is there for whoever may look at anything.
+NOW = Statement("select now() as now from queue.version()")
 
 PEEK = Statement("select * from queue.peek(cast(:queues as text[]), cast(:n as integer))")
 

@@ -24,7 +24,6 @@ import platform
 import signal
 import socket
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -33,7 +32,7 @@ import psycopg
 from . import _outcome, _sql
 from ._attempt import STOPPED, TIMED_OUT, Call, failed, outcome_of, run, run_async
 from ._connect import AsyncConnection, AsyncPool, SyncPool
-from ._context import JobContext, JobTimeout
+from ._context import JobAborted, JobContext, JobTimeout
 from ._errors import (
     PgDeferError,
     UnknownTask,
@@ -74,6 +73,10 @@ GRACE = 1.0
 # is told of it.
 LATE = 2.0
 AGAIN = 10.0
+# How long past its timeout, counted from the claim, a job may still start: 10 s past it others may
+# end its claim.
+TOO_LATE = 5.0
+LOST = "the claim was lost"
 # When claims of an answer that was lost are looked for: the lost call may be under way still.
 SUSPICION = (0.0, 15.0, 120.0)
 
@@ -216,6 +219,7 @@ class Worker:
             self.dead_after,
             on_beat=self._on_beat,
             on_gone=self._on_worker_gone,
+            on_lost=self._on_claim_lost,
             on_suspects=self._on_suspects,
         )
         # Until all is reported: a signal more must not kill it before.
@@ -274,8 +278,9 @@ class Worker:
             worker, self.id = self.id, None
             try:
                 self._link.limit = self._listener.limit = 2 * GRACE
-                if self._outcomes:
-                    await self._send_only()
+                for _ in range(2):  # what is said in place of a refused one goes the second time
+                    if self._outcomes:
+                        await self._send_only()
                 await self._link.call(_sql.DEREGISTER_WORKER, worker=worker)
                 if self.tether is not None:
                     self.tether.tell_done()
@@ -453,7 +458,7 @@ class Worker:
         self._is_dry = False
         is_idle = not (self._running or self._claimed or self._outcomes)
         sleep = await self._before_sleep()
-        if self.drain and is_idle and sleep.is_drained:
+        if self.drain and is_idle and (sleep.is_drained or await self._is_drained(sleep)):
             self.stop()
             return
         if self._listens:
@@ -471,7 +476,7 @@ class Worker:
     async def _fetch_alone(self) -> bool:
         """Fetch one of the jobs that nothing else may run beside: those that crashed before."""
         worker = self._registered()
-        asked_at = time.monotonic()
+        asked_at = clock()
         rows = await self._ask(
             _sql.FETCH,
             worker=worker,
@@ -507,6 +512,20 @@ class Worker:
             self._raise_translated(error)
             log.warning("the worker polls: %s", describe(error))
             return Sleep(1.0)
+
+    async def _is_drained(self, sleep: Sleep) -> bool | None:
+        """Ask on the main connection whether nothing is left, where the other one is of no use.
+
+        That session would be the one to be woken, so it says at once that it is busy.
+        """
+        if sleep.is_drained is None:
+            worker, options = self._registered(), self.slots[-1].options()
+            rows = await self._ask(
+                _sql.BEFORE_SLEEP, worker=worker, queues=self.queues, options=options
+            )
+            await self._ask(_sql.AFTER_SLEEP, worker=worker)
+            sleep = Sleep.of(rows[0])
+        return sleep.is_drained
 
     async def _tick(self) -> None:
         try:
@@ -555,7 +574,7 @@ class Worker:
         )
         self._sending, self._outcomes = self._outcomes, []
         sent = self._sending
-        asked_at = time.monotonic()
+        asked_at = clock()
         try:
             if not self._sending:
                 rows = await self._ask(_sql.FETCH, **asked)
@@ -589,7 +608,7 @@ class Worker:
             except psycopg.Error:
                 for job, outcome in sending:
                     await self._send_one(job, outcome)
-        except LostError:
+        except (LostError, asyncio.CancelledError):
             self._outcomes[:0] = sending
             raise
         if is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}:
@@ -635,8 +654,14 @@ class Worker:
         return is_transient(error) or code in FATAL - {"22023"}
 
     async def _send_only(self) -> None:
-        self._sending, self._outcomes = self._outcomes, []
-        await self._finish(self._sending)
+        """Send the outcomes; where one spoils the call, each alone."""
+        sending, self._outcomes = self._outcomes, []
+        try:
+            await self._finish(sending)
+        except psycopg.Error as error:
+            log.warning("outcomes were refused: %s", describe(error))
+            for job, outcome in sending:
+                await self._send_one(job, outcome)
 
     async def _finish(self, outcomes: Sequence[tuple[JobContext, str]]) -> None:
         rows = await self._link.call(_sql.FINISH_MANY, outcomes=_array(outcomes))
@@ -658,6 +683,7 @@ class Worker:
 
     def _limit(self, job: JobContext, timeout: dt.timedelta, asked_at: float) -> None:
         """Have its claim kept where a job takes longer than its timeout, from the claim on."""
+        job._asked_at = asked_at
         self._heart.limits[job] = asked_at + timeout.total_seconds() + LATE
 
     def _take(
@@ -803,18 +829,24 @@ class Worker:
             self._is_deaf = False
 
     def _on_beat(self, aborts: Sequence[tuple[int, int, str]]) -> None:
+        if aborts:
+            self._on_abort(aborts)
         if self._is_held:
             self._is_held = False
             self._start_some()
-        if aborts:
-            self._on_abort(aborts)
 
     def _on_abort(self, aborts: Iterable[tuple[int, int, str]]) -> None:
         wanted = {(id, claim): reason for id, claim, reason in aborts}
-        for job in list(self._running):
+        for job in [*self._running, *self._claimed]:
             reason = wanted.get((job.id, job.claim))
             if reason is not None:
                 self._abort(job, reason)
+
+    def _on_claim_lost(self, job: JobContext) -> None:
+        """Abort a job that was ended before its claim could be kept: it may run elsewhere."""
+        if job in self._running or job in self._claimed:
+            self._abort(job, LOST)
+            self._interrupt(job)
 
     def _on_suspects(self, count: int) -> None:
         self._suspects.seen(count, self._loop.time())
@@ -830,7 +862,7 @@ class Worker:
         if self._is_held:
             self._is_held = self._is_starting = False
         for job in list(self._running):
-            self._abort(job, "the claim was lost")
+            self._abort(job, LOST)
         self._on_hint()
 
     def _registered(self) -> int:
@@ -860,11 +892,24 @@ class Worker:
             self._heart.poke()
             return
         for _ in range(min(SLICE, len(claimed))):
-            self._start(claimed.popleft())
+            job = claimed.popleft()
+            if job._abort is not None:
+                self._ended(job, outcome_of(job, None, JobAborted(job._abort)))
+            elif self._is_too_late(job):
+                log.warning("%r was claimed too long ago, and is given back", job)
+                self._give_back(job)
+            else:
+                self._start(job)
         if claimed:
             self._loop.call_soon(self._start_some)
         else:
             self._is_starting = False
+
+    def _is_too_late(self, job: JobContext) -> bool:
+        """Whether a job waited here for so long that others may have ended its claim by now."""
+        if job.timeout is None:
+            return False
+        return job._asked_at + job.timeout.total_seconds() + TOO_LATE <= clock()
 
     def _begin(self, job: JobContext) -> None:
         """Take note that a job runs, and for how long it may."""
@@ -978,6 +1023,8 @@ class Worker:
         """Raise JobTimeout in a job's thread; again where that was lost, as in a destructor."""
         if job in self._running and job._call is not None:
             job._call.interrupt(JobTimeout)
+            if job._timer is not None:
+                job._timer.cancel()
             job._timer = self._loop.call_later(AGAIN, self._interrupt, job)
 
     def _kill(self, job: JobContext) -> None:

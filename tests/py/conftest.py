@@ -9,6 +9,7 @@ shall own the queue; the tests' own sessions are those of a superuser.
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,12 @@ from support import count_from_one, make_base
 # Nothing here is judged by how fast the machine is.
 settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any")
+
+
+# Where a shell runs the tests in the background they, and the programs that they start, would
+# ignore these, by which some of those are ended.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -279,6 +279,8 @@ def tail(
     """Print jobs as they end."""
     asked: dict[str, Any] = {"queue": queue, "task": task}
     with contextlib.suppress(KeyboardInterrupt), session(dsn, as_json=as_json) as on:
+        # no look goes back further than the first, which finds what is not to be shown
+        asked["start"] = on.one(_sql.NOW)
         since: Any = None
         seen = {_key(row) for row in on.call(_sql.ENDED_SINCE, asked | {"since": since}).values}
         if lines:
@@ -292,9 +294,9 @@ def tail(
             rows = on.call(_sql.ENDED_SINCE, asked | {"since": since})
             keys = [_key(row) for row in rows.values]
             _show_ended(rows.pick([at for at, key in enumerate(keys) if key not in seen]))
-            if keys:
-                seen = {*keys}
-                since = rows.values[-1]["finished_at"]
+            if keys and keys[-1] not in seen:  # else the last one was retried, or deleted
+                since = keys[-1][1]
+            seen = {*keys}
 
 
 def _key(row: dict[str, Any]) -> tuple[int, Any]:

@@ -133,9 +133,9 @@ async def work(managed: Managed) -> None:
     worker = Worker(hand)
     running = asyncio.create_task(worker.run_async())
     try:
-        assert [await job.result_async(20) for job in jobs] == [1, 2, 3]
-        await other.result_async(20)
-        async with asyncio.timeout(20):
+        assert [await job.result_async(300) for job in jobs] == [1, 2, 3]
+        await other.result_async(300)
+        async with asyncio.timeout(300):
             while not managed.ask("grafana", ticked):  # noqa: ASYNC110 (it lies in the database)
                 await asyncio.sleep(0.05)
     finally:

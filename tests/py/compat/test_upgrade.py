@@ -169,7 +169,7 @@ def test_an_incompatible_client_ends_with_its_own_code(
         command = [sys.executable, "-m", "pgdefer", "worker", "-A", "upgraded_app", *options]
         env = os.environ | {"PGDEFER_DSN": blank_dsn, "PYTHONPATH": str(tmp_path)}
         return subprocess.run(
-            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )
 
     releases.install(blank, "plain", releases.second)
@@ -207,7 +207,7 @@ class Producer(threading.Thread):
 
     def finish(self) -> None:
         self._stop_it.set()
-        self.join(30)
+        self.join(300)
         assert not self.is_alive()
         if self.error is not None:
             raise self.error
@@ -236,7 +236,7 @@ async def test_upgrade_under_load(
     producers = [Producer(blank_dsn) for _ in range(2)]
 
     async def reached(number: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while len(ran) < number:
                 assert not any(task.done() for task in tasks)
                 await asyncio.sleep(0.01)
@@ -257,7 +257,7 @@ async def test_upgrade_under_load(
     assert [worker.id for worker in workers] == ids
     for worker in workers:
         worker.stop()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         await asyncio.gather(*tasks)
     await app.close_async()
     rows = blank.execute("select id, state, claims from queue.jobs order by id").fetchall()

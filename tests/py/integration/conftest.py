@@ -32,12 +32,12 @@ async def running(app: App, *arguments: Any, **options: Any) -> AsyncIterator[Wo
     finally:
         if not task.done():
             worker.stop()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             await task
         await app.close_async()
 
 
-async def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+async def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
     """Wait until the condition holds, and return what it gave."""
     async with asyncio.timeout(seconds):
         while not (found := condition()):  # noqa: ASYNC110 (it may lie in the database)
@@ -45,7 +45,7 @@ async def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
         return found
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
     """As `until`, for tests that have no event loop."""
     end = time.monotonic() + seconds
     while not (found := condition()):
@@ -80,7 +80,7 @@ class Jobs:
             "select * from queue.attempts order by job_id, claim"
         ).fetchall()
 
-    async def end(self, *ids: int, seconds: float = 30.0) -> list[dict[str, Any]]:
+    async def end(self, *ids: int, seconds: float = 300.0) -> list[dict[str, Any]]:
         """Wait until these jobs, or all, have ended, and return them."""
 
         def ended() -> list[dict[str, Any]] | None:

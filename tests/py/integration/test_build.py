@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -238,6 +241,19 @@ def test_build_removes_what_is_stale(build: ModuleType, source: Path, tmp_path: 
     step.unlink()
     build.build(source, out)
     assert not list(out.rglob("*--0.0.1--*.sql"))
+
+
+def test_the_wheel_carries_each_form_once(build: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    files = build.render(ROOT / "extension", build.version())
+    wanted = {name if name == "pgdefer.sql" else f"extension/{name}" for name in files}
+    assert sorted(name for name in names if name.startswith("pgdefer/_sql/")) == sorted(
+        f"pgdefer/_sql/{name}" for name in wanted
+    )
 
 
 def add_step(source: Path, before: str, after: str, text: str = "") -> None:

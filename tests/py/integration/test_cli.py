@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Run:
             text=True,
             cwd=tmp_path,
             env=env,
-            timeout=60,
+            timeout=300,
         )
 
     return run
@@ -204,7 +204,7 @@ def test_a_worker_that_gave_jobs_back_says_so(
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGQUIT)
-    assert process.wait(10) == Exit.GAVE_BACK
+    assert process.wait(300) == Exit.GAVE_BACK
     process.stdout.close()
     assert list(jobs.states().values()) == ["ready"]
 
@@ -231,7 +231,7 @@ def test_a_signal_while_a_worker_reports_its_end(
             wait_for(lambda: conn.execute(waiting).fetchone())
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGQUIT)
-        assert process.wait(10) == Exit.DONE
+        assert process.wait(300) == Exit.DONE
     finally:
         process.kill()
         process.wait()

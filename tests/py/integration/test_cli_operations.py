@@ -413,9 +413,46 @@ def test_tail_follows(run: Run, conn: Connection, claim: Claim) -> None:
                 seen.append(json.loads(process.stdout.readline())["id"])
             assert seen == ended[-len(seen) :], "each once, in order"
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0
+            assert process.wait(300) == 0
         finally:
             process.kill()
+
+
+def test_tail_shows_each_end_once(
+    run: Run, conn: Connection, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow its looks are, and whatever becomes of the last that it has shown."""
+
+    def end(ago: float) -> int:
+        """End a job, as if that was so many seconds ago."""
+        id = defer(run, "t")
+        ((_, number),) = claim().items()
+        conn.execute("select queue.fail(%s, %s, 'no')", [id, number])
+        by = f"interval '{ago} s'"
+        conn.execute(f"update queue.finished set finished_at = finished_at - {by} where id = {id}")
+        return id
+
+    for ago in (8, 7, 6, 4):
+        end(ago)
+    ended: list[int] = []
+    looks = iter(range(10))
+
+    def sleep(_: float) -> None:
+        look = next(looks)
+        if look == 1:
+            ended.append(end(0))
+        elif look == 3:
+            ended.append(end(-4))
+        elif look == 4:
+            ended.append(end(-8))
+        elif look == 6:
+            conn.execute("select queue.retry(%s)", [ended[-1:]])
+        elif look == 9:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    lines = run("job", "tail", "-n", "0").out.splitlines()
+    assert [int(line.split()[3]) for line in lines] == ended
 
 
 # Changing jobs

@@ -83,7 +83,7 @@ class Terminal:
     def screen(self) -> str:
         return self._run("capture-pane", "-p")
 
-    def until(self, condition: Callable[[str], object], seconds: float = 60.0) -> str:
+    def until(self, condition: Callable[[str], object], seconds: float = 300.0) -> str:
         """Wait until the screen is as it should be, and return it."""
         end = time.monotonic() + seconds
         while not condition(screen := self.screen):

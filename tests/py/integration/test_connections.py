@@ -90,7 +90,7 @@ async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs:
 
     @few.task(name="outer")
     def outer() -> int:
-        return few.defer("inner").result(20)
+        return few.defer("inner").result(300)
 
     @few.task(name="inner")
     def inner() -> int:
@@ -98,7 +98,30 @@ async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs:
 
     async with running(few, concurrency=8):
         first = [few.defer("outer") for _ in range(4)]
-        assert len({await job.result_async(30) for job in first}) == 4
+        assert len({await job.result_async(300) for job in first}) == 4
+
+
+@pytest.mark.parametrize("level", ["serializable", "repeatable read"])
+def test_a_role_whose_transactions_are_of_another_level(
+    narrow: str, jobs: Jobs, conn: Connection, level: str
+) -> None:
+    """What sees no new rows in each statement can't be in a queue: so all sessions set theirs."""
+    conn.execute(f"alter role narrow set default_transaction_isolation to '{level}'")
+    conn.execute("alter role narrow set default_transaction_deferrable to on")
+    app = App(narrow)
+
+    @app.task(transactional=True, name="sync")
+    def sync(connection: Connection) -> None:
+        connection.execute("select 1")
+
+    @app.task(transactional=True, name="async")
+    async def coroutine(connection: psycopg.AsyncConnection[Any]) -> None:
+        await connection.execute("select 1")
+
+    ids = [app.defer("sync").id, app.defer("async").id]
+    app.run_worker(drain=True)
+    app.close()
+    assert jobs.states() == dict.fromkeys(ids, "succeeded")
 
 
 def test_a_limit_below_one(dsn: str) -> None:

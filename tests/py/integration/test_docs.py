@@ -98,7 +98,7 @@ class Reader:
             check=False,
             cwd=self.folder,
             env=self.environment,
-            timeout=60,
+            timeout=300,
         )
         assert not done.returncode, done.stdout + done.stderr
         return done.stdout
@@ -158,7 +158,7 @@ class Reader:
         """Start again what has imported the module: it knows nothing of what was added since."""
         for number, (command, process) in enumerate(self._background):
             process.terminate()
-            process.wait(20)
+            process.wait(300)
             self._background[number] = (command, self._start(command))
 
     def close(self) -> None:

@@ -109,6 +109,15 @@ async def test_while_another_admits(
     assert set(jobs.states().values()) == {"succeeded"}
 
 
+def test_without_the_listening_connection(dsn: str, jobs: Jobs) -> None:
+    """To drain nothing has to be heard."""
+    app = App(dsn, listen_dsn="host=/nowhere")
+    job = app.defer("t")
+    drain(app, "worker", None)
+    app.close()
+    assert jobs.states()[job.id] == "succeeded"
+
+
 def test_what_a_limit_holds_back(app: App, jobs: Jobs, conn: Connection[Any]) -> None:
     """It starts without anybody's help, so it is waited for."""
     conn.execute(
@@ -178,7 +187,7 @@ async def test_while_others_defer_all_the_time(
     app.defer("t", queue="mine")
     producer = asyncio.create_task(asyncio.to_thread(produce))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await Worker(app, ["mine"], drain=True).run_async()
     finally:
         is_over.set()

@@ -65,7 +65,7 @@ async def test_a_server_that_cannot_be_started_again_is_waited_for(
                 wait.defer()
             settings.write_text(before)
             go_on.set()
-            assert await job.result_async(60) == "done"
+            assert await job.result_async(300) == "done"
             assert job.state() == "succeeded"
             with psycopg.connect(server.dsn(), autocommit=True) as conn:
                 seen = conn.execute("select id, last_seen_at from queue.workers").fetchall()

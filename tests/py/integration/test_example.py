@@ -47,12 +47,12 @@ def client(environment: dict[str, str], tmp_path: Path) -> Iterator[httpx.Client
         )
         port = listening.getsockname()[1]
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
             wait_for(lambda: is_up(client))
             yield client
     finally:
         served.terminate()
-        served.wait(20)
+        served.wait(300)
     assert log.read_text() == ""
 
 
@@ -69,7 +69,7 @@ def worker(client: httpx.Client, environment: dict[str, str]) -> Iterator[None]:
     process = subprocess.Popen(command, env=environment)
     yield
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(300) == 0
 
 
 def order(client: httpx.Client, quantity: int, customer: str = "ann") -> httpx.Response:

@@ -226,7 +226,7 @@ def test_a_worker_logs_no_secrets(dsn: str, app: App, jobs: Jobs, tmp_path: Path
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     shown = {row["id"]: row for row in jobs()}
@@ -285,7 +285,7 @@ async def test_an_argument_with_a_uuid_in_a_lock(app: App, jobs: Jobs) -> None:
     account = uuid.uuid4()
     async with running(app):
         job = await task.defer_async(account)
-        assert await job.result_async(10) == f"account:{account}"
+        assert await job.result_async(300) == f"account:{account}"
         jobs._cursor.execute(
             "select queue.defer(%s, jsonb_build_object('account', %s::text))",
             (task.name, str(account)),

@@ -211,14 +211,14 @@ async def test_a_running_job_is_aborted(app: App, jobs: Jobs, call: Call) -> Non
 
     async with running(app):
         job = await endless.defer_async()
-        await asyncio.wait_for(begun.wait(), 30)
+        await asyncio.wait_for(begun.wait(), 300)
         with pytest.raises(InvalidState, match="state: running"):
             await call(job.cancel)
         assert not stopped.is_set()
         assert await call(job.cancel, abort=True) == "running"
-        await asyncio.wait_for(stopped.wait(), 30)
+        await asyncio.wait_for(stopped.wait(), 300)
         with pytest.raises(JobCancelled):
-            await job.result_async(30)
+            await job.result_async(300)
     assert [row["outcome"] for row in jobs.attempts()] == ["aborted"]
 
 
@@ -243,7 +243,7 @@ async def test_whatever_has_an_id(app: App, dsn: str, jobs: Jobs, call: Call) ->
     engine.dispose()
     assert await call(theirs.unhold) == "ready"
     async with running(app):
-        assert await theirs.result_async(30) == job.id
+        assert await theirs.result_async(300) == job.id
     await other.close_async()
 
 

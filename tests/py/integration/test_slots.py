@@ -118,7 +118,7 @@ async def test_busy_workers_make_room(
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(workers):
             await stack.enter_async_context(running(app, slots=slots, heartbeat_every=0.2))
-        await jobs.end(*(job.id for job in suspects), seconds=60)
+        await jobs.end(*(job.id for job in suspects))
         is_over = True
         await jobs.end()
     assert {n: beside[n] for n in (1, 2, 3) if n in beside} == {1: set(), 2: set(), 3: set()}
@@ -153,7 +153,7 @@ def test_the_command_line(dsn: str, app: App, jobs: Jobs, conn: Connection, tmp_
             text=True,
             cwd=tmp_path,
             env=os.environ | {"COLUMNS": "100"},
-            timeout=60,
+            timeout=300,
         )
 
     soon = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=5)

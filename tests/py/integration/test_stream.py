@@ -314,7 +314,7 @@ def test_several_threads_at_one_stream(app: App, jobs: Jobs) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
             assert not thread.is_alive()
     assert set(states(jobs)) == {"succeeded"}
     assert sum(took.values()) == 50
@@ -470,7 +470,7 @@ async def test_async_tasks_of_ones_own(app: App, jobs: Jobs) -> None:
         tasks = [asyncio.create_task(work(who)) for who in range(3)]
         await app.defer_async("any")
         await app.defer_async("any")
-        await asyncio.wait_for(asyncio.gather(*tasks), 30)
+        await asyncio.wait_for(asyncio.gather(*tasks), 300)
     assert len(set(took)) == 2
     assert states(jobs) == ["succeeded", "succeeded"]
     await app.close_async()

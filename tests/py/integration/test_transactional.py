@@ -142,7 +142,7 @@ async def test_yields_commit(app: App, jobs: Jobs, conn: Connection) -> None:
 
     async with running(app):
         job = await parent.defer_async()
-        assert await job.result_async(10) == "done"
+        assert await job.result_async(300) == "done"
     assert effects(conn) == [1, 2]
     assert [a["outcome"] for a in jobs.attempts()] == ["yielded"]
 
@@ -314,7 +314,7 @@ async def test_quicksort(app: App, jobs: Jobs, conn: Connection) -> None:
     conn.execute("insert into part values (1, %s, false)", (numbers,))
     async with running(app, concurrency=3), running(app, concurrency=3):
         job = await sort.defer_async(1)
-        await job.result_async(60)
+        await job.result_async(300)
         rows = await jobs.end()
     assert conn.execute("select numbers from part where id = 1").fetchone() == (sorted(numbers),)
     assert {row["state"] for row in rows} == {"succeeded"}

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
     """Wait until the condition holds, and return what it gave."""
     end = time.monotonic() + seconds
     while not (found := condition()):
@@ -136,5 +136,5 @@ def start_sleepers(dsn: str) -> Iterator[Callable[..., list[Sleeper]]]:
     with contextlib.suppress(psycopg.Error), psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("notify pgdefer")
     for sleeper in started:
-        sleeper.join(10)
+        sleeper.join(300)
     assert [(s.name, s.error) for s in started if s.error or s.is_alive()] == []

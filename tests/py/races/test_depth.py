@@ -15,7 +15,7 @@ import pytest
 
 Connection = psycopg.Connection[Any]
 DEPTH = 10_000
-SECONDS = 60  # of one statement, on a busy machine
+SECONDS = 300  # of one statement, on a busy machine
 # What makes one call a job takes the whole depth in the long form only.
 deep = pytest.mark.parametrize("depth", [1000, pytest.param(DEPTH, marks=pytest.mark.soak)])
 FULL = {"concurrency_key": "K", "concurrency_limit": 1}

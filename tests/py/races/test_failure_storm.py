@@ -253,7 +253,7 @@ def storm(connect: Connect, seconds: float, seed: int) -> None:
     for actor in actors:
         actor.start()
     for actor in actors:
-        actor.join(seconds + 60)
+        actor.join(seconds + 300)
     failed = [f"{type(a).__name__}: {a.error}" for a in actors if a.error or a.is_alive()]
     assert not failed, "\n\n".join(failed)
     assert ledger.errors == []

@@ -316,7 +316,7 @@ def test_killed_over_and_over(conn: Connection, workers: Workers) -> None:
         time.sleep(dice.random() * 0.01)
         workers.kill(process)
         workers.start(0.005)
-    until(lambda: states(conn) == {"succeeded"}, 30)
+    until(lambda: states(conn) == {"succeeded"})
     for process in list(workers.processes):
         workers.kill(process)
     check_ledger(workers, locks)

@@ -318,7 +318,7 @@ class Client:
 
     def __init__(self, dsn: str) -> None:
         self.conn: Connection = psycopg.connect(
-            dsn, autocommit=True, options="-c lock_timeout=3s -c statement_timeout=20s"
+            dsn, autocommit=True, options="-c lock_timeout=60s -c statement_timeout=300s"
         )
         self.is_open = False
         self.forget()
@@ -1266,7 +1266,7 @@ PROFILE = settings(
 def test_model(machine: type[Machine]) -> None:
     get_state_machine_test(
         machine,
-        settings=settings(PROFILE, derandomize=True, max_examples=20, stateful_step_count=40),
+        settings=settings(PROFILE, derandomize=True, max_examples=8, stateful_step_count=30),
     )()
 
 

@@ -52,7 +52,12 @@ class Storm:
         threads = [threading.Thread(target=guarded, args=pair) for pair in enumerate(actions)]
         for thread in threads:
             thread.start()
-        self.is_over.wait(SECONDS)
+        end = time.monotonic() + SECONDS
+        # On a slow machine longer, until there is enough.
+        while time.monotonic() < end or (
+            len(self.recent) < 100 and time.monotonic() < end + 300 and not self.errors
+        ):
+            self.is_over.wait(0.1)
         self.is_over.set()
         for thread in threads:
             thread.join()

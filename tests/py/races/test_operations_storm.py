@@ -42,7 +42,7 @@ class Storm:
 
     def run(self, seconds: float, **kinds: int) -> None:
         self.until = time.monotonic() + seconds
-        self.patience = self.until + 60
+        self.patience = self.until + 300
         threads = [
             threading.Thread(target=self._work, args=(kind, number))
             for kind, count in kinds.items()
@@ -56,7 +56,7 @@ class Storm:
     def _work(self, kind: str, number: int) -> None:
         dice = random.Random(f"{self.seed} {kind} {number}")
         with psycopg.connect(self.dsn, autocommit=True) as connection:
-            connection.execute("set statement_timeout = '20s'")
+            connection.execute("set statement_timeout = '300s'")
             step = getattr(self, kind)(connection, dice)
             while self._goes_on():
                 try:

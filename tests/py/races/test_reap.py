@@ -37,7 +37,7 @@ class Together:
 
         def run() -> None:
             try:
-                self._gate.wait(10)
+                self._gate.wait(300)
                 action(conn)
             except BaseException as error:
                 self._errors.append(error)
