@@ -160,9 +160,6 @@ class Judge:
                 if self.ledger.jobs[need].may_succeed > claim.got:
                     self.fault(f"{claim} needs {need}, which had not succeeded")
             for since, until, pattern in self.ledger.pauses:
-                # a large one runs from its claim on, and may be handed out by a later fetch
-                if claim.queue.endswith(".fat"):
-                    break
                 if since < claim.sent and claim.got < until and matches(claim.queue, pattern):
                     self.fault(f"{claim} began while {pattern} was paused")
             held = [touch for touch in job.touched if touch[2] == "hold" and touch[1] < claim.sent]
