@@ -70,9 +70,9 @@ end $$;
 
 -- What is aside for a worker, in claim order: at most p_n jobs, up to 4 MB, or one job; what must run alone goes to a fetch that asks
 -- for that. It is no longer aside; some claims may have ended meanwhile. NULL: there is none.
--- Where the time to start has passed for some, these are cancelled instead, and none is handed out (ids is empty): large rows must not
--- travel while a claim's row is held.
--- Locks: rows of queue.undelivered by skip locked; if any has expired, then rows of queue.live by skip locked, never ADM.
+-- Where some may start no longer, these are given back instead, and none is handed out (ids is empty): large rows must not travel
+-- while a claim's row is held.
+-- Locks: rows of queue.undelivered by skip locked; if any may start no longer, then rows of queue.live by skip locked, never ADM.
 -- Why no wake-up is lost: the end of a claim is handed over as by succeed; what is left aside before_sleep sees, and who is on
 -- its way to sleep is told to fetch again.
 -- Raises: 22023, QJ007.
@@ -85,12 +85,12 @@ begin
   perform queue._check_max_jobs(p_n);
   if not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then
     perform queue._worker_gone(p_worker);
-  elsif queue._expire_aside(p_worker) then
+  elsif queue._give_back_aside(p_worker) then
     ids := '{}'::bigint[];
   else
     with aside as (
       select u.no, u.size from queue.undelivered u
-      where u.worker_id = p_worker and u.is_alone = v_is_alone and not exists (select from queue.expiry e where e.id = u.id and e.at <= clock_timestamp())
+      where u.worker_id = p_worker and u.is_alone = v_is_alone and queue._may_start(u.id)
       order by u.no for update skip locked),
     gone as (
       delete from queue.undelivered u
@@ -105,10 +105,24 @@ begin
   end if;
 end $$;
 
--- Cancels what is aside for a worker and has expired; whether there was any. A claim that another transaction is at stays aside
--- and is not handed out: the next look finds whether it has ended.
+-- Whether a claimed job may start: it has not expired, and neither its queue nor its task is paused.
+create or replace function queue._may_start(p_id bigint)
+returns boolean language plpgsql volatile parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  if exists (select from queue.expiry e where e.id = p_id and e.at <= clock_timestamp()) then
+    return false;
+  end if;
+  return not exists (select from queue.pause p where p.is_paused) or (
+    select greatest(queue._paused_until(coalesce(s.queue, j.queue)), queue._task_paused_until(j.task, coalesce(s.queue, j.queue)))
+             > clock_timestamp() is not true
+    from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id);
+end $$;
+
+-- Releases what is aside for a worker and may start no longer: one that has expired is cancelled by that. Returns whether there was
+-- any. A claim that another transaction is at stays aside and is not handed out: the next look finds whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.live, by skip locked.
-create or replace function queue._expire_aside(p_worker bigint)
+create or replace function queue._give_back_aside(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -117,7 +131,7 @@ declare
 begin
   for v_claim in
     select u.no, u.id, u.claim from queue.undelivered u
-    where u.worker_id = p_worker and exists (select from queue.expiry e where e.id = u.id and e.at <= clock_timestamp())
+    where u.worker_id = p_worker and not queue._may_start(u.id)
     order by u.id for update skip locked
   loop
     perform from queue.live v where v.id = v_claim.id and v.claim = v_claim.claim for update skip locked;

@@ -1,6 +1,6 @@
 -- Delivering: an answer of fetch is bounded, and what does not fit is handed out apart, without the admission lock.
 
-select plan(51);
+select plan(55);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.large(bytes integer) returns jsonb language sql as $$
@@ -120,6 +120,18 @@ select is(pg_temp.aside(), 1::bigint, 'and is aside no longer');
 select is(pg_temp.got(), 'other 100012', 'the others come after it');
 select pg_temp.finish() \g /dev/null
 select is_empty('select * from queue.check()', 'all is in its place');
+
+-- Nor what was paused meanwhile
+select queue.defer('huge', pg_temp.large(100000), 'stops') as id, queue.defer('stops', pg_temp.large(100000)) as other \gset
+select pg_temp.got() \g /dev/null
+select queue.pause('stops'), queue.pause(task => 'stops') \g /dev/null
+select is(pg_temp.got(), null, 'what is paused while it is aside is not handed out');
+select is((select count(*) from queue.jobs j where j.id in (:id, :other) and j.state <> 'running' and j.attempts = 0), 2::bigint, 'but given back');
+select is(pg_temp.aside(), 0::bigint, 'nothing is aside');
+select queue.resume('stops'), queue.resume(task => 'stops') \g /dev/null
+select pg_temp.got() \g /dev/null
+select is(pg_temp.got(), 'huge 100012, stops 100012', 'then they come again');
+select pg_temp.finish() \g /dev/null
 
 -- A worker that is gone hears so at once, and a bad number is refused
 select queue.defer('huge', pg_temp.large(100000)) as id \gset
