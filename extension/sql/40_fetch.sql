@@ -41,7 +41,7 @@ begin
       return;
     end if;
   end if;
-  v := queue._claim(worker, queues, max_jobs, options, true);
+  v := queue._claim(worker, queues, case when max_jobs > 30 then queue._fitting(max_jobs) else max_jobs end, options, true);
   if v.first_claim is null or cardinality(v.ids) > 30 then
     v.ids := queue._put_aside(worker, v.ids, v.first_claim is not null);
   end if;

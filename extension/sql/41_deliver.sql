@@ -27,6 +27,14 @@ begin
   end if;
 end $$;
 
+-- How many jobs to claim where a worker asks for many: as many as fitted into this session's last answer that was full, and an
+-- eighth more each time that these left room for it, as it costs more to put jobs aside than to ask again.
+create or replace function queue._fitting(p_max_jobs integer)
+returns integer language plpgsql stable parallel safe security invoker as $$
+begin
+  return least(p_max_jobs, nullif(current_setting('pgdefer.fitting', true), '')::integer);
+end $$;
+
 -- Of claimed jobs, in claim order, those that fit into one answer, of which each takes about 120 bytes beside its args and headers;
 -- the others are put aside. p_are_first: as first_claim of _claim, so that most often one sum tells that all fit.
 -- Locks: none that another waits for; the transaction holds the rows of queue.live, maybe ADM.
@@ -36,13 +44,20 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 #variable_conflict use_column
 declare
   v record;
+  v_total bigint;
 begin
   if p_ids is null or p_ids = '{}' then
     perform queue._look_aside(p_worker);
     return p_ids;
-  elsif p_are_first and (select sum(octet_length(l.args::text) + octet_length(l.task) + coalesce(pg_column_size(l.given), 0) + 120)
-                        from queue.log l where l.id = any (p_ids)) <= 65536 then
-    return p_ids;
+  elsif p_are_first then
+    select sum(octet_length(l.args::text) + octet_length(l.task) + coalesce(pg_column_size(l.given), 0) + 120) into v_total
+    from queue.log l where l.id = any (p_ids);
+    if v_total <= 65536 then
+      if v_total <= 57344 and cardinality(p_ids) >= nullif(current_setting('pgdefer.fitting', true), '')::integer then
+        perform set_config('pgdefer.fitting', (cardinality(p_ids) + cardinality(p_ids) / 8)::text, false);
+      end if;
+      return p_ids;
+    end if;
   end if;
   select array_agg(x.id order by x.n) filter (where x.total <= 65536) as ids, array_agg(x.id order by x.n) filter (where x.total > 65536) as rest,
     array_agg(x.size order by x.n) filter (where x.total > 65536) as sizes
@@ -60,7 +75,7 @@ begin
     from unnest(v.rest, v.sizes) with ordinality u (id, size, n)
     cross join lateral (select v.claim, v.flags from queue.live v where v.id = u.id offset 0) v
     order by u.n;
-    perform set_config('pgdefer.undelivered', p_worker::text, false);
+    perform set_config('pgdefer.undelivered', p_worker::text, false), set_config('pgdefer.fitting', greatest(cardinality(v.ids), 30)::text, false);
     if v.ids is null then
       perform queue._announce();
     end if;

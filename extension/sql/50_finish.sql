@@ -182,7 +182,10 @@ begin
     end if;
     return;
   end if;
-  v := queue._claim(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options, v_may_wait);
+  v := queue._claim(
+    finish_and_fetch.worker, finish_and_fetch.queues,
+    case when finish_and_fetch.max_jobs > 30 then queue._fitting(finish_and_fetch.max_jobs) else finish_and_fetch.max_jobs end,
+    finish_and_fetch.options, v_may_wait);
   if v.first_claim is null or cardinality(v.ids) > 30 then
     v.ids := queue._put_aside(finish_and_fetch.worker, v.ids, v.first_claim is not null);
   end if;

@@ -1,6 +1,6 @@
 -- Delivering: an answer of fetch is bounded, and what does not fit is handed out apart, without the admission lock.
 
-select plan(55);
+select plan(62);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.large(bytes integer) returns jsonb language sql as $$
@@ -131,6 +131,26 @@ select is(pg_temp.aside(), 0::bigint, 'nothing is aside');
 select queue.resume('stops'), queue.resume(task => 'stops') \g /dev/null
 select pg_temp.got() \g /dev/null
 select is(pg_temp.got(), 'huge 100012, stops 100012', 'then they come again');
+select pg_temp.finish() \g /dev/null
+
+-- A session that has met a full answer claims no more than fits
+select count(*) from queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'many', 'args', pg_temp.large(1900))) from generate_series(1, 100))) \g /dev/null
+reset pgdefer.fitting;
+create function pg_temp.count_got() returns bigint language sql as $$
+  select count(*) from queue.fetch((select w.id from queue.workers w where w.name = 'w'), null, 100)
+$$;
+select is(pg_temp.count_got(), 32::bigint, 'an answer takes 32 of 100 jobs');
+select is(pg_temp.aside(), 68::bigint, 'the rest is aside');
+select is(pg_temp.count_got(), 68::bigint, 'and comes next');
+select pg_temp.finish() \g /dev/null
+select count(*) from queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'many', 'args', pg_temp.large(1900))) from generate_series(1, 100))) \g /dev/null
+select is(pg_temp.count_got(), 32::bigint, 'then only as many are claimed');
+select is(pg_temp.aside(), 0::bigint, 'and none is put aside');
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'many', 'priority', 1)) from generate_series(1, 50))) \g /dev/null
+select is(pg_temp.count_got(), 32::bigint, 'of small jobs likewise');
+select is(pg_temp.count_got(), 36::bigint, 'and then more');
+reset pgdefer.fitting;
+select pg_temp.count_got() \g /dev/null
 select pg_temp.finish() \g /dev/null
 
 -- A worker that is gone hears so at once, and a bad number is refused
