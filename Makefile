@@ -13,9 +13,10 @@ SYSTEM_PG = $(shell tests/system-postgres)
 OWNED := 54_ 55_ 60_ 62_ 86_ isolation/late_fetch isolation/two_reapers isolation/zombie \
   isolation/extend_reap isolation/finish_reap
 
-# Tests wait more than they compute: three files at once. Those in unit/ and those marked client ask nothing of the
-# server's version: once is enough.
-PYTEST := pytest -q -n 3 --dist loadfile
+# Tests wait more than they compute: three at once, and who has none left takes some of another's. Those in unit/ and
+# those marked client ask nothing of the server's version: once is enough. Soak is what computes for longer than some
+# seconds, or storms that find more the longer they last: each has a short form here.
+PYTEST := pytest -q -n 3 --dist worksteal
 
 .PHONY: help
 help: ## Show this list

@@ -35,7 +35,7 @@ begin
   perform queue.schedule('hourly', '@hourly', 'by schedule', timezone => 'Europe/Paris', options => '{"queue": "cron"}');
   perform queue.schedule('disabled', 'every 90 seconds', 'by schedule', options => '{"enabled": false}');
   v_worker := queue.register_worker('kept', null, '{"host": "h"}');
-  v_dead := queue.register_worker('dead', null, '{"dead_after": "1 s"}');
+  v_dead := queue.register_worker('dead', null, '{"dead_after": "1 day"}');
   perform queue.defer('succeeded', '{"n": 1}');
   perform queue.defer('failed', '{"n": 2}');
   perform queue.defer('retried', options => '{"retry": {"max_attempts": 5, "base": "1 hour"}}');

@@ -17,6 +17,7 @@ Connection = psycopg.Connection[Any]
 DEPTH = 10_000
 SECONDS = 300  # of one statement, on a busy machine
 # What makes one call a job takes the whole depth in the long form only.
+wide = pytest.mark.parametrize("depth", [3000, pytest.param(DEPTH, marks=pytest.mark.soak)])
 deep = pytest.mark.parametrize("depth", [1000, pytest.param(DEPTH, marks=pytest.mark.soak)])
 FULL = {"concurrency_key": "K", "concurrency_limit": 1}
 DISCARD = FULL | {"options": {"on_limit": "discard"}}
@@ -122,7 +123,8 @@ def test_a_producer_alone(conn: Connection, n: int) -> None:
 
 
 @pytest.mark.parametrize("modes", ["ordered", "mutex", "ordered mutex"])
-def test_members_of_a_lock_with_discard(conn: Connection, modes: str) -> None:
+@wide
+def test_members_of_a_lock_with_discard(conn: Connection, depth: int, modes: str) -> None:
     """Their lock's holder ends while another has the slot."""
     worker = register(conn)
     _, head = defer(conn, {"task": "a"} | FULL, {"task": "head", "lock": "L"})
@@ -132,16 +134,17 @@ def test_members_of_a_lock_with_discard(conn: Connection, modes: str) -> None:
         {"task": "t", "lock": "L"}
         | DISCARD
         | {"options": {"on_limit": "discard", "lock_mode": mode[n % len(mode)]}}
-        for n in range(DEPTH)
+        for n in range(depth)
     ]
     defer(conn, *jobs)
     admit(conn)
     finish(conn, [pair for pair in pairs if pair[0] == head])
-    settled(conn, running=1, succeeded=1, cancelled=DEPTH)
+    settled(conn, running=1, succeeded=1, cancelled=depth)
 
 
 @pytest.mark.parametrize("modes", ["ordered", "mutex", "ordered mutex"])
-def test_expired_members_of_a_lock(conn: Connection, modes: str) -> None:
+@wide
+def test_expired_members_of_a_lock(conn: Connection, depth: int, modes: str) -> None:
     worker = register(conn)
     defer(conn, {"task": "head", "lock": "L"})
     pairs = fetch(conn, worker)
@@ -153,14 +156,14 @@ def test_expired_members_of_a_lock(conn: Connection, modes: str) -> None:
             "lock": "L",
             "options": {"expires_at": expires_at, "lock_mode": mode[n % len(mode)]},
         }
-        for n in range(DEPTH)
+        for n in range(depth)
     ]
     defer(conn, *jobs, {"task": "last", "lock": "L"})
     ask(
         conn, "select pg_sleep(greatest(0, extract(epoch from %s - clock_timestamp())))", expires_at
     )
     finish(conn, pairs)
-    settled(conn, succeeded=1, cancelled=DEPTH, ready=1)
+    settled(conn, succeeded=1, cancelled=depth, ready=1)
 
 
 @deep
@@ -269,20 +272,21 @@ def test_keys_that_are_shut_in_turn(conn: Connection, depth: int) -> None:
     settled(conn, succeeded=depth + 3)
 
 
-def test_waiters_for_a_slot_that_expire(conn: Connection) -> None:
+@wide
+def test_waiters_for_a_slot_that_expire(conn: Connection, depth: int) -> None:
     worker = register(conn)
     defer(conn, {"task": "a"} | FULL)
     pairs = fetch(conn, worker)
     expires_at = ask(conn, "select (clock_timestamp() + interval '1 s')::text")
     defer(
-        conn, *({"task": "t", "options": {"expires_at": expires_at}} | FULL for _ in range(DEPTH))
+        conn, *({"task": "t", "options": {"expires_at": expires_at}} | FULL for _ in range(depth))
     )
     defer(conn, {"task": "last"} | FULL)
     ask(
         conn, "select pg_sleep(greatest(0, extract(epoch from %s - clock_timestamp())))", expires_at
     )
     finish(conn, pairs)
-    settled(conn, succeeded=1, cancelled=DEPTH, ready=1)
+    settled(conn, succeeded=1, cancelled=depth, ready=1)
 
 
 # Needs
@@ -325,22 +329,25 @@ def test_a_chain_of_needs_that_fails_and_is_retried(
 
 @pytest.mark.parametrize("end", ["succeed", "cancel", "hold", "delete"])
 @pytest.mark.parametrize("mode", ["all", "any"])
-def test_a_chain_that_proceeds_and_is_discarded(conn: Connection, mode: str, end: str) -> None:
+@wide
+def test_a_chain_that_proceeds_and_is_discarded(
+    conn: Connection, depth: int, mode: str, end: str
+) -> None:
     worker = register(conn)
     defer(conn, {"task": "a"} | FULL)
     fetch(conn, worker)
     (root,) = defer(conn, {"task": "root"})
     options = {"needs_mode": mode, "on_need_failure": "proceed", "on_limit": "discard"}
-    chain(conn, options, is_full=True)
+    chain(conn, options, is_full=True, depth=depth)
     if end == "succeed":
         finish(conn, fetch(conn, worker))
-        settled(conn, running=1, succeeded=1, cancelled=DEPTH)
+        settled(conn, running=1, succeeded=1, cancelled=depth)
     elif end == "delete":
         ask(conn, "select error is null from queue.delete(%s, true)", [root])
-        settled(conn, running=1, cancelled=DEPTH)
+        settled(conn, running=1, cancelled=depth)
     else:
         ask(conn, f"select queue.{end}(%s)", root)
-        rest = {"held": 1, "cancelled": DEPTH} if end == "hold" else {"cancelled": DEPTH + 1}
+        rest = {"held": 1, "cancelled": depth} if end == "hold" else {"cancelled": depth + 1}
         settled(conn, running=1, **rest)
 
 
@@ -358,54 +365,58 @@ def test_a_chain_of_needs_ended_by_one_call(conn: Connection, depth: int) -> Non
     settled(conn, succeeded=depth + 1)
 
 
-def test_a_deadline_that_spreads(conn: Connection) -> None:
+@wide
+def test_a_deadline_that_spreads(conn: Connection, depth: int) -> None:
     register(conn)
     defer(conn, {"task": "root"})
-    chain(conn, {})
+    chain(conn, {}, depth=depth)
     conn.execute(
         "select queue.defer('urgent', needs => array[(select max(id) from queue.jobs)],"
         " deadline => '2100-01-01')"
     )
     admit(conn)
     count = "select count(*) from queue.jobs where deadline = '2100-01-01'"
-    assert ask(conn, count) == DEPTH + 2
-    settled(conn, ready=1, waiting=DEPTH + 1)
+    assert ask(conn, count) == depth + 2
+    settled(conn, ready=1, waiting=depth + 1)
 
 
 @pytest.mark.parametrize("outcome", ["succeeded", "failed"])
-def test_one_that_needs_many(conn: Connection, outcome: str) -> None:
+@wide
+def test_one_that_needs_many(conn: Connection, depth: int, outcome: str) -> None:
     worker = register(conn)
-    ids = defer(conn, *({"task": "t"} for _ in range(DEPTH)))
+    ids = defer(conn, *({"task": "t"} for _ in range(depth)))
     for mode in ("all", "any"):
         defer(conn, {"task": "in", "priority": -1, "needs": ids, "options": {"needs_mode": mode}})
     admit(conn)
-    finish(conn, fetch(conn, worker, DEPTH), outcome=outcome)
+    finish(conn, fetch(conn, worker, depth), outcome=outcome)
     if outcome == "succeeded":
-        settled(conn, succeeded=DEPTH, ready=2)
+        settled(conn, succeeded=depth, ready=2)
     else:
-        settled(conn, failed=DEPTH, upstream_failed=2)
+        settled(conn, failed=depth, upstream_failed=2)
         assert (
-            ask_all(conn, "select count(*) from queue.retry(%s) where error is null", ids) == DEPTH
+            ask_all(conn, "select count(*) from queue.retry(%s) where error is null", ids) == depth
         )
-        settled(conn, ready=DEPTH, waiting=2)
+        settled(conn, ready=depth, waiting=2)
 
 
 @pytest.mark.parametrize("outcome", ["succeeded", "failed"])
-def test_many_that_need_one(conn: Connection, outcome: str) -> None:
+@wide
+def test_many_that_need_one(conn: Connection, depth: int, outcome: str) -> None:
     worker = register(conn)
     (root,) = defer(conn, {"task": "root"})
-    defer(conn, *({"task": "t", "needs": [root]} for _ in range(DEPTH)))
+    defer(conn, *({"task": "t", "needs": [root]} for _ in range(depth)))
     admit(conn)
     finish(conn, fetch(conn, worker), outcome=outcome)
     if outcome == "succeeded":
-        settled(conn, succeeded=1, ready=DEPTH)
+        settled(conn, succeeded=1, ready=depth)
     else:
-        settled(conn, failed=1, upstream_failed=DEPTH)
+        settled(conn, failed=1, upstream_failed=depth)
         ask(conn, "select error is null from queue.retry(%s)", [root])
-        settled(conn, ready=1, waiting=DEPTH)
+        settled(conn, ready=1, waiting=depth)
 
 
-def test_a_chain_within_a_lock_and_a_key(conn: Connection) -> None:
+@wide
+def test_a_chain_within_a_lock_and_a_key(conn: Connection, depth: int) -> None:
     """All edges at once: each member of the lock is needed by the next, and discarded where it proceeds."""
     worker = register(conn)
     defer(conn, {"task": "a"} | FULL)
@@ -417,7 +428,7 @@ def test_a_chain_within_a_lock_and_a_key(conn: Connection) -> None:
         declare
           v_id bigint := {root};
         begin
-          for n in 1 .. {DEPTH} loop
+          for n in 1 .. {depth} loop
             v_id := queue.defer('t', needs => array[v_id], lock => 'L', concurrency_key => 'K', concurrency_limit => 1,
               options => '{{"on_need_failure": "proceed", "on_limit": "discard"}}');
           end loop;
@@ -426,7 +437,7 @@ def test_a_chain_within_a_lock_and_a_key(conn: Connection) -> None:
     )
     admit(conn)
     finish(conn, fetch(conn, worker))
-    settled(conn, running=1, succeeded=1, cancelled=DEPTH)
+    settled(conn, running=1, succeeded=1, cancelled=depth)
 
 
 # Queueing locks
@@ -434,7 +445,12 @@ def test_a_chain_within_a_lock_and_a_key(conn: Connection) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "depth"),
-    [(1, 1000), pytest.param(1, DEPTH, marks=pytest.mark.soak), (DEPTH, DEPTH)],
+    [
+        (1, 1000),
+        pytest.param(1, DEPTH, marks=pytest.mark.soak),
+        (3000, 3000),
+        pytest.param(DEPTH, DEPTH, marks=pytest.mark.soak),
+    ],
 )
 def test_replaced_often(
     conn: Connection, connect: Callable[..., Connection], keys: int, depth: int
