@@ -47,7 +47,9 @@ def has_extension(connection: psycopg.Connection) -> bool:
 # A role that is no superuser and shall own the queue; else the superuser does.
 OWNER = os.environ.get("PGDEFER_TEST_OWNER", "")
 
-# What tests write down is short: workers and claims count from 1, not from the clock.
+# What tests write down is short: workers and claims count from 1, not from the clock. A worker that
+# a test plays by hand shows no life: unless the test says when it is dead, a machine that is slow
+# must not have it given up.
 HELPERS = """
 create schema test;
 grant usage on schema test to public;
@@ -57,6 +59,15 @@ begin
   alter sequence queue.claim_seq restart;
   alter sequence queue.worker_id_seq restart;
 end $$;
+create function test.stay_alive() returns trigger language plpgsql as $$
+begin
+  if not new.info ?| '{dead_after,client}' then
+    new.dead_after := '1 hour';
+  end if;
+  return new;
+end $$;
+create trigger stay_alive before insert on queue.worker
+for each row execute function test.stay_alive();
 create function test.install_anew() returns void language plpgsql as $$
 begin
   perform queue.uninstall(true);

@@ -2779,17 +2779,19 @@ create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if p_wait then
-    perform case when current_setting('idle_in_transaction_session_timeout') = '0'
-        or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
-      then set_config('idle_in_transaction_session_timeout', '10s', true) end
-    from queue.admission for update;
-    return true;
+    perform from queue.admission for update;
+  else
+    perform from queue.admission for update skip locked;
+    if not found then
+      return false;
+    end if;
   end if;
-  perform case when current_setting('idle_in_transaction_session_timeout') = '0'
-      or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
-    then set_config('idle_in_transaction_session_timeout', '10s', true) end
-  from queue.admission for update skip locked;
-  return found;
+  if current_setting('idle_in_transaction_session_timeout') = '0'
+    or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
+  then
+    perform set_config('idle_in_transaction_session_timeout', '10s', true);
+  end if;
+  return true;
 end $$;
 
 -- Which other session holds ADM, or most likely does; since: when its transaction began, NULL where its role's sessions are hidden from the owner.
@@ -3328,8 +3330,8 @@ end $$;
 --   p_changed: jobs whose dependents have to look at their needs again
 -- The order matters: as long as a job is in no gate nobody may look where it is, so these come first.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
--- How long: a chain of any length takes one turn of the loop for each link. After 50 ms the rest is handed over to the next
--- admission, so that nobody waits long for ADM. Why no wake-up is lost: what is handed over is read as what ended claims hand
+-- How long: a chain of any length takes one turn of the loop for each link. After 20 turns and 50 ms the rest is handed over to the
+-- next admission, so that nobody waits long for ADM; before, however busy the machine is, so that short chains end the same way. Why no wake-up is lost: what is handed over is read as what ended claims hand
 -- over (30_admission.sql): jobs in no gate (again, with flags 0: they hold nothing), keys (refill), dependents (recheck), locks
 -- (regate).
 create or replace function queue._advance(
@@ -3346,9 +3348,11 @@ declare
   v_keys text[] := p_keys;
   v_locks text[] := p_locks;
   v_changed bigint[] := p_changed;
+  v_turns integer := 0;
   v record;
 begin
   loop
+    v_turns := v_turns + 1;
     if v_arrived <> '{}' or v_met <> '{}' then
       v := queue._pass_gates(v_arrived, v_met);
       v_arrived := null;
@@ -3389,7 +3393,7 @@ begin
     else
       return;
     end if;
-    exit when clock_timestamp() > v_until;
+    exit when v_turns > 20 and clock_timestamp() > v_until;
   end loop;
   if v_turned <> '{}' then
     perform queue._keep_turns(v_turned);
@@ -5778,7 +5782,7 @@ begin
       return;
     end if;
   end if;
-  v := queue._claim(worker, queues, max_jobs, options, true);
+  v := queue._claim(worker, queues, case when max_jobs > 30 then queue._fitting(max_jobs) else max_jobs end, options, true);
   if v.first_claim is null or cardinality(v.ids) > 30 then
     v.ids := queue._put_aside(worker, v.ids, v.first_claim is not null);
   end if;
@@ -6279,6 +6283,14 @@ begin
   end if;
 end $$;
 
+-- How many jobs to claim where a worker asks for many: as many as fitted into this session's last answer that was full, and an
+-- eighth more each time that these left room for it, as it costs more to put jobs aside than to ask again.
+create or replace function queue._fitting(p_max_jobs integer)
+returns integer language plpgsql stable parallel safe security invoker as $$
+begin
+  return least(p_max_jobs, nullif(current_setting('pgdefer.fitting', true), '')::integer);
+end $$;
+
 -- Of claimed jobs, in claim order, those that fit into one answer, of which each takes about 120 bytes beside its args and headers;
 -- the others are put aside. p_are_first: as first_claim of _claim, so that most often one sum tells that all fit.
 -- Locks: none that another waits for; the transaction holds the rows of queue.live, maybe ADM.
@@ -6288,13 +6300,20 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 #variable_conflict use_column
 declare
   v record;
+  v_total bigint;
 begin
   if p_ids is null or p_ids = '{}' then
     perform queue._look_aside(p_worker);
     return p_ids;
-  elsif p_are_first and (select sum(octet_length(l.args::text) + octet_length(l.task) + coalesce(pg_column_size(l.given), 0) + 120)
-                        from queue.log l where l.id = any (p_ids)) <= 65536 then
-    return p_ids;
+  elsif p_are_first then
+    select sum(octet_length(l.args::text) + octet_length(l.task) + coalesce(pg_column_size(l.given), 0) + 120) into v_total
+    from queue.log l where l.id = any (p_ids);
+    if v_total <= 65536 then
+      if v_total <= 57344 and cardinality(p_ids) >= nullif(current_setting('pgdefer.fitting', true), '')::integer then
+        perform set_config('pgdefer.fitting', (cardinality(p_ids) + cardinality(p_ids) / 8)::text, false);
+      end if;
+      return p_ids;
+    end if;
   end if;
   select array_agg(x.id order by x.n) filter (where x.total <= 65536) as ids, array_agg(x.id order by x.n) filter (where x.total > 65536) as rest,
     array_agg(x.size order by x.n) filter (where x.total > 65536) as sizes
@@ -6312,7 +6331,7 @@ begin
     from unnest(v.rest, v.sizes) with ordinality u (id, size, n)
     cross join lateral (select v.claim, v.flags from queue.live v where v.id = u.id offset 0) v
     order by u.n;
-    perform set_config('pgdefer.undelivered', p_worker::text, false);
+    perform set_config('pgdefer.undelivered', p_worker::text, false), set_config('pgdefer.fitting', greatest(cardinality(v.ids), 30)::text, false);
     if v.ids is null then
       perform queue._announce();
     end if;
@@ -6322,9 +6341,9 @@ end $$;
 
 -- What is aside for a worker, in claim order: at most p_n jobs, up to 4 MB, or one job; what must run alone goes to a fetch that asks
 -- for that. It is no longer aside; some claims may have ended meanwhile. NULL: there is none.
--- Where the time to start has passed for some, these are cancelled instead, and none is handed out (ids is empty): large rows must not
--- travel while a claim's row is held.
--- Locks: rows of queue.undelivered by skip locked; if any has expired, then rows of queue.live by skip locked, never ADM.
+-- Where some may start no longer, these are given back instead, and none is handed out (ids is empty): large rows must not travel
+-- while a claim's row is held.
+-- Locks: rows of queue.undelivered by skip locked; if any may start no longer, then rows of queue.live by skip locked, never ADM.
 -- Why no wake-up is lost: the end of a claim is handed over as by succeed; what is left aside before_sleep sees, and who is on
 -- its way to sleep is told to fetch again.
 -- Raises: 22023, QJ007.
@@ -6337,12 +6356,12 @@ begin
   perform queue._check_max_jobs(p_n);
   if not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then
     perform queue._worker_gone(p_worker);
-  elsif queue._expire_aside(p_worker) then
+  elsif queue._give_back_aside(p_worker) then
     ids := '{}'::bigint[];
   else
     with aside as (
       select u.no, u.size from queue.undelivered u
-      where u.worker_id = p_worker and u.is_alone = v_is_alone and not exists (select from queue.expiry e where e.id = u.id and e.at <= clock_timestamp())
+      where u.worker_id = p_worker and u.is_alone = v_is_alone and queue._may_start(u.id)
       order by u.no for update skip locked),
     gone as (
       delete from queue.undelivered u
@@ -6357,10 +6376,24 @@ begin
   end if;
 end $$;
 
--- Cancels what is aside for a worker and has expired; whether there was any. A claim that another transaction is at stays aside
--- and is not handed out: the next look finds whether it has ended.
+-- Whether a claimed job may start: it has not expired, and neither its queue nor its task is paused.
+create or replace function queue._may_start(p_id bigint)
+returns boolean language plpgsql volatile parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  if exists (select from queue.expiry e where e.id = p_id and e.at <= clock_timestamp()) then
+    return false;
+  end if;
+  return not exists (select from queue.pause p where p.is_paused) or (
+    select greatest(queue._paused_until(coalesce(s.queue, j.queue)), queue._task_paused_until(j.task, coalesce(s.queue, j.queue)))
+             > clock_timestamp() is not true
+    from queue.job j left join queue.job_state s on s.id = j.id where j.id = p_id);
+end $$;
+
+-- Releases what is aside for a worker and may start no longer: one that has expired is cancelled by that. Returns whether there was
+-- any. A claim that another transaction is at stays aside and is not handed out: the next look finds whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.live, by skip locked.
-create or replace function queue._expire_aside(p_worker bigint)
+create or replace function queue._give_back_aside(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 #variable_conflict use_column
 declare
@@ -6369,7 +6402,7 @@ declare
 begin
   for v_claim in
     select u.no, u.id, u.claim from queue.undelivered u
-    where u.worker_id = p_worker and exists (select from queue.expiry e where e.id = u.id and e.at <= clock_timestamp())
+    where u.worker_id = p_worker and not queue._may_start(u.id)
     order by u.id for update skip locked
   loop
     perform from queue.live v where v.id = v_claim.id and v.claim = v_claim.claim for update skip locked;
@@ -6572,7 +6605,10 @@ begin
     end if;
     return;
   end if;
-  v := queue._claim(finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options, v_may_wait);
+  v := queue._claim(
+    finish_and_fetch.worker, finish_and_fetch.queues,
+    case when finish_and_fetch.max_jobs > 30 then queue._fitting(finish_and_fetch.max_jobs) else finish_and_fetch.max_jobs end,
+    finish_and_fetch.options, v_may_wait);
   if v.first_claim is null or cardinality(v.ids) > 30 then
     v.ids := queue._put_aside(finish_and_fetch.worker, v.ids, v.first_claim is not null);
   end if;
@@ -10404,7 +10440,7 @@ comment on function queue.retry(bigint[], boolean) is
   'Runs jobs again: finished ones (failed, cancelled, succeeded), and those that wait for a retry at once. Failures, crashes and yields are counted anew. A running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the running claim is lost. One that has never started is refused (QJ004) while another job has its queueing lock. A row for each id: the new state in outcome, or an error with the state that it has.';
 
 -- Locks and errors: as retry.
-create or replace function queue.retry_failed(task text default null, queue text default null, max_jobs integer default 1000, after bigint default null)
+create or replace function queue.retry_failed(task text default null, queue text default null, max_jobs integer default 1000, after_id bigint default null)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
@@ -10423,7 +10459,7 @@ begin
     perform queue._check_name('queue', retry_failed.queue);
   end if;
   if retry_failed.max_jobs not between 1 and 1000 then
-    perform queue._invalid('max_jobs must be 1 to 1000', 'Retry at most 1,000, then call again with the last id as after.', 'max_jobs: ' || retry_failed.max_jobs);
+    perform queue._invalid('max_jobs must be 1 to 1000', 'Retry at most 1,000, then call again with the last id as after_id.', 'max_jobs: ' || retry_failed.max_jobs);
   end if;
   return query
     select r.id, r.outcome, r.error
@@ -10431,12 +10467,12 @@ begin
       select f.id from queue.finished f
       join queue.job j on j.id = f.id
       left join queue.job_state s on s.id = f.id
-      where f.state = 'failed' and (retry_failed.after is null or f.id > retry_failed.after) and (retry_failed.task is null or j.task = retry_failed.task)
+      where f.state = 'failed' and (retry_failed.after_id is null or f.id > retry_failed.after_id) and (retry_failed.task is null or j.task = retry_failed.task)
         and (retry_failed.queue is null or queue._matches(coalesce(s.queue, j.queue), retry_failed.queue))
       order by f.id limit coalesce(retry_failed.max_jobs, 1000)), false) r;
 end $$;
 comment on function queue.retry_failed(text, text, integer, bigint) is
-  'queue.retry for jobs that have failed, oldest first: of a task, of queues (a name, prefix* or *), NULL: of all. At most max_jobs, which is 1,000 at most; where as many rows come there may be more: call again with the id of the last as after.';
+  'queue.retry for jobs that have failed, oldest first: of a task, of queues (a name, prefix* or *), NULL: of all. At most max_jobs, which is 1,000 at most; where as many rows come there may be more: call again with the id of the last as after_id.';
 
 -- What became of each id, in the order in which they were given. A job that has never started takes its queueing lock again,
 -- and is refused (QJ004) where another has it.

@@ -25,17 +25,19 @@ create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if p_wait then
-    perform case when current_setting('idle_in_transaction_session_timeout') = '0'
-        or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
-      then set_config('idle_in_transaction_session_timeout', '10s', true) end
-    from queue.admission for update;
-    return true;
+    perform from queue.admission for update;
+  else
+    perform from queue.admission for update skip locked;
+    if not found then
+      return false;
+    end if;
   end if;
-  perform case when current_setting('idle_in_transaction_session_timeout') = '0'
-      or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
-    then set_config('idle_in_transaction_session_timeout', '10s', true) end
-  from queue.admission for update skip locked;
-  return found;
+  if current_setting('idle_in_transaction_session_timeout') = '0'
+    or current_setting('idle_in_transaction_session_timeout')::interval > interval '10 s'
+  then
+    perform set_config('idle_in_transaction_session_timeout', '10s', true);
+  end if;
+  return true;
 end $$;
 
 -- Which other session holds ADM, or most likely does; since: when its transaction began, NULL where its role's sessions are hidden from the owner.

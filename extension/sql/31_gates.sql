@@ -59,8 +59,8 @@ end $$;
 --   p_changed: jobs whose dependents have to look at their needs again
 -- The order matters: as long as a job is in no gate nobody may look where it is, so these come first.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
--- How long: a chain of any length takes one turn of the loop for each link. After 50 ms the rest is handed over to the next
--- admission, so that nobody waits long for ADM. Why no wake-up is lost: what is handed over is read as what ended claims hand
+-- How long: a chain of any length takes one turn of the loop for each link. After 20 turns and 50 ms the rest is handed over to the
+-- next admission, so that nobody waits long for ADM; before, however busy the machine is, so that short chains end the same way. Why no wake-up is lost: what is handed over is read as what ended claims hand
 -- over (30_admission.sql): jobs in no gate (again, with flags 0: they hold nothing), keys (refill), dependents (recheck), locks
 -- (regate).
 create or replace function queue._advance(
@@ -77,9 +77,11 @@ declare
   v_keys text[] := p_keys;
   v_locks text[] := p_locks;
   v_changed bigint[] := p_changed;
+  v_turns integer := 0;
   v record;
 begin
   loop
+    v_turns := v_turns + 1;
     if v_arrived <> '{}' or v_met <> '{}' then
       v := queue._pass_gates(v_arrived, v_met);
       v_arrived := null;
@@ -120,7 +122,7 @@ begin
     else
       return;
     end if;
-    exit when clock_timestamp() > v_until;
+    exit when v_turns > 20 and clock_timestamp() > v_until;
   end loop;
   if v_turned <> '{}' then
     perform queue._keep_turns(v_turned);

@@ -21,7 +21,7 @@ comment on function queue.retry(bigint[], boolean) is
   'Runs jobs again: finished ones (failed, cancelled, succeeded), and those that wait for a retry at once. Failures, crashes and yields are counted anew. A running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the running claim is lost. One that has never started is refused (QJ004) while another job has its queueing lock. A row for each id: the new state in outcome, or an error with the state that it has.';
 
 -- Locks and errors: as retry.
-create or replace function queue.retry_failed(task text default null, queue text default null, max_jobs integer default 1000, after bigint default null)
+create or replace function queue.retry_failed(task text default null, queue text default null, max_jobs integer default 1000, after_id bigint default null)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
@@ -40,7 +40,7 @@ begin
     perform queue._check_name('queue', retry_failed.queue);
   end if;
   if retry_failed.max_jobs not between 1 and 1000 then
-    perform queue._invalid('max_jobs must be 1 to 1000', 'Retry at most 1,000, then call again with the last id as after.', 'max_jobs: ' || retry_failed.max_jobs);
+    perform queue._invalid('max_jobs must be 1 to 1000', 'Retry at most 1,000, then call again with the last id as after_id.', 'max_jobs: ' || retry_failed.max_jobs);
   end if;
   return query
     select r.id, r.outcome, r.error
@@ -48,12 +48,12 @@ begin
       select f.id from queue.finished f
       join queue.job j on j.id = f.id
       left join queue.job_state s on s.id = f.id
-      where f.state = 'failed' and (retry_failed.after is null or f.id > retry_failed.after) and (retry_failed.task is null or j.task = retry_failed.task)
+      where f.state = 'failed' and (retry_failed.after_id is null or f.id > retry_failed.after_id) and (retry_failed.task is null or j.task = retry_failed.task)
         and (retry_failed.queue is null or queue._matches(coalesce(s.queue, j.queue), retry_failed.queue))
       order by f.id limit coalesce(retry_failed.max_jobs, 1000)), false) r;
 end $$;
 comment on function queue.retry_failed(text, text, integer, bigint) is
-  'queue.retry for jobs that have failed, oldest first: of a task, of queues (a name, prefix* or *), NULL: of all. At most max_jobs, which is 1,000 at most; where as many rows come there may be more: call again with the id of the last as after.';
+  'queue.retry for jobs that have failed, oldest first: of a task, of queues (a name, prefix* or *), NULL: of all. At most max_jobs, which is 1,000 at most; where as many rows come there may be more: call again with the id of the last as after_id.';
 
 -- What became of each id, in the order in which they were given. A job that has never started takes its queueing lock again,
 -- and is refused (QJ004) where another has it.

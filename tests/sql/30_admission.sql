@@ -13,6 +13,7 @@ declare
   v_ids bigint[];
   v_claims bigint[];
 begin
+  perform set_config('pgdefer.fitting', '', false);  -- all at once, whatever the last answer took
   loop
     select concat_ws(' ', v_text, string_agg(f.task, ' ' order by f.n)), array_agg(f.id), array_agg(f.claim) into v_text, v_ids, v_claims
     from queue.fetch((select max(w.id) from queue.workers w), null, run.max_jobs, run.options) with ordinality

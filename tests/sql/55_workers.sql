@@ -28,12 +28,14 @@ create function pg_temp.kill(worker bigint) returns void language sql as $$
 $$;
 
 -- register_worker
+alter table queue.worker disable trigger stay_alive;
 select queue.register_worker('w') as w1, queue.register_worker('w', info => '{"dead_after": "1 day"}') as w2 \gset
 select isnt(:w1::bigint, :w2::bigint, 'names need not be unique: each registration makes a new worker');
 select queue.register_worker('all', '{a,b*,*}', '{"host": "h", "dead_after": "5 s", "n": 1}') as w3 \gset
 select results_eq(format('select name, queues, info, dead_after, is_alive, running from queue.workers where id = %s', :w3),
                   $$values ('all', '{a,b*,*}'::text[], '{"host": "h", "dead_after": "5 s", "n": 1}'::jsonb, '5 s'::interval, true, 0)$$, 'a worker is shown as it registered');
 select is((select dead_after from queue.workers where id = :w1), '30 s', 'a worker is dead after 30 s by default');
+alter table queue.worker enable trigger stay_alive;
 select queue.register_worker('x', null, '{"dead_after": 7}') as w7s \gset
 select is((select dead_after from queue.workers where id = :w7s), '7 s', 'dead_after may be seconds');
 select is(pg_temp.refusal('select queue.register_worker(' || arguments || ')'), '22023', 'register_worker(' || left(arguments, 60) || ')') from (values

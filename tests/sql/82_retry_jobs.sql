@@ -231,8 +231,8 @@ select results_eq('select * from queue.retry_failed(''a'')', format('values (%s:
 select count(pg_temp.run(id, 'failed')) from unnest(array[:a1, :a2]) id \g /dev/null
 select results_eq('select id from queue.retry_failed(queue => ''x*'', max_jobs => 2)', format('values (%s::bigint), (%s)', :a1, :a2), 'queues'' by a pattern, at most so many, oldest first');
 select results_eq('select id from queue.retry_failed(''b'', ''y'')', format('values (%s::bigint)', :b2), 'of a task on a queue; only failed ones');
-select is_empty(format('select id from queue.retry_failed(after => %s)', :b1), 'none after the last');
-select results_eq(format('select id from queue.retry_failed(max_jobs => null, after => %s)', :a2), format('values (%s::bigint)', :b1), 'all after one');
+select is_empty(format('select id from queue.retry_failed(after_id => %s)', :b1), 'none after the last');
+select results_eq(format('select id from queue.retry_failed(max_jobs => null, after_id => %s)', :a2), format('values (%s::bigint)', :b1), 'all after one');
 select is_empty('select * from queue.retry_failed()', 'none is left');
 select count(pg_temp.run(id, 'succeeded')) from unnest(array[:a1, :a2, :b1, :b2]) id \g /dev/null
 select queue.defer_many(jsonb_agg(jsonb_build_object('task', 'bulk', 'lock', 'lock ' || n % 50))) from generate_series(1, 1000) n \g /dev/null

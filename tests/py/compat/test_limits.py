@@ -58,6 +58,7 @@ FOREIGN: dict[str, list[Any]] = {
     "cron": ["@daily"],
     "timezone": ["UTC"],
     "after": ["2030-01-01"],
+    "after_id": [None],
     "within": ["1 minute"],
     "deadline": [None],
     "queueing_lock": [None, "secret key"],

@@ -45,7 +45,10 @@ pidfile = {folder}/pid
 
 if PROGRAM is None and os.environ.get("PGDEFER_TEST_STRICT"):
     pytest.fail("there is no pgbouncer here", pytrace=False)
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no pgbouncer here")
+pytestmark = [
+    pytest.mark.client,
+    pytest.mark.skipif(PROGRAM is None, reason="there is no pgbouncer here"),
+]
 
 
 class Bouncer:

@@ -23,6 +23,8 @@ from pgdefer.cli import Exit
 
 from .conftest import Jobs, wait_for
 
+pytestmark = pytest.mark.client
+
 MODULE = """
 import time
 from pgdefer import App

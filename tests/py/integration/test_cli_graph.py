@@ -17,6 +17,8 @@ from pgdefer._connect import Connection
 from pgdefer.cli import Exit, _graph
 from pgdefer.cli._base import cli, out
 
+pytestmark = pytest.mark.client
+
 ODD = '"quoted" \\n <b>{x} --> y; #1 `t`\n日本 ]'
 Edges = set[tuple[int, int]]
 

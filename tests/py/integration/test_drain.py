@@ -17,6 +17,8 @@ from pgdefer import App, Worker
 
 from .conftest import Jobs, until
 
+pytestmark = pytest.mark.client
+
 FETCH_WAITS = """
     select 1 from pg_stat_activity where wait_event_type = 'Lock' and query like '%queue.fetch%'
 """

@@ -18,6 +18,8 @@ from pgdefer import App, Decision, JobContext, Retry, RetryLater, current_job
 
 from .conftest import Jobs, running, until
 
+pytestmark = pytest.mark.client
+
 HOUR = dt.timedelta(hours=1)
 
 

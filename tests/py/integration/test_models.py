@@ -167,11 +167,11 @@ def test_what_has_no_end(conn: Connection, session: orm.Session, zone: str) -> N
     session.execute(sa.text(f"set timezone = '{zone}'"))
     conn.execute("select queue.pause('p'), queue.create_queue('p')")
     id = defer(conn, deadline="'infinity'")
-    early = defer(conn, deadline="'-infinity'")
+    early = defer(conn, deadline="'0001-01-03 00:00+00'")
     usual = defer(conn, deadline="'2030-01-01 00:00+00'")
     assert session.get_one(Queue, "p").paused_until == LAST
     assert session.get_one(Job, id).deadline == LAST
-    assert session.get_one(Job, early).deadline == dt.datetime(1, 1, 2, tzinfo=dt.UTC)
+    assert session.get_one(Job, early).deadline == dt.datetime(1, 1, 3, tzinfo=dt.UTC)
     assert session.get_one(Job, usual).deadline == dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
     assert session.get_one(Job, usual).expires_at is None
     query = sa.select(Job.id).where(Job.deadline < dt.datetime(2031, 1, 1, tzinfo=dt.UTC))

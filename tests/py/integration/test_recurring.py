@@ -17,6 +17,8 @@ from pgdefer import App, InvalidParameter, Worker, current_job
 
 from .conftest import Jobs, running, until
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 
 

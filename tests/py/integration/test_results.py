@@ -26,6 +26,8 @@ from pgdefer import (
 
 from .conftest import Jobs, running, until
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 
 

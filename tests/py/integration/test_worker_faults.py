@@ -30,6 +30,8 @@ from support import install, url_of
 
 from .conftest import Jobs, give_up, running, until, wait_for
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 
 

@@ -24,6 +24,8 @@ import pytest
 
 from .conftest import until
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 
 # argv: DSN, ledger, seconds that a job takes. Runs until it is killed.

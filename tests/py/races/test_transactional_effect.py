@@ -23,6 +23,8 @@ import pytest
 from pgdefer._server import EmbeddedServer, temporary_server
 from support import create_database, install
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 
 WORKER = """
