@@ -48,7 +48,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def server() -> Iterator[EmbeddedServer]:
     """The session's server. A test that stops or kills one makes its own by temporary_server."""
-    settings = {"max_connections": "200", "max_prepared_transactions": "10"}
+    settings = {"max_connections": "200", "max_prepared_transactions": "10", "jit": "off"}
     with temporary_server(settings=settings) as running:
         yield running
 
