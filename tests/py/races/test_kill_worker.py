@@ -306,18 +306,18 @@ def test_killed_over_and_over(conn: Connection, workers: Workers) -> None:
     """)
     dice = random.Random(4)
     locks = {}
-    for n in range(240):
+    for n in range(480):
         lock = dice.choice(["a", "b", None, None])
         key = "k" if n % 5 == 0 else None
         locks[defer(conn, lock=lock, concurrency_key=key, concurrency_limit=2)] = lock
     for _ in range(3):
-        workers.start(0.005)
+        workers.start(0.02)
     for _ in range(8):
         process = dice.choice(workers.processes)
-        until(lambda pid=process.pid: workers.is_running(pid))
+        until(lambda pid=process.pid: workers.is_running(pid) or states(conn) == {"succeeded"})
         time.sleep(dice.random() * 0.01)
         workers.kill(process)
-        workers.start(0.005)
+        workers.start(0.02)
     until(lambda: states(conn) == {"succeeded"})
     for process in list(workers.processes):
         workers.kill(process)
