@@ -10169,6 +10169,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 #variable_conflict use_column
 declare
+  v_later bigint[];
   v_ids bigint[];
   v_done bigint[];
   v_deleted integer := 0;
@@ -10193,11 +10194,10 @@ begin
   -- again, as the end of a claim admits what was committed meanwhile (delete_queue_defer.spec); that ends, as nothing
   -- that is admitted under this ADM can run
   loop
+    v_later := array(select u.id from queue.unadmitted u);  -- what was committed since is deferred later
     v_ids := array(
       select j.id from queue.job j left join queue.job_state s on s.id = j.id
-      where coalesce(s.queue, j.queue) = delete_queue.name
-        -- what was committed since is deferred later
-        and j.id not in (select u.id from queue.unadmitted u) order by j.id);
+      where coalesce(s.queue, j.queue) = delete_queue.name and j.id <> all (v_later) order by j.id);
     exit when v_ids = '{}';
     if delete_queue.force is not true then
       select count(*), count(*) filter (where v.claim is not null) into v_open, v_running
