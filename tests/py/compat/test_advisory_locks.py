@@ -18,6 +18,8 @@ from psycopg.conninfo import make_conninfo
 
 from support import ROOT
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
 

@@ -14,6 +14,8 @@ from pgdefer import App, Retry, RetryLater
 from pgdefer._server import EmbeddedServer
 from support import install
 
+pytestmark = pytest.mark.client
+
 
 @pytest.fixture(params=["SQL_ASCII", "LATIN1"])
 def encoding(request: pytest.FixtureRequest) -> str:

@@ -22,6 +22,8 @@ import pytest
 from pgdefer._server import EmbeddedServer, sql_folder
 from support import server_program
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 Pairs = dict[int, int]
 

@@ -9,6 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
+pytestmark = pytest.mark.client
+
 # Each would call public.canary(), were it put into a statement.
 HIT = "select public.canary()"
 PAYLOADS = [

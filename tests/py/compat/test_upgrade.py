@@ -21,6 +21,8 @@ from pgdefer._server import EmbeddedServer
 from releases import Releases, catalog, difference
 from support import create_database
 
+pytestmark = pytest.mark.client
+
 # Kept low for machines that do other things; `-m soak` takes a table that matters.
 JOBS = 50_000
 SOAK_JOBS = 10_000_000

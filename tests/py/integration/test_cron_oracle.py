@@ -17,6 +17,8 @@ import pytest
 from croniter import croniter
 from cronsim import CronSim
 
+pytestmark = pytest.mark.client
+
 SEED = 20240229
 RUNS = 4
 MINUTE = timedelta(minutes=1)

@@ -15,6 +15,8 @@ from pgdefer._server import ServerError, temporary_server
 
 from .conftest import running, until
 
+pytestmark = pytest.mark.client
+
 
 async def test_nothing_needs_to_be_set_up() -> None:
     with temporary_server(durable=True) as server:

@@ -18,6 +18,8 @@ from pgdefer import AlreadyQueued, App, InvalidParameter
 
 from .conftest import Jobs, running, until
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 SECOND = dt.timedelta(seconds=1)
 

@@ -11,6 +11,8 @@ import pytest
 
 from pgdefer._connect import Connection
 
+pytestmark = pytest.mark.client
+
 JOBS = 20_000
 SOAK = 1_000_000
 STEP = 20_000

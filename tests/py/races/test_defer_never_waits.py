@@ -17,6 +17,8 @@ import psycopg
 import pytest
 from psycopg import errors
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
 

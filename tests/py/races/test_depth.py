@@ -13,12 +13,14 @@ from typing import Any
 import psycopg
 import pytest
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 DEPTH = 10_000
 SECONDS = 300  # of one statement, on a busy machine
 # What makes one call a job takes the whole depth in the long form only.
-wide = pytest.mark.parametrize("depth", [3000, pytest.param(DEPTH, marks=pytest.mark.soak)])
-deep = pytest.mark.parametrize("depth", [1000, pytest.param(DEPTH, marks=pytest.mark.soak)])
+wide = pytest.mark.parametrize("depth", [1200, pytest.param(DEPTH, marks=pytest.mark.soak)])
+deep = pytest.mark.parametrize("depth", [400, pytest.param(DEPTH, marks=pytest.mark.soak)])
 FULL = {"concurrency_key": "K", "concurrency_limit": 1}
 DISCARD = FULL | {"options": {"on_limit": "discard"}}
 

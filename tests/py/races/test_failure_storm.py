@@ -19,6 +19,8 @@ from typing import Any
 import psycopg
 import pytest
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
 

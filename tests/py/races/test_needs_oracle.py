@@ -20,6 +20,8 @@ from psycopg import errors
 from pgdefer._server import EmbeddedServer, temporary_server
 from support import create_database, install
 
+pytestmark = pytest.mark.client
+
 NUMBERS = itertools.count()
 FAILED = {"failed", "cancelled", "held", "upstream_failed"}
 FINAL = {"succeeded", "failed", "cancelled"}

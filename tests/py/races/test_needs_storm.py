@@ -16,6 +16,8 @@ import time
 import psycopg
 import pytest
 
+pytestmark = pytest.mark.client
+
 REGISTER = """select queue.register_worker('w', info => '{"dead_after": "1 day"}')"""
 SECONDS = float(os.environ.get("PGDEFER_STORM_SECONDS", "5"))
 

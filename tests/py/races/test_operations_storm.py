@@ -15,6 +15,8 @@ import pytest
 
 from pgdefer._connect import Connection
 
+pytestmark = pytest.mark.client
+
 FORCED = {"move", "delete", "retry"}
 DONE = ("deferred", "ended", "read", "move", "delete", "retry", "fail_jobs", "done")
 STATES = (

@@ -11,6 +11,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
+pytestmark = pytest.mark.client
+
 FINAL = {"succeeded", "failed", "cancelled"}
 AT_ONCE = 4.0  # seconds: less than the 5 that polling takes
 

@@ -26,6 +26,8 @@ from support import create_database, install
 
 from .conftest import Sleeper, until
 
+pytestmark = pytest.mark.client
+
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
 StartSleepers = Callable[..., list[Sleeper]]

@@ -9,6 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
+pytestmark = pytest.mark.client
+
 Connect = Callable[..., psycopg.Connection[Any]]
 
 WORK = """
