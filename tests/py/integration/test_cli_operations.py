@@ -1081,6 +1081,8 @@ def test_backup_and_restore(
 ) -> None:
     if server_program(server, "pg_dump") is None:
         pytest.skip(f"there is no pg_dump for PostgreSQL {server.major}")
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("drop trigger stay_alive on queue.worker")  # the tests' own
     id = defer(run, "t", '{"kept": true}')
     command = [sys.executable, "-m", "pgdefer", "pg"]
     with (tmp_path / "dump").open("wb") as file:

@@ -1189,7 +1189,7 @@ def test_a_worker_that_wakes_starts_nothing_that_others_have_done(
     app: App, jobs: Jobs, conn: Connection, connect: Connect, program: Program
 ) -> None:
     """It was frozen while the answer to a fetch was under way."""
-    process = program(heartbeat_every=0.3, dead_after=1.5)
+    process = program(heartbeat_every=0.3, dead_after=6)
     registered = "select max(id) from queue.workers where is_alive"
     wait_for(lambda: conn.execute(registered).fetchone() != (None,))
     with connect(autocommit=False) as busy:
