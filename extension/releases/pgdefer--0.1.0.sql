@@ -3330,9 +3330,10 @@ end $$;
 --   p_changed: jobs whose dependents have to look at their needs again
 -- The order matters: as long as a job is in no gate nobody may look where it is, so these come first.
 -- Locks: the caller holds ADM; rows of queue.live by skip locked.
--- How long: a chain of any length takes one turn of the loop for each link. After 20 turns and 50 ms the rest is handed over to the
--- next admission, so that nobody waits long for ADM; before, however busy the machine is, so that short chains end the same way. Why no wake-up is lost: what is handed over is read as what ended claims hand
--- over (30_admission.sql): jobs in no gate (again, with flags 0: they hold nothing), keys (refill), dependents (recheck), locks
+-- How long: a chain of any length takes one turn of the loop for each link. After 20 turns and 50 ms the rest is handed over to
+-- the next admission, so that nobody waits long for ADM. The first 20 turns are taken however long they last, so that a short
+-- chain ends in the same way on a busy machine.
+-- Why no wake-up is lost: what is handed over is read as what ended claims hand over (30_admission.sql): jobs in no gate (again, with flags 0: they hold nothing), keys (refill), dependents (recheck), locks
 -- (regate).
 create or replace function queue._advance(
   p_arrived bigint[] default null, p_turned bigint[] default null, p_ended bigint[] default null,
