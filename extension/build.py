@@ -3,22 +3,26 @@
     extension/build.py [SOURCE [TARGET [VERSION]]]
     extension/build.py --freeze [--force]
 
-The manifest lists the topic files of sql/ in order. At its line `@tables` goes the function
-queue._create_tables(), whose body is the plain DDL of tables/ in the order of the files' names, so
-that the extension holds code only. `@VERSION@` becomes the version that pyproject.toml states.
+The manifest lists the SQL files in order. The files of tables/ follow one another in it. In their
+place the build puts the function queue._create_tables(), whose body is their plain DDL, so the
+extension contains only code. The build replaces `@VERSION@` by the version in pyproject.toml, and
+`{{name}}` by its value in the file `macros`: a number, with its name in a comment, or a text.
 
-upgrades/pgdefer--A--B.sql is the step from one release to the next: what has to be done beside
-putting B's functions in place of A's. Its sections, each of them optional:
+upgrades/pgdefer--A--B.sql is the step from one release to the next: the changes other than the
+replacement of A's functions by B's. Its sections, all of them optional:
 
     -- @code           before the functions are replaced, in both forms: drop function if exists ...
     -- @concurrently   indexes of large tables: create index concurrently NAME on queue.TABLE ...;
                     built once the tables are migrated
     -- @tables         all other DDL: becomes the body of one branch of queue._migrate_tables()
 
-From the steps the build makes an upgrade script for each earlier release, straight to this one.
---freeze writes the extension's script to releases/, as it was released; it never changes again.
+From the steps the build writes an upgrade script from each earlier release directly to this one.
+--freeze writes the extension's script to releases/, as released; it never changes again.
 """
 
+import functools
+import itertools
+import operator
 import os
 import re
 import sys
@@ -29,9 +33,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 BUILD = ROOT / "build"
 
-# Whoever owns the schema, or may create in it, can put functions of his own beside ours, which then
-# run with our rights: so the owner must be the installer, or a role he belongs to, and nobody else
-# may create there, or have done so. A superuser belongs to none.
+# A role that owns the schema, or may create objects in it, can add functions that then run with the
+# queue's rights. So the owner must be the installer, or a role that the installer belongs to. No
+# other role may create objects there, or own any. A superuser counts as a member of no role.
 GUARD = """\
 do $pgdefer_guard$
 declare
@@ -81,14 +85,14 @@ begin
       errcode = '42501',
       message = 'others may create in schema queue, or have objects there',
       detail = pg_catalog.format('Roles: %s.', v_others),
-      hint = 'They could have functions of theirs run with the rights of this one. REVOKE CREATE ON'
-        ' SCHEMA queue FROM them, drop what is theirs there, and install again.';
+      hint = 'Their functions could run with the rights of this role. REVOKE CREATE ON SCHEMA queue'
+        ' FROM them, drop their objects there, and install again.';
   end if;
 end
 $pgdefer_guard$;
 """
 
-# The two forms do not mix: CREATE EXTENSION does not take functions that are there.
+# The two forms do not mix: CREATE EXTENSION does not take over existing functions.
 EXTENSION_GUARD = """\
 do $pgdefer_guard$
 begin
@@ -143,7 +147,7 @@ $pgdefer_tables$;
 """
 
 VERSIONS = """\
--- The releases whose tables can be migrated, oldest first, and this one.
+-- The releases whose tables can be migrated, oldest first, then this one.
 create or replace function queue._versions()
 returns text[]
 language plpgsql
@@ -157,7 +161,7 @@ end $$;
 """
 
 INDEXES = """\
--- The indexes of large tables that the step from a release brings.
+-- The indexes of large tables that the step from a release adds.
 create or replace function queue._step_indexes(p_from text)
 returns text[]
 language plpgsql
@@ -172,7 +176,7 @@ end $$;
 """
 
 MIGRATE_HEAD = """\
--- Takes the tables of one release to the next, which it returns; NULL where no step leads on.
+-- Migrates the tables to the next release, and returns that; NULL if there is no further step.
 create or replace function queue._migrate_tables(p_from text)
 returns text
 language plpgsql
@@ -190,7 +194,7 @@ INDEX = re.compile(
 
 
 class BuildError(Exception):
-    """The sources do not fit together; the text says where."""
+    """The sources contradict each other; the text says where."""
 
 
 class Step:
@@ -205,10 +209,10 @@ class Step:
         if unknown or len(parts[1::2]) != len(self._sections):
             raise BuildError(f"{path}: each section once, of {', '.join(SECTIONS)}")
         if re.sub(r"(?m)^--.*$", "", parts[0]).strip():
-            raise BuildError(f"{path}: nothing but comments may stand before the first section")
+            raise BuildError(f"{path}: only comments may come before the first section")
         for line in path.read_text("utf-8").splitlines():
             if line.startswith("\\") or "$pgdefer_tables$" in line:
-                raise BuildError(f"{path}: psql's commands and the build's own quotes don't fit in")
+                raise BuildError(f"{path}: may not contain psql commands or the build's quotes")
         for statement in self.indexes:
             if not INDEX.match(statement):
                 raise BuildError(
@@ -217,7 +221,7 @@ class Step:
                 )
 
     def section(self, name: str) -> str:
-        """Return a section's text, empty where the step has none."""
+        """Return a section's text, empty if the step has none."""
         return self._sections.get(name, "").strip()
 
     @property
@@ -235,18 +239,18 @@ def version() -> str:
 
 
 def numbers(text: str) -> list[int]:
-    """Return a version's numbers, by which versions are in order."""
+    """Return a version's numbers, by which versions are ordered."""
     return [int(part) for part in text.split(".")]
 
 
 def steps(source: Path, number: str) -> list[Step]:
-    """Return the steps that lead to a version, which must be one chain, in order."""
+    """Return the steps that lead to a version, in order. They must form one chain."""
     found = [Step(path) for path in (source / "upgrades").glob("pgdefer--*--*.sql")]
     chain = sorted(found, key=lambda step: numbers(step.before))
     ends = [*(step.before for step in chain), number][1:]
     for step, end in zip(chain, ends, strict=False):
         if step.after != end or numbers(step.before) >= numbers(end):
-            raise BuildError(f"{step.path}: the steps are no chain that ends with {number}")
+            raise BuildError(f"{step.path}: the steps form no chain that ends with {number}")
     for release in (source / "releases").glob("pgdefer--*.sql"):
         released = release.stem.partition("--")[2]
         if released != number and released not in [step.before for step in chain]:
@@ -255,27 +259,62 @@ def steps(source: Path, number: str) -> list[Step]:
 
 
 def manifest(source: Path) -> list[str]:
-    """Return the manifest's entries: `sql/NN_topic.sql` in order, and `@tables` once."""
+    """Return the manifest's entries in order: `room/topic.sql`, those of tables/ together."""
     path = source / "manifest"
     if not path.exists():
         raise BuildError(f"{path} is missing")
     lines = (line.partition("#")[0].strip() for line in path.read_text("utf-8").splitlines())
     entries = [line for line in lines if line]
     for entry in entries:
-        if entry != "@tables" and not re.fullmatch(r"sql/[\w.]+\.sql", entry):
+        if not re.fullmatch(r"(\w+/)*\w+\.sql", entry):
             raise BuildError(f"{path}: cannot read the entry {entry!r}")
         if entries.count(entry) > 1:
             raise BuildError(f"{path} names {entry} twice")
-    if "@tables" not in entries:
-        raise BuildError(f"{path} lacks the line @tables")
-    for file in sorted((source / "sql").glob("*.sql")):
-        if f"sql/{file.name}" not in entries:
-            raise BuildError(f"{path} does not list sql/{file.name}")
+    places = [n for n, entry in enumerate(entries) if entry.startswith("tables/")]
+    if not places or places[-1] - places[0] >= len(places):
+        raise BuildError(f"{path} must name the files of tables/, one after another")
+    for file in sorted(source.rglob("*.sql")):
+        entry = file.relative_to(source).as_posix()
+        if entry not in entries and not entry.startswith(("releases/", "upgrades/")):
+            raise BuildError(f"{path} does not list {entry}")
     return entries
 
 
+def macros(source: Path) -> dict[str, str]:
+    """Return the value of each `{{name}}`, from lines `name = value` and `name := text`.
+
+    A value is a number, the two numbers of an advisory lock, or names of bits with | between them.
+    """
+    path = source / "macros"
+    found: dict[str, str] = {}
+    bits: dict[str, int] = {}
+    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        name, sign, value = line.partition(" := ")
+        if sign:
+            found[name] = value
+            continue
+        name, sign, value = line.partition("#")[0].partition(" = ")
+        value = value.strip()
+        if not sign:
+            if line.partition("#")[0].strip():
+                raise BuildError(f"{path}: cannot read {line!r}")
+            continue
+        if name in found:
+            raise BuildError(f"{path} names {name} twice")
+        if re.fullmatch(r"-?\d+", value):
+            bits[name] = int(value)
+        elif "," not in value:
+            try:
+                parts = [bits[part.strip()] for part in value.split("|")]
+            except KeyError as error:
+                raise BuildError(f"{path}: {name} names {error}, which is not a bit") from None
+            bits[name] = functools.reduce(operator.or_, parts)
+        found[name] = f"{bits.get(name, value)}/* {name} */"
+    return found
+
+
 def read(source: Path, entry: str) -> str:
-    """Return one topic file's text, refusing what would break one of the two forms."""
+    """Return one file's text with its macros expanded; raise for text that would break a form."""
     path = source / entry
     if not path.exists():
         raise BuildError(f"{path} is listed in the manifest but missing")
@@ -290,7 +329,14 @@ def read(source: Path, entry: str) -> str:
                 f"{path}:{number}: a backslash means something else where a session has"
                 " standard_conforming_strings off: use chr(92), or [.] and the like in patterns"
             )
-    return text.rstrip() + "\n"
+    known = macros(source)
+
+    def put_in(found: re.Match[str]) -> str:
+        if found[1] not in known:
+            raise BuildError(f"{path}: {found[0]} is not defined in {source / 'macros'}")
+        return known[found[1]]
+
+    return re.sub(r"\{\{(\w+)\}\}", put_in, text.rstrip()) + "\n"
 
 
 def text_array(items: list[str]) -> str:
@@ -323,27 +369,29 @@ def migration(chain: list[Step], number: str) -> str:
 
 
 def code(source: Path, number: str) -> str:
-    """Return the code that both forms share."""
+    """Return the code common to both forms."""
     parts = []
-    for entry in manifest(source):
-        if entry == "@tables":
-            tables = [f"tables/{path.name}" for path in sorted((source / "tables").glob("*.sql"))]
-            body = "\n".join(f"-- {name}\n{read(source, name)}" for name in tables)
+    for is_table, entries in itertools.groupby(
+        manifest(source), lambda entry: entry.startswith("tables/")
+    ):
+        texts = [f"-- {entry}\n{read(source, entry)}" for entry in entries]
+        if is_table:
+            body = "\n".join(texts)
             parts.append(f"{TABLES_HEAD}{body}{TABLES_TAIL}")
             parts.append(migration(steps(source, number), number))
         else:
-            parts.append(f"-- {entry}\n{read(source, entry)}")
+            parts += texts
     return "\n".join(parts)
 
 
 def dropped(chain: list[Step]) -> str:
-    """Return what steps do before the functions are replaced."""
+    """Return the code of steps that runs before the functions are replaced."""
     texts = [f"-- {step.path.name}\n{step.section('code')}\n\n" for step in chain]
     return "".join(text for step, text in zip(chain, texts, strict=True) if step.section("code"))
 
 
 def as_plain(script: str) -> str:
-    """Return the plain file that holds the code of an extension's script."""
+    """Return the plain file with the code of an extension's script."""
     first, _, rest = script.partition("\n")
     number = first.split()[2].rstrip(",")
     body = "\n".join(line for line in rest.splitlines() if not line.startswith("\\"))
@@ -381,7 +429,7 @@ def render(source: Path, number: str) -> dict[str, str]:
 
 
 def freeze(source: Path = HERE, number: str | None = None, *, force: bool = False) -> Path:
-    """Write the extension's script to releases/, as it is released. Refuses to change one."""
+    """Write the extension's script to releases/, as released. Raises rather than change one."""
     number = number or version()
     name = f"pgdefer--{number}.sql"
     path = source / "releases" / name
@@ -394,7 +442,7 @@ def freeze(source: Path = HERE, number: str | None = None, *, force: bool = Fals
 
 
 def build(source: Path = HERE, target: Path = BUILD, number: str | None = None) -> list[Path]:
-    """Write build/, replacing what changed, and return its files.
+    """Write build/, replacing changed files, and return its files.
 
     PostgreSQL 18's extension_control_path looks into a folder named extension below each of its
     entries, so the extension's files are in target/extension as well.
@@ -419,7 +467,7 @@ def build(source: Path = HERE, target: Path = BUILD, number: str | None = None) 
 
 
 def main() -> int:
-    """Build from the folder given, or from this one, into the second, or build/; or freeze."""
+    """Build from the given folder, or this one, into the second, or build/; or freeze."""
     arguments = sys.argv[1:]
     try:
         if "--freeze" in arguments:

@@ -1,4 +1,4 @@
-"""Hatchling's hook: builds the SQL files and carries them into the wheel as pgdefer/_sql."""
+"""Hatchling's hook: builds the SQL files and adds them to the wheel as pgdefer/_sql."""
 
 import sys
 from pathlib import Path
@@ -12,10 +12,10 @@ import build as sql_build
 
 
 class SqlBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Runs extension/build.py, so that an install straight from the sources works too."""
+    """Runs extension/build.py, so that installing directly from the sources works too."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build into build/ and take one copy of each form; an editable install reads build/."""
+        """Build into build/ and add one copy of each form; an editable install reads build/."""
         if version != "editable":
             sql_build.build()
             for name in ("extension", "pgdefer.sql"):

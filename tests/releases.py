@@ -1,4 +1,4 @@
-"""Releases that exist for the tests: this one, the next, and the one after that.
+"""Releases for the tests: this one, the next, and the one after that.
 
 The second is this tree with one of each kind of change: a changed function, a new public one, one
 that is gone, a new column, index, table and view, a changed default, view and storage parameter.
@@ -47,22 +47,36 @@ def load_build() -> ModuleType:
     return module
 
 
-def replaced(path: Path, pattern: str, replacement: str) -> None:
-    """Change a source at the one place that matches."""
-    text, count = re.subn(pattern, lambda _: replacement, path.read_text("utf-8"), flags=re.DOTALL)
-    assert count == 1, (path, pattern, count)
-    path.write_text(text, "utf-8")
+def replaced(source: Path, pattern: str, replacement: str) -> None:
+    """Change the sources at the only place that matches."""
+    total = 0
+    for path in source.rglob("*.sql"):
+        if "releases" in path.relative_to(source).parts:
+            continue
+        text, count = re.subn(
+            pattern, lambda _: replacement, path.read_text("utf-8"), flags=re.DOTALL
+        )
+        total += count
+        if count:
+            path.write_text(text, "utf-8")
+    assert total == 1, (pattern, total)
 
 
 def second_step(tables: Path) -> str:
-    """Return the step's text; the views that have a new column stand in tables/ only."""
+    """Return the step's text; the views with a new column are only in tables/."""
     text = SECOND_RELEASE.read_text("utf-8")
-    for file, name in (("20_job.sql", "job"), ("90_views.sql", "jobs")):
-        found = re.search(
-            rf"create view queue\.{name} as\n.*?;\n", (tables / file).read_text("utf-8"), re.DOTALL
-        )
-        assert found is not None
-        text += found[0].replace("create view", "create or replace view")
+    build = load_build()
+    for name in ("job", "job_now", "jobs"):
+        found = [
+            re.search(
+                rf"create view queue\.{name} as\n.*?;\n",
+                build.read(tables.parent, path.relative_to(tables.parent).as_posix()),
+                re.DOTALL,
+            )
+            for path in tables.rglob("*.sql")
+        ]
+        view = next(each for each in found if each)
+        text += view[0].replace("create view", "create or replace view")
     return text
 
 
@@ -81,37 +95,40 @@ class Releases:
         (source / "upgrades").mkdir(exist_ok=True)
         first = build.freeze(source, self.first, force=True)
 
-        sql, tables = source / "sql", source / "tables"
-        replaced(tables / "20_job.sql", r"(?<=  given queue.given,\n)(?=  constraint log_pkey)",
+        tables = source / "tables"
+        replaced(source, r"(?<=  job_options queue.job_options,\n)(?=  constraint log_pkey)",
                  "  note text not null default '',\n")  # fmt: skip
-        replaced(tables / "20_job.sql", r"(?<=\n)(?=create index log_xid_idx)",
+        replaced(source, r"(?<=\n)(?=create index log_xid_idx)",
                  "create index log_note_idx on queue.log (note, id) where note <> '';\n")  # fmt: skip
-        replaced(tables / "20_job.sql", r"fillfactor = 70", "fillfactor = 60")
-        replaced(tables / "50_schedules.sql", r"created_at timestamptz not null,",
+        replaced(source, r"fillfactor = 70", "fillfactor = 60")
+        replaced(source, r"created_at timestamptz not null,",
                  "created_at timestamptz not null default now(),")  # fmt: skip
-        replaced(tables / "90_views.sql", r"as progress\nfrom queue\.job j",
-                 "as progress, j.note\nfrom queue.job j")  # fmt: skip
-        replaced(tables / "20_job.sql", r"\(l\.given\)\.size\n", "(l.given).size, l.note\n")
+        replaced(source, r"s\.error, s\.tag\nfrom queue\.job j",
+                 "s.error, s.tag, j.note\nfrom queue.job j")  # fmt: skip
+        replaced(source, r"j\.percent, j\.message\nfrom queue\.job_now j",
+                 "j.percent, j.message, j.note\nfrom queue.job_now j")  # fmt: skip
+        replaced(source, r"\(l\.job_options\)\.size\n", "(l.job_options).size, l.note\n")
         step = second_step(tables)
         remarks = re.search(
             r"create table queue\.remark .*?'Remarks on jobs\.';\n", step, re.DOTALL
         )
         assert remarks is not None
-        (tables / "99_second.sql").write_text(remarks[0], "utf-8")
-        replaced(sql / "86_stats.sql",
+        (tables / "second.sql").write_text(remarks[0], "utf-8")
+        replaced(source,
                  r"\n-- Raises: 22023\.\ncreate or replace function queue\.autoscale_hint\(.*?"
                  r"comment on function queue\.autoscale_hint\(.*?';\n", "")  # fmt: skip
-        replaced(sql / "60_tick.sql", r"'Does everything that is due:", "'Does all that is due:")
-        (sql / "97_second.sql").write_text(NEW_FUNCTION, "utf-8")
+        replaced(source, r"'Does everything that is due:", "'Does all that is due:")
+        (source / "inspect" / "note.sql").write_text(NEW_FUNCTION, "utf-8")
         manifest = source / "manifest"
-        manifest.write_text(
-            manifest.read_text("utf-8").replace("sql/90_", "sql/97_second.sql\nsql/90_", 1)
+        entries = manifest.read_text("utf-8").replace(
+            "privileges.sql", "inspect/note.sql\nprivileges.sql"
         )
-        privileges = sql / "90_privileges.sql"
-        text = privileges.read_text("utf-8").replace("autoscale_hint,", "note_of,")
-        privileges.write_text(
-            text.replace("schedule_runs}';\n    when", "schedule_runs,remarks}';\n    when")
-        )
+        last = re.findall(r"(?m)^tables/.*\n", entries)[-1]
+        manifest.write_text(entries.replace(last, f"{last}tables/second.sql\n"), "utf-8")
+        replaced(source / "base", r"(?<=\n)    \('autoscale_hint', ", "    ('note_of', ")
+        replaced(source / "base", r"(?<=\n)    \('schedule_runs', .*?\n",
+                 "    ('schedule_runs', '{operator,reader}', false),\n"
+                 "    ('remarks', '{operator,reader}', false),\n")  # fmt: skip
         (source / "upgrades" / f"pgdefer--{self.first}--{self.second}.sql").write_text(step)
         second = build.freeze(source, self.second)
         self._second_files = build.render(source, self.second)
@@ -147,7 +164,7 @@ class Releases:
             connection.execute("select queue.migrate()")
 
 
-# Everything that an installation consists of, as rows of text: what it is, its name, how it is.
+# All objects of an installation, as rows of text: kind, name, definition.
 CATALOG = """
 with acls as (
   select x.what, x.id, string_agg(format('%s/%s/%s/%s', case a.grantee when 0 then 'public'
@@ -191,7 +208,7 @@ select 'sequence', s.seqrelid::regclass::text,
     (select d.refobjid::regclass from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = s.seqrelid and d.deptype in ('a', 'i')))
 from pg_sequence s join pg_class c on c.oid = s.seqrelid where c.relnamespace = 'queue'::regnamespace
 union all
-select 'trigger', t.tgname, pg_get_triggerdef(t.oid) from pg_trigger t join pg_class c on c.oid = t.tgrelid where c.relnamespace = 'queue'::regnamespace
+select 'trigger', t.tgname, pg_get_triggerdef(t.oid) from pg_trigger t join pg_class c on c.oid = t.tgrelid where c.relnamespace = 'queue'::regnamespace and not t.tgisinternal
 union all
 select 'rule', r.rulename || ' on ' || r.ev_class::regclass, pg_get_ruledef(r.oid) from pg_rewrite r join pg_class c on c.oid = r.ev_class where c.relnamespace = 'queue'::regnamespace
 union all
@@ -218,7 +235,7 @@ def catalog(connection: psycopg.Connection) -> dict[tuple[str, str], str]:
 def difference(
     one: dict[tuple[str, str], str], other: dict[tuple[str, str], str]
 ) -> dict[tuple[str, str], tuple[str | None, str | None]]:
-    """Return what is not the same in two catalogs: an empty dict where nothing differs."""
+    """Return the differences of two catalogs: an empty dict if there are none."""
     return {
         key: (one.get(key), other.get(key))
         for key in sorted(one.keys() | other.keys())

@@ -1,0 +1,307 @@
+-- The last gate: jobs become ready if their concurrency keys have free slots.
+
+-- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
+-- p_is_refill: they come from the waiting jobs, so they need not queue up behind those. grown: keys whose
+-- limit has grown; discarded: jobs in no gate that would have to wait, and must be discarded instead
+-- (on_limit).
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._enter_slots(p_ids bigint[], p_is_refill boolean, out discarded bigint[],
+  out grown text[])
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_entries record;
+  v_turns record;
+  v_taken record;
+begin
+  v_entries := queue._queue_entries(p_ids);
+  if v_entries.all_flags & {{mutex}} <> 0 and exists (select from unnest(v_entries.flags) f
+    where f & {{lock}} = {{mutex}}) then
+    v_turns := queue._await_turns(v_entries.ids, v_entries.flags);
+    if v_turns.asked is not null then
+      grown := v_turns.keys || (
+        select s.grown from queue._queue_entries(v_turns.asked) a
+        cross join lateral queue._take_slots(a.ids, a.lanes, a.deadlines, a.flags, a.attempts, true) s);
+    end if;
+    if v_turns.late is not null then
+      v_entries := queue._queue_entries(array(select u.id from unnest(v_entries.ids) u (id)
+        where u.id <> all (v_turns.late)));
+      if v_entries.ids is null then
+        return;
+      end if;
+    end if;
+  end if;
+  if v_entries.all_flags & {{slots}} = 0 then
+    perform queue._make_ready(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
+      v_entries.attempts, v_entries.is_low, v_entries.has_tags);
+    return;
+  end if;
+  v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
+    v_entries.attempts, p_is_refill);
+  discarded := v_taken.discarded;
+  grown := grown || v_taken.grown;
+end $$;
+
+-- Like _enter_slots, for jobs whose places are known (_queue_entries).
+-- In one piece, because its parts share seven arrays, which calls would copy.
+create or replace function queue._take_slots(
+  p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
+  p_is_refill boolean,
+  out discarded bigint[], out grown text[])
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  -- ns, pairs: which job has which (key, lane); keys, lanes: the distinct ones
+  v_keys record;
+  v_counts record;                                   -- the counts of each (key, lane)
+  v_row integer := 1;
+  v_first integer;
+  v_pair integer;
+  v_shut integer;
+  v_ready integer[];                          -- the counts to add to it
+  v_waiting integer[];
+  v_lows bigint[];
+  v_low_deadlines timestamptz[];
+  v_pass integer[] := '{}'::integer[];
+  v_wait integer[] := '{}'::integer[];
+  v_wait_pairs integer[] := '{}'::integer[];
+  v_wait_weights integer[] := '{}'::integer[];
+  v_weight integer;
+  v_wait_keys text[] := '{}'::text[];
+  v_wait_several boolean[] := '{}'::boolean[];
+  v_places timestamptz[];
+begin
+  select array_agg(x.n order by x.n) as ns, array_agg(x.pair order by x.n) as pairs,
+    array_agg(x.key) as set_keys, array_agg(x.slots) as set_slots, array_agg(x.id) as set_ids,
+    array_agg(x.rate_limit) as set_rate_limits, array_agg(x.rate_per) as set_rate_pers,
+    array_agg(x.weight order by x.n) as weights,
+    array_agg(x.key order by x.pair) filter (where x.is_first) as keys,
+    array_agg(x.lane order by x.pair) filter (where x.is_first) as lanes,
+    array_agg(x.id) filter (where x.discards and not p_is_refill and queue._try_lock_queueing_lock(x.id))
+      as discards
+  into v_keys
+  from (
+    select x.n, x.id, x.key, x.slots, x.discards, x.lane, x.weight, x.rate_limit, x.rate_per,
+      dense_rank() over (order by x.key, x.lane)::integer as pair,
+      row_number() over (partition by x.key, x.lane) = 1 as is_first
+    from (select x.n, x.id, x.key, x.slots, x.discards, x.weight, x.rate_limit, x.rate_per,
+        p_lanes[x.n] as lane
+      from queue._keys_of(p_ids, p_flags) x) x) x;
+  grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
+    v_keys.set_rate_pers);
+  select array_agg(queue._key_room(u.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp())
+      order by u.n) as free,
+    array_agg(least(s.slots, s.rate_limit) order by u.n) as most,
+    bool_or(s.rate_limit is not null) as have_rates, array_agg(coalesce(s.ready[s.at], 0)
+    order by u.n) as ready,
+    array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
+  into v_counts
+  from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
+  cross join lateral (
+    select s.slots, s.used, s.rate_limit, s.rate_per, s.ready, s.waiting,
+      array_position(s.lanes, u.lane) as at
+    from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s;
+  v_ready := array_fill(0, array[cardinality(v_keys.keys)]);
+  v_waiting := v_ready;
+  v_lows := array_fill(null::bigint, array[cardinality(v_keys.keys)]);
+  v_low_deadlines := array_fill(null::timestamptz, array[cardinality(v_keys.keys)]);
+  for n in 1 .. cardinality(p_ids) loop
+    v_first := v_row;
+    v_shut := null;
+    while v_keys.ns[v_row] = n loop
+      v_pair := v_keys.pairs[v_row];
+      if v_shut is null and (v_counts.ready[v_pair] + v_ready[v_pair]
+                               > v_counts.free[v_pair] - least(v_keys.weights[v_row], v_counts.most[v_pair])
+                             or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill) then
+        v_shut := v_pair;
+        v_weight := v_keys.weights[v_row];
+      end if;
+      v_row := v_row + 1;
+    end loop;
+    if v_shut is null then
+      v_pass := v_pass || n;
+      for i in v_first .. v_row - 1 loop
+        v_pair := v_keys.pairs[i];
+        v_ready[v_pair] := v_ready[v_pair] + v_keys.weights[i];
+      end loop;
+    elsif p_ids[n] = any (v_keys.discards) then
+      discarded := discarded || p_ids[n];
+    else
+      v_waiting[v_shut] := v_waiting[v_shut] + 1;
+      v_wait := v_wait || n;
+      v_wait_pairs := v_wait_pairs || v_shut;
+      v_wait_weights := v_wait_weights || nullif(v_weight, 1);
+      v_wait_keys := v_wait_keys || v_keys.keys[v_shut];
+      v_wait_several := v_wait_several || (v_row - v_first > 1);
+    end if;
+  end loop;
+  perform queue._make_ready(array_agg(p_ids[n]), array_agg(p_lanes[n]), array_agg(p_deadlines[n]),
+    array_agg(p_flags[n]), array_agg(p_attempts[n]))
+  from unnest(v_pass) n having count(*) > 0;
+  if v_wait <> '{}' then
+    v_places := queue._tags(array(select p_ids[n] from unnest(v_wait) n),
+      array(select p_lanes[n] from unnest(v_wait) n), array(select p_deadlines[n] from unnest(v_wait) n),
+      v_wait_keys);
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight)
+    select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.several,
+      u.weight
+    from unnest(v_wait, v_wait_keys, v_places, v_wait_several, v_wait_weights)
+      u (n, key, place, several, weight);
+    for i in 1 .. cardinality(v_wait) loop
+      v_pair := v_wait_pairs[i];
+      v_lows[v_pair] := least(v_lows[v_pair], p_ids[v_wait[i]]);
+      v_low_deadlines[v_pair] := least(v_low_deadlines[v_pair], v_places[i]);
+    end loop;
+    perform queue._keep_turns(array_agg(p_ids[n])) from unnest(v_wait) n where p_flags[n] & {{ordered}} <> 0
+      having count(*) > 0;
+  end if;
+  perform queue._add_slots(v_keys.keys, v_keys.lanes, null, v_ready, v_waiting, v_lows,
+    v_low_deadlines);
+  if v_counts.have_rates and v_wait <> '{}' then
+    perform queue._await_rates(v_wait_keys);
+  end if;
+  if discarded is not null then
+    perform queue._keep_turns(discarded);
+  end if;
+end $$;
+
+-- Gives free slots of keys to waiting jobs, in each lane by deadline and id. Jobs with several keys may have
+-- to wait for another key, so it looks at more jobs, up to some hundreds; the next admission continues.
+-- Returns keys whose limit has grown by that.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._refill(p_keys text[])
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_moved record;
+  v_extra integer := 0;
+  v_grown text[];
+begin
+  loop
+    with room as materialized (
+      select s.key, l.lane, l.low, l.low_deadline,
+        s.free - l.ready as room, least(s.slots, s.rate_limit) as most,
+        greatest(least(s.free - l.ready, l.waiting), v_extra) as look
+      from (select distinct u.key from unnest(p_keys) u (key)) u
+      cross join lateral (
+        select s.key, s.slots, s.rate_limit, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines,
+          queue._key_room(u.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as free
+        from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+      cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
+        l (lane, ready, waiting, low, low_deadline)
+      where l.waiting > 0 and s.free > l.ready),
+    let as (
+      delete from queue.waiting w
+      where w.ctid = any (array(
+        select w.ctid from room r
+        cross join lateral (
+          -- in order: a job whose weight does not fit holds up the jobs behind it
+          select w.ctid
+          from (
+            select w.tid as ctid, sum(w.weight) over o as total,
+              bool_or(w.weight > r.room) over o as is_stopped
+            from (
+              select w.ctid as tid, w.deadline, w.id, least(coalesce(w.weight, 1), r.most) as weight
+              from queue.waiting w
+              where w.reason = 'slot' and w.key = r.key and w.lane = r.lane
+                and (w.deadline, w.id) >= (r.low_deadline, r.low)
+              order by w.deadline, w.id limit r.look) w
+            window o as (order by w.deadline, w.id rows unbounded preceding)) w
+          where not w.is_stopped and w.total <= greatest(r.room, r.look)) w))
+      returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.has_several, w.weight)
+    select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg(l.id) as ids,
+      array_agg(case when l.is_last then l.id + 1 end) as lows,
+      array_agg(case when l.is_last then l.deadline end) as low_deadlines,
+      array_agg(case when l.deadline < '{{end_of_tags}}' then l.deadline
+        else coalesce(n.deadline, l.deadline) end) as deadlines, array_agg(n.flags) as flags,
+      array_agg(l.attempt) as attempts, array_agg(coalesce(l.weight, 1)) as weights,
+      bool_or(l.has_several) as has_several
+    into v_moved
+    from (select l.*, row_number() over (partition by l.key, l.lane order by l.deadline desc, l.id desc) = 1
+        as is_last from let l) l
+    cross join lateral (
+      -- may have changed since
+      select (select s.deadline from queue.job_override s where s.id = l.id) as deadline,
+        (l.flags | case when exists (select from queue.job_override s where s.id = l.id) then {{overridden}}
+          else 0 end
+          | case when (select d.job_id from queue.need d where d.need_id = l.id limit 1) is not null
+            then {{needed}} else 0 end)::smallint as flags) n;
+    exit when v_moved.keys is null;
+    if v_extra > 0 or v_moved.has_several then
+      perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
+        array_fill(-1, array[cardinality(v_moved.ids)]), v_moved.lows, v_moved.low_deadlines);
+      v_grown := v_grown || (select e.grown from queue._enter_slots(v_moved.ids, true) e);
+      v_extra := greatest(2 * v_extra, 10);
+      if v_extra > 300 then
+        insert into queue.pending_settlement (job_id, kind, flags, payload) select v_moved.ids[1], 'refill',
+          0, to_jsonb(p_keys);
+        exit;
+      end if;
+    else
+      perform queue._add_slots(v_moved.keys, v_moved.lanes, null,
+        v_moved.weights, array_fill(-1, array[cardinality(v_moved.ids)]),
+        v_moved.lows, v_moved.low_deadlines);
+      perform queue._make_ready(v_moved.ids, v_moved.lanes, v_moved.deadlines, v_moved.flags,
+        v_moved.attempts);
+      exit;
+    end if;
+  end loop;
+  perform queue._await_rates(p_keys);
+  return v_grown;
+end $$;
+
+-- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
+-- slot without having used the semaphore. Before a mutex job can become ready, that job must go through the
+-- semaphore, or be counted.
+-- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; late: mutex
+-- jobs that must come back later, because another transaction holds the row of the ordered one.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
+  out keys text[], out late bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_turn record;
+  v_job record;
+begin
+  for v_turn in
+    select k.key, m.id, array_agg(k.id) as mutex_ids
+    from queue._keys_of(p_ids, p_flags) k
+    cross join lateral (
+      select m.id
+      from queue.lock_member m
+      where m.lock = substr(k.key, 2) and m.has_turn offset 0) m
+    where p_flags[k.n] & {{lock}} = {{mutex}} and left(k.key, 1) = 'm'
+      and ((select aj.flags & {{mutex}} from queue.active_job aj where aj.id = m.id) = 0
+        or (select w.flags & {{mutex}} from queue.waiting w where w.id = m.id) = 0)
+    group by k.key, m.id
+  loop
+    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at into v_job;
+    if found then
+      perform queue._count_unwaiting(v_job.key, v_job.lane);
+      keys := keys || case when v_job.at is not null then array[v_job.key] end;
+      asked := asked || v_turn.id;
+      continue;
+    end if;
+    select aj.claim, aj.lane, aj.flags, aj.deadline into v_job from queue.active_job aj
+    where aj.id = v_turn.id for update skip locked;
+    if not found then
+      if exists (select from queue.active_job aj where aj.id = v_turn.id) then
+        late := late || v_turn.mutex_ids;
+      end if;
+    elsif v_job.claim is not null then
+      perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
+      perform queue._add_slots(array[v_turn.key], null, array[1], null, null, null);
+      update queue.active_job aj set flags = aj.flags | {{mutex}} where aj.id = v_turn.id;
+    else
+      delete from queue.active_job aj where aj.id = v_turn.id;
+      perform queue._keep_tag(v_turn.id, v_job.deadline);
+      if v_job.flags & {{keys}} <> 0 then
+        keys := keys || queue._count_unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
+      end if;
+      asked := asked || v_turn.id;
+    end if;
+  end loop;
+  insert into queue.waiting (id, reason, at, key)
+  select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
+  from queue._keys_of(p_ids, p_flags) k where k.id = any (late) and left(k.key, 1) = 'm';
+end $$;

@@ -1,0 +1,108 @@
+-- Changes of jobs after they were deferred.
+
+-- Overrides settings that a job was deferred with, and sends the job through the gates again. Running and
+-- finished jobs keep their place; the change applies to their next run. Returns false, having changed
+-- nothing, if another transaction holds the job's row.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._override(
+  p_id bigint, p_queue text default null, p_priority integer default null,
+  p_deadline timestamptz default null,
+  p_scheduled_at timestamptz default null, p_args jsonb default null)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_taken record := queue._dequeue(p_id);
+begin
+  if v_taken.place is null then
+    -- while its claim is being ended its row of queue.job_override must not be waited for
+    perform from queue.active_job aj where aj.id = p_id for update skip locked;
+    if not found and exists (select from queue.active_job aj where aj.id = p_id) then
+      return false;
+    end if;
+  end if;
+  if exists (
+    select from queue.job_now j
+    where j.id = p_id and j.tag is not null and (p_queue <> j.queue or p_priority <> j.priority)) then
+    perform queue._return_tags(array[p_id]);
+  end if;
+  insert into queue.job_override as s (id, queue, priority, deadline, scheduled_at, args, size, extra_flags)
+  select p_id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args,
+    x.size, case when x.size > 2000 then {{large}} else 0 end
+  from (
+    select octet_length(p_args::text)
+        + coalesce(octet_length((select j.options -> 'headers' from queue.job j where j.id = p_id)::text), 0)
+          as size) x
+  on conflict on constraint job_override_pkey do update
+    set (queue, priority, deadline, scheduled_at, args, size, extra_flags)
+      = (coalesce(excluded.queue, s.queue), coalesce(excluded.priority, s.priority),
+        coalesce(excluded.deadline, s.deadline),
+         coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args),
+         coalesce(excluded.size, s.size),
+         s.extra_flags | excluded.extra_flags);
+  if v_taken.place in ('held', 'parked') then
+    insert into queue.waiting (id, reason) values (p_id, v_taken.place);
+  elsif v_taken.place <> 'log' then
+    perform queue._advance(p_arrived => array[p_id], p_keys => v_taken.keys);
+  end if;
+  return true;
+end $$;
+
+-- Puts a replacement's args, priority and time into the job that holds the key. While another transaction
+-- holds the job's row, which is an operation that waits for the admission lock, the replacement is handed
+-- over again; the mark keeps the job from starting until then.
+-- Locks: the caller holds the admission lock; the job's row of queue.active_job by skip locked; the key's row
+-- by skip locked: while another replacement holds it, that one clears the mark. Two sessions:
+-- defer/unique.replace_fetch.spec.
+create or replace function queue._apply_replacement(p_id bigint, p_payload jsonb)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if exists (select from queue.finished f where f.id = p_id)
+    or not exists (select from queue.job j where j.id = p_id) then
+    return;
+  end if;
+  if queue._override(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
+                   p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
+    perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
+  else
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    values (p_id, 'replace', 0, p_payload);
+  end if;
+end $$;
+
+-- A retry changes a job's lock (empty: to none): the job passes its turn on, joins the other lock, in the
+-- mode that it was deferred with, and goes through the gates again.
+-- Locks: the caller holds the admission lock; the job is not running, and no other transaction can see its
+-- row of queue.active_job yet.
+create or replace function queue._change_lock(p_id bigint, p_lock text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_keys text[];
+  v_passed bigint[];
+  v_joined record;
+begin
+  if p_lock = (select coalesce(j.lock, '') from queue.job_now j where j.id = p_id) then
+    return;
+  end if;
+  v_keys := (select t.keys from queue._dequeue(p_id) t);
+  v_passed := queue._leave_locks(array[p_id], false);  -- has_turn shows whether it has the turn
+  update queue.job_override s
+  set lock = p_lock, extra_flags = s.extra_flags
+    | case when p_lock = '' or j.flags & {{lock}} <> 0 then 0
+      when j.options ->> 'lock_mode' = 'mutex' then {{mutex}} else 1 end
+  from queue.job j where s.id = p_id and j.id = p_id;
+  v_joined := queue._join_locks(array[p_id]);
+  perform queue._advance(
+    p_arrived => p_id || v_joined.displaced, p_turned => v_passed || v_joined.passed,
+    p_keys => v_keys || v_joined.keys);
+end $$;
+
+-- Writes the changes that fail makes for a retry: queue and priority. _change_lock changes the lock once the
+-- job is in a gate.
+-- Locks: the caller holds the admission lock; the job is in no gate.
+create or replace function queue._change_on_retry(p_id bigint, p_change jsonb)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.job_override s
+  set queue = coalesce(p_change ->> 'queue', s.queue),
+    priority = coalesce((p_change ->> 'priority')::integer, s.priority), tag = null
+  where s.id = p_id;
+end $$;

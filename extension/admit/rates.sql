@@ -1,0 +1,86 @@
+-- Rates: no window contains more starts of a key than its rate allows. queue.rate_start numbers the starts: k
+-- more jobs may start if the start that is limit places before the k-th of them lies outside the window. A
+-- key's first letter is its kind, as in queue.semaphore.
+
+-- How many more jobs may start at p_now under a key's rate: at most p_n.
+create or replace function queue._rate_room(p_key text, p_limit integer, p_per interval, p_n integer,
+  p_now timestamptz)
+returns integer language plpgsql stable parallel safe security invoker as $$
+declare
+  v_last record;
+  v_room integer := least(p_n, p_limit);
+  v_low integer := 0;
+  v_middle integer;
+begin
+  select r.no, greatest(r.at, p_now) - p_per as horizon into v_last
+  from queue.rate_start r where r.key = p_key order by r.no desc limit 1;
+  while v_low < v_room loop
+    v_middle := (v_low::bigint + v_room + 1) / 2;
+    if exists (select from queue.rate_start r
+               where r.key = p_key and r.no = v_last.no + v_middle - p_limit and r.at >= v_last.horizon) then
+      v_room := v_middle - 1;
+    else
+      v_low := v_middle;
+    end if;
+  end loop;
+  return greatest(v_room, 0);
+end $$;
+
+-- The time from which p_n more jobs may start under a key's rate; NULL for at once.
+create or replace function queue._rate_opens_at(p_key text, p_limit integer, p_per interval,
+  p_n integer default 1)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_at timestamptz;
+begin
+  select r.at + p_per into v_at
+  from (select r.no from queue.rate_start r where r.key = p_key order by r.no desc limit 1) l
+  join queue.rate_start r on r.key = p_key and r.no = l.no + least(p_n, p_limit) - p_limit;
+  return case when v_at >= clock_timestamp() then v_at end;
+end $$;
+
+-- Records p_n starts under a key's rate, and deletes those that no window can contain any more.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: jobs that the rate holds back wait for
+-- a time (_rate_opens_at).
+create or replace function queue._count_rate_starts(p_key text, p_limit integer, p_n integer,
+  p_now timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_no bigint;
+  v_at timestamptz;
+begin
+  select r.no, r.at into v_no, v_at from queue.rate_start r where r.key = p_key order by r.no desc limit 1;
+  v_no := coalesce(v_no, 0);
+  insert into queue.rate_start (key, no, at)
+  select p_key, v_no + n, greatest(v_at, p_now) from generate_series(1, p_n) n;
+  delete from queue.rate_start r
+  where r.key = p_key and r.no > v_no - p_limit and r.no <= v_no + p_n - p_limit;
+end $$;
+
+-- The settings of configure_key for a concurrency key: by its name, else by the longest prefix*; else no row.
+create or replace function queue._key_config(p_key text)
+returns table (slots integer, rate_limit integer, rate_per interval)
+language plpgsql stable parallel safe security invoker rows 1 as $$
+#variable_conflict use_column
+begin
+  return query
+    select c.slots, c.rate_limit, c.rate_per from queue.key_config c
+    where c.pattern = p_key
+      or right(c.pattern, 1) = '*' and starts_with(p_key, left(c.pattern, -1))
+    order by c.pattern = p_key desc, length(c.pattern) desc limit 1;
+end $$;
+
+-- If the clock was set back past the due mark, moves the mark back too. Otherwise the next admission might
+-- begin at the mark, and miss a new timer before it.
+-- Locks: the caller holds the admission lock, which protects the cursor.
+create or replace function queue._rewind_due_mark()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_tick bigint;
+  v_due_at timestamptz;
+begin
+  select k.tick, k.due_at into v_tick, v_due_at from queue.cursor_now k;
+  if v_due_at > clock_timestamp() then
+    update queue.cursor k set due_at = '-infinity' where k.tick = v_tick;
+  end if;
+end $$;

@@ -1,0 +1,189 @@
+-- Settling: releases what ended claims held and passes it on, under the admission lock.
+
+-- Frees the slots of ended claims. Sends those jobs that run again through the gates, together with jobs that
+-- are in no gate for another reason (flags 0: they did not run, and have no turn to keep). Then gives the
+-- slots to the first jobs that wait for them. Only after that may anything take jobs out of their places:
+-- before it, a job that runs again is in no gate, and only looks as if it waited for its turn.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._settle_slots(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_payloads jsonb[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ended record;
+  v_keys text[];
+  v_item record;
+  v_cyclic bigint[];
+begin
+  select array_agg(u.id) filter (where u.kind = 'again') as again,
+    array_agg(u.id) filter (where u.kind = 'again' and u.flags & {{lock}} <> 0) as locked,
+    array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & {{counted}} <> 0) as ids,
+    array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & {{counted}} <> 0) as flags
+  into v_ended
+  from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
+  if v_ended.ids is not null then
+    v_keys := queue._release_slots(v_ended.ids, v_ended.flags);
+  end if;
+  for v_item in
+    select u.id, u.kind, u.payload from unnest(p_ids, p_kinds, p_payloads) u (id, kind, payload)
+    where p_payloads is not null and u.payload is not null
+  loop
+    if v_item.kind = 'refill' then
+      v_keys := v_keys || array(select k from jsonb_array_elements_text(v_item.payload) k);
+    elsif v_item.payload ? 'change' then
+      perform queue._change_on_retry(v_item.id, v_item.payload -> 'change');
+    elsif v_item.kind = 'again' and not queue._add_yield_needs(v_item.id, v_item.payload) then
+      v_cyclic := v_cyclic || v_item.id;
+    end if;
+  end loop;
+  if v_ended.locked is not null then
+    perform queue._keep_turns(v_ended.locked);
+  end if;
+  if v_ended.again is not null then
+    perform queue._advance(p_arrived => v_ended.again,
+      p_locks => case when v_ended.locked is not null then queue._locks_of(v_ended.locked) end);
+  end if;
+  for v_item in
+    select u.id, u.kind, u.flags, u.payload
+    from (
+      select u.id, u.kind, u.flags, u.payload, u.n, row_number() over (partition by u.id, u.kind
+        order by u.n desc) as from_last
+      from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
+      where p_payloads is not null and u.payload is not null) u
+    -- of several replacements of a job only the last remains
+    where u.kind = 'replace' and u.from_last = 1 or u.kind = 'again'
+      and (u.payload -> 'change' ? 'lock' or u.id = any (v_cyclic))
+    order by u.n
+  loop
+    if v_item.kind = 'replace' then
+      perform queue._apply_replacement(v_item.id, v_item.payload);
+    elsif v_item.id = any (v_cyclic) then
+      v_keys := v_keys || (select t.keys from queue._dequeue(v_item.id) t);
+      if not queue._try_lock_queueing_lock(v_item.id) then
+        -- a defer is replacing it, and holds its key
+        insert into queue.pending_settlement (job_id, kind, flags, payload)
+        values (v_item.id, 'again', v_item.flags & ~{{counted}}, v_item.payload);
+        continue;
+      end if;
+      perform queue._finish_unclaimed(array[v_item.id], 'failed', 'dependency_cycle',
+        'the needs of two jobs form a cycle');
+      perform queue._advance(p_ended => array[v_item.id]);
+    else
+      perform queue._change_lock(v_item.id, v_item.payload #>> '{change,lock}');
+    end if;
+  end loop;
+  if v_keys is not null then
+    perform queue._advance(p_keys => v_keys);
+  end if;
+end $$;
+
+-- Passes on what ended claims release, except their slots: turns and dependents.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._settle(p_ids bigint[], p_kinds text[], p_flags smallint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ended record;
+begin
+  select array_agg(u.id) filter (where u.kind = 'ended' and u.flags & {{lock}} <> 0) as locked,
+    array_agg(u.id) filter (where u.kind = 'ended' and u.flags & {{needed}} <> 0) as needed,
+    array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck,
+    array_agg(distinct u.id) filter (where u.kind = 'regate') as regate,
+    array_agg(distinct u.id) filter (where u.kind = 'signal') as signalled,
+    array_agg(distinct -u.id) filter (where u.kind = 'event') as events,
+    array_agg(distinct -u.id) filter (where u.kind = 'group') as groups
+  into v_ended
+  from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
+  if v_ended.locked is not null or v_ended.needed is not null then
+    perform queue._advance(
+      p_turned => case when v_ended.locked is not null then queue._leave_locks(v_ended.locked, true) end,
+        p_changed => v_ended.needed);
+  end if;
+  if v_ended.recheck is not null then
+    perform queue._recheck_needs(v_ended.recheck);
+  end if;
+  if v_ended.regate is not null then
+    perform queue._readmit(v_ended.regate);
+  end if;
+  if v_ended.signalled is not null or v_ended.events is not null then
+    perform queue._advance(p_arrived => queue._take_signals(v_ended.signalled, v_ended.events));
+  end if;
+  if v_ended.groups is not null then
+    perform queue._settle_groups(v_ended.groups);
+  end if;
+end $$;
+
+-- Sends ready jobs through the gates again; jobs whose rows another transaction holds follow once that ends.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+-- Why none is forgotten: a row that is not taken out is handed over again, each time, until it is free,
+-- claimed or gone.
+-- Two sessions: operate/pause.fetch.spec, operate/pause.late.spec.
+create or replace function queue._readmit(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_taken record;
+begin
+  v_taken := queue._dequeue_all(array(select aj.id from queue.active_job aj
+    where aj.id = any (p_ids) and aj.claim is null));
+  insert into queue.pending_settlement (xid, job_id, kind, flags)
+  select queue._row_locker(aj.xmax), aj.id, 'regate', 0 from queue.active_job aj
+  where aj.id = any (p_ids) and aj.claim is null;
+  -- jobs that have left queue.active_job since may also keep the turn from an older job
+  perform queue._advance(p_arrived => v_taken.ids, p_keys => v_taken.keys, p_locks => queue._locks_of(p_ids));
+end $$;
+
+-- Rechecks: sets marks again, checks the dependents of ended jobs, and passes deadlines on.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._recheck_needs(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._mark_needed(p_ids);
+  perform queue._advance(p_changed => p_ids);
+  perform queue._propagate_deadline(array(
+    select distinct d.job_id from unnest(p_ids) u (id)
+    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
+end $$;
+
+-- Reads new pending settlements by the same snapshots as the log.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._take_settlements(
+  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, out ids bigint[], out kinds text[],
+  out flags smallint[], out payloads jsonb[])
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+begin
+  with gone as (
+    delete from queue.pending_settlement h
+    where h.ctid = any (array(
+      select h.ctid from unnest(p_ended) e (x)
+      cross join lateral (select h.ctid from queue.pending_settlement h where h.xid = e.x offset 0) h
+      union all
+      select h.ctid from queue.pending_settlement h
+      where h.xid >= p_xmax and h.xid < pg_snapshot_xmax(p_upto) and pg_visible_in_snapshot(h.xid, p_upto)
+        and h.xid is distinct from p_own))
+    returning h.job_id, h.kind, h.flags, h.payload, h.seq)
+  select array_agg(g.job_id order by g.seq), array_agg(g.kind order by g.seq),
+    array_agg(g.flags order by g.seq), array_agg(g.payload order by g.seq)
+  into ids, kinds, flags, payloads from gone g;
+end $$;
+
+-- Committed pending settlements that the cursor has passed, so that no admission would ever read them. There
+-- are none, except after a bug or half a restore. Those that are in flight, or have ended since the cursor
+-- moved, do not count (admit/admission.sql).
+create or replace function queue._orphaned_settlements()
+returns table (xid xid8, seq bigint, job_id bigint, kind text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select h.xid, h.seq, h.job_id, h.kind
+    from queue.cursor_now k
+    join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
+end $$;
+
+-- Hands them over to the next admission again.
+-- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
+create or replace function queue._repair_settlements()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.pending_settlement h set xid = pg_current_xact_id()
+  where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_settlements() o);
+end $$;

@@ -1,0 +1,248 @@
+-- Shares take turns by weight within a queue and priority (start-time fair queueing).
+--
+-- A ready job of a share has a tag, and jobs are claimed in the order of tags, then of ids. The tag is the
+-- later of two: how far its share has come (queue.share_tag), and the virtual time, which is the tag of the
+-- first ready job. Each job advances its share by 1 / weight. So a share with few jobs gets its turn at once,
+-- a share with many jobs waits only behind its own jobs, and fetch just reads its index: the tag is stored in
+-- queue.active_job.deadline, which determines the order in a lane. Tags are times before the year 1, which no
+-- deadline can be; 0.1 s of them is one job of weight 1.
+--
+-- A queue and priority has tags from its first job with a share on; its lanes then have tag_base. Jobs
+-- without a share form one share, ''. Jobs that were ready before get their tags slice by slice (_retag).
+-- Jobs that wait for a slot of a key have tags of this key, by the same rule: so shares also take turns at
+-- slots, and a share whose jobs wait at one key does not fall behind elsewhere.
+-- A job that leaves its lane unclaimed keeps its tag (queue.job_override) for its return, or gives it back to
+-- its share (_return_tags).
+-- Everything here runs under the admission lock.
+
+-- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key; in
+-- a lane without tags the places that were passed. p_places: the order of jobs within a share, before that of
+-- ids. It looks up the first job of each share and computes the tags of the others, so it costs as much as a
+-- sort.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: the caller makes the jobs ready.
+create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],
+  p_keys text[] default null)
+returns timestamptz[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_groups record;
+  v_tags timestamptz[];
+begin
+  select array_agg(g.queue) as queues, array_agg(g.priority) as priorities, array_agg(g.key) as keys,
+    array_agg(queue._virtual_time(g.queue, g.priority, g.key)) as times,
+    array_agg(g.until - interval '1 microsecond') as ends
+  into v_groups
+  from (
+    select distinct l.queue, l.priority, coalesce(u.key, '') as key,
+      coalesce(l.retag_from, '{{end_of_tags}}') as until
+    from unnest(p_lanes, p_keys) u (lane, key) join queue.lane l on l.lane = u.lane
+    where l.tag_base is not null) g;
+  if v_groups.queues is null then
+    return p_places;
+  end if;
+  perform queue._forget_tags(g.queue, g.priority, g.key, g.at, 2 * cardinality(p_ids) + 10)
+  from unnest(v_groups.queues, v_groups.priorities, v_groups.keys, v_groups.times)
+    g (queue, priority, key, at);
+  with jobs as materialized (
+    select u.n, u.id, u.place, g.queue, g.priority, g.key, g.at, g.last as end,
+      coalesce(j.share, '') as share, j.tag
+    from unnest(p_ids, p_lanes, p_places, p_keys) with ordinality u (id, lane, place, key, n)
+    cross join lateral (
+      select l.queue, l.priority, l.tag_base is not null as has_tags from queue.lane l
+      where l.lane = u.lane offset 0) l
+    left join lateral (
+      select g.*
+      from unnest(v_groups.queues, v_groups.priorities, v_groups.keys, v_groups.times, v_groups.ends)
+        g (queue, priority, key, at, last)
+      where l.has_tags and g.queue = l.queue and g.priority = l.priority
+        and g.key = coalesce(u.key, '')) g on true
+    cross join lateral (
+      select j.options ->> 'share' as share, case when p_keys is null then j.tag end as tag
+      from queue.job_now j where j.id = u.id offset 0) j),
+  numbered as (
+    select j.*, row_number() over w as no,
+      count(*) over (partition by j.queue, j.priority, j.key, j.share) as n_of_share
+    from jobs j where j.queue is not null and j.tag is null
+    window w as (partition by j.queue, j.priority, j.key, j.share order by j.place, j.id)),
+  first as (
+    select n.*, case when n.no = 1 then queue._tag_step(n.share) end as step, o.tid, o.last
+    from numbered n
+    left join lateral (
+      select t.ctid as tid, t.tag as last from queue.share_tag t
+      where n.no = 1 and t.queue = n.queue and t.priority = n.priority and t.key = n.key and t.share = n.share
+      order by t.tag desc limit 1) o on true),
+  tagged as materialized (
+    select f.*, greatest(f.at, max(f.last) over s) as start, max(f.step) over s as step_of_share
+    from first f window s as (partition by f.queue, f.priority, f.key, f.share)),
+  gone as (
+    delete from queue.share_tag t
+    where t.ctid = any (array(select t.tid from tagged t where t.tid is not null))),
+  kept as (
+    insert into queue.share_tag (queue, priority, key, share, tag)
+    select t.queue, t.priority, t.key, t.share,
+      least(t.start + t.n_of_share * t.step_of_share * interval '1 microsecond', t.end)
+    from tagged t where t.no = 1)
+  select array_agg(x.tag order by x.n) into v_tags
+  from (
+    select t.n, least(t.start + (t.no - 1) * t.step_of_share * interval '1 microsecond', t.end) as tag
+    from tagged t
+    union all
+    -- at most a hundred turns before the virtual time, so that this does not go back further
+    select j.n, least(greatest(j.tag, j.at - interval '10 s'), j.last)
+    from (
+      select j.*, coalesce((
+        select t.tag from queue.share_tag t
+        where t.queue = j.queue and t.priority = j.priority and t.key = j.key and t.share = j.share
+        order by t.tag desc limit 1), j.at) as last
+      from jobs j where j.queue is not null and j.tag is not null) j
+    union all
+    select j.n, j.place from jobs j where j.queue is null) x;
+  return v_tags;
+end $$;
+
+-- Deletes tags of shares before the virtual time, which no longer have an effect. Each call of _tags deletes
+-- up to twice as many as it can add.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: no job changes.
+create or replace function queue._forget_tags(p_queue text, p_priority integer, p_key text, p_at timestamptz,
+  p_most integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  delete from queue.share_tag t
+  where t.ctid = any (array(
+    select t.ctid from queue.share_tag t
+    where t.queue = p_queue and t.priority = p_priority and t.key = p_key and t.tag < p_at
+    order by t.tag limit p_most));
+end $$;
+
+-- The tag of the first job that is ready in a queue and priority, or that waits for a slot of a key there. If
+-- there is no such job, the greatest tag of any of its shares, so that all shares start again together.
+create or replace function queue._virtual_time(p_queue text, p_priority integer, p_key text)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_at timestamptz;
+begin
+  select greatest(max(l.tag_base), coalesce(min(f.deadline), (
+      select t.tag from queue.share_tag t
+      where t.queue = p_queue and t.priority = p_priority and t.key = p_key order by t.tag desc limit 1)))
+  into v_at
+  from queue.lane l
+  left join lateral (
+    select f.deadline
+    from (
+      (select aj.deadline from queue.active_job aj
+       where p_key = '' and not l.is_idle and aj.lane = l.lane
+         and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.deadline >= l.tag_base
+         and aj.claim is null
+       order by aj.deadline, aj.id limit 1)
+      union all
+      (select w.deadline from queue.waiting w
+       where p_key <> '' and w.reason = 'slot' and w.key = p_key and w.lane = l.lane
+         and w.deadline >= l.tag_base
+       order by w.deadline, w.id limit 1)) f
+    where f.deadline < coalesce(l.retag_from, '{{end_of_tags}}')) f on true
+  where l.queue = p_queue and l.priority = p_priority and l.tag_base is not null;
+  return v_at;
+end $$;
+
+-- How far one job advances a share, in microseconds of tags. The longest pattern that matches the share gives
+-- the weight.
+create or replace function queue._tag_step(p_share text)
+returns double precision language plpgsql stable parallel safe security invoker as $$
+declare
+  v_weight double precision;
+begin
+  select c.weight into v_weight from queue.share_config c where c.pattern = p_share;
+  if v_weight is null then
+    select c.weight into v_weight from queue.share_config c
+    where right(c.pattern, 1) = '*' and starts_with(p_share, left(c.pattern, -1)) and p_share <> ''
+    order by length(c.pattern) desc limit 1;
+  end if;
+  return round(100000 / coalesce(v_weight, 1));
+end $$;
+
+-- The tag that puts a job first among the jobs that wait for a slot of a key in a lane, because it was ready
+-- before them; in a lane without tags the place that was passed.
+create or replace function queue._front_tag(p_key text, p_lane integer, p_place timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  if p_place >= '{{end_of_tags}}' then
+    return p_place;
+  end if;
+  return (
+    select least(
+      (select w.deadline from queue.waiting w
+       where w.reason = 'slot' and w.key = p_key and w.lane = p_lane order by w.deadline, w.id limit 1)
+        - interval '1 microsecond',
+      queue._virtual_time(l.queue, l.priority, p_key))
+    from queue.lane l where l.lane = p_lane);
+end $$;
+
+-- Keeps the tag of a job that leaves its lane unclaimed, so that it keeps its place.
+-- Locks: the caller holds the admission lock and the job's row of queue.active_job. No wake-up can be lost:
+-- no job becomes ready.
+create or replace function queue._keep_tag(p_id bigint, p_place timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_place < '{{end_of_tags}}' then
+    insert into queue.job_override as s (id, tag) values (p_id, p_place)
+    on conflict on constraint job_override_pkey do update set tag = excluded.tag;
+  end if;
+end $$;
+
+-- Moves shares back for jobs that will not start there: they have ended, or go to another queue or priority.
+-- Locks: the caller holds the admission lock; the jobs are in no lane. No wake-up can be lost: no job becomes
+-- ready.
+create or replace function queue._return_tags(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_share record;
+begin
+  for v_share in
+    select x.queue, x.priority, x.share, count(*) * queue._tag_step(x.share) as way
+    from (
+      select j.queue, j.priority, coalesce(j.options ->> 'share', '') as share
+      from unnest(p_ids) u (id)
+      cross join lateral (
+        select j.queue, j.priority, j.options, j.tag from queue.job_now j where j.id = u.id offset 0) j
+      where j.tag is not null) x
+    group by x.queue, x.priority, x.share
+  loop
+    update queue.share_tag t set tag = greatest(t.tag - v_share.way * interval '1 microsecond',
+        queue._virtual_time(v_share.queue, v_share.priority, ''))
+    where t.ctid = any (array(
+      select t.ctid from queue.share_tag t
+      where t.queue = v_share.queue and t.priority = v_share.priority and t.key = ''
+        and t.share = v_share.share
+      order by t.tag desc limit 1));
+  end loop;
+  update queue.job_override s set tag = null where s.id = any (p_ids) and s.tag is not null;
+end $$;
+
+-- Starts tags in the lanes of a queue and priority, or, after a change of weights, new tags that lie before
+-- the old ones. _retag gives them to the jobs that are ready there; the cursor says that there is more to do.
+-- (After 2,700 changes no room is left before the old tags; then a change applies only to new jobs.)
+-- Locks: the caller holds the admission lock. No wake-up can be lost: jobs with old tags stay ready.
+create or replace function queue._begin_tags(p_queue text, p_priority integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  delete from queue.share_tag t
+  where t.queue = p_queue and t.priority = p_priority;
+  update queue.lane l set tag_base = coalesce(l.tag_base - interval '1 year', '{{first_tag}}'),
+    retag_from = coalesce(l.tag_base, '{{end_of_tags}}')
+  where l.queue = p_queue and l.priority = p_priority and l.kind < {{lane_crashed}}
+    and (l.tag_base is null or l.tag_base > '{{least_tag}}');
+  if found then
+    update queue.cursor k set has_backlog = true
+    where k.tick = (select max(m.tick) from queue.cursor m) and not k.has_backlog;
+  end if;
+end $$;
+
+-- The deadline of a job with this place in a lane.
+create or replace function queue._deadline_of(p_id bigint, p_place timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  if p_place >= '{{end_of_tags}}' then
+    return p_place;
+  end if;
+  return (
+    select coalesce(j.deadline, 'infinity') from queue.job_now j where j.id = p_id);
+end $$;

@@ -1,0 +1,330 @@
+-- Semaphores. A slot is a live claim: `used` counts the claims that run under a key. It is written only under
+-- the admission lock, in the transaction that makes or settles the claim. Limited lanes are claimed only
+-- under the admission lock, so that the limit is hard.
+--
+-- Slots are taken at the claim, not before, so that a job which no worker starts holds none. For each key and
+-- lane, at most as many unclaimed jobs are in queue.active_job (`ready`) as the key has free slots, so that
+-- fetch does not read jobs that can't start. The others wait in queue.waiting. If fetch meets a ready job
+-- whose key is full, the job goes back there. A job with several keys waits for the first full one, and holds
+-- none meanwhile. Rows are replaced by newer ones and read newest first.
+
+-- The keys of jobs by their flags: 'm' || lock and 'k' || concurrency key. n: the job's place in p_ids.
+create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
+returns table (n integer, id bigint, key text, slots integer, discards boolean, weight integer,
+  rate_limit integer, rate_per interval)
+language plpgsql stable parallel safe security invoker rows 50 as $$
+#variable_conflict use_column
+begin
+  return query
+    select u.n::integer, u.id, k.key, k.slots, j.discards, coalesce((k.terms ->> 'weight')::integer, 1),
+      (k.terms #>> '{rate,limit}')::integer,
+      case when k.terms ? 'rate' then queue._interval('per', k.terms #> '{rate,per}') end
+    from unnest(p_ids, p_flags) with ordinality u (id, flags, n)
+    cross join lateral (
+      select j.keys, j.limits, j.lock, j.options -> 'terms' as terms,
+        u.flags & {{keys}} <> 0 and j.options ->> 'on_limit' = 'discard' and j.claims = 0
+          and not j.is_kept as discards
+      from queue.job_now j where j.id = u.id offset 0) j
+    cross join lateral (
+      select 'm' || j.lock, 1, null::jsonb where u.flags & {{mutex}} <> 0 and j.lock is not null
+      union all
+      select 'k' || k.key, coalesce(k.slots, 2147483647), j.terms -> (k.n - 1)::integer
+      from unnest(j.keys, j.limits) with ordinality k (key, slots, n)
+      where u.flags & {{keys}} <> 0) k (key, slots, terms)
+    where u.flags & {{slots}} <> 0;
+end $$;
+
+-- Creates missing semaphores and sets limits and rates: configure_key decides, else the newest of the jobs
+-- with one key. Returns the keys that jobs may wait for and whose limit has grown, or whose rate has changed.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._set_slots(p_keys text[], p_slots integer[], p_ids bigint[],
+  p_rate_limits integer[] default null, p_rate_pers interval[] default null)
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_changed text[];
+  v_is_configured boolean := exists (select from queue.key_config);
+begin
+  with asked as materialized (
+    select distinct on (u.key) u.key, coalesce(c.slots, u.slots) as slots, u.id,
+      coalesce(c.rate_limit, u.rate_limit) as rate_limit, coalesce(c.rate_per, u.rate_per) as rate_per,
+      num_nonnulls(c.slots, c.rate_limit) > 0 as is_configured
+    from unnest(p_keys, p_slots, p_ids, p_rate_limits, p_rate_pers) u (key, slots, id, rate_limit, rate_per)
+    left join lateral (
+      select c.* from queue._key_config(substr(u.key, 2)) c
+      where v_is_configured and left(u.key, 1) = 'k') c on true
+    order by u.key, u.id desc),
+  old as materialized (
+    select a.key, a.slots, a.rate_limit, a.rate_per, a.id, o.tid, o.slots as old_slots, o.used, o.lanes,
+      o.ready, o.waiting, o.lows, o.low_deadlines,
+      (o.rate_limit, o.rate_per) is distinct from (a.rate_limit, a.rate_per) as has_other_rate
+    from asked a
+    left join lateral (
+      select s.ctid as tid, s.slots, s.rate_limit, s.rate_per, s.limit_id, s.used, s.lanes, s.ready,
+        s.waiting, s.lows, s.low_deadlines
+      from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true
+    where o.slots is null or o.limit_id <= a.id
+      and (o.slots <> a.slots or o.rate_limit is distinct from a.rate_limit
+           or o.rate_per is distinct from a.rate_per or a.is_configured and o.limit_id < a.id)),
+  gone as (
+    delete from queue.semaphore s where s.ctid = any (array(select o.tid from old o))),
+  made as (
+    insert into queue.semaphore (key, tick, slots, rate_limit, rate_per, limit_id, used, lanes, ready,
+      waiting, lows, low_deadlines)
+    select o.key, nextval('queue.tick_seq'), o.slots, o.rate_limit, o.rate_per, o.id, coalesce(o.used, 0),
+      coalesce(o.lanes, '{}'), coalesce(o.ready, '{}'), coalesce(o.waiting, '{}'), coalesce(o.lows, '{}'),
+      coalesce(o.low_deadlines, '{}')
+    from old o)
+  select array_agg(o.key) into v_changed from old o
+  where o.lanes <> '{}' and (o.slots > o.old_slots or o.has_other_rate);
+  return v_changed;
+end $$;
+
+-- How much of a key is free at p_now: of its slots, and of its rate.
+create or replace function queue._key_room(p_key text, p_free integer, p_rate_limit integer,
+  p_rate_per interval, p_now timestamptz)
+returns integer language plpgsql stable parallel safe security invoker as $$
+begin
+  if p_rate_limit is null or p_free <= 0 then
+    return p_free;
+  end if;
+  return queue._rate_room(p_key, p_rate_limit, p_rate_per, p_free, p_now);
+end $$;
+
+-- If jobs wait for keys whose rate allows no more starts now, sets the time at which it does in the row of
+-- the first job of each lane; _admit_due then gives them their slots.
+-- Locks: the caller holds the admission lock.
+-- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
+-- which calls this function again.
+create or replace function queue._await_rates(p_keys text[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  with shut as materialized (
+    select w.id, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)) as at
+    from (select distinct u.key from unnest(p_keys) u (key)) u
+    cross join lateral (
+      select s.key, s.rate_limit, s.rate_per, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines
+      from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+    cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
+      l (lane, ready, waiting, low, low_deadline)
+    cross join lateral (
+      select w.id, w.weight from queue.waiting w
+      where w.reason = 'slot' and w.key = s.key and w.lane = l.lane
+        and (w.deadline, w.id) >= (l.low_deadline, l.low)
+      order by w.deadline, w.id limit 1) w
+    where s.rate_limit is not null and l.waiting > 0)
+  update queue.waiting w set at = s.at + interval '1 microsecond' from shut s
+  where w.id = s.id and s.at is not null;
+  if found then
+    perform queue._rewind_due_mark();
+  end if;
+end $$;
+
+-- Adds to the counts of keys: slots in use, and per lane ready and waiting jobs. Keys and lanes may repeat;
+-- an array that is NULL adds nothing. (p_low_deadlines, p_lows): for lanes with fewer waiting jobs,
+-- the point below which none waits (one for each lane); for others, a job that has begun to wait.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._add_slots(
+  p_keys text[], p_lanes integer[], p_used integer[], p_ready integer[], p_waiting integer[], p_lows bigint[],
+  p_low_deadlines timestamptz[] default null)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  with added as (
+    select u.key, coalesce(sum(u.used), 0)::integer as used, array_agg(u.lane) as lanes,
+      array_agg(u.ready) as ready,
+      array_agg(u.waiting) as waiting, array_agg(u.low) as lows, array_agg(u.low_deadline) as low_deadlines
+    from unnest(p_keys, p_lanes, p_used, p_ready, p_waiting, p_lows, p_low_deadlines)
+      u (key, lane, used, ready, waiting, low, low_deadline)
+    group by u.key
+    having count(*) filter (where u.used <> 0 or u.ready <> 0 or u.waiting <> 0 or u.low is not null) > 0),
+  old as materialized (
+    select a.key, a.used, a.lanes, a.ready, a.waiting, a.lows, a.low_deadlines, o.tid, o.slots, o.limit_id,
+      o.rate_limit, o.rate_per,
+      o.used as old_used, o.lanes as old_lanes, o.ready as old_ready, o.waiting as old_waiting,
+      o.lows as old_lows, o.low_deadlines as old_low_deadlines
+    from added a
+    left join lateral (
+      select s.ctid as tid, s.slots, s.limit_id, s.rate_limit, s.rate_per, s.used, s.lanes, s.ready,
+        s.waiting, s.lows, s.low_deadlines
+      from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true),
+  gone as (
+    delete from queue.semaphore s where s.ctid = any (array(select o.tid from old o)))
+  insert into queue.semaphore (key, tick, slots, limit_id, rate_limit, rate_per, used, lanes, ready, waiting,
+    lows, low_deadlines)
+  select o.key, nextval('queue.tick_seq'), coalesce(o.slots, 0), coalesce(o.limit_id, 0), o.rate_limit,
+    o.rate_per,
+    coalesce(o.old_used, 0) + o.used,
+    coalesce(l.lanes, '{}'), coalesce(l.ready, '{}'), coalesce(l.waiting, '{}'), coalesce(l.lows, '{}'),
+    coalesce(l.low_deadlines, '{}')
+  from old o
+  cross join lateral (
+    select array_agg(x.lane) as lanes, array_agg(x.ready) as ready, array_agg(x.waiting) as waiting,
+      array_agg(x.low) as lows, array_agg(x.low_deadline) as low_deadlines
+    from (
+      select x.lane, sum(x.ready)::integer as ready, sum(x.waiting)::integer as waiting,
+        case when sum(x.waiting) < sum(x.old_waiting)
+          then coalesce(max(x.low) filter (where x.is_new), max(x.low)) else min(x.low) end as low,
+        case when sum(x.waiting) < sum(x.old_waiting)
+          then coalesce(max(x.low_deadline) filter (where x.is_new), max(x.low_deadline))
+          else min(x.low_deadline) end as low_deadline
+      from (
+        select u.lane, u.ready, u.waiting, u.waiting as old_waiting, false as is_new,
+          case when u.waiting > 0 then u.low end as low,
+          case when u.waiting > 0 then u.low_deadline end as low_deadline
+        from unnest(o.old_lanes, o.old_ready, o.old_waiting, o.old_lows, o.old_low_deadlines)
+          u (lane, ready, waiting, low, low_deadline)
+        union all
+        select u.lane, coalesce(u.ready, 0), coalesce(u.waiting, 0), 0, true, u.low, u.low_deadline
+        from unnest(o.lanes, o.ready, o.waiting, o.lows, o.low_deadlines)
+          u (lane, ready, waiting, low, low_deadline)
+        where u.lane is not null) x
+      group by x.lane) x
+    where x.ready <> 0 or x.waiting <> 0) l;
+end $$;
+
+-- Claims have ended: frees their slots and returns the keys, for _advance.
+-- p_flags as in queue.active_job: queue_slot counts in its queue's max_running.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._release_slots(p_ids bigint[], p_flags smallint[])
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_keys text[];
+  v_used integer[];
+begin
+  select coalesce(array_agg(k.key), '{}'), coalesce(array_agg(-k.weight), '{}') into v_keys, v_used
+  from queue._keys_of(p_ids, p_flags) k;
+  if (select bit_or(f) from unnest(p_flags) f) & {{queue_slot}} <> 0 then
+    v_keys := v_keys || array(
+      select 'q' || j.queue
+      from unnest(p_ids, p_flags) u (id, flags)
+      cross join lateral (select j.queue from queue.job_now j where j.id = u.id offset 0) j
+      where u.flags & {{queue_slot}} <> 0);
+  end if;
+  perform queue._add_slots(v_keys, null,
+    v_used || array_fill(-1, array[cardinality(v_keys) - cardinality(v_used)]), null, null, null);
+  return v_keys;
+end $$;
+
+-- Jobs have left queue.active_job unclaimed: reduces the ready counts of their keys. Returns the keys, for
+-- _advance.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._count_unready(p_ids bigint[], p_lanes integer[], p_flags smallint[])
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_keys record;
+begin
+  select array_agg(k.key) as keys, array_agg(p_lanes[k.n]) as lanes, array_agg(-k.weight) as ready into v_keys
+  from queue._keys_of(p_ids, p_flags) k;
+  perform queue._add_slots(v_keys.keys, v_keys.lanes, null, v_keys.ready, null, null);
+  return v_keys.keys;
+end $$;
+
+-- A job has left queue.waiting, where it waited for a slot.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._count_unwaiting(p_key text, p_lane integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_lane is not null then
+    perform queue._add_slots(array[p_key], array[p_lane], null, null, array[-1], null);
+  end if;
+end $$;
+
+-- Marks jobs that are taken from their slots: on_limit no longer discards them, because they return to their
+-- slots, but are not admitted again.
+create or replace function queue._never_discard(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  insert into queue.job_override as s (id, is_kept)
+  select j.id, true from queue.job j where j.id = any (p_ids) and j.options ->> 'on_limit' = 'discard'
+  on conflict on constraint job_override_pkey do update set is_kept = true;
+end $$;
+
+-- Removes unused semaphores that nobody has used since a million others were written, at most 1,000.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._forget_semaphores()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  delete from queue.semaphore s
+  where s.ctid = any (array(
+    select s.ctid from queue.semaphore s
+    where s.used = 0 and s.lanes = '{}' and s.tick < (select q.last_value - 1000000 from queue.tick_seq q)
+      and (s.rate_limit is null or not exists (select from queue.rate_start r where r.key = s.key))
+    order by s.tick limit 1000));
+  -- starts that no window can contain any more
+  delete from queue.rate_start r
+  where r.key = any (array(
+    select s.key from queue.semaphore s
+    where s.used = 0 and s.lanes = '{}' and s.rate_limit is not null
+      and (select r.at from queue.rate_start r where r.key = s.key order by r.no desc limit 1)
+        < clock_timestamp() - s.rate_per
+    order by s.tick limit 100));
+end $$;
+
+-- The invariants of semaphores, for queue.check().
+create or replace function queue._check_semaphores()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select 'slots in use without a claim'::text, null::bigint,
+      format('%s: used %s, claims %s', coalesce(s.key, c.key), s.used, c.n)
+    from (select distinct on (s.key) s.key, s.used from queue.semaphore s order by s.key, s.tick desc) s
+    full join (
+      select k.key, sum(k.weight) as n
+      from (
+        select k.key, k.weight
+        from (select array_agg(aj.id) as ids, array_agg(aj.flags) as flags
+              from (select aj.id, aj.flags from queue.active_job aj
+                where aj.claim is not null and aj.flags & {{slots}} <> 0
+                    union all
+                    select h.job_id, h.flags from queue.pending_settlement h
+                    where h.kind in ('ended', 'again') and h.flags & {{slots}} <> 0) aj) a
+        cross join lateral queue._keys_of(a.ids, a.flags) k
+        union all
+        select 'q' || l.queue, 1 from queue.active_job aj join queue.lane l on l.lane = aj.lane
+        where aj.claim is not null and aj.flags & {{queue_slot}} <> 0
+        union all
+        select 'q' || j.queue, 1 from queue.pending_settlement h join queue.job_now j on j.id = h.job_id
+        where h.kind in ('ended', 'again') and h.flags & {{queue_slot}} <> 0) k
+      group by k.key) c on c.key = s.key
+    where coalesce(s.used, 0) <> coalesce(c.n, 0) or left(s.key, 1) = 'm' and s.used > 1;
+  return query
+    select x.problem, null::bigint,
+      format('%s, lane %s: slots %s, used %s, ready %s (%s), waiting %s (%s), low %s (%s)', x.key, x.lane,
+      x.slots, x.used, x.ready, x.is_ready, x.waiting, x.is_waiting, x.low, x.least_id)
+    from (
+      select case when s.ready is distinct from coalesce(aj.n, 0)
+        or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
+                  when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
+                    then 'waits for a slot below the low mark'
+                  when s.waiting > 0 and s.ready + coalesce(w.weight, 1) <= s.slots - s.used
+                    and (s.rate_limit is null or queue._rate_room(s.key, s.rate_limit, s.rate_per,
+                      s.ready + coalesce(w.weight, 1), clock_timestamp()) >= s.ready + coalesce(w.weight, 1))
+                    and not w.is_marked
+                    and not exists (select from queue.pending_settlement h
+                    where h.kind = 'refill' and h.payload ? s.key)
+                    then 'a job waits although a slot is free' end as problem,
+        coalesce(s.key, w.key, aj.key) as key, coalesce(s.lane, w.lane, aj.lane) as lane, s.slots, s.used,
+        s.ready, aj.n as is_ready,
+        s.waiting, w.n as is_waiting, s.low, w.id as least_id
+      from (
+        select s.key, s.slots, s.rate_limit, s.rate_per, s.used, l.lane, l.ready, l.waiting, l.low,
+          l.low_deadline
+        from (select distinct on (s.key) s.* from queue.semaphore s order by s.key, s.tick desc) s
+        cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
+          l (lane, ready, waiting, low, low_deadline)) s
+      full join (
+        select w.key, w.lane, count(*) as n, (array_agg(w.id order by w.deadline, w.id))[1] as id,
+          min(w.deadline) as deadline, (array_agg(w.weight order by w.deadline, w.id))[1] as weight,
+          count(w.at) > 0 as is_marked
+        from queue.waiting w
+        where w.reason = 'slot' and w.lane is not null group by w.key, w.lane) w on w.key = s.key
+          and w.lane = s.lane
+      full join (
+        select k.key, a.lanes[k.n] as lane, sum(k.weight) as n
+        from (select array_agg(aj.id) as ids, array_agg(aj.flags) as flags, array_agg(aj.lane) as lanes
+              from queue.active_job aj where aj.claim is null and aj.flags & {{slots}} <> 0) a
+        cross join lateral queue._keys_of(a.ids, a.flags) k
+        group by 1, 2) aj on aj.key = coalesce(s.key, w.key) and aj.lane = coalesce(s.lane, w.lane)) x
+    where x.problem is not null;
+end $$;

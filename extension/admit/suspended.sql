@@ -1,0 +1,148 @@
+-- The gate of signals: a suspended job waits here until its signal or event comes, or its wait times out.
+--
+-- signal and publish only append: the signal or event, and a row of queue.pending_settlement, which admission
+-- reads by the same snapshots as the log. Everything else is decided here, under the admission lock: which
+-- wait takes a signal, which of several events with the same name counts, and whether a wait has timed out
+-- first. So a signal is delivered once and a wait ends once, whatever happens at the same time.
+-- Why no wake-up is lost: a job that reaches this gate sees every signal whose settlement has been read,
+-- because that signal was committed. A later admission reads the settlement of a signal that commits later,
+-- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks again
+-- when it comes back.
+-- Two sessions: work/signals.wait.spec, work/signals.timeout.spec.
+
+-- Sends jobs through the gate. passed: the jobs that wait for nothing, have taken their signal or event, or
+-- have timed out. The others wait; is_timed: at least one of them has a timeout.
+-- Locks: the caller holds the admission lock; the jobs are in no gate, so no other session changes their
+-- rows.
+create or replace function queue._wait_for_signals(p_ids bigint[], out passed bigint[], out is_timed boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_job record;
+  v_payload jsonb;
+  v_is_over boolean;
+begin
+  is_timed := false;
+  for v_job in
+    select u.id, s.is_suspended, w.job_id, w.signal, w.event, w.until
+    from unnest(p_ids) u (id)
+    left join lateral (select s.is_suspended from queue.job_override s where s.id = u.id offset 0) s on true
+    left join lateral (
+      select w.job_id, w.signal, w.event, w.until from queue.suspended w
+      where s.is_suspended and w.job_id = u.id offset 0) w on true
+    order by u.id
+  loop
+    v_payload := null;
+    v_is_over := v_job.job_id is null;
+    if v_job.signal is not null then
+      delete from queue.received_signal r
+      where r.ctid = (select o.ctid from queue.received_signal o
+                      where o.job_id = v_job.id and o.name = v_job.signal order by o.no limit 1)
+      returning r.payload into v_payload;
+      v_is_over := found;
+    elsif v_job.event is not null then
+      select e.payload into v_payload from queue.event e
+      where e.name = v_job.event and e.is_standing and e.expires_at > v_now;
+      v_is_over := found;
+    end if;
+    if not v_is_over and v_job.until <= v_now is not true then
+      insert into queue.waiting (id, reason, at) values (v_job.id, 'signal', v_job.until);
+      is_timed := is_timed or v_job.until is not null;
+      continue;
+    elsif v_job.is_suspended then
+      perform queue._end_waits(array[v_job.id], v_payload);
+    end if;
+    passed := passed || v_job.id;
+  end loop;
+end $$;
+
+-- Applies these events, and signals to these jobs. Returns the jobs that leave the gate to check their waits;
+-- they are in no gate now. The first event of a name counts until it expires. If many jobs wait for an event,
+-- 500 leave at a time, and the others with later admissions.
+-- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
+-- lost: if there may be more jobs, the event is appended again for the next admission.
+create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+  v_event record;
+  v_more bigint[];
+begin
+  if p_ids is not null then
+    with gone as (
+      delete from queue.waiting w
+      where w.ctid = any (array(
+        select w.ctid from unnest(p_ids) u (id)
+        cross join lateral (
+          select w.ctid from queue.waiting w where w.id = u.id and w.reason || '' = 'signal' offset 0) w))
+      returning w.id)
+    select array_agg(g.id) into v_ids from gone g;
+    -- signals to jobs that were deleted meanwhile
+    delete from queue.received_signal r
+    where r.job_id = any (array(select u.id from unnest(p_ids) u (id)
+      where not exists (select from queue.job j where j.id = u.id)));
+  end if;
+  for v_event in
+    select e.no, e.name, e.is_standing, e.payload from queue.event e
+    where e.no = any (p_events) order by e.no
+  loop
+    if not v_event.is_standing then
+      delete from queue.event e
+      where e.name = v_event.name and e.is_standing and e.expires_at <= clock_timestamp();
+      if exists (select from queue.event e where e.name = v_event.name and e.is_standing) then
+        delete from queue.event e where e.no = v_event.no;
+        continue;
+      end if;
+      update queue.event e set is_standing = true where e.no = v_event.no;
+    end if;
+    with gone as (
+      delete from queue.waiting w
+      where w.ctid = any (array(
+        select w.ctid
+        from (select w.job_id from queue.suspended w where w.event = v_event.name offset 0) s
+        cross join lateral (
+          select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w
+        limit 500))
+      returning w.id)
+    select array_agg(g.id) into v_more from gone g;
+    perform queue._end_waits(v_more, v_event.payload);
+    v_ids := v_ids || v_more;
+    if cardinality(v_more) = 500 then
+      insert into queue.pending_settlement (job_id, kind, flags) values (-v_event.no, 'event', 0);
+    end if;
+  end loop;
+  return v_ids;
+end $$;
+
+-- Ends the waits of jobs: finishes their steps, with a payload as the value.
+-- Locks: the caller holds the admission lock; the jobs are in no gate. No wake-up can be lost: the caller
+-- sends the jobs on.
+create or replace function queue._end_waits(p_ids bigint[], p_payload jsonb)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.step s set finished_at = clock_timestamp(), value = p_payload
+  where s.ctid = any (array(
+    select s.ctid from unnest(p_ids) u (id)
+    cross join lateral (
+      select w.job_id, w.step, w.no from queue.suspended w where w.job_id = u.id offset 0) w
+    cross join lateral (
+      select s.ctid from queue.step s
+      where s.job_id = w.job_id and s.name = w.step and s.no = w.no offset 0) s));
+  delete from queue.suspended w where w.job_id = any (p_ids);
+  update queue.job_override s set is_suspended = false where s.id = any (p_ids);
+end $$;
+
+-- Deletes expired events, except those that a later admission must still deliver.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: every job that waits for one of these
+-- events has got it.
+create or replace function queue._prune_events(p_max integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  delete from queue.event e
+  where e.ctid = any (array(
+    select e.ctid from queue.event e
+    where e.expires_at <= clock_timestamp()
+      and not exists (select from queue.pending_settlement h where h.kind = 'event' and h.job_id = -e.no)
+    limit p_max));
+end $$;

@@ -1,0 +1,234 @@
+-- Yields: needs that a job adds while it runs.
+
+-- The payload that retry_later hands over: the needs to add. JSON null: run again whatever the needs are.
+-- Raises: 22023, QJ001, QJ005.
+create or replace function queue._check_yield(p_id bigint, p_needs jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_needs bigint[];
+  v_pending record;
+begin
+  if p_needs is null then
+    p_needs := '[]'::jsonb;
+  elsif jsonb_typeof(p_needs) = 'null' then
+    return '{"ignore": true}'::jsonb;
+  end if;
+  begin
+    v_needs := array(select n::bigint from jsonb_array_elements_text(p_needs) n);
+  exception when data_exception then
+    perform queue._invalid('needs must be a list of ids', 'Pass ids of jobs, or null.');
+  end;
+  v_needs := queue._check_needs(v_needs);
+  if v_needs <> '{}' then
+    select y.jobs, y.needs into v_pending from queue._pending_yields() y;
+    if queue._closes_cycle(p_id, v_needs, v_pending.jobs, v_pending.needs) then
+      raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
+        detail = 'path: '
+          || array_to_string(queue._cycle_path(p_id, v_needs, v_pending.jobs, v_pending.needs), ' -> '),
+        hint = 'A job can''t need a job that needs it, directly or through others.';
+    end if;
+  end if;
+  return jsonb_build_object('needs', to_jsonb(v_needs));
+end $$;
+
+-- Yields that are committed and not settled yet: jobs[i] will need needs[i].
+create or replace function queue._pending_yields(out jobs bigint[], out needs bigint[])
+language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  select array_agg(h.job_id), array_agg(n.id::bigint) into jobs, needs
+  from queue.pending_settlement h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)
+  where h.kind = 'again'
+    and h.xid >= (select least(k.next_xid, k.in_flight[1]) from queue.cursor_now k);
+end $$;
+
+-- Whether one of p_needs needs p_id, directly or indirectly. Needs that have succeeded count: they may be
+-- retried.
+-- p_jobs, p_more: additional needs that are not written yet.
+create or replace function queue._closes_cycle(p_id bigint, p_needs bigint[], p_jobs bigint[],
+  p_more bigint[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  if p_needs = '{}' then
+    return false;
+  end if;
+  return exists (
+    with recursive walk (id) as (
+      select n from unnest(p_needs) n
+      union
+      select d.id
+      from walk w
+      cross join lateral (
+        (select d.need_id as id from queue.need d where d.job_id = w.id offset 0)
+        union all
+        (select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = w.id)
+        union all
+        (select n from (select j.needs from queue.job j where j.id = w.id offset 0) j
+          cross join lateral unnest(j.needs) n)) d
+      where w.id <> p_id)
+    select from walk w where w.id = p_id);
+end $$;
+
+-- The shortest cycle that p_needs would create: p_id, its need, and so on to p_id.
+create or replace function queue._cycle_path(p_id bigint, p_needs bigint[], p_jobs bigint[], p_more bigint[])
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+declare
+  v_ids bigint[];
+  v_depths integer[];
+  v_path bigint[] := array[p_id];
+  v_depth integer;
+begin
+  with recursive walk (id, depth) as (
+    select n, 1 from unnest(p_needs) n
+    union
+    select d.id, w.depth + 1
+    from walk w
+    cross join lateral (
+      select d.id from queue._direct_needs(w.id) d
+      union
+      select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = w.id) d
+    where w.id <> p_id and w.depth < 100000)
+  select array_agg(w.id), array_agg(w.depth), min(w.depth) filter (where w.id = p_id)
+  into v_ids, v_depths, v_depth from walk w;
+  while v_depth > 1 loop
+    v_depth := v_depth - 1;
+    select w.id || v_path into v_path from unnest(v_ids, v_depths) w (id, depth)
+    where w.depth = v_depth
+      and (exists (select from queue._direct_needs(w.id) d where d.id = v_path[1])
+           or exists (select from unnest(p_jobs, p_more) y (job_id, need_id)
+             where y.job_id = w.id and y.need_id = v_path[1]))
+    limit 1;
+  end loop;
+  return p_id || v_path;
+end $$;
+
+-- How its needs hold a job that yields, as far as its transaction can see: waiting or upstream_failed, NULL
+-- if they don't. Like _needs_states, which sees the yield only after it has settled (_add_yield_needs). The
+-- needs have no rows yet, so queue.need_now can't tell their states. Awaited jobs need only end.
+create or replace function queue._yield_state(p_id bigint, p_payload jsonb)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_mode smallint := (select queue._needs_mode(j.options) from queue.job j where j.id = p_id);
+  v_now bigint := pg_current_xact_id()::text::bigint;
+  v_began bigint := (select s.began_xid::text::bigint from queue.job_override s where s.id = p_id);
+  v_needs record;
+begin
+  if p_payload ? 'ignore' then
+    return null;
+  end if;
+  select count(*) filter (where not d.is_awaited) as total,
+    count(*) filter (where c.class = 'f' and not d.is_awaited) as failed,
+    count(*) filter (where x.is_satisfied and not d.is_awaited) as satisfied,
+    count(*) filter (where o.is_open and not d.is_awaited) as open,
+    count(*) filter (where x.is_satisfied and o.is_open and not d.is_awaited) as satisfied_open,
+    count(*) filter (where d.is_awaited and coalesce(f.state, d.deleted_state) is null) as awaited
+  into v_needs
+  from (
+    select d.need_id as id, d.is_open, d.deleted_state, d.mode & {{ended}} <> 0 as is_awaited
+    from queue.need d where d.job_id = p_id
+    union all
+    select n::bigint, null, null, false from jsonb_array_elements_text(p_payload -> 'needs') n
+    where not exists (select from queue.need d where d.job_id = p_id and d.need_id = n::bigint)) d
+  left join lateral (
+    select f.state, age(f.xmin) as age
+    from queue.finished f
+    where f.id = d.id offset 0) f on true
+  left join lateral (
+    select w.reason, age(w.xmin) as age
+    from queue.waiting w
+    where w.id = d.id and f.state is null offset 0) w on true
+  cross join lateral (
+    select case when coalesce(f.state, d.deleted_state) = 'succeeded' then 's'
+      when coalesce(f.state, d.deleted_state) is not null or w.reason in ('held', 'upstream_failed') then 'f'
+      else 'p' end as class) c
+  cross join lateral (select c.class = 's' or c.class = 'f' and v_mode & {{proceed}} <> 0 as is_satisfied) x
+  cross join lateral (
+    select coalesce(d.is_open,
+      not coalesce(x.is_satisfied and v_now - coalesce(f.age, w.age) < v_began, false)) as is_open) o;
+  return case
+    when v_needs.satisfied = v_needs.total or v_mode & {{any}} <> 0
+      and (v_needs.open = 0 or v_needs.satisfied_open > 0)
+      then case when v_needs.awaited > 0 then 'waiting' end
+    when v_mode & {{proceed}} = 0
+      and case when v_mode & {{any}} <> 0 then v_needs.failed = v_needs.total else v_needs.failed > 0 end
+      then 'upstream_failed'
+    else 'waiting' end;
+end $$;
+
+-- Adds the needs of a yield; with the key awaits, jobs that it awaits. Returns false, having changed nothing,
+-- if two concurrent yields created a cycle.
+-- Under any, a need that the job did not have before counts as satisfied at the start of the run if its end
+-- had certainly settled by then (began_xid).
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._add_yield_needs(p_id bigint, p_payload jsonb)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_needs bigint[];
+  v_now bigint := pg_current_xact_id()::text::bigint;
+begin
+  update queue.job_override s
+  set ignores_needs = case when p_payload ? 'awaits' then s.ignores_needs else p_payload ? 'ignore' end,
+    is_yielded = case when p_payload ? 'awaits' then s.is_yielded else not p_payload ? 'ignore' end,
+    extra_flags = s.extra_flags | case when p_payload -> 'needs' <> '[]' then {{needs}} else 0 end
+  where s.id = p_id;
+  if coalesce(p_payload -> 'needs', '[]') = '[]' then
+    return true;
+  end if;
+  v_needs := array(select n::bigint from jsonb_array_elements_text(p_payload -> 'needs') n order by 1);
+  if queue._closes_cycle(p_id, v_needs, null, null) then
+    return false;
+  end if;
+  insert into queue.need (job_id, need_id, mode, is_open, deleted_state)
+  select p_id, u.id, j.mode, not coalesce(
+      (f.state = 'succeeded' or j.mode & {{proceed}} <> 0
+        and (f.state is not null or w.reason in ('held', 'upstream_failed')))
+      and v_now - coalesce(f.age, w.age) < j.began, false),
+    case when o.id is null then queue._deleted_state(u.id) end
+  from unnest(v_needs) u (id)
+  cross join lateral (
+    select case when p_payload ? 'awaits' then {{ended}} else queue._needs_mode(j.options) end as mode,
+      j.began_xid::text::bigint as began
+    from queue.job_now j where j.id = p_id offset 0) j
+  left join lateral (select o.id from queue.job o where o.id = u.id offset 0) o on true
+  left join lateral (
+    select f.state, age(f.xmin) as age
+    from queue.finished f
+    where f.id = u.id offset 0) f on true
+  left join lateral (
+    select w.reason, age(w.xmin) as age
+    from queue.waiting w
+    where w.id = u.id and f.state is null offset 0) w on true
+  on conflict on constraint need_pkey do nothing;
+  perform queue._raise_needed_mark(v_needs[cardinality(v_needs)]);
+  perform queue._mark_needed(v_needs);
+  perform queue._propagate_deadline(array[p_id]);
+  return true;
+end $$;
+
+-- Records for claimed jobs under any which of their needs are satisfied now.
+-- Locks: the caller holds the admission lock and the rows of queue.active_job. Why it is exact: committed
+-- ends of claims are visible here, and the handler does not start before this transaction commits.
+create or replace function queue._begin_any(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_any bigint[];
+begin
+  v_any := array(
+    select u.id from unnest(p_ids) u (id)
+    cross join lateral (select j.options from queue.job j where j.id = u.id offset 0) j
+    where queue._needs_mode(j.options) & {{any}} <> 0);
+  if v_any = '{}' then
+    return;
+  end if;
+  update queue.need d set is_open = not d.is_open
+  where d.ctid = any (array(
+    select d.ctid
+    from unnest(v_any) u (id)
+    cross join lateral (
+      select d.ctid, d.is_open, d.is_satisfied from queue.need_now d where d.job_id = u.id offset 0) d
+    where d.is_open = d.is_satisfied));
+  insert into queue.job_override as s (id, began_xid)
+  select u.id, pg_snapshot_xmin(pg_current_snapshot()) from unnest(v_any) u (id)
+  on conflict on constraint job_override_pkey do update set began_xid = excluded.began_xid,
+    is_yielded = false;
+end $$;

@@ -1,0 +1,99 @@
+-- The admission lock, and how to end a session that keeps it.
+
+-- Locks: the admission lock by try. Raises: 42501 if the owner may not end that session.
+create or replace function queue.unblock()
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_holder record;
+begin
+  {{installed}}
+  perform from queue.admission for update skip locked;
+  if found then
+    perform queue._audit('unblock', '{}');
+    return null;  -- no session holds it
+  end if;
+  v_holder := queue._admission_holder();
+  if v_holder.pid is not null then
+    begin
+      perform pg_terminate_backend(v_holder.pid);
+    exception when insufficient_privilege then
+      raise exception using errcode = '42501', message = 'the owner of the queue may not end this session',
+        detail = format('pid: %s, role: %s', v_holder.pid, v_holder.role),
+        hint = format('As that role, as a superuser or as a member of pg_signal_backend: select'
+          ' pg_terminate_backend(%s).', v_holder.pid);
+    end;
+  end if;
+  perform queue._audit('unblock', '{}', p_before => to_jsonb(v_holder));
+  return v_holder.pid;
+end $$;
+comment on function queue.unblock() is
+  'Ends the session that now holds the admission lock and so keeps others from fetching: see the check'
+    ' admission of queue.health(). Its transaction is rolled back. Returns its process id, NULL if no'
+    ' session holds the lock. A worker whose session is ended reconnects.';
+
+-- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
+-- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
+-- if its idle_in_transaction_session_timeout is lower.
+create or replace function queue._lock_admission(p_wait boolean)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_timeout text;
+begin
+  if p_wait then
+    perform from queue.admission for update;
+  else
+    perform from queue.admission for update skip locked;
+    if not found then
+      return false;
+    end if;
+  end if;
+  v_timeout := current_setting('idle_in_transaction_session_timeout');
+  if v_timeout = '0' or v_timeout::interval > interval '10 s' then
+    v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
+  end if;
+  return true;
+end $$;
+
+-- The other session that holds the admission lock, or most likely does; since: when its transaction began,
+-- NULL if its role's sessions are hidden from the owner.
+create or replace function queue._admission_holder(out pid integer, out role text, out state text,
+  out application text, out since timestamptz)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  select l.pid, a.usename, a.state, a.application_name, a.xact_start into pid, role, state, application, since
+  from queue.admission m
+  join pg_locks l on l.locktype = 'transactionid' and l.transactionid = m.xmax and l.mode = 'ExclusiveLock'
+    and l.granted
+  left join pg_stat_activity a on a.pid = l.pid
+  where l.pid <> pg_backend_pid();
+  if not found then
+    -- a savepoint took it, whose own number is gone: then by the lock on the table, which comes with the
+    -- row's. NULL for a prepared transaction, which has no session
+    select l.pid,
+      coalesce(a.usename, p.owner), case when l.pid is null then 'prepared transaction ' || p.gid
+      else a.state end, a.application_name,
+      coalesce(a.xact_start, p.prepared)
+    into pid, role, state, application, since
+    from pg_locks l
+    left join pg_stat_activity a on a.pid = l.pid
+    left join pg_prepared_xacts p on l.pid is null and l.virtualtransaction = '-1/' || p.transaction::text
+    where l.locktype = 'relation' and l.relation = 'queue.admission'::regclass and l.mode = 'RowShareLock'
+      and l.granted
+      and l.database = (select d.oid from pg_database d where d.datname = current_database())
+      and l.pid is distinct from pg_backend_pid()
+      and not exists (select from pg_locks w where w.pid = l.pid and not w.granted)
+    order by coalesce(a.xact_start, p.prepared) limit 1;
+  end if;
+end $$;
+
+-- The virtual transactions that are under way in other sessions of this database. All others see what was
+-- committed before this call.
+create or replace function queue._virtual_transactions()
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  return array(
+    select l.virtualtransaction from pg_locks l join pg_stat_activity a on a.pid = l.pid
+    where l.locktype = 'virtualxid' and l.pid <> pg_backend_pid() and a.usesysid is not null
+      and a.datid = (select d.oid from pg_database d where d.datname = current_database()));
+end $$;

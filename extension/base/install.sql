@@ -1,0 +1,297 @@
+-- Installing and migrating: the extension contains only code; the tables are ordinary objects.
+
+-- Locks: if there are tables, as migrate. Else only the owner's sessions can hold it up: the first table,
+-- whose name both want, makes it wait for another installer, and it then finds the tables.
+create or replace function queue.install()
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+begin
+  if to_regclass('queue.installation') is null then
+    begin
+      perform queue._create_tables();
+      execute format('insert into queue.installation (version, system_identifier, era) values (%L, %s, '''')',
+                     '@VERSION@', (select system_identifier from pg_control_system()));
+      execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
+      perform queue._begin_era(queue._era());
+      return '@VERSION@';
+    exception when duplicate_table or unique_violation then
+      if to_regclass('queue.installation') is null then
+        raise;
+      end if;
+    end;
+  end if;
+  return queue.migrate();
+end $$;
+comment on function queue.install() is
+  'Creates the tables and views of the queue in schema queue, or migrates existing ones. Returns the'
+    ' version; a second call changes nothing.';
+
+-- Locks: queue.access, against others that install, migrate, grant or revoke (a table that only the owner can
+-- lock); queue.active_job, as workers' calls do first; those of a step's DDL. It waits for these for 100 ms
+-- at a time, so that defer waits behind it no longer than that, and a hundred times. It does not build a
+-- missing large index, but warns of it.
+-- Raises: QJ090 if there is no step from the version of the tables, or there are no tables; 55P03 if a
+-- transaction that has used the tables stays open too long.
+create or replace function queue.migrate()
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_version text;
+  v_index record;
+  v_timeout text := current_setting('lock_timeout');
+begin
+  if to_regclass('queue.access') is not null then
+    lock table queue.access in share row exclusive mode;
+  end if;
+  loop
+    v_version := queue._tables_version();
+    if v_version is null then
+      perform queue._not_installed();
+    elsif not v_version = any (queue._versions()) then
+      perform queue._incompatible('there is no migration from the tables to this code', v_version,
+        'Install the version of the tables, or one that can migrate them.');
+    end if;
+    exit when v_version = '@VERSION@';
+    for v_try in 1 .. 100 loop
+      begin
+        perform set_config('lock_timeout', '100ms', true);
+        -- first, as workers' calls do: one that has it and waits for queue.log would be waited for in turn
+        lock table queue.active_job in access exclusive mode;
+        v_version := queue._migrate_tables(v_version);
+        execute 'update queue.installation set version = $1' using v_version;
+        perform set_config('lock_timeout', v_timeout, true);
+        exit;
+      exception when lock_not_available then
+        if v_try = 100 then
+          raise exception using errcode = '55P03',
+            message = 'the tables are in use by a transaction that stays open',
+            detail = format('tables: %s, code: %s', v_version, '@VERSION@'),
+            hint = 'Nothing was changed. End the transactions that have been open for long (see'
+              ' pg_stat_activity), and call it again.';
+        end if;
+      end;
+    end loop;
+  end loop;
+  for v_index in select i.statement, i.is_large from queue._missing_indexes() i loop
+    if v_index.is_large then
+      raise warning using message = 'a large index is missing: ' || v_index.statement,
+        hint = 'Run each statement that queue.migration() returns, outside a transaction. psql runs them all'
+          ' by its gexec.';
+    else
+      execute replace(v_index.statement, ' concurrently', '');
+    end if;
+  end loop;
+  perform queue._restore_grants();
+  return v_version;
+end $$;
+comment on function queue.migrate() is
+  'Migrates the tables to the version of the code, which it returns, and repeats all grants of'
+    ' grant_access, including those on new functions. defer waits for it only for a moment. It leaves large'
+    ' indexes to queue.migration, with a warning. Raises QJ090 if there is no migration to that version.';
+
+-- Raises: QJ090 without tables.
+create or replace function queue.migration()
+returns table (statement text) language plpgsql stable parallel safe security definer rows 5
+set search_path = pg_catalog, pg_temp as $$
+begin
+  {{installed}}
+  return query
+    select x.statement
+    from queue._missing_indexes() i
+    cross join lateral (
+      select format('drop index concurrently queue.%I', i.name) as statement, 1 as place where i.is_broken
+      union all select i.statement, 2) x
+    order by i.name, x.place;
+end $$;
+comment on function queue.migration() is
+  'Returns the statements that queue.migrate() leaves to be run, each on its own and outside a'
+    ' transaction: large indexes, built concurrently. No rows: there are none. In psql, run them by select *'
+    ' from queue.migration() with gexec in place of the semicolon.';
+
+-- Not for producers: they must not change the limits that protect others from them.
+-- Locks: the row of queue.installation. Raises: 22023.
+create or replace function queue.configure(options jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_before jsonb;
+  v_options jsonb;
+begin
+  {{installed}}
+  perform queue._check_keys('options', configure.options, array['max_size', 'unknown_task_grace']);
+  if coalesce(configure.options ->> 'max_size', '100000') !~ '^[0-9]{6,9}$'
+    or (configure.options ->> 'max_size')::integer not between 100000 and 268435456 then
+    perform queue._invalid('max_size is out of range',
+      'Pass a number of bytes, from 100,000 to 268,435,456 (256 MB).',
+      'value: ' || left(configure.options ->> 'max_size', 200));
+  end if;
+  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_before
+  from queue.installation i for no key update;
+  update queue.installation i
+  set max_size = coalesce((configure.options ->> 'max_size')::integer, i.max_size),
+    unknown_task_grace = coalesce(queue._interval('unknown_task_grace',
+      configure.options -> 'unknown_task_grace'), i.unknown_task_grace)
+  where jsonb_strip_nulls(configure.options) <> '{}';
+  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_options
+  from queue.installation i;
+  perform queue._audit('configure', configure.options, p_before => v_before)
+  where jsonb_strip_nulls(configure.options) <> '{}';
+  return v_options;
+end $$;
+comment on function queue.configure(jsonb) is
+  'Changes settings of the whole queue and returns all of them; absent keys keep their value. max_size:'
+    ' the limit, in bytes of JSON text, for args, options, the info of a worker and results; 16 MB by'
+    ' default; values stored in less than 2,000 bytes are not checked. unknown_task_grace: how long a job of'
+    ' a task that no worker knows goes back to other workers before it fails; 10 minutes by default, 0: it'
+    ' fails at once.';
+
+create or replace function queue.version()
+returns table (code text, tables text) language plpgsql stable parallel safe security definer
+set search_path = pg_catalog, pg_temp as $$
+begin
+  return query select '@VERSION@'::text, queue._tables_version();
+end $$;
+comment on function queue.version() is
+  'Returns the version of the functions, and of the tables (NULL before queue.install()).';
+
+-- Drops every ordinary object that install made.
+-- Locks: exclusive locks on all tables and views, the admission lock's table first. Running sessions lock
+-- them in other orders: so it waits for them for 100 ms at a time, a hundred times, and a failed try releases
+-- all, before the deadlock check runs (deadlock_timeout).
+-- Raises: 22023 without force; 55P03.
+create or replace function queue.uninstall(force boolean default false)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_timeout text := current_setting('lock_timeout');
+begin
+  if force is not true then
+    perform queue._invalid('uninstall removes every job', 'Call queue.uninstall(force => true) to proceed.');
+  end if;
+  for v_try in 1 .. 100 loop
+    begin
+      perform set_config('lock_timeout', '100ms', true);
+      perform queue._drop_tables();
+      perform set_config('lock_timeout', v_timeout, true);
+      exit;
+    exception when lock_not_available or deadlock_detected then
+      if v_try = 100 then
+        raise exception using errcode = '55P03', message = 'the tables are in use',
+          hint = 'Nothing was removed. Stop the workers, end the transactions that have been open for long'
+            ' (see pg_stat_activity), and call it again.';
+      end if;
+    end;
+  end loop;
+end $$;
+comment on function queue.uninstall(boolean) is
+  'Removes the tables, the views and every job, and revokes what grant_access granted. Objects that'
+    ' depend on the views are dropped too. Needs force => true. Waits for running sessions (55P03 if that'
+    ' takes too long); later calls get QJ090.';
+
+-- Indexes of migrations that are missing or invalid. is_large: building one at once would stop producers for
+-- a noticeable time.
+create or replace function queue._missing_indexes()
+returns table (name text, statement text, is_large boolean, is_broken boolean)
+language plpgsql stable parallel safe security invoker rows 5 as $$
+begin
+  return query
+    select p.parts[1], s.statement, pg_relation_size(t.id) > 16777216
+      or x.indisvalid is not null, x.indisvalid is not null
+    from unnest(queue._versions()) with ordinality v (version, n)
+    cross join lateral unnest(queue._step_indexes(v.version)) s (statement)
+    cross join lateral (
+      select regexp_match(s.statement, 'concurrently ([a-z0-9_]+) on queue[.]([a-z0-9_]+)') as parts) p
+    cross join lateral (select to_regclass('queue.' || p.parts[2])::oid as id) t
+    left join pg_index x on x.indexrelid = to_regclass('queue.' || p.parts[1])
+    where x.indisvalid is not true and t.id is not null
+      and v.n < array_position(queue._versions(), queue._tables_version());
+end $$;
+
+-- Whether clients or tables of a release work with this code: it is of the same series (first two numbers) or
+-- the one before.
+create or replace function queue._fits(p_version text)
+returns boolean language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_series text[];
+begin
+  select array_agg(s.series order by s.n) into v_series
+  from (select substring(v.version from '^[0-9]+[.][0-9]+') as series, min(v.n) as n
+        from unnest(queue._versions()) with ordinality v (version, n) group by 1) s;
+  return coalesce(substring(p_version
+    from '^[0-9]+[.][0-9]+') = any (v_series[greatest(cardinality(v_series) - 1, 1):]), false);
+end $$;
+
+-- Checks the versions when a worker registers: its own, and that of the tables, must be compatible with the
+-- code.
+-- Raises: QJ090.
+create or replace function queue._check_versions(p_client text)
+returns void language plpgsql stable parallel safe security invoker as $$
+declare
+  v_tables text := queue._tables_version();
+begin
+  if not queue._fits(v_tables) then
+    perform queue._incompatible('the tables and the code of the queue are incompatible', v_tables,
+      case when v_tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
+        else 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.' end);
+  elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._fits(substr(p_client, 9)) then
+    raise exception using errcode = 'QJ090', message = 'client and schema are incompatible',
+      detail = format('client: %s, code: %s', p_client, '@VERSION@'),
+      hint = 'Upgrade the older of the two: the schema first (pgdefer upgrade); clients may be one release'
+        ' behind it.';
+  end if;
+end $$;
+
+-- Raises: QJ090, always.
+create or replace function queue._incompatible(message text, tables text, hint text)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  raise exception using errcode = 'QJ090', message = message,
+    detail = format('tables: %s, code: %s', tables, '@VERSION@'), hint = hint;
+end $$;
+
+create or replace function queue._tables_version()
+returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_version text;
+begin
+  if to_regclass('queue.installation') is null then
+    return null;
+  end if;
+  execute 'select i.version from queue.installation i' into v_version;
+  return v_version;
+end $$;
+
+-- Locks: those of uninstall.
+create or replace function queue._drop_tables()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_objects text[];
+  v_object text;
+begin
+  select array_agg(x.name order by x.place, x.oid) into v_objects
+  from (
+    select format('queue.%I', c.relname) as name, c.oid, case c.relname when 'admission' then 0 else 1 end
+      as place
+    from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r') x;
+  if v_objects is not null then
+    execute format('lock table %s in access exclusive mode', array_to_string(v_objects, ', '));
+  end if;
+  if to_regclass('queue.access') is not null then
+    -- or roles that were restricted to some queues could do everything once there are tables again
+    perform queue._revoke_all(x.role)
+      from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
+  end if;
+  for v_object in
+    select format('%s if exists queue.%I', case c.relkind when 'v' then 'view' when 'S' then 'sequence'
+      else 'table' end, c.relname)
+    from pg_class c
+    where c.relnamespace = 'queue'::regnamespace and c.relkind in ('r', 'v', 'S')
+      and not exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = c.oid
+        and d.deptype in ('e', 'i', 'a'))
+    order by case c.relkind when 'v' then 0 when 'r' then 1 else 2 end
+  loop
+    execute format('drop %s cascade', v_object);
+  end loop;
+  drop type if exists queue.job_options;
+end $$;

@@ -1,0 +1,66 @@
+-- Every NOTIFY that SQL sends: to sleeping workers, to the worker of a claim, to clients that wait for a
+-- result.
+
+-- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
+-- Qualified, like defer.
+create or replace function queue._wake()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if coalesce(pg_catalog.current_setting('pgdefer.notify', true), '') operator(pg_catalog.<>) 'off' then
+    perform pg_catalog.pg_notify('pgdefer', '');
+  end if;
+end $$;
+
+-- Tells workers that a job may have become ready, if any worker may sleep. The lead sleeper's own session
+-- gets the sleep lock, which it holds; it may be the worker's only connection, and fetch while others sleep.
+create or replace function queue._announce()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not pg_try_advisory_xact_lock_shared({{sleep_lock}})
+    or current_setting('pgdefer.sleeper', true) = 'lead'
+  then
+    perform queue._wake();
+  end if;
+end $$;
+
+-- Notifies clients that wait for jobs that have ended.
+-- Locks: rows of queue.awaited by skip locked.
+create or replace function queue._notify_waiters(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+begin
+  if p_ids[1] > (select s.last_value from queue.awaited_seq s) and cardinality(p_ids) = 1 then
+    return;
+  end if;
+  with gone as (
+    delete from queue.awaited a
+    where a.ctid = any (array(
+      select a.ctid from unnest(p_ids) u (id)
+      cross join lateral (select a.ctid from queue.awaited a where a.id = u.id for update skip locked) a))
+    returning a.id)
+  select array_agg(distinct g.id) into v_ids from gone g;
+  if v_ids is not null and current_setting('pgdefer.notify', true) is distinct from 'off' then
+    perform pg_notify('pgdefer_result_' || u.id, '') from unnest(v_ids) u (id);
+  end if;
+end $$;
+
+-- Tells all workers to give back the jobs that they have claimed and not started.
+create or replace function queue._notify_pause()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if current_setting('pgdefer.notify', true) is distinct from 'off' then
+    perform pg_notify('pgdefer_worker_' || w.id, 'pause') from queue.worker w where w.gone_at is null;
+  end if;
+end $$;
+
+-- Tells a worker to abort a claim: by its channel, and by heartbeat.
+create or replace function queue._notify_abort(p_id bigint, p_claim bigint, p_worker bigint, p_reason text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  insert into queue.abort (id, claim, worker_id, reason) values (p_id, p_claim, p_worker, p_reason)
+  on conflict on constraint abort_pkey do nothing;
+  if current_setting('pgdefer.notify', true) is distinct from 'off' then
+    perform pg_notify('pgdefer_worker_' || p_worker, '');
+  end if;
+end $$;

@@ -1,0 +1,309 @@
+-- Permissions: the functions and views of each kind of role, on all queues or on some.
+
+-- Locks: queue.access, as migrate, and those of _switch_restriction. Raises: 22023, 55P03.
+create or replace function queue.grant_access(role text, kind text, queues text[] default null)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_before jsonb;
+begin
+  {{installed}}
+  perform queue._check_role(grant_access.role);
+  perform queue._grants(grant_access.kind);
+  perform queue._check_list('queues', grant_access.queues);
+  if grant_access.queues = '{}' then
+    perform queue._invalid('queues is empty or contains NULL',
+      'Name queues or prefix* patterns; pass NULL for all.');
+  end if;
+  perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
+  lock table queue.access in share row exclusive mode;
+  -- the grants of a dropped role with this name do not come back
+  delete from queue.access a using pg_roles r
+  where a.role = grant_access.role and r.rolname = a.role and not queue._has_usage(r.oid);
+  v_before := queue._access_before(grant_access.role);
+  insert into queue.access (role, kind, queues)
+  values (grant_access.role,
+    grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
+  on conflict on constraint access_pkey do update set queues = excluded.queues;
+  perform queue._regrant(grant_access.role);
+  perform queue._switch_restriction();
+  perform queue._audit('grant_access', jsonb_build_object('role', grant_access.role, 'kind',
+    grant_access.kind, 'queues', grant_access.queues), p_before => v_before);
+end $$;
+comment on function queue.grant_access(text, text, text[]) is
+  'Allows a role to act as producer, worker, operator or reader, on all queues or on some (names,'
+    ' prefix*). The kinds are independent: grant both to a role that needs two. Granting the same kind again'
+    ' replaces its queues.';
+
+-- Locks: as grant_access. Raises: 22023, 55P03.
+create or replace function queue.revoke_access(role text)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_before jsonb;
+begin
+  {{installed}}
+  lock table queue.access in share row exclusive mode;
+  v_before := queue._access_before(revoke_access.role);
+  delete from queue.access a where a.role = revoke_access.role;
+  if not found or exists (select from pg_roles r where r.rolname = revoke_access.role) then
+    perform queue._check_role(revoke_access.role);
+    perform queue._revoke_all(revoke_access.role);
+  end if;
+  perform queue._switch_restriction();
+  perform queue._audit('revoke_access', jsonb_build_object('role', revoke_access.role), p_before => v_before);
+end $$;
+comment on function queue.revoke_access(text) is
+  'Revokes everything that grant_access granted to a role, even if the role was dropped.';
+
+-- The functions and views of a kind of role. Raises: 22023 for an unknown kind.
+create or replace function queue._grants(kind text, out functions text[], out views text[])
+language plpgsql stable parallel safe security invoker as $$
+begin
+  if kind in ('producer', 'worker', 'operator', 'reader') is not true then
+    perform queue._invalid('kind is not one of its values', 'Allowed: producer, worker, operator, reader.',
+                           'kind: ' || coalesce(kind, 'NULL'));
+  end if;
+  functions := array(select f.name from queue._function_grants() f where kind = any (f.kinds));
+  views := array(select w.name from queue._view_grants() w where kind = any (w.kinds));
+end $$;
+
+-- The functions and views that a role restricted to some queues does not get, because they span queues.
+create or replace function queue._unrestricted_only()
+returns text[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    select f.name from queue._function_grants() f where not f.is_for_some
+    union all
+    select w.name from queue._view_grants() w where not w.is_for_some);
+end $$;
+
+-- Revokes everything in the schema from a role. Locks: the caller's, which are those of migrate.
+create or replace function queue._revoke_all(p_role text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  execute format('revoke all on all routines in schema queue from %I', p_role);
+  execute format('revoke all on all tables in schema queue from %I', p_role);
+  execute format('revoke usage on schema queue from %I', p_role);
+end $$;
+
+-- Raises: 22023 unless there is such a role.
+create or replace function queue._check_role(p_role text)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  if not exists (select from pg_roles r where r.rolname = p_role) or p_role is null then
+    perform queue._invalid('no such role', 'Create it first with CREATE ROLE.',
+      'role: ' || coalesce(left(p_role, 200), 'NULL'));
+  end if;
+end $$;
+
+-- Grants a role the rights in its rows of queue.access, and revokes those that a restricted role may not
+-- have.
+create or replace function queue._regrant(p_role text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_object record;
+begin
+  -- even if the role has it: all plans are remade afterwards (queue._unrestricted)
+  execute format('grant usage on schema queue to %I', p_role);
+  for v_object in
+    with wanted as (
+      select n.name, bool_or(a.queues is null or n.name <> all (queue._unrestricted_only())) as is_given
+      from queue.access a
+      cross join lateral queue._grants(a.kind) g
+      cross join lateral unnest(g.functions || g.views) n (name)
+      where a.role = p_role group by n.name)
+    select w.is_given, case when p.oid is not null then 'execute on routine ' || p.oid::regprocedure
+      else 'select on ' || c.oid::regclass end as what
+    from wanted w
+    left join pg_proc p on p.pronamespace = 'queue'::regnamespace and p.proname = w.name
+    left join pg_class c on c.relnamespace = 'queue'::regnamespace and c.relname = w.name and c.relkind = 'v'
+    where p.oid is not null or c.oid is not null
+  loop
+    execute format(case when v_object.is_given then 'grant %s to %I' else 'revoke %s from %I' end,
+      v_object.what, p_role);
+  end loop;
+end $$;
+
+-- After an upgrade, or after the extension was dropped and created again. Rights of a dropped role do not
+-- come back to another of its name. But if no role may enter the schema, only the tables were restored, and
+-- all roles get their rights back.
+-- Locks: the caller's, which are those of migrate; those of _switch_restriction.
+create or replace function queue._restore_grants()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if exists (select from queue.access a join pg_roles r on r.rolname = a.role where queue._has_usage(r.oid))
+    then
+    delete from queue.access a using pg_roles r where r.rolname = a.role and not queue._has_usage(r.oid);
+  end if;
+  perform queue._regrant(x.role)
+  from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
+  perform queue._switch_restriction();
+end $$;
+
+-- Turns checks on when the first role is restricted, and off when none is. A barrier keeps filtering views
+-- from showing hidden rows to a reader's own condition, at the cost of some plans.
+-- Locks: those views, for which it waits 100 ms at a time, a hundred times: a transaction that has read one
+-- may stay open, and sessions that read one meanwhile, as operations do that hold the admission lock, wait no
+-- longer than that.
+-- Raises: 55P03.
+create or replace function queue._switch_restriction()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_is_restricted boolean := exists (select from queue.access a where a.queues is not null);
+  v_timeout text := current_setting('lock_timeout');
+  v_view text;
+begin
+  if v_is_restricted and to_regclass('queue.unrestricted') is not null then
+    drop view queue.unrestricted;
+  elsif not v_is_restricted and to_regclass('queue.unrestricted') is null then
+    create view queue.unrestricted as select true as is_unrestricted;
+  end if;
+  for v_try in 1 .. 100 loop
+    -- a failed try leaves none of them locked
+    begin
+      perform set_config('lock_timeout', '100ms', true);
+      -- a view that an upgrade has replaced has lost its barrier
+      for v_view in
+        select c.relname from pg_class c
+        where c.relnamespace = 'queue'::regnamespace
+          and c.relname in ('jobs', 'attempts', 'steps', 'queues', 'workers', 'metrics', 'minutes', 'audit')
+          and c.relkind = 'v'
+          and coalesce('security_barrier=true' = any (c.reloptions), false) <> v_is_restricted
+      loop
+        execute format(case when v_is_restricted then 'alter view queue.%I set (security_barrier = true)'
+          else 'alter view queue.%I reset (security_barrier)' end, v_view);
+      end loop;
+      perform set_config('lock_timeout', v_timeout, true);
+      exit;
+    exception when lock_not_available then
+      if v_try = 100 then
+        raise exception using errcode = '55P03',
+          message = 'a view is in use by a transaction that stays open', detail = 'view: queue.' || v_view,
+          hint = 'Nothing was changed. End the transactions that have been open for long (see'
+            ' pg_stat_activity), and call it again.';
+      end if;
+    end;
+  end loop;
+end $$;
+
+-- The functions that roles may call. is_for_some: also for a role that is restricted to some queues.
+-- In one piece: it is one list.
+create or replace function queue._function_grants()
+returns table (name text, kinds text[], is_for_some boolean)
+language plpgsql immutable parallel safe security invoker rows 50 as $$
+begin
+  return query values
+    ('after_sleep'::text, '{worker}'::text[], true),
+    ('attempts_left', '{worker,operator}', true),
+    ('autoscale_hint', '{operator,reader}', true),
+    ('await_jobs', '{worker}', true),
+    ('await_result', '{producer,worker}', true),
+    ('backoff', '{worker,operator,reader}', true),
+    ('before_sleep', '{worker}', true),
+    ('begin_step', '{worker}', true),
+    ('cancel', '{operator}', true),
+    ('cancel_children', '{operator}', true),
+    ('check', '{operator,reader}', false),
+    ('claims', '{worker}', true),
+    ('close_group', '{producer,operator}', false),
+    ('configure', '{operator}', false),
+    ('configure_key', '{operator}', false),
+    ('configure_queue', '{operator}', true),
+    ('configure_share', '{operator}', false),
+    ('copy', '{operator}', true),
+    ('create_queue', '{operator}', true),
+    ('defer', '{producer}', true),
+    ('defer_chain', '{producer}', true),
+    ('defer_group', '{producer}', true),
+    ('defer_many', '{producer}', true),
+    ('defer_trigger', '{producer}', true),
+    ('delete', '{operator}', true),
+    ('delete_queue', '{operator}', true),
+    ('deregister_worker', '{worker}', true),
+    ('done', '{operator}', true),
+    ('emit', '{worker}', true),
+    ('enable_schedule', '{operator}', false),
+    ('extend', '{worker,operator}', true),
+    ('fail', '{worker,operator}', true),
+    ('fail_jobs', '{operator}', true),
+    ('fetch', '{worker}', true),
+    ('finish_and_fetch', '{worker}', true),
+    ('finish_many', '{worker}', true),
+    ('finish_step', '{worker}', true),
+    ('finish_steps', '{worker}', true),
+    ('fork', '{operator}', true),
+    ('function_call', '{worker}', true),
+    ('get', '{operator,reader}', true),
+    ('graph', '{operator,reader}', true),
+    ('health', '{operator,reader}', false),
+    ('heartbeat', '{worker}', true),
+    ('hold', '{operator}', true),
+    ('move', '{operator}', true),
+    ('needs', '{worker,operator,reader}', true),
+    ('next', '{operator}', true),
+    ('next_runs', '{worker,operator,reader}', true),
+    ('open_group', '{producer}', false),
+    ('pause', '{operator}', true),
+    ('peek', '{worker,operator,reader}', true),
+    ('prune', '{operator}', false),
+    ('publish', '{producer,worker,operator}', false),
+    ('read_steps', '{worker}', true),
+    ('read_stream', '{producer,worker,operator,reader}', true),
+    ('reap', '{worker,operator}', true),
+    ('register_task', '{producer,worker,operator}', false),
+    ('register_worker', '{worker}', true),
+    ('release', '{worker,operator}', true),
+    ('reschedule', '{operator}', true),
+    ('result', '{producer,worker,operator,reader}', true),
+    ('resume', '{operator}', true),
+    ('retry', '{operator}', true),
+    ('retry_failed', '{operator}', true),
+    ('retry_later', '{worker,operator}', true),
+    ('run_function', '{worker}', true),
+    ('run_now', '{operator}', false),
+    ('schedule', '{worker,operator}', false),
+    ('search', '{operator,reader}', true),
+    ('series', '{operator,reader}', true),
+    ('set_args', '{operator}', true),
+    ('set_deadline', '{operator}', true),
+    ('set_priority', '{operator}', true),
+    ('set_progress', '{worker}', true),
+    ('signal', '{producer,worker,operator}', true),
+    ('sleep', '{worker}', true),
+    ('stats', '{operator,reader}', true),
+    ('succeed', '{worker,operator}', true),
+    ('task_stats', '{operator,reader}', true),
+    ('tick', '{worker,operator}', true),
+    ('unblock', '{operator}', false),
+    ('unhold', '{operator}', true),
+    ('unschedule', '{worker,operator}', false),
+    ('version', '{producer,worker,operator,reader}', true),
+    ('wait', '{worker}', true),
+    ('why', '{operator,reader}', true),
+    ('work', '{worker}', true),
+    ('worker_died', '{worker}', true);
+end $$;
+
+-- The views that roles may read, in the same form.
+create or replace function queue._view_grants()
+returns table (name text, kinds text[], is_for_some boolean)
+language plpgsql immutable parallel safe security invoker rows 50 as $$
+begin
+  return query values
+    ('attempts'::text, '{operator,reader}'::text[], true),
+    ('audit', '{operator,reader}', true),
+    ('groups', '{operator,reader}', false),
+    ('jobs', '{operator,reader}', true),
+    ('locks', '{operator,reader}', false),
+    ('metrics', '{operator,reader}', true),
+    ('minutes', '{operator,reader}', true),
+    ('queues', '{operator,reader}', true),
+    ('schedule_runs', '{operator,reader}', false),
+    ('schedules', '{worker,operator,reader}', false),
+    ('semaphores', '{operator,reader}', false),
+    ('shares', '{operator,reader}', false),
+    ('steps', '{operator,reader}', true),
+    ('tasks', '{operator,reader}', false),
+    ('workers', '{operator,reader}', true);
+end $$;

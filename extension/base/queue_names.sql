@@ -1,0 +1,63 @@
+-- Names of queues and patterns, and the queues that are paused.
+
+-- Whether a queue's name is selected by a name, prefix* or *.
+create or replace function queue._matches(p_queue text, p_pattern text)
+returns boolean language plpgsql immutable parallel safe security invoker as $$
+begin
+  return p_queue = p_pattern or right(p_pattern, 1) = '*' and starts_with(p_queue, left(p_pattern, -1));
+end $$;
+
+-- The queues that a list of names and patterns selects among those that may have ready jobs; NULL means all.
+-- Raises: 22023.
+create or replace function queue._match_queues(p_queues text[])
+returns text[] language plpgsql stable parallel safe security invoker as $$
+begin
+  if '*' = any (p_queues) then
+    return null;
+  elsif p_queues = '{}' or array_ndims(p_queues) > 1 or array_position(p_queues, null) is not null
+    or '' = any (p_queues) then
+    perform queue._invalid('queues is empty or contains NULL',
+      'Name queues, prefix* patterns or *; pass NULL for all.');
+  elsif not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
+    return p_queues;
+  end if;
+  return array(select distinct l.queue from queue.lane l
+               where not l.is_idle and exists (select from unnest(p_queues) q
+                 where queue._matches(l.queue, q)));
+end $$;
+
+-- Whether a list of queues' names contains one that is asked for; or 1,000, because more may follow.
+create or replace function queue._has_any_of(p_queues text[], p_names text[])
+returns boolean language plpgsql immutable parallel safe security invoker as $$
+begin
+  return cardinality(p_names) > 0
+    and (p_queues is null or cardinality(p_names) >= 1000
+         or exists (select from unnest(p_names) n join unnest(p_queues) q on queue._matches(n, q)));
+end $$;
+
+-- The end of a queue's pause: NULL if it is not paused.
+create or replace function queue._paused_until(p_queue text)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_until timestamptz;
+begin
+  select case when p.is_paused then coalesce(p.until, 'infinity') end into v_until
+  from queue.pause p
+  where p.task is null and (p.queue is null or queue._matches(p_queue, p.queue))
+  order by p.no desc limit 1;
+  return v_until;
+end $$;
+
+-- The end of a task's pause on a queue: NULL if it is not paused.
+create or replace function queue._task_paused_until(p_task text, p_queue text)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_until timestamptz;
+begin
+  select case when p.is_paused then coalesce(p.until, 'infinity') end into v_until
+  from queue.pause p
+  where (p.task = p_task or p.task is null and not p.is_paused)
+    and (p.queue is null or queue._matches(p_queue, p.queue))
+  order by p.no desc limit 1;
+  return v_until;
+end $$;

@@ -1,0 +1,121 @@
+-- Idempotency keys: of the calls of defer with one key of a task, only the first within unique_for defers a
+-- job. The others get its id, whatever has become of it.
+
+-- Takes the key for a new job: id is the new job's, or, as a negative number, that of the job deferred first.
+-- key is the filled one; options are the caller's with that key, and without unique_for. All but options are
+-- NULL without a key. p_queue: where a new job goes.
+-- Locks: the key's row. Transactions that take one key wait for each other, as with any unique key; a call
+-- whose key has just expired may wait for the maintenance that deletes its row. While the key is in use, a
+-- call only reads the row. A call of defer_many takes its keys in one order (_reserve_idempotency_keys).
+-- Why no wake-up is lost: the call that waited returns a job whose commit has woken a worker.
+-- Why the loop ends: another turn needs another session that has taken or deleted the key meanwhile. In
+-- REPEATABLE READ the insert then raises 40001.
+-- Raises: 22023.
+create or replace function queue._take_idempotency_key(
+  p_task text, p_queue text, p_args jsonb, p_options jsonb, p_given jsonb, out id bigint, out key text,
+  out options jsonb)
+language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
+#variable_conflict use_column
+declare
+  v_new_id bigint;
+  v_unique_for interval;
+begin
+  options := p_options - '{idempotency_key,unique_for}'::text[];
+  if coalesce(p_options ->> 'idempotency_key', '') = '' then
+    if p_given ? 'unique_for' and not p_options ? 'idempotency_key' then
+      perform queue._invalid('unique_for needs an idempotency_key',
+        'Say by idempotency_key which calls count as the same, for example "invoice:{id}".');
+    end if;
+    return;
+  end if;
+  key := queue._fill('idempotency_key', p_options ->> 'idempotency_key', p_args);
+  options := options || jsonb_build_object('idempotency_key', key);
+  v_unique_for := coalesce(queue._interval('unique_for', p_options -> 'unique_for'), interval '1 day');
+  loop
+    select -k.job_id into id from queue.idempotency_key k
+    where k.task = p_task and k.key = _take_idempotency_key.key and k.expires_at > clock_timestamp();
+    exit when found;
+    v_new_id := coalesce(v_new_id, nextval('queue.job_id_seq'));
+    insert into queue.idempotency_key as k (task, key, job_id, expires_at, queue)
+    values (p_task, _take_idempotency_key.key, v_new_id, clock_timestamp() + v_unique_for, p_queue)
+    on conflict on constraint idempotency_key_pkey do update
+      set (job_id, expires_at, queue) = (excluded.job_id, excluded.expires_at, excluded.queue)
+      where k.expires_at <= clock_timestamp()
+    returning k.job_id into id;
+    exit when found;
+  end loop;
+end $$;
+
+-- Lets a key that this transaction has just taken stand for another job: the one that has the queueing lock.
+-- Locks: the key's row, which the caller has locked.
+create or replace function queue._pass_idempotency_key(p_task text, p_key text, p_id bigint)
+returns void language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
+begin
+  update queue.idempotency_key k set job_id = p_id where k.task = p_task and k.key = p_key;
+end $$;
+
+-- Locks those keys of a list of jobs that are free, in one order, so that two lists with the same keys don't
+-- deadlock. A row that it makes has expired: the key is free until its job is deferred. It ignores jobs that
+-- defer refuses.
+-- Locks: rows of queue.idempotency_key, in the order of task and key.
+-- Raises: 22023.
+create or replace function queue._reserve_idempotency_keys(p_jobs jsonb)
+returns void language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
+declare
+  v_tasks text[];
+  v_keys text[];
+begin
+  select array_agg(x.task order by x.task, x.key), array_agg(x.key order by x.task, x.key)
+  into v_tasks, v_keys
+  from (
+    select distinct (e ->> 'task') collate "C" as task,
+      queue._fill('idempotency_key', k.template, coalesce(nullif(e -> 'args', 'null'), '{}'))
+        collate "C" as key
+    from jsonb_array_elements(p_jobs) e
+    left join lateral (
+      select t.options from queue.task t where t.name = e ->> 'task' offset 0) t on true
+    cross join lateral (
+      select coalesce(e -> 'options' ->> 'idempotency_key', t.options ->> 'idempotency_key') as template) k
+    where jsonb_typeof(e) = 'object' and octet_length(e ->> 'task') between 1 and 1000
+      and coalesce(jsonb_typeof(e -> 'args'), 'null') in ('object', 'null')
+      and coalesce(jsonb_typeof(e -> 'options' -> 'idempotency_key'), 'null') in ('string', 'null')
+      and k.template <> '') x;
+  for i in 1 .. case when cardinality(v_keys) > 1 then cardinality(v_keys) else 0 end loop
+    if not exists (select from queue.idempotency_key k
+      where k.task = v_tasks[i] and k.key = v_keys[i] and k.expires_at > clock_timestamp()) then
+      insert into queue.idempotency_key as k (task, key, job_id, expires_at, queue)
+      values (v_tasks[i], v_keys[i], 0, '-infinity', '')
+      on conflict on constraint idempotency_key_pkey do update
+        set expires_at = k.expires_at where k.expires_at <= clock_timestamp();
+    end if;
+  end loop;
+end $$;
+
+-- The key with which a call of defer has just returned a job, and the queue of its first call; NULL without a
+-- key.
+create or replace function queue._used_idempotency_key(p_task text, p_args jsonb, p_options jsonb,
+  out key text, out queue text)
+language plpgsql stable parallel safe security invoker set enable_seqscan = off as $$
+#variable_conflict use_column
+begin
+  key := coalesce(p_options ->> 'idempotency_key',
+    (select t.options ->> 'idempotency_key' from queue.task t where t.name = p_task));
+  if key <> '' then
+    key := queue._fill('idempotency_key', key, p_args);
+    select k.queue into queue from queue.idempotency_key k
+    where k.task = p_task and k.key = _used_idempotency_key.key;
+  end if;
+end $$;
+
+-- Deletes rows whose keys have expired.
+-- Locks: rows of queue.idempotency_key by skip locked.
+create or replace function queue._prune_idempotency_keys(p_max integer)
+returns void language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
+declare
+  v_now timestamptz := clock_timestamp();
+begin
+  delete from queue.idempotency_key k
+  where k.ctid = any (array(
+    select e.ctid from queue.idempotency_key e where e.expires_at <= v_now
+    order by e.expires_at limit p_max for update skip locked));
+end $$;

@@ -1,0 +1,70 @@
+-- Needs of a job that is being deferred: checks that they exist, and how they are combined.
+
+-- Needs as a sorted set. An xid is assigned first, so that _safe_at waits for this transaction.
+-- Settings: a plan made while the log was empty would read all of it. A plan that knows the number of needs
+-- is never replaced by the generic one, so each call would plan, which takes three times as long as the rest.
+-- Raises: 22023, QJ001 if a need can't be seen, or is no longer kept.
+create or replace function queue._check_needs(p_needs bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off
+set enable_mergejoin = off set enable_bitmapscan = off as $$
+declare
+  v_now timestamptz;
+  v_missing bigint;
+begin
+  if array_ndims(p_needs) > 1 or array_position(p_needs, null) is not null then
+    perform queue._check_list('needs', p_needs::text[]);
+  end if;
+  perform pg_current_xact_id();
+  v_now := clock_timestamp();
+  select u.n into v_missing
+  from unnest(p_needs) u (n)
+  left join lateral (select j.id from queue.job j where j.id = u.n offset 0) j on true
+  left join lateral (
+    select f.state, f.finished_at, f.purge_at
+    from queue.finished f
+    where f.id = u.n offset 0) f on true
+  where j.id is null or f.purge_at <= v_now
+    or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days'
+  limit 1;
+  if found then
+    perform queue._job_not_found(v_missing);
+  end if;
+  if cardinality(p_needs) = 1 then
+    return p_needs;
+  end if;
+  return array(select distinct n from unnest(p_needs) n order by n);
+end $$;
+
+-- The deadline that a child inherits from its parent. Settings: as _check_needs.
+-- Raises: QJ001.
+create or replace function queue._parent_deadline(p_parent bigint)
+returns timestamptz language plpgsql stable parallel safe security invoker set enable_seqscan = off as $$
+declare
+  v_deadline timestamptz;
+begin
+  select j.deadline into v_deadline from queue.job_now j where j.id = p_parent;
+  if not found then
+    perform queue._job_not_found(p_parent);
+  end if;
+  return v_deadline;
+end $$;
+
+-- How a job's needs are combined, as bits: any, proceed.
+create or replace function queue._needs_mode(p_options jsonb)
+returns smallint language plpgsql immutable parallel safe security invoker as $$
+begin
+  return coalesce((p_options ->> 'needs_mode' = 'any')::integer * {{any}}, 0)
+    | coalesce((p_options ->> 'on_need_failure' = 'proceed')::integer * {{proceed}}, 0);
+end $$;
+
+-- The needs of a job, admitted or not.
+create or replace function queue._direct_needs(p_id bigint)
+returns table (id bigint) language plpgsql stable parallel safe security invoker rows 5 as $$
+#variable_conflict use_column
+begin
+  return query
+    select d.need_id from queue.need d where d.job_id = p_id
+    union
+    select n from queue.job j cross join lateral unnest(j.needs) n where j.id = p_id;
+end $$;

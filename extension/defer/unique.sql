@@ -1,0 +1,124 @@
+-- Queueing locks: at most one job that has not started (unique_until finish: not finished) per key.
+
+-- Takes the key for a new job and returns its id (p_id, if it has one already), or, as a negative number, the
+-- id of the job that keeps it. A replacement does not put off the start of that job to more than p_max_wait
+-- after it was deferred.
+-- Locks: the key's row. Inserters of one key wait for each other, as with any unique key, and for a claim or
+-- a replacement of the holder. A replacement keeps the row locked until its transaction ends. The claim of
+-- the holder needs that row (_claim_ids), so the holder does not start meanwhile.
+-- Raises: QJ004.
+create or replace function queue._take_queueing_lock(
+  p_key text, p_on_conflict text, p_args jsonb, p_priority integer, p_scheduled_at timestamptz,
+  p_max_wait interval, p_id bigint)
+returns bigint language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
+declare
+  v_id bigint := coalesce(p_id, nextval('queue.job_id_seq'));
+  v_holder bigint;
+  v_seq bigint;
+begin
+  loop
+    insert into queue.queueing_lock (key, job_id) values (p_key, v_id)
+    on conflict on constraint queueing_lock_pkey do nothing;
+    if found then
+      return v_id;
+    end if;
+    if p_on_conflict = 'replace' then
+      v_seq := nextval('queue.tick_seq');
+      update queue.queueing_lock k set replacing = v_seq where k.key = p_key returning k.job_id into v_holder;
+    else
+      select k.job_id into v_holder from queue.queueing_lock k where k.key = p_key;
+    end if;
+    -- not found: the holder has started meanwhile, so the key is free
+    if found then
+      case
+        when p_on_conflict = 'ignore' then
+          return -v_holder;
+        when p_on_conflict = 'replace' and not exists (select from queue.active_job aj
+          where aj.id = v_holder and aj.claim is not null) then
+          insert into queue.pending_settlement (job_id, kind, flags, payload)
+          values (v_holder, 'replace', 0,
+            jsonb_build_object('key', p_key, 'seq', v_seq, 'args', p_args, 'priority', p_priority,
+            'scheduled_at', least(p_scheduled_at, (select j.created_at + p_max_wait from queue.job j
+              where j.id = v_holder and p_scheduled_at is not null))));
+          return -v_holder;
+        else
+          perform queue._already_queued(v_holder, p_key);
+      end case;
+    end if;
+  end loop;
+  return null;
+end $$;
+
+-- The args of a committed replacement of a job, which the next admission puts into it; NULL without one.
+create or replace function queue._replaced_args(p_id bigint, p_flags integer)
+returns jsonb language plpgsql stable parallel safe security invoker as $$
+begin
+  if p_flags & {{queueing_lock}} = 0 then
+    return null;
+  end if;
+  return (select h.payload -> 'args' from queue.pending_settlement h
+    where h.job_id = p_id and h.kind = 'replace' order by h.seq desc limit 1);
+end $$;
+
+-- Clears the mark of a replacement, if it is still the mark of this one.
+-- Locks: the key's row by skip locked.
+create or replace function queue._clear_replacing(p_key text, p_seq bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform from queue.queueing_lock k where k.key = p_key and k.replacing = p_seq for update skip locked;
+  if found then
+    update queue.queueing_lock k set replacing = null where k.key = p_key;
+  end if;
+end $$;
+
+-- A rolled-back replacement may have left the mark of an earlier one, which has been applied.
+-- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
+-- Why no mark of a later replacement is cleared: it has another number.
+create or replace function queue._repair_replacing()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._clear_replacing(k.key, k.replacing)
+  from queue.queueing_lock k
+  where k.replacing is not null
+    and not exists (select from queue.pending_settlement h where h.kind = 'replace'
+      and h.payload ->> 'seq' = k.replacing::text);
+end $$;
+
+-- Returns the jobs that a pending replacement keeps from starting; locks the keys of the others.
+-- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
+create or replace function queue._lock_queueing_locks(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_free bigint[];
+begin
+  v_free := array(
+    select k.job_id from unnest(p_ids) u (id)
+    cross join lateral (
+      select j.id, j.queueing_lock
+      from queue.job j
+      where j.id = u.id and j.queueing_lock is not null offset 0) j
+    cross join lateral (select k.job_id from queue.queueing_lock k
+                        where k.key = j.queueing_lock and k.job_id = j.id
+                          and k.replacing is null for update of k skip locked) k);
+  return array(
+    select j.id from unnest(p_ids) u (id)
+    cross join lateral (
+      select j.id, j.queueing_lock
+      from queue.job j
+      where j.id = u.id and j.queueing_lock is not null offset 0) j
+    where j.id <> all (v_free) and (select k.job_id from queue.queueing_lock k
+      where k.key = j.queueing_lock) = j.id);
+end $$;
+
+-- Releases the keys of jobs. It finds them by key and job, to delete one that a replacement has changed
+-- meanwhile too.
+-- Locks: rows of queue.queueing_lock.
+create or replace function queue._drop_queueing_locks(p_ids bigint[], p_flag integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  delete from queue.queueing_lock k
+  where k.key = any (array(select j.queueing_lock from queue.job j
+                           where j.id = any (p_ids) and j.flags & p_flag <> 0
+                             and j.queueing_lock is not null))
+    and k.job_id = any (p_ids);
+end $$;

@@ -1,0 +1,206 @@
+-- Health: problems, and their remedies.
+
+create or replace function queue.health()
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security definer rows 12
+set search_path = pg_catalog, pg_temp set jit = off as $$
+#variable_conflict use_column
+begin
+  {{installed}}
+  return query select h.name, h.status, h.detail, h.fix from queue._health(clock_timestamp()) h;
+end $$;
+comment on function queue.health() is
+  'Checks for causes that stop or slow down queues. Returns a row for each check: status ok, warn or'
+    ' fail, the finding in detail, and the remedy in fix. For the invariants of the tables see'
+    ' queue.check().';
+
+-- Every check reads a bounded number of rows.
+create or replace function queue._health(p_now timestamptz)
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security invoker rows 12 as $$
+#variable_conflict use_column
+begin
+  return query
+    select h.name, h.status, h.detail, h.fix from queue._health_of_workers(p_now) h
+    union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_work(p_now) h
+    union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_claims(p_now) h
+    union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_sessions(p_now) h
+    union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_tables(p_now) h
+    union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_server(p_now) h;
+end $$;
+
+-- Checks whether all ready jobs find a worker.
+create or replace function queue._health_of_workers(p_now timestamptz)
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security invoker rows 4 as $$
+#variable_conflict use_column
+declare
+  v_facts record;
+begin
+  name := 'version';
+  select t.code, t.tables into v_facts from queue.version() t;
+  status := case when v_facts.code = v_facts.tables then 'ok' else 'fail' end;
+  detail := format('code %s, tables %s', v_facts.code, v_facts.tables);
+  fix := case when v_facts.code <> v_facts.tables then 'select queue.migrate()' end;
+  return next;
+
+  name := 'workers';
+  select count(*) filter (where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now) as alive,
+    count(*) filter (where w.gone_at is null and w.last_seen_at + w.dead_after < p_now - interval '10 s'
+                       or not w.is_clear and w.gone_at < p_now - interval '1 minute') as dead,
+    (select count(*) from (select from queue.active_job l limit 100001) l) as live
+  into v_facts from queue.worker w;
+  status := case when v_facts.dead > 0 or v_facts.alive = 0 and v_facts.live > 0 then 'fail'
+    when v_facts.alive = 0 then 'warn' else 'ok' end;
+  detail := format('%s alive', v_facts.alive)
+    || case when v_facts.dead > 0 then format(', %s dead and not reaped', v_facts.dead) else '' end
+    || case when v_facts.alive = 0
+      and v_facts.live > 0
+      then format(', %s jobs ready or running', case when v_facts.live > 100000 then 'more than 100000'
+        else v_facts.live::text end) else '' end;
+  fix := case when v_facts.dead > 0
+    then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
+              when v_facts.alive = 0 then 'Start a worker: pgdefer worker' end;
+  return next;
+
+  name := 'queues';
+  select count(*) as n, string_agg(l.queue, ', ' order by l.queue) filter (where l.no <= 10) as names
+  into v_facts
+  from (
+    select l.queue, row_number() over (order by l.queue) as no
+    from (select distinct l.queue from queue.lane l
+          where (l.paused_until is null or l.paused_until <= p_now)
+            and exists (select from queue.active_job aj where aj.lane = l.lane
+              and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
+            and not exists (
+              select from queue.worker w
+              where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now
+                and (w.queues is null or exists (select from unnest(w.queues) q
+                  where queue._matches(l.queue, q))))) l) l;
+  status := case when v_facts.n > 0 then 'fail' else 'ok' end;
+  detail := case when v_facts.n > 0 then format('ready jobs in %s queues that no live worker serves: %s',
+    v_facts.n, v_facts.names) else 'every queue with ready jobs is served, or paused' end;
+  fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker --queues NAME' end;
+  return next;
+
+  name := 'paused';
+  select count(*) as n, string_agg(l.queue, ', ' order by l.queue) filter (where l.no <= 10) as names
+  into v_facts
+  from (
+    select l.queue, row_number() over (order by l.queue) as no
+    from (select distinct l.queue from queue.lane l
+          where l.paused_until > p_now
+            and exists (select from queue.active_job aj where aj.lane = l.lane
+              and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)) l) l;
+  status := case when v_facts.n > 0 then 'warn' else 'ok' end;
+  detail := case when v_facts.n > 0 then format('ready jobs in %s paused queues: %s', v_facts.n,
+    v_facts.names) else 'no paused queue holds ready jobs' end;
+  fix := case when v_facts.n > 0 then 'select queue.resume(name)' end;
+  return next;
+end $$;
+
+-- Checks whether due work is done.
+create or replace function queue._health_of_work(p_now timestamptz)
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security invoker rows 4 as $$
+#variable_conflict use_column
+declare
+  v_facts record;
+begin
+  name := 'due';
+  select least(
+      (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1),
+      (select j.created_at from queue.job j where j.xid >= k.next_xid order by j.xid, j.id limit 1),
+      (select e.at from queue.expiry e
+        where not exists (select from queue.active_job l where l.id = e.id and l.claim is not null)
+        order by e.at limit 1),
+      queue._next_lease_end()) as at
+  into v_facts from queue.cursor_now k;
+  status := case when v_facts.at < p_now - interval '10 minutes' then 'fail'
+    when v_facts.at < p_now - interval '1 minute' then 'warn' else 'ok' end;
+  detail := case when status = 'ok' then 'nothing is overdue'
+    else format('overdue for %s', date_trunc('second', p_now - v_facts.at)) end;
+  fix := case when status <> 'ok'
+    then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from'
+    ' queue.tick()' end;
+  return next;
+
+  name := 'schedules';
+  select count(*) filter (where s.due_at < p_now - interval '1 minute') as late,
+    count(*) filter (where s.reason is not null and s.reason <> 'paused') as broken,
+    string_agg(format('%s%s', left(s.name, 100), coalesce(': ' || left(s.reason, 200), '')), '; '
+      order by s.name) filter (where s.no <= 5) as names
+  into v_facts
+  from (select s.name, s.due_at, s.reason, row_number() over (order by s.name) as no from queue.schedule s
+        where s.is_enabled
+          and (s.due_at < p_now - interval '1 minute' or s.reason is not null and s.reason <> 'paused')) s;
+  status := case when v_facts.late > 0 then 'fail' when v_facts.broken > 0 then 'warn' else 'ok' end;
+  detail := case when status = 'ok' then 'no recurring run is late'
+    else format('%s late, %s with an error: %s', v_facts.late, v_facts.broken, v_facts.names) end;
+  fix := case when v_facts.late > 0
+    then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
+              when v_facts.broken > 0
+                then 'See reason in queue.schedules, and correct the defaults of the task or the options of'
+                ' the schedule.' end;
+  return next;
+end $$;
+
+-- Checks for sessions that hold up admission, and handlers that do not end.
+create or replace function queue._health_of_claims(p_now timestamptz)
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security invoker rows 4 as $$
+#variable_conflict use_column
+declare
+  v_facts record;
+begin
+  name := 'tasks';
+  select count(*) as n,
+    string_agg(format('%s (%s jobs) to worker %s', left(u.task, 200), u.jobs, u.workers), '; ')
+    filter (where u.no <= 5) as names into v_facts
+  from (select u.*, row_number() over () as no from queue._unknown_tasks(p_now) u) u;
+  status := case when v_facts.n > 0 then 'warn' else 'ok' end;
+  detail := case when v_facts.n > 0 then format('unknown tasks: %s', v_facts.names)
+    else 'all recently claimed tasks were known' end;
+  fix := case when v_facts.n > 0
+    then 'Start a worker that knows them, or register a function for them; during a deployment, wait'
+    ' until it is complete' end;
+  return next;
+
+  name := 'admission';
+  v_facts := queue._admission_holder();
+  status := case when v_facts.pid is null and v_facts.state is null
+    or v_facts.since > p_now - interval '5 s' then 'ok' when v_facts.since > p_now - interval '15 s'
+    then 'warn'
+                 when v_facts.since is null then 'warn' else 'fail' end;
+  detail := case when status = 'ok' then 'no session holds the admission lock for long'
+                 else format('%s%s holds the admission lock%s; no other session can fetch new jobs',
+                   coalesce('process ' || v_facts.pid, 'a prepared transaction'),
+                   coalesce(' of role ' || v_facts.role, ''),
+                   coalesce(', in a transaction that has been open since '
+                     || date_trunc('second', v_facts.since), '')
+                     || coalesce(' (' || v_facts.state || ')', '')) end;
+  fix := case when status <> 'ok'
+    then 'Look again in a moment; if it is the same process, select queue.unblock() ends it; a prepared'
+    ' transaction is ended by ROLLBACK PREPARED' end;
+  return next;
+
+  name := 'timeouts';
+  select count(*) as n, string_agg(format('job %s at %s', o.id, date_trunc('second', o.timeout_at)), ', '
+    order by o.timeout_at) filter (where o.no <= 10) as jobs into v_facts
+  from (select o.*, row_number() over (order by o.timeout_at) as no from queue._overdue() o) o;
+  status := case when v_facts.n > 0 then 'warn' else 'ok' end;
+  detail := case
+    when v_facts.n > 0
+    then format('the timeout of %s jobs has passed; their handlers could not be ended and still run: %s',
+      v_facts.n, v_facts.jobs)
+                 else 'no handler outlives its timeout' end;
+  fix := case when v_facts.n > 0
+    then 'Each keeps its slot and its lock until it ends. Restart its worker (queue.why says which); run'
+    ' such tasks in processes, which can be killed' end;
+  return next;
+end $$;

@@ -1,0 +1,222 @@
+-- Searching and listing jobs, newest first, in pages: the cost of a call is bounded, however many jobs there
+-- are.
+
+-- Reads jobs from the newest that is older than `before` until max_jobs are found or max_bytes are read. Then
+-- the last row has no id, and next_id is the next value of `before`. Each job counts as the bytes that were
+-- read of it, at least 100 (1,000 if only its state did not match), so that a call ends soon even if nothing
+-- matches.
+-- Raises: 22023.
+create or replace function queue.search(
+  pattern text default null, queue text default null, state text default null,
+  max_bytes bigint default 50000000,
+  by text default 'text', task text default null, before bigint default null, max_jobs integer default 100)
+returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer,
+  attempts integer, created_at timestamptz, description text, bytes integer, excerpt text, next_id bigint)
+language plpgsql stable parallel unsafe security definer rows 100
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_path jsonpath := queue._check_search(search.pattern, search.queue, search.state, search.max_bytes,
+    search.by, search.task, search.max_jobs);
+  v_before bigint := coalesce(search.before, 9223372036854775807);
+  v_ids bigint[];
+  v_n integer := case when search.pattern is null then least(search.max_jobs, 500) else 10 end;
+  v_job record;
+  v_bytes integer;
+  v_looked bigint := 0;
+  v_found integer := 0;
+  v_allowed text[] := queue._allowed_queues('{operator,reader}');
+begin
+  {{installed}}
+  loop
+    v_ids := queue._candidates(search.state, v_before, v_n);
+    exit when v_ids = '{}';
+    for v_job in
+      select u.id, x.is_asked,
+        case when x.is_asked and search.pattern is not null
+          then queue._match(search.pattern, search.by, v_path, x.args, j.options ->> 'description',
+            array[j.lock, j.queueing_lock, j.options ->> 'idempotency_key'] || j.keys) end as match
+      from unnest(v_ids) with ordinality u (id, n)
+      cross join lateral (
+        select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options, j.flags
+        from queue.job_now j
+        where j.id = u.id offset 0) j
+      cross join lateral (
+        select coalesce(queue._replaced_args(u.id, j.flags), j.args) as args,
+          (search.queue is null or queue._matches(j.queue, search.queue))
+            and (search.task is null or j.task = search.task)
+            and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
+      order by u.n
+    loop
+      v_before := v_job.id;
+      v_bytes := abs(v_job.match);
+      v_looked := v_looked + greatest(100, v_bytes);
+      if v_job.is_asked and (search.pattern is null or v_job.match > 0) then
+        select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
+          job.description, v_bytes,
+          queue._excerpt(search.pattern, search.by, v_path, job.args)
+        into id, queue_name, task_name, job_state, reason, priority, attempts, created_at, description, bytes,
+          excerpt
+        from queue.jobs job where job.id = v_job.id;
+        if search.state is null or job_state = search.state then
+          return next;
+          v_found := v_found + 1;
+        else
+          v_looked := v_looked + 1000;
+        end if;
+      end if;
+      exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
+    end loop;
+    exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
+    v_n := case when v_bytes > 10000 then 10 else least(v_n * 2, 500) end;
+  end loop;
+  if v_ids <> '{}' and queue._candidates(search.state, v_before, 1) <> '{}' then
+    return query
+      select null::bigint, null::text, null::text, null::text, null::text, null::integer, null::integer,
+        null::timestamptz, null::text, null::integer,
+        format('stopped at %s jobs, %s bytes; continue with before => %s', v_found, v_looked, v_before),
+        v_before;
+  end if;
+end $$;
+comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is
+  'Returns jobs, newest first, whose args (or description) match pattern. by: text (a substring of the'
+    ' args as JSON text), path (a jsonpath that finds something, or a predicate that is true; without'
+    ' variables), key (a whole lock, queueing lock, idempotency key or concurrency key). Without a'
+    ' pattern it returns all jobs of a queue (a name, prefix* or *), task and state. If it stops at max_jobs'
+    ' or after max_bytes (NULL: no limit), the last row has no id, excerpt says so, and next_id is the value'
+    ' of before for the next call.';
+
+-- Raises: 22023, QJ001.
+create or replace function queue.get(id bigint, path text)
+returns setof jsonb language plpgsql stable parallel unsafe security definer rows 1
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_args jsonb;
+begin
+  {{if_restricted}}
+    perform queue._require_jobs('{operator,reader}', array[get.id]);
+  end if;
+  if get.path is null or get.path = '' then
+    perform queue._invalid('path is missing',
+      'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
+  end if;
+  select coalesce(queue._replaced_args(j.id, j.flags), j.args) into v_args
+  from queue.job_now j where j.id = get.id;
+  if not found then
+    perform queue._job_not_found(get.id);
+  end if;
+  return query
+    select jsonb_path_query_tz(v_args,
+      queue._jsonpath(case when get.path ~ '^[[:space:]]*([$]|(lax|strict)[[:space:]])' then get.path
+      when starts_with(get.path, '[') then '$' || get.path else '$.' || get.path end), '{}', true);
+end $$;
+comment on function queue.get(bigint, text) is
+  'Returns the values that a path finds in a job''s args, a row for each: items[0].price, or any'
+    ' jsonpath, such as $.items[*].price. JSON null gives a row with null; a missing value gives no row.';
+
+-- Returns the pattern as a jsonpath if it is one.
+-- Raises: 22023.
+create or replace function queue._check_search(p_pattern text, p_queue text, p_state text, p_max_bytes bigint,
+  p_by text, p_task text, p_max_jobs integer)
+returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
+begin
+  if p_by is null or p_by not in ('text', 'path', 'key') then
+    perform queue._invalid('by is not one of its values', 'Allowed: text, path, key.',
+      'by: ' || coalesce(left(p_by, 200), 'NULL'));
+  elsif p_pattern = '' then
+    perform queue._invalid('pattern is empty', 'Pass what to look for, or NULL to list every job.');
+  elsif not p_state = any (
+    '{scheduled,waiting,upstream_failed,blocked,ready,running,held,succeeded,failed,cancelled}'::text[]) then
+    perform queue._invalid('state is not one of its values',
+      'Allowed: scheduled, waiting, upstream_failed, blocked, ready, running, held, succeeded, failed,'
+      ' cancelled.', 'state: ' || left(p_state, 200));
+  elsif p_max_bytes < 1 then
+    perform queue._invalid('max_bytes must be at least 1',
+      'Pass how many bytes to read, or NULL for no limit.');
+  elsif p_max_jobs < 1 or p_max_jobs is null then
+    perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to return.');
+  end if;
+  if p_queue is not null then
+    perform queue._check_name('queue', p_queue);
+  end if;
+  if p_task is not null then
+    perform queue._check_name('task', p_task);
+  end if;
+  return case when p_by = 'path' then queue._jsonpath(p_pattern) end;
+end $$;
+
+-- Raises: 22023 unless it is a jsonpath without variables.
+create or replace function queue._jsonpath(p_path text)
+returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_path jsonpath;
+begin
+  begin
+    v_path := p_path::jsonpath;
+    -- a template is read only if it is text
+    perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
+    from regexp_matches(v_path::text, replace('[.]datetime[(]("(?:~~.|[^"~~])*")[)]', '~', chr(92)), 'g') t;
+  exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
+    perform queue._invalid('not a jsonpath',
+      'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
+  end;
+  -- it is shown with quotes around all names and texts
+  if strpos(regexp_replace(v_path::text, replace('"(?:~~.|[^"~~])*"', '~', chr(92)), '""', 'g'), '$""') > 0
+    then
+    perform queue._invalid('a jsonpath may not contain variables',
+      'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
+  end if;
+  return v_path;
+end $$;
+
+-- The number of bytes read of a job, negative if it does not match. A path is a predicate if it gives a truth
+-- value for an empty object; then it must be true.
+create or replace function queue._match(p_pattern text, p_by text, p_path jsonpath, p_args jsonb,
+  p_description text, p_keys text[])
+returns integer language plpgsql stable parallel safe security invoker as $$
+declare
+  v_text text;
+  v_item jsonb;
+begin
+  if p_by = 'key' then
+    return case when p_pattern = any (p_keys) then 1 else -1 end;
+  end if;
+  v_text := p_args::text;
+  if p_by = 'path' then
+    v_item := jsonb_path_query_first_tz(p_args, p_path, '{}', true);
+    if v_item = 'true' or v_item is not null
+      and coalesce(jsonb_typeof(jsonb_path_query_first_tz('{}', p_path, '{}', true)), '') not in ('boolean',
+      'null') then
+      return octet_length(v_text);
+    end if;
+  elsif strpos(v_text, p_pattern) > 0 or strpos(p_description, p_pattern) > 0
+    or strpos(v_text, queue._escaped(p_pattern)) > 0 then
+    return octet_length(v_text);
+  end if;
+  return -octet_length(v_text);
+end $$;
+
+-- The text shown for a matching job.
+create or replace function queue._excerpt(p_pattern text, p_by text, p_path jsonpath, p_args jsonb)
+returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_text text;
+  v_at integer;
+begin
+  if p_pattern is null or p_by = 'key' then
+    return null;
+  elsif p_by = 'path' then
+    return left(jsonb_path_query_first_tz(p_args, p_path, '{}', true)::text, 200);
+  end if;
+  v_text := p_args::text;
+  v_at := coalesce(nullif(strpos(v_text, p_pattern), 0), strpos(v_text, queue._escaped(p_pattern)));
+  return case when v_at > 0 then substr(v_text, greatest(v_at - 60, 1), 200) end;
+end $$;
+
+-- A text as it stands in JSON, without its quotes.
+create or replace function queue._escaped(p_text text)
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return substr(to_json(p_text)::text, 2, length(to_json(p_text)::text) - 2);
+end $$;

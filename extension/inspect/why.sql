@@ -1,0 +1,320 @@
+-- Explanations: why a job is not running, and which jobs come next.
+
+-- Raises: QJ001.
+-- In one piece: it is a list of questions in their order.
+create or replace function queue.why(id bigint)
+returns text language plpgsql stable parallel safe security definer
+set search_path = pg_catalog, pg_temp set jit = off as $$
+#variable_conflict use_column
+declare
+  v_job record;
+  v_text text;
+begin
+  {{if_restricted}}
+    perform queue._require_jobs('{operator,reader}', array[why.id]);
+  end if;
+  select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at,
+    j.finished_at, j.error,
+    w.reason as gate, w.key, w.at, l.paused_until, l.kind, aj.id is not null as is_live
+  into v_job
+  from queue.jobs j
+  left join queue.waiting w on w.id = j.id
+  left join queue.active_job aj on aj.id = j.id
+  left join queue.lane l on l.lane = aj.lane
+  where j.id = why.id;
+  if not found then
+    perform queue._job_not_found(why.id);
+  end if;
+  case v_job.state
+    when 'succeeded' then return format('it succeeded at %s', v_job.finished_at);
+    when 'failed' then return format('it failed at %s: %s%s', v_job.finished_at, coalesce(v_job.reason, ''),
+      coalesce(' (' || v_job.error || ')', ''));
+    when 'cancelled' then return format('it was cancelled at %s: %s', v_job.finished_at, v_job.reason);
+    when 'running' then
+      return format('it has been running since %s on worker %s, claim %s', v_job.started_at,
+          v_job.worker_id, v_job.claim)
+        || coalesce((select format('; its timeout passed at %s; its handler could not be ended and still'
+          ' runs', o.timeout_at)
+                     from queue._overdue() o where o.id = v_job.id), '')
+        || coalesce((select case when l.is_own then format('; its lease ends at %s', l.expires_at)
+          else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
+                     from queue.lease l where l.id = v_job.id and l.claim = v_job.claim), '')
+        || case when v_job.reason is not null then format('; its worker has been told to abort it: %s',
+          v_job.reason) else '' end;
+    when 'held' then return 'it is held; queue.unhold releases it';
+    when 'scheduled' then
+      return format('its time has not come: %s', v_job.scheduled_at)
+        || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
+          from queue._unknown_since(why.id) u where u.times > 0), '');
+    when 'waiting', 'upstream_failed' then
+      if v_job.gate = 'signal' then
+        return queue._why_suspended(why.id);
+      end if;
+      return case v_job.state when 'waiting' then 'it needs ' else 'a need failed; retry it: ' end
+        || coalesce(queue._why_needs(why.id, v_job.state = 'upstream_failed'),
+          'jobs that are being checked');
+    else null;
+  end case;
+  if v_job.gate = 'task_paused' then
+    return format('its task %s is paused%s', v_job.task, coalesce(' until ' || v_job.at, ''));
+  elsif v_job.gate = 'parked' then
+    return 'a large backlog is being admitted, which may contain older jobs of its lock';
+  elsif v_job.gate = 'slot' then
+    return queue._why_no_slot(v_job.key);
+  elsif v_job.state = 'blocked' then
+    return queue._why_no_turn(why.id, v_job.lock);
+  elsif not v_job.is_live then
+    v_job.paused_until := queue._paused_until(v_job.queue);
+    v_job.at := queue._task_paused_until(v_job.task, v_job.queue);
+  end if;
+  if v_job.at > clock_timestamp() then
+    return format('its task %s is paused%s',
+      v_job.task, case when isfinite(v_job.at) then format(' until %s', v_job.at) else '' end);
+  elsif v_job.paused_until > clock_timestamp() then
+    return format('its queue %s is paused%s',
+      v_job.queue, case when isfinite(v_job.paused_until) then format(' until %s', v_job.paused_until)
+      else '' end);
+  elsif not exists (
+    select from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after >= clock_timestamp()
+      and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(v_job.queue, q))))
+        then
+    return format('no live worker serves its queue %s', v_job.queue);
+  elsif not v_job.is_live then
+    return case when exists (select from queue.pending_settlement h
+      where h.job_id = why.id and h.kind = 'again')
+      then 'its last run has just ended; the next fetch or tick admits it again'
+      else 'it has not been admitted yet; the next fetch or tick admits it' end;
+  elsif queue._is_queue_full(v_job.queue) then
+    return queue._why_full(v_job.queue);
+  elsif v_job.kind = {{lane_crashed}} then
+    return 'it crashed before, so it runs alone, on a worker that runs nothing else';
+  end if;
+  select string_agg(distinct format('%s %s', case left(k.key, 1) when 'm' then 'lock'
+    else 'concurrency key' end, substr(k.key, 2)), ', ') into v_text
+  from queue.active_job l
+  cross join lateral queue._keys_of(array[l.id], array[l.flags]) k
+  cross join lateral (
+    select s.slots, s.used
+    from queue.semaphore s
+    where s.key = k.key
+    order by s.tick desc limit 1) s
+  where l.id = why.id and s.used >= s.slots;
+  if v_text is not null then
+    return format('no slot is free: %s', v_text);
+  end if;
+  return 'it is ready: the next worker with a free slot claims it when its turn comes'
+    || queue._why_share(why.id)
+    || coalesce((select format('; its task %s was not known to worker %s', v_job.task, u.workers)
+      from queue._unknown_since(why.id) u where u.times > 0), '');
+end $$;
+comment on function queue.why(bigint) is
+  'Explains why a job is not running: the job that holds its lock, the jobs that use its key, its needs,'
+    ' how long it is paused or scheduled, or that no live worker serves its queue.';
+
+create or replace function queue.peek(queues text[] default null, n integer default 10)
+returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer,
+  scheduled_at timestamptz, deadline timestamptz)
+language plpgsql stable parallel safe security definer rows 10
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+begin
+  {{if_restricted}}
+    queues := queue._narrow_queues('{worker,operator,reader}', queues);
+  end if;
+  if peek.n is null or peek.n < 1 then
+    perform queue._invalid('n must be at least 1', 'Pass how many jobs to show.');
+  end if;
+  return query
+    select j.id, j.task, j.args, j.queue, j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
+    from (
+      select c.id, g.priority, c.deadline, c.first_id
+      from (
+        select l.queue, l.priority, array_agg(l.lane) as lanes, array_agg(l.low_deadline) as deadlines,
+          array_agg(l.low_id) as ids
+        from queue.lane l
+        where not l.is_idle and (l.paused_until is null or l.paused_until <= clock_timestamp())
+          and (peek.queues is null or exists (select from unnest(peek.queues) q
+            where queue._matches(l.queue, q)))
+          and (l.kind = {{lane_plain}} or not queue._is_queue_full(l.queue))
+        group by l.queue, l.priority) g
+      cross join lateral (
+        select aj.id, aj.deadline, first_value(aj.id) over (order by aj.deadline, aj.id) as first_id
+        from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
+        cross join lateral (
+          select aj.id, aj.deadline from queue.active_job aj
+          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
+          order by aj.deadline, aj.id limit peek.n) aj
+        order by aj.deadline, aj.id limit peek.n) c
+      union all
+      (select a.id, a.priority, coalesce(a.deadline, 'infinity'),
+        min(a.id) over (partition by a.queue, a.priority)
+       from queue.unadmitted a
+       where a.flags & {{held}} = 0 and a.needs is null
+         and coalesce(a.scheduled_at <= clock_timestamp(), true)
+         and (a.lock is null or not exists (select from queue.lock_member m where m.lock = a.lock))
+         and (peek.queues is null or exists (select from unnest(peek.queues) q
+           where queue._matches(a.queue, q)))
+         and coalesce(queue._paused_until(a.queue) <= clock_timestamp(), true)
+       order by a.priority desc, coalesce(a.deadline, 'infinity'), a.id limit peek.n)
+      order by priority desc, first_id, deadline, id limit peek.n) c
+    cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
+    order by c.priority desc, c.first_id, c.deadline, c.id;
+end $$;
+comment on function queue.peek(text[], integer) is
+  'Returns the jobs that fetch would claim next, in order. Changes nothing.';
+
+-- How many of the starts in its queue and priority a job's share has had, for queue.why(): of at most 10,000
+-- running jobs and 10,000 that have ended.
+create or replace function queue._why_share(p_id bigint)
+returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_job record;
+  v_starts record;
+begin
+  select l.queue, l.priority, j.options ->> 'share' as share into v_job
+  from queue.active_job aj join queue.lane l on l.lane = aj.lane join queue.job j on j.id = aj.id
+  where aj.id = p_id and l.tag_base is not null;
+  if v_job.share is null then
+    return '';
+  end if;
+  select count(*) as n, count(*) filter (where j.options ->> 'share' = v_job.share) as of_share into v_starts
+  from (
+    (select aj.id from queue.active_job aj
+     where aj.claimed_at > clock_timestamp() - interval '1 minute' limit 10000)
+    union all
+    (select f.id from queue.finished f
+     where f.finished_at > clock_timestamp() - interval '1 minute'
+       and f.started_at > clock_timestamp() - interval '1 minute' limit 10000)) x
+  join queue.job_now j on j.id = x.id
+  where j.queue = v_job.queue and j.priority = v_job.priority;
+  return format('; its share %s has had %s of %s starts in the last minute', v_job.share, v_starts.of_share,
+    v_starts.n);
+end $$;
+
+-- The needs that a job waits for, or that have failed, at most 20; for queue.why(). If some are in queues
+-- that the caller may not use, only the ids of all its needs there.
+create or replace function queue._why_needs(p_id bigint, p_failed boolean)
+returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_texts text[];
+  v_allowed text[] := queue._allowed_queues('{operator,reader}');
+begin
+  v_texts := array(
+    select format('job %s', d.id)
+      || case when queue._allows(v_allowed, j.queue) is not false
+      then format(' (%s)', coalesce(j.state, 'deleted')) else '' end
+    from (select n.id, d.deleted_state
+          from queue._direct_needs(p_id) n
+          left join lateral (
+            select d.deleted_state
+            from queue.need d
+            where d.job_id = p_id and d.need_id = n.id) d on true
+          order by n.id) d
+    left join lateral (select j.state, j.queue from queue.jobs j where j.id = d.id offset 0) j on true
+    where queue._allows(v_allowed, j.queue) is false
+      or case when p_failed then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled',
+      'held', 'upstream_failed')
+               else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
+    limit 21);
+  return nullif(array_to_string(v_texts[:20], ', '), '') || case
+    when cardinality(v_texts) > 20 then ' and more' else '' end;
+end $$;
+
+create or replace function queue._why_full(p_queue text)
+returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_found record;
+begin
+  select c.max_running, c.rate_limit, c.rate_per,
+    coalesce((select s.used from queue.semaphore s where s.key = 'q' || p_queue order by s.tick desc limit 1),
+      0) as used
+  into v_found from queue.queue_config c where c.queue = p_queue;
+  if v_found.used >= v_found.max_running then
+    return format('its queue %s has reached max_running %s', p_queue, v_found.max_running);
+  end if;
+  return format('its queue %s has used up its rate of %s per %s; the next start is at %s', p_queue,
+    v_found.rate_limit, v_found.rate_per, queue._next_start(p_queue));
+end $$;
+
+-- What a suspended job waits for, for queue.why().
+create or replace function queue._why_suspended(p_id bigint)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce(
+    (select format('at its step %s it waits for %s %s%s', queue._step_name(w.step, w.no),
+       case when w.signal is null then 'event' else 'signal' end, coalesce(w.signal, w.event),
+       coalesce(' until ' || w.until, ''))
+     from queue.suspended w where w.job_id = p_id),
+    'the next fetch or tick continues it');
+end $$;
+
+-- Claims whose timeout has passed, and which their worker has extended since because it could not end the
+-- handler.
+create or replace function queue._overdue()
+returns table (id bigint,
+  timeout_at timestamptz) language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select l.id, t.at
+    from (select l.id, l.claim, l.expires_at from queue.lease l where l.is_own
+      order by l.expires_at desc limit 10000) l
+    cross join lateral (
+      select aj.claimed_at
+      from queue.active_job aj
+      where aj.id = l.id and aj.claim = l.claim offset 0) aj
+    cross join lateral (
+      select aj.claimed_at + (j.options ->> 'timeout')::interval as at from queue.job j
+      where j.id = l.id offset 0) t
+    where l.expires_at > t.at + interval '10 s';
+end $$;
+
+-- The jobs that keep a key full, for queue.why().
+create or replace function queue._why_no_slot(p_key text)
+returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_key constant text := substr(p_key, 2);
+  v_text text;
+  v_rate record;
+begin
+  select s.rate_limit, s.rate_per, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per) as at into v_rate
+  from queue.semaphore s where s.key = p_key order by s.tick desc limit 1;
+  if v_rate.rate_limit is not null and v_rate.at is not null then
+    return format('its concurrency key %s has used up its rate of %s per %s; it may start at %s at the'
+      ' earliest', v_key, v_rate.rate_limit, v_rate.rate_per, v_rate.at);
+  end if;
+  select string_agg(r.id::text, ', ' order by r.id) into v_text
+  from (select j.id from queue.active_job l join queue.job_now j on j.id = l.id
+        where l.claim is not null
+          and case left(p_key, 1) when 'm' then j.lock = v_key
+            else v_key = any (j.keys) end
+        order by j.id limit 20) r;
+  return case left(p_key, 1)
+    when 'm' then format('its lock %s is held by %s', v_key,
+      coalesce('job ' || v_text, 'a job that is about to start'))
+    else format('its concurrency key %s is full: %s', v_key,
+      coalesce('job ' || v_text, 'a job is about to start')) end;
+end $$;
+
+-- The job that has the turn at a lock, for queue.why().
+create or replace function queue._why_no_turn(p_id bigint, p_lock text)
+returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_text text;
+begin
+  select m.id into v_text
+  from (select m.id, 0 as n from queue.lock_member m where m.lock = p_lock and m.has_turn
+        union all (select m.id, 1 from queue.lock_member m where m.lock = p_lock and not m.is_late
+          order by m.id limit 1)
+        union all (select m.id, 2 from queue.lock_member m where m.lock = p_lock
+          order by m.id limit 1)) m
+  where m.id <> p_id order by m.n limit 1;
+  return coalesce(
+    (select format('its lock %s is held by job %s', p_lock, j.id)
+       || case when not queue._allows(queue._allowed_queues('{operator,reader}'), j.queue) then ''
+               else format(' (%s)', j.state)
+                 || case when j.finished_at is not null then '; the next fetch or tick passes it on'
+                 else '' end end
+     from queue.jobs j where j.id = v_text::bigint),
+    format('its lock %s is free; the next fetch or tick passes it on', p_lock));
+end $$;

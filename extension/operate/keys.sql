@@ -1,0 +1,70 @@
+-- Limits and rates of concurrency keys, changed while jobs run.
+
+-- Locks: the admission lock, waited for. Raises: 22023, QJ008.
+-- Why it takes effect at its commit: jobs with keys are claimed only under the admission lock, and the claim
+-- reads limits and rates then; a ready job whose key is full goes back to queue.waiting. Running jobs count;
+-- a lower limit lets them end. Starts before the key had a rate do not count.
+-- Why no wake-up is lost: jobs that wait for keys with more room get their slots here.
+create or replace function queue.configure_key(pattern text, options jsonb)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_old record;
+  v_before jsonb;
+  v_rate jsonb;
+  v_keys record;
+begin
+  {{installed}}
+  perform queue._check_isolation();
+  perform queue._check_name('pattern', configure_key.pattern);
+  perform queue._check_keys('options', coalesce(configure_key.options, 'null'), array['limit', 'rate']);
+  if coalesce(jsonb_typeof(configure_key.options -> 'limit'), 'null') not in ('null', 'number')
+    or configure_key.options ->> 'limit' !~ '^[1-9][0-9]{0,8}$' then
+    perform queue._invalid('limit must be a whole number of at least 1, or null',
+      'To start nothing, pause the queue or the task.');
+  end if;
+  v_rate := nullif(configure_key.options -> 'rate', 'null');
+  perform queue._check_rate('rate', v_rate);
+  perform queue._admit_all();
+  select c.slots, c.rate_limit, c.rate_per into v_old from queue.key_config c
+  where c.pattern = configure_key.pattern;
+  v_before := jsonb_strip_nulls(jsonb_build_object('limit', v_old.slots, 'rate_limit', v_old.rate_limit,
+    'rate_per', v_old.rate_per));
+  if configure_key.options ? 'limit' then
+    v_old.slots := (configure_key.options ->> 'limit')::integer;
+  end if;
+  if configure_key.options ? 'rate' then
+    v_old.rate_limit := (v_rate ->> 'limit')::integer;
+    v_old.rate_per := queue._interval('per', v_rate -> 'per');
+  end if;
+  delete from queue.key_config c where c.pattern = configure_key.pattern;
+  insert into queue.key_config (pattern, slots, rate_limit, rate_per)
+  select configure_key.pattern, v_old.slots, v_old.rate_limit, v_old.rate_per
+  where num_nonnulls(v_old.slots, v_old.rate_limit) > 0;
+  -- the terms of the last job that set a limit; _set_slots lets the configured ones override them
+  select array_agg(s.key) as keys, array_agg(k.slots) as slots, array_agg(s.limit_id) as ids,
+    array_agg(k.rate_limit) as rate_limits, array_agg(k.rate_per) as rate_pers
+  into v_keys
+  from (select distinct on (s.key) s.key, s.slots, s.rate_limit, s.rate_per, s.limit_id
+        from queue.semaphore s
+        where left(s.key, 1) = 'k' and queue._matches(substr(s.key, 2), configure_key.pattern)
+        order by s.key, s.tick desc) s
+  cross join lateral (
+    select coalesce(min(k.slots), s.slots) as slots,
+      case when count(*) > 0 then min(k.rate_limit) else s.rate_limit end as rate_limit,
+      case when count(*) > 0 then min(k.rate_per) else s.rate_per end as rate_per
+    from queue._keys_of(array[s.limit_id], array[{{keys}}::smallint]) k where k.key = s.key) k;
+  if v_keys.keys is not null then
+    perform queue._set_slots(v_keys.keys, v_keys.slots, v_keys.ids, v_keys.rate_limits, v_keys.rate_pers);
+    perform queue._advance(p_keys => v_keys.keys);
+    perform queue._advance_own();
+  end if;
+  perform queue._announce();
+  perform queue._audit('configure_key', jsonb_build_object('pattern', configure_key.pattern, 'options',
+    configure_key.options), null, v_before);
+end $$;
+comment on function queue.configure_key(text, jsonb) is
+  'Sets the limit and the rate {"limit", "per"} of the concurrency keys that match a name or prefix*; the'
+    ' longest pattern applies. They override the limits and rates of jobs at once, also for running and'
+    ' waiting jobs. Absent options keep their value; null removes a limit or rate. See queue.semaphores.';

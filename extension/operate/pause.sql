@@ -1,0 +1,190 @@
+-- Pausing and resuming queues and tasks.
+
+-- Locks: the admission lock, waited for. Raises: 22023, QJ008.
+create or replace function queue.pause(queue text default null, until timestamptz default null,
+  task text default null)
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+declare
+  v_before jsonb;
+  v_affected integer;
+begin
+  {{if_restricted}}
+    perform queue._require_queue('{operator}', pause.queue);
+  end if;
+  perform queue._check_isolation();
+  perform queue._lock_admission(true);
+  v_before := queue._pauses_before(pause.queue, pause.task);
+  v_affected := queue._set_pause(pause.queue, pause.task, true, pause.until);
+  perform queue._audit('pause', jsonb_build_object('queue', pause.queue, 'task', pause.task, 'until',
+    pause.until), array[coalesce(pause.queue, '*')], v_before);
+  return v_affected;
+end $$;
+comment on function queue.pause(text, timestamptz, text) is
+  'Stops jobs in the queue (a name, prefix* or *; NULL: all) or of the task from starting until resumed,'
+    ' or until a time. Running jobs continue. Jobs keep their state, with reason paused; those of a paused'
+    ' task that waited for a lock or a limit are ready meanwhile. Returns the number of affected jobs, not'
+    ' counting running ones.';
+
+-- Locks: the admission lock, waited for. Raises: 22023, QJ008.
+create or replace function queue.resume(queue text default null, task text default null)
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+declare
+  v_before jsonb;
+  v_affected integer;
+begin
+  {{if_restricted}}
+    perform queue._require_queue('{operator}', resume.queue);
+  end if;
+  perform queue._check_isolation();
+  perform queue._lock_admission(true);
+  v_before := queue._pauses_before(resume.queue, resume.task);
+  v_affected := queue._set_pause(resume.queue, resume.task, false, null);
+  perform queue._audit('resume', jsonb_build_object('queue', resume.queue, 'task', resume.task),
+    array[coalesce(resume.queue, '*')], v_before);
+  return v_affected;
+end $$;
+comment on function queue.resume(text, text) is
+  'Ends a pause of the queue or task; the latest call of pause or resume that matches a queue wins.'
+    ' Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the queue'
+    ' stays. Returns the number of affected jobs, not counting running ones.';
+
+-- Records and applies a call of pause or resume, and deletes earlier calls that it covers. A pause whose time
+-- is over counts as ended: jobs that an earlier pause stopped can start.
+-- Locks: the admission lock, waited for; rows of queue.active_job by skip locked. Raises: 22023, QJ008.
+-- Why no job is missed: a ready job whose row another transaction holds is handed over (_readmit) until the
+-- row is free. A call that waits for the admission lock first admits new jobs, and so stops them itself. Jobs
+-- that a fetch has claimed start; if the claim is rolled back, the next admission finds them.
+create or replace function queue._set_pause(p_queue text, p_task text, p_is_paused boolean,
+  p_until timestamptz)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_queue text := nullif(p_queue, '*');
+  v_ids bigint[];
+  v_is_over boolean;
+begin
+  perform queue._check_isolation();
+  if p_queue is not null then
+    perform queue._check_name('queue', p_queue);
+  end if;
+  if p_task is not null then
+    perform queue._check_name('task', p_task);
+  end if;
+  perform queue._check_moment('until', p_until, true);
+  perform queue._admit_all();
+  delete from queue.pause p
+  where (v_queue is null or p.queue = v_queue or right(v_queue, 1) = '*'
+    and starts_with(p.queue, left(v_queue, -1)))
+    and (p.task is not distinct from p_task or p_task is null and not p_is_paused)
+    and (p.is_paused or not p_is_paused or p_task is not null
+      or not exists (select from queue.pause t where t.task is not null));
+  insert into queue.pause (queue, task, is_paused, until)
+  select v_queue, p_task, p_is_paused, p_until where p_is_paused or exists (select from queue.pause);
+  if p_task is null then
+    update queue.lane l set paused_until = queue._paused_until(l.queue)
+    where v_queue is null or queue._matches(l.queue, v_queue);
+  end if;
+  v_is_over := not p_is_paused or coalesce(p_until <= clock_timestamp(), false);
+  if p_task is not null and not v_is_over then
+    update queue.waiting w set at = nullif(p_until, 'infinity')
+    where w.reason = 'task_paused'
+      and exists (select from queue.job_now j
+                  where j.id = w.id and j.task = p_task
+                    and (v_queue is null or queue._matches(j.queue, v_queue)));
+    perform queue._return_to_pause(p_task, v_queue, nullif(p_until, 'infinity'));
+    -- ready jobs of the task leave queue.active_job, so that fetch does not meet them
+    v_ids := array(
+      select aj.id from queue.active_job aj join queue.job_now j on j.id = aj.id
+      where j.task = p_task and aj.claim is null
+        and (v_queue is null or queue._matches(j.queue, v_queue)));
+    with gone as (
+      delete from queue.active_job aj
+      where aj.id = any (array(select aj.id from queue.active_job aj
+        where aj.id = any (v_ids) and aj.claim is null
+        and aj.flags & {{lock_or_keys}} = 0 and aj.deadline >= '{{end_of_tags}}' for update skip locked))
+      returning aj.id)
+    insert into queue.waiting (id, reason, at) select g.id, 'task_paused', nullif(p_until, 'infinity')
+    from gone g;
+    perform queue._readmit(array(select aj.id from queue.active_job aj
+      where aj.id = any (v_ids) and aj.claim is null));
+    perform queue._rewind_due_mark();
+  elsif p_task is not null or not p_is_paused then
+    with gone as (
+      delete from queue.waiting w
+      where w.reason = 'task_paused'
+        and exists (select from queue.job_now j
+                    where j.id = w.id and (p_task is null or j.task = p_task)
+                      and (v_queue is null or queue._matches(j.queue, v_queue)))
+      returning w.id)
+    select array_agg(g.id order by g.id) into v_ids from gone g;
+    perform queue._advance(p_arrived => v_ids);
+  end if;
+  perform queue._resume_schedules();
+  perform queue._announce();
+  if not v_is_over then
+    perform queue._notify_pause();
+  end if;
+  return queue._count_open(v_queue, p_task);
+end $$;
+
+-- Moves jobs that wait behind the gate of paused tasks, for a slot or for their turn, back before that gate.
+-- Reads whole tables.
+-- Locks: the caller holds the admission lock.
+-- Why no job is missed: jobs behind the gate can proceed only under the admission lock; a job whose claim has
+-- ended and is not settled yet (pending settlement) reaches the gate itself, by _route.
+-- Why none is forgotten: resume finds rows of queue.waiting, and _admit_due finds them at their time. Two
+-- sessions: operate/pause.fetch.spec.
+create or replace function queue._return_to_pause(p_task text, p_queue text, p_until timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker
+set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
+declare
+  v_slots record;
+begin
+  select array_agg(w.id) as ids, array_agg(w.key) filter (where w.lane is not null) as keys,
+    array_agg(w.lane) filter (where w.lane is not null) as lanes,
+    array_agg(-1) filter (where w.lane is not null) as fewer
+  into v_slots
+  from queue.waiting w join queue.job_now j on j.id = w.id
+  where w.reason = 'slot' and j.task = p_task
+    and (p_queue is null or queue._matches(j.queue, p_queue));
+  if v_slots.ids is not null then
+    update queue.waiting w
+    set reason = 'task_paused', at = p_until, key = null, lane = null, deadline = null, flags = null,
+      attempt = null, has_several = null, weight = null
+    where w.id = any (v_slots.ids);
+    perform queue._never_discard(v_slots.ids);
+  end if;
+  if v_slots.keys is not null then
+    perform queue._add_slots(v_slots.keys, v_slots.lanes, null, null, v_slots.fewer, null);
+  end if;
+  with recalled as (
+    update queue.lock_member m set is_passed = false
+    from queue.job_now j
+    where j.id = m.id and m.is_passed and m.lock = j.lock and j.task = p_task
+      and (p_queue is null or queue._matches(j.queue, p_queue))
+      and not exists (select from queue.active_job aj where aj.id = m.id)
+      and not exists (select from queue.waiting w where w.id = m.id)
+      and not exists (select from queue.pending_settlement h
+        where h.job_id = m.id and h.kind in ('ended', 'again'))
+    returning m.id)
+  insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
+end $$;
+
+-- The number of jobs of queues and of a task that are unfinished and not running. Reads whole tables.
+create or replace function queue._count_open(p_queue text, p_task text)
+returns integer language plpgsql stable parallel safe security invoker
+set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
+begin
+  return (
+    select count(*)
+    from (select aj.id from queue.active_job aj where aj.claim is null
+          union all select w.id from queue.waiting w
+          union all select m.id from queue.lock_member m
+          where not exists (select from queue.active_job aj where aj.id = m.id)
+            and not exists (select from queue.waiting w where w.id = m.id)) u
+    join queue.job_now j on j.id = u.id
+    where (p_queue is null or queue._matches(j.queue, p_queue))
+      and (p_task is null or j.task = p_task)
+      and not exists (select from queue.pending_settlement h where h.job_id = u.id and h.kind = 'ended'));
+end $$;

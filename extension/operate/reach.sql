@@ -1,0 +1,131 @@
+-- Finding and locking jobs wherever they are.
+--
+-- Lock order: first the job's row in queue.active_job (waiting for a session that ends or claims it),
+-- then its queueing lock's row (waiting for a session that replaces it), then the admission lock, then
+-- the rest. Once the admission lock is held, only a claim can move the job, and claims skip the locked
+-- row. Under the admission lock it waits for nothing that another transaction could hold long: not for
+-- these rows, nor for queue.job_override of a job that is being finished. The first lock is FOR NO KEY
+-- UPDATE: a transaction that has only finished a step (work/steps.sql) may last, and is not waited for;
+-- _try_lock_job then finds the job busy.
+
+-- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
+-- Locks, each waited for: the job's row of queue.active_job, that of its queueing lock, the admission lock.
+-- Raises: QJ001, QJ008.
+create or replace function queue._lock_for_change(p_id bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._check_isolation();
+  if p_id is null or not exists (select from queue.job j where j.id = p_id) then
+    perform queue._job_not_found(p_id);
+  end if;
+  perform from queue.active_job aj where aj.id = p_id for no key update;
+  perform from queue.queueing_lock k
+  where k.job_id = p_id and k.key = (select j.queueing_lock from queue.job j where j.id = p_id) for update;
+  perform queue._admit_all();
+end $$;
+
+-- Prepares a call that changes many jobs: takes the locks in their order.
+-- Locks: see the top. Raises: 22023, QJ008.
+create or replace function queue._lock_all_for_change(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._check_isolation();
+  perform queue._check_ids(p_ids);
+  perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
+  perform from queue.queueing_lock k
+  where k.key = any (array(select j.queueing_lock from queue.job j
+    where j.id = any (p_ids) and j.queueing_lock is not null)) and k.job_id = any (p_ids)
+  order by k.key for update;
+  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
+  perform queue._admit_all();
+end $$;
+
+-- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,
+-- the end of its claim is not settled, or it is not admitted yet. All but missing and busy jobs are locked.
+-- Locks: the caller holds the admission lock; the job's rows by skip locked.
+create or replace function queue._try_lock_job(p_id bigint, out standing text, out claim bigint,
+  out worker_id bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_xid xid8;
+begin
+  select j.xid into v_xid from queue.job j where j.id = p_id;
+  if not found then
+    standing := 'missing';
+    return;
+  end if;
+  standing := 'busy';
+  if v_xid is not distinct from pg_current_xact_id_if_assigned()
+      and p_id > coalesce((select max(r.upto) from queue.rehearsal r), 0)
+    or exists (select from queue.pending_settlement h where h.job_id = p_id and h.kind in ('ended', 'again')
+                 and not (h.kind = 'again' and h.flags = 0 and h.payload is null))
+    or not queue._try_lock_queueing_lock(p_id)
+  then
+    return;
+  end if;
+  select aj.claim, aj.worker_id into claim, worker_id from queue.active_job aj
+  where aj.id = p_id for update skip locked;
+  if found then
+    standing := case when claim is null then 'open' else 'running' end;
+    return;
+  elsif exists (select from queue.active_job aj where aj.id = p_id) then
+    return;
+  end if;
+  perform from queue.finished f where f.id = p_id for update skip locked;
+  if found then
+    standing := 'finished';
+  elsif not exists (select from queue.finished f where f.id = p_id) and queue._is_gated(p_id) then
+    standing := 'open';
+  end if;
+end $$;
+
+-- Whether a job waits in a gate: other jobs that are neither in queue.active_job nor in queue.finished are
+-- not admitted yet.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._is_gated(p_id bigint)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (select from queue.waiting w where w.id = p_id)
+    or exists (select from queue.pending_settlement h where h.job_id = p_id and h.kind = 'again')
+    or exists (select from queue.job_now j join queue.lock_member m on m.lock = j.lock and m.id = j.id
+               where j.id = p_id);
+end $$;
+
+-- A job's state as queue.jobs shows it.
+create or replace function queue._state(p_id bigint)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_state text;
+begin
+  select j.state into v_state from queue.jobs j where j.id = p_id;
+  return v_state;
+end $$;
+
+-- The outcome for each id, in the given order, each once.
+create or replace function queue._change_results(p_ids bigint[], p_done bigint[])
+returns table (id bigint, outcome text, error text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select u.id,
+      j.state, case when u.id in (select unnest(p_done)) then null when j.id is null then 'QJ001'
+      else 'QJ003' end
+    from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
+    left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
+    order by u.n;
+end $$;
+
+-- Sets the retention of a finished job again after a change of its queue or state.
+create or replace function queue._set_purge_at(p_id bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  -- not before now: a job whose transaction names this one as a need may not have committed yet (_safe_at)
+  update queue.finished f
+  set purge_at = greatest(f.finished_at + x.retain, case when x.retain is not null then clock_timestamp() end)
+  from (select coalesce(queue._retain(j.options -> 'retain', s.state), c.retain) as retain
+        from queue.job_now j join queue.finished s on s.id = j.id
+        left join queue.queue_config c on c.queue = j.queue where j.id = p_id) x
+  where f.id = p_id;
+end $$;

@@ -1,0 +1,223 @@
+-- Manual retries: finished jobs become unfinished again, under their old ids and with their history.
+
+-- Locks: the jobs' rows of queue.active_job and queue.finished, waited for in the order of ids; the admission
+-- lock, waited for.
+-- Raises: 22023, QJ008.
+create or replace function queue.retry(ids bigint[], force boolean default false,
+  from_step text default null)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_key record;
+  v_without bigint[] := '{}'::bigint[];
+  v_done record;
+begin
+  {{if_restricted}}
+    perform queue._require_jobs('{operator}', retry.ids);
+  end if;
+  perform queue._check_isolation();
+  perform queue._check_ids(retry.ids);
+  if retry.from_step is null then
+    return query select r.id, r.outcome, r.error from queue._retry(retry.ids, coalesce(retry.force, false),
+      'retry', jsonb_build_object('force', retry.force)) r;
+    return;
+  end if;
+  v_key := queue._step_key(retry.from_step);
+  v_without := array(
+    select distinct j.id from queue.job j
+    where j.id = any (retry.ids) and not queue._has_step(j.id, v_key.name, v_key.no));
+  select array_agg(r.id order by r.n) as ids, array_agg(r.outcome order by r.n) as outcomes,
+    array_agg(r.error order by r.n) as errors,
+    array_agg(r.id) filter (where r.error is null) as retried
+  into v_done
+  from queue._retry(array(select u.id from unnest(retry.ids) u (id) where u.id <> all (v_without)),
+    coalesce(retry.force, false), 'retry', jsonb_build_object('force', retry.force, 'from_step',
+    retry.from_step)) with ordinality r (id, outcome, error, n);
+  perform queue._forget_steps(v_done.retried, v_key.name, v_key.no);
+  return query
+    select r.id, r.outcome, r.error
+    from unnest(v_done.ids, v_done.outcomes, v_done.errors) r (id, outcome, error);
+  return query
+    select j.id, j.state, 'QJ009'::text from queue.jobs j where j.id = any (v_without) order by j.id;
+end $$;
+comment on function queue.retry(bigint[], boolean, text) is
+  'Runs jobs again: finished ones (failed, cancelled, succeeded), and at once those that wait for a'
+    ' retry, sleep, or wait for a signal or event. The counters of failures, crashes and yields are reset. A'
+    ' running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the'
+    ' running claim is lost. A job that has never started is refused (QJ004) while another job holds its'
+    ' queueing lock. from_step: a finished step, from which the job continues; that step and those that'
+    ' finished later are forgotten. A job without that step is refused (QJ009). Returns a row for each id:'
+    ' the new state in outcome, or an error with its state.';
+
+-- Locks and errors: as retry.
+create or replace function queue.retry_failed(task text default null, queue text default null,
+  max_jobs integer default 1000, after_id bigint default null)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+begin
+  {{if_restricted}}
+    perform queue._require_queue('{operator}', retry_failed.queue);
+  end if;
+  perform queue._check_isolation();
+  if retry_failed.task is not null then
+    perform queue._check_name('task', retry_failed.task);
+  end if;
+  if retry_failed.queue is not null then
+    perform queue._check_name('queue', retry_failed.queue);
+  end if;
+  if retry_failed.max_jobs not between 1 and 1000 then
+    perform queue._invalid('max_jobs must be 1 to 1000',
+      'Retry at most 1,000, then call again with the last id as after_id.',
+      'max_jobs: ' || retry_failed.max_jobs);
+  end if;
+  return query
+    select r.id, r.outcome, r.error
+    from queue._retry(array(
+      select f.id from queue.finished f
+      join queue.job_now j on j.id = f.id
+      where f.state = 'failed' and (retry_failed.after_id is null or f.id > retry_failed.after_id)
+        and (retry_failed.task is null or j.task = retry_failed.task)
+        and (retry_failed.queue is null or queue._matches(j.queue, retry_failed.queue))
+      order by f.id limit coalesce(retry_failed.max_jobs, 1000)), false, 'retry_failed',
+      jsonb_build_object('task', retry_failed.task, 'queue', retry_failed.queue, 'max_jobs',
+        retry_failed.max_jobs, 'after_id', retry_failed.after_id)) r;
+end $$;
+comment on function queue.retry_failed(text, text, integer, bigint) is
+  'Runs queue.retry on failed jobs, oldest first: those of a task, of queues (a name, prefix* or *), or'
+    ' NULL: of all. It retries at most max_jobs, which is at most 1,000; if it returns that many rows, call'
+    ' it again with the last id as after_id.';
+
+-- The outcome for each id, in the given order. A job that has never started takes its queueing lock again,
+-- and is refused (QJ004) if another job holds it.
+-- Locks: first of all the queueing locks' rows, in their order, because a session that defers such a job may
+-- hold them long; then as retry.
+-- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
+-- again under it.
+-- Two sessions: operate/retry.cancel_key.spec.
+-- In one piece: its lists of jobs share one loop.
+create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb)
+returns table (id bigint, outcome text, error text)
+language plpgsql volatile parallel unsafe security invoker rows 10 as $$
+#variable_conflict use_column
+declare
+  v_before jsonb;
+  v_job record;
+  v_done bigint[] := '{}'::bigint[];
+  v_back bigint[] := '{}'::bigint[];
+  v_keyed bigint[];
+  v_unkeyed bigint[];
+begin
+  v_keyed := array(
+    select f.id from unnest(p_ids) u (id)
+    cross join lateral (
+      select f.id from queue.finished f join queue.job_now j on j.id = f.id
+      where f.id = u.id and j.queueing_lock is not null and j.claims = 0
+        and not (f.state = 'succeeded' and f.worker_id is not null)
+      offset 0) f);
+  if v_keyed <> '{}' then
+    insert into queue.queueing_lock (key, job_id)
+    select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
+    on conflict on constraint queueing_lock_pkey do nothing;
+  end if;
+  perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
+  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
+  perform queue._admit_all();
+  v_before := queue._jobs_before(p_ids);
+  for v_job in
+    select j.id, aj.claim, aj.worker_id, f.id is not null as is_finished, w.reason,
+      j.claims,
+      j.flags & {{expires}} <> 0
+        and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
+      exists (select from queue.pending_settlement h where h.job_id = j.id and h.kind in ('ended', 'again'))
+        as is_ending,
+      f.id is not null and j.queueing_lock is not null and j.claims = 0
+        and not (f.state = 'succeeded' and f.worker_id is not null)
+        and (select k.job_id from queue.queueing_lock k where k.key = j.queueing_lock) is distinct from j.id
+          as lacks_key
+    from (select distinct u.id from unnest(p_ids) u (id)) u
+    join queue.job_now j on j.id = u.id
+    left join queue.active_job aj on aj.id = j.id
+    left join queue.finished f on f.id = j.id
+    left join queue.waiting w on w.id = j.id
+    order by j.id
+  loop
+    if v_job.is_expired and not p_force or v_job.is_ending then
+      continue;
+    elsif v_job.lacks_key then
+      v_unkeyed := v_unkeyed || v_job.id;
+    elsif v_job.is_finished then
+      -- it may have ended meanwhile, and another call may hold its row and wait for the admission lock
+      perform from queue.finished f where f.id = v_job.id for update skip locked;
+      continue when not found;
+      v_back := v_back || v_job.id;
+      v_done := v_done || v_job.id;
+    elsif v_job.claim is not null then
+      perform from queue.active_job aj where aj.id = v_job.id
+        and aj.claim = v_job.claim for update skip locked;
+      continue when not p_force or not found;
+      delete from queue.expiry e where v_job.is_expired and e.id = v_job.id;
+      perform queue._end_attempt('{"outcome": "retried", "error": "taken back by a retry with force"}',
+        v_job.id, v_job.claim, true);
+      perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'retried');
+      v_done := v_done || v_job.id;
+    elsif v_job.reason in ('schedule', 'signal') and v_job.claims > 0 then
+      continue when (select t.place from queue._dequeue(v_job.id) t) is null;
+      delete from queue.suspended w where w.job_id = v_job.id;
+      perform queue._reset_counters(array[v_job.id]);
+      perform queue._advance(p_arrived => array[v_job.id]);
+      v_done := v_done || v_job.id;
+    end if;
+  end loop;
+  perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id)
+    where u.id not in (select unnest(v_done))), {{queueing_lock}})
+  where v_keyed <> '{}';
+  perform queue._requeue_finished(v_back);
+  perform queue._announce();
+  perform queue._audit_jobs(p_call, p_args, v_done, v_before);
+  return query
+    select u.id,
+      j.state, case when j.id is null then 'QJ001' when u.id in (select unnest(v_unkeyed)) then 'QJ004'
+      when u.id not in (select unnest(v_done)) then 'QJ003' end
+    from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
+    left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
+    order by u.n;
+end $$;
+
+-- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that
+-- need them and have passed that gate go back to wait.
+-- Locks: the caller holds the admission lock and the rows of queue.finished; rows of queue.active_job by skip
+-- locked.
+create or replace function queue._requeue_finished(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_joined record;
+begin
+  if p_ids = '{}' then
+    return;
+  end if;
+  perform queue._count_ends_of(p_ids, false);
+  with gone as (
+    delete from queue.finished f where f.id = any (p_ids)
+    returning f.id, f.attempts, f.started_at, f.state = 'succeeded'
+      and f.worker_id is not null as was_claimed)
+  insert into queue.job_override as s (id, attempts, claims, started_at, has_steps)
+  select g.id, g.attempts, g.was_claimed::integer, g.started_at,
+    exists (select from queue.step t where t.job_id = g.id)
+  from gone g
+  on conflict on constraint job_override_pkey do update
+    set (attempts, claims, started_at, has_steps) = (excluded.attempts, s.claims + excluded.claims,
+      coalesce(excluded.started_at, s.started_at), excluded.has_steps);
+  perform queue._reset_counters(p_ids);
+  insert into queue.expiry (id, at)
+  select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
+  where j.id = any (p_ids) and j.flags & {{expires}} <> 0
+    and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
+  v_joined := queue._join_locks(p_ids);
+  perform queue._advance(
+    p_arrived => p_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys,
+    p_changed => p_ids);
+end $$;

@@ -1,0 +1,259 @@
+-- Committed jobs that admission has not read yet. Private.
+create view queue.unadmitted as
+select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+from queue.cursor_now k
+cross join lateral (
+  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  from queue.job j where j.xid >= k.next_xid
+  union all
+  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  from unnest(k.in_flight) x cross join lateral (
+    select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs from queue.job j
+    where j.xid = x offset 0) j
+  union all
+  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  from (select b.from_xid, b.from_id, b.to_xid, 9223372036854775807 as to_id from queue.backlog b
+        union all select p.from_xid, p.from_id, p.to_xid, p.to_id from queue.backlog_part p) b
+  cross join lateral (
+    select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs from queue.job j
+    where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) offset 0) j
+  where not exists (select from queue.active_job aj where aj.id = j.id)
+    and not exists (select from queue.waiting w where w.id = j.id)
+    and not exists (select from queue.finished f where f.id = j.id)
+    and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)
+  offset 0) j;
+
+create view queue.jobs as
+select j.id, j.task, j.queue,
+  case
+    when f.id is not null then f.state
+    when aj.claim is not null then 'running'
+    when aj.id is not null and coalesce(r.scheduled_at <= statement_timestamp(), true) then 'ready'
+    when w.reason = 'held' then 'held'
+    when w.reason = 'schedule' and coalesce(r.scheduled_at > statement_timestamp(), true) then 'scheduled'
+    when w.reason in ('needs', 'signal') then 'waiting'
+    when w.reason = 'upstream_failed' then 'upstream_failed'
+    when w.reason in ('slot', 'parked') then 'blocked'
+    when w.reason = 'task_paused' then 'ready'
+    when m.id is not null and m.is_passed
+      and not (j.claims > 0 and exists (select from queue.pending_settlement h
+        where h.job_id = j.id and h.kind = 'again')) then 'blocked'
+    when j.flags & {{held}} <> 0 and not j.is_overridden then 'held'
+    when coalesce(r.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled'
+    when j.needs is not null and not j.is_overridden then 'waiting'
+    else 'ready'
+  end as state,
+  case
+    when f.id is not null then f.reason
+    when aj.claim is not null then a.reason
+    when w.reason = 'task_paused' or aj.id is not null and l.paused_until > statement_timestamp()
+      then 'paused'
+    when w.reason = 'slot' then case left(w.key, 1) when 'm' then 'lock' else 'limit' end
+    when w.reason = 'parked' then 'backlog'
+    when w.reason = 'signal' then 'signal'
+    when w.id is null and aj.id is null and m.is_passed
+      and not (j.claims > 0 and exists (select from queue.pending_settlement h
+        where h.job_id = j.id and h.kind = 'again')) then 'lock'
+  end as reason,
+  coalesce(r.args, j.args) as args, coalesce(r.priority, j.priority) as priority, j.lock,
+  j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs,
+  j.deadline, nullif(coalesce(r.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at,
+  (j.options ->> 'expires_at')::timestamptz as expires_at,
+  j.created_at, coalesce(aj.claimed_at, f.started_at, j.started_at) as started_at, f.finished_at,
+  coalesce(f.attempts, aj.attempt, j.attempts)::integer as attempts, j.failures, j.crashes,
+  j.claims + case when aj.claim is not null or f.state = 'succeeded'
+    and f.worker_id is not null then 1 else 0 end as claims,
+  aj.claim, coalesce(aj.worker_id, f.worker_id) as worker_id,
+  coalesce(f.error, case when f.id is null then j.error end) as error, f.result,
+  j.options ->> 'description' as description, j.options -> 'headers' as headers,
+  (j.options ->> 'parent')::bigint as parent, j.options ->> 'idempotency_key' as idempotency_key,
+  j.progress, j.percent, j.message
+from queue.job_now j
+left join queue.active_job aj on aj.id = j.id
+left join queue.lane l on l.lane = aj.lane
+left join queue.abort a on a.id = aj.id and a.claim = aj.claim
+left join queue.finished f on f.id = j.id
+left join queue.waiting w on w.id = j.id
+left join queue.lock_member m on m.lock = j.lock and m.id = j.id
+left join lateral (
+  -- the last committed replacement of the job that has not been applied yet
+  select h.payload -> 'args' as args, (h.payload ->> 'priority')::integer as priority,
+    coalesce((h.payload ->> 'scheduled_at')::timestamptz, '-infinity') as scheduled_at
+  from queue.pending_settlement h
+  where j.flags & {{queueing_lock}} <> 0 and h.job_id = j.id and h.kind = 'replace' and f.id is null
+    and aj.claim is null
+  order by h.seq desc limit 1) r on true
+left join lateral (
+  select array_agg(d.need_id order by d.need_id) as needs
+  from queue.need d
+  where j.flags & {{needs}} <> 0 and d.job_id = j.id) n on true
+where (select x.is_all from queue.visible_queues x)
+  or j.queue like any ((select x.queues from queue.visible_queues x)::text[]);
+comment on view queue.jobs is
+  'All jobs, until they are removed. The state is the one that the database knows so far: admission may'
+    ' change that of a new job.';
+
+create view queue.attempts as
+select a.job_id, a.attempt, a.claim, a.worker_id, a.started_at, a.finished_at, a.outcome, a.error, a.details
+from queue.attempt a
+where (select x.is_all from queue.visible_queues x)
+  or exists (select from queue.job_now j
+             where j.id = a.job_id
+               and j.queue like any ((select x.queues from queue.visible_queues x)::text[]));
+comment on view queue.attempts is 'All attempts that did not succeed.';
+
+create view queue.steps as
+select s.job_id, (s.name || case when s.no > 1 then '#' || s.no else '' end) collate "default" as name,
+  s.value, s.fingerprint, s.claim, s.finished_at
+from queue.step s
+where s.finished_at is not null
+  and ((select x.is_all from queue.visible_queues x)
+    or exists (select from queue.job_now j
+               where j.id = s.job_id
+                 and j.queue like any ((select x.queues from queue.visible_queues x)::text[])));
+comment on view queue.steps is
+  'The finished steps of durable jobs: their values, and the claims that finished them. A sleep appears when'
+    ' it begins, with the time of its end as its value.';
+
+create view queue.workers as
+select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
+  w.gone_at is null and w.last_seen_at + w.dead_after >= statement_timestamp() as is_alive,
+  coalesce(aj.running, 0)::integer as running
+from queue.worker w
+left join (select aj.worker_id, count(*) as running from queue.active_job aj where aj.claim is not null
+  group by aj.worker_id) aj on aj.worker_id = w.id
+where (select x.is_all from queue.visible_queues x)
+  or exists (select from unnest(w.queues) q
+    where q like any ((select x.queues from queue.visible_queues x)::text[]));
+comment on view queue.workers is 'Registered workers, and those that have gone within the last minute.';
+
+create view queue.tasks as
+select t.name, t.defaults from queue.task t;
+comment on view queue.tasks is 'Registered tasks and their defaults.';
+
+create view queue.queues as
+select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c.retain,
+  coalesce(x.ready, 0) as ready,
+  coalesce(x.running, 0) as running,
+  nullif(greatest(p.paused_until, statement_timestamp()), statement_timestamp()) as paused_until
+from (select c.queue, c.created_at from queue.queue_config c
+      union all
+      select u.queue, null as created_at
+      from (select l.queue from queue.lane l union select a.queue from queue.unadmitted a) u
+      where not exists (select from queue.queue_config c where c.queue = u.queue)) q
+left join queue.queue_config c on c.queue = q.queue
+left join lateral (
+  select case when p.is_paused then coalesce(p.until, 'infinity') end as paused_until
+  from queue.pause p
+  where p.task is null
+    and (p.queue is null or p.queue = q.queue or right(p.queue, 1) = '*'
+    and starts_with(q.queue, left(p.queue, -1)))
+  order by p.no desc limit 1) p on true
+left join (select l.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.running)::bigint as running
+           from queue.lane l
+           -- Counted before the join: a million jobs take a third of the time.
+           join (select aj.lane, count(*) as jobs, count(aj.claim) as running
+                 from queue.active_job aj group by aj.lane) a on a.lane = l.lane
+           group by l.queue) x on x.queue = q.queue
+where (select vis.is_all from queue.visible_queues vis)
+  or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
+comment on view queue.queues is
+  'Queues that are configured, have had ready jobs, or have jobs that are not admitted yet.';
+
+create view queue.locks as
+select m.lock,
+  (array_agg(m.id order by aj.claim is not null desc, m.has_turn desc, m.id))[1] as job_id,
+  count(aj.claim)::integer as running,
+  (count(*) - count(aj.claim))::integer as waiting,
+  bool_or(m.is_mutex) as has_mutex
+from queue.lock_member m
+left join queue.active_job aj on aj.id = m.id
+group by m.lock;
+comment on view queue.locks is
+  'Locks with unfinished jobs: the job that runs or comes next, how many run (at most one) and how many'
+    ' wait.';
+
+create view queue.semaphores as
+select case left(s.key, 1) when 'k' then 'concurrency_key' when 'm' then 'lock' else 'queue' end as kind,
+  substr(s.key, 2) as key, nullif(s.slots, 2147483647) as "limit", s.used,
+  (select coalesce(sum(r), 0) from unnest(s.ready) r)::integer as ready,
+  (select coalesce(sum(w), 0) from unnest(s.waiting) w)::integer as waiting, s.rate_limit, s.rate_per
+from (select distinct on (s.key) s.key, s.slots, s.used, s.ready, s.waiting, s.rate_limit, s.rate_per
+  from queue.semaphore s order by s.key, s.tick desc) s;
+comment on view queue.semaphores is
+  'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs use'
+    ' and ready jobs ask for, and how many jobs wait. The rate is rate_limit starts per rate_per.';
+
+-- waiting: how far a share's next tag lies ahead of the first ready (or waiting) job, in turns.
+create view queue.shares as
+with first as (
+  select g.queue, g.priority, g.key, min(f.deadline) as tag
+  from (select distinct t.queue, t.priority, t.key from queue.share_tag t) g
+  join queue.lane l on l.queue = g.queue and l.priority = g.priority and l.tag_base is not null
+  cross join lateral (
+    (select aj.deadline from queue.active_job aj
+     where g.key = '' and not l.is_idle and aj.lane = l.lane
+       and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.deadline >= l.tag_base
+       and aj.deadline < coalesce(l.retag_from, '{{end_of_tags}}') and aj.claim is null
+     order by aj.deadline, aj.id limit 1)
+    union all
+    (select w.deadline from queue.waiting w
+     where g.key <> '' and w.reason = 'slot' and w.key = g.key and w.lane = l.lane
+       and w.deadline >= l.tag_base and w.deadline < coalesce(l.retag_from, '{{end_of_tags}}')
+     order by w.deadline, w.id limit 1)) f
+  group by g.queue, g.priority, g.key),
+ahead as (
+  select t.queue, t.priority, t.share, greatest(extract(epoch from t.tag - f.tag), 0) * 1000000 as ahead,
+    0 as started
+  from queue.share_tag t
+  left join first f on f.queue = t.queue and f.priority = t.priority and f.key = t.key
+  union all
+  select j.queue, j.priority, coalesce(j.options ->> 'share', ''), 0, 1
+  from (
+    (select aj.id from queue.active_job aj
+     where aj.claimed_at > statement_timestamp() - interval '1 minute' limit 10000)
+    union all
+    (select f.id from queue.finished f
+     where f.finished_at > statement_timestamp() - interval '1 minute'
+       and f.started_at > statement_timestamp() - interval '1 minute' limit 10000)) x
+  cross join lateral (
+    select j.queue, j.priority, j.options from queue.job_now j where j.id = x.id offset 0) j
+  where exists (select from queue.lane l
+    where l.queue = j.queue and l.priority = j.priority and l.tag_base is not null))
+select a.queue, a.priority, a.share, w.weight,
+  sum(coalesce(floor(a.ahead / round(100000 / w.weight)::numeric), 0))::bigint as waiting,
+  sum(a.started) as started
+from ahead a
+cross join lateral (
+  select coalesce(
+    (select c.weight from queue.share_config c where c.pattern = a.share),
+    (select c.weight from queue.share_config c
+     where right(c.pattern, 1) = '*' and starts_with(a.share, left(c.pattern, -1)) and a.share <> ''
+     order by length(c.pattern) desc limit 1),
+    1) as weight offset 0) w
+group by a.queue, a.priority, a.share, w.weight;
+comment on view queue.shares is
+  'Shares with ready jobs, or jobs that wait for slots, or that started within the last minute, by queue and'
+    ' priority; an empty share is that of the jobs without one. waiting: about how many such jobs it has, as'
+    ' far as its turns show. started: its starts in the last minute, among at most 10,000 that run and'
+    ' 10,000 that have ended.';
+
+create view queue.schedules as
+select s.name, s.cron, s.timezone, s.task, s.args, s.options, s.is_enabled as enabled,
+  s.next_run_at, s.last_run_at, s.last_job_id, case when s.is_enabled then s.reason else 'disabled' end
+    as reason,
+  s.catch_up, s.max_delay, case when s.skips_overlap then 'skip' else 'allow' end as overlap,
+  s.options ->> 'source' as source,
+  s.created_at, s.changed_at
+from queue.schedule s;
+comment on view queue.schedules is
+  'Schedules, each with its next run and the last run that was handled. reason: why it does not run although'
+    ' it is due: disabled, paused, queueing_lock, or the error of the last run.';
+
+create view queue.schedule_runs as
+select r.name, r.run_at, r.job_id, r.skipped, r.detail, r.is_manual as manual, r.decided_at
+from queue.schedule_run r;
+comment on view queue.schedule_runs is
+  'The history of runs, at least the last 100 of each schedule: the job, or why the run was skipped (missed,'
+    ' max_delay, overlap, queueing_lock, changed, error); detail says more. manual: the run was started by'
+    ' run_now.';

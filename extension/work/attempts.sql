@@ -1,0 +1,241 @@
+-- The end of an attempt that did not succeed: retry policies, yields, releases, aborts, crashes.
+
+-- Locks: none. Raises: QJ001, QJ002.
+create or replace function queue.attempts_left(id bigint, claim bigint)
+returns table (max_attempts integer, failures integer, is_last boolean)
+language plpgsql stable parallel safe security definer rows 1
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+begin
+  {{if_restricted}}
+    perform queue._require_claims(array[attempts_left.id], array[attempts_left.claim]);
+  end if;
+  if not exists (select from queue.active_job aj
+                 where aj.id = attempts_left.id and aj.claim = attempts_left.claim) then
+    perform queue._raise_claim_error(attempts_left.id, attempts_left.claim);
+  end if;
+  return query
+    select x.max_attempts, x.failures, coalesce(x.failures + 1 >= x.max_attempts, false)
+    from (
+      select queue._max_attempts(coalesce(nullif(j.options -> 'retry', 'null'),
+          nullif(t.defaults -> 'retry', 'null'), '{}'), '{}') as max_attempts,
+        coalesce((select s.failures from queue.job_override s where s.id = j.id), 0)::integer as failures
+      from queue.job j left join queue.task t on t.name = j.task where j.id = attempts_left.id) x;
+end $$;
+comment on function queue.attempts_left(bigint, bigint) is
+  'For a handler: at which failure its job fails for good by its retry policy (NULL: never), how often it'
+    ' has failed since the last manual retry, and whether a failure of this run would be the last.';
+
+-- Ends the claim with an outcome other than succeeded and returns the job's new state. In addition to the
+-- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force) and suspended
+-- (work/waits.sql; is_open: its wait has not ended yet). crashed comes from reap or, with a claim, from a
+-- live worker whose process ran only this job and died. Changes for a retry (queue, priority, lock) are
+-- handed over, not written here: settling first releases what the claim held under the old names.
+-- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; with
+-- p_settle also the admission lock, by try; for an unknown task those of _leave_line. Why no wake-up is lost:
+-- the claim is settled, here or by the next admission.
+-- Raises: QJ001, QJ002, QJ005; the outcome has been checked.
+-- In one piece: every outcome needs the claim's row and the policy, which are read once.
+create or replace function queue._end_attempt(p_outcome jsonb, p_id bigint, p_claim bigint, p_settle boolean)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_now timestamptz;  -- read under the lock of the claim's row, as work/minutes.sql asks for
+  v_kind text := p_outcome ->> 'outcome';
+  v_label text;
+  v_error text := left(coalesce(p_outcome ->> 'error', p_outcome ->> 'message'), 10000);
+  v_options jsonb := jsonb_strip_nulls(coalesce(nullif(p_outcome -> 'options', 'null'), '{}'));
+  v_live record;
+  v_job record;
+  v_state record;
+  v_is_alone boolean;
+  v_limit integer;
+  v_at timestamptz;
+  v_payload jsonb;
+  v_final text;
+  v_reason text;
+begin
+  delete from queue.active_job aj where aj.id = p_id and aj.claim = p_claim
+  returning aj.attempt, aj.lane, aj.flags, aj.claimed_at, aj.worker_id, aj.deadline into v_live;
+  v_now := clock_timestamp();
+  if not found then
+    perform queue._raise_claim_error(p_id, p_claim);
+  end if;
+  select j.task, j.options, j.scheduled_at,
+    coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy
+    into v_job
+  from queue.job j left join queue.task t on t.name = j.task where j.id = p_id;
+  select coalesce(max(s.failures), 0) as failures, coalesce(max(s.crashes), 0) as crashes,
+    coalesce(max(s.progress), 0) as progress
+  into v_state from queue.job_override s where s.id = p_id;
+  v_label := case v_kind when 'retry_later' then 'yielded' when 'suspended' then 'yielded'
+    when 'retried' then 'aborted' when 'unknown_task' then 'released'
+    else coalesce(v_options ->> 'outcome', v_kind) end;
+  if v_kind <> 'retried' and v_live.flags & {{aborting}} <> 0
+    and exists (select from queue.abort a where a.id = p_id and a.claim = p_claim) then
+    v_label := case v_kind when 'crashed' then 'crashed' else 'aborted' end;
+    v_kind := 'aborted';
+  end if;
+  case v_kind
+    when 'failed' then
+      v_limit := queue._max_attempts(v_job.policy, v_options);
+      if v_options -> 'retryable' = 'false' or v_state.failures + 1 >= v_limit then
+        v_final := 'failed';
+        v_reason := coalesce(v_options ->> 'reason', case when v_options -> 'retryable' = 'false'
+          then 'not_retryable' else 'attempts' end);
+      else
+        v_at := coalesce(queue._timestamp('retry_at', v_options -> 'retry_at'),
+          v_now + coalesce(queue._interval('retry_in', v_options -> 'retry_in'),
+          queue.backoff(v_job.policy, v_state.failures + 1)));
+        v_payload := nullif(jsonb_build_object('change',
+          v_options - '{retryable,retry_at,retry_in,reason,outcome}'::text[]), '{"change": {}}');
+      end if;
+    when 'retry_later' then
+      if v_state.progress + 1 > (case when v_job.options -> 'max_progress' = 'null' then null
+        else coalesce((v_job.options ->> 'max_progress')::integer, 100) end) then
+        v_final := 'failed';
+        v_reason := 'max_progress';
+      else
+        v_at := queue._timestamp('at', p_outcome -> 'at');
+        v_payload := queue._check_yield(p_id, p_outcome -> 'needs');
+      end if;
+    when 'suspended' then
+      v_at := queue._timestamp('at', p_outcome -> 'at');
+      v_payload := case when p_outcome ? 'needs'
+        then queue._check_yield(p_id, p_outcome -> 'needs') || '{"awaits": true}' end;
+    when 'unknown_task' then
+      select u.at, u.error into v_at, v_error
+      from queue._unknown_task(p_id, v_job.task, v_live.worker_id, v_now) u;
+      perform queue._leave_line(v_live.worker_id, false);
+      if v_at is null then
+        v_final := 'failed';
+        v_reason := 'unknown_task';
+        v_label := 'failed';
+      end if;
+    when 'aborted' then
+      v_final := 'cancelled';
+      v_reason := 'aborted';
+    when 'crashed' then
+      v_is_alone := p_outcome ? 'claim'
+        or exists (select from queue.lane l where l.lane = v_live.lane and l.kind = {{lane_crashed}})
+        or exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own);
+      v_limit := case when v_job.policy -> 'max_crashes' <> 'null' is not false
+        then coalesce((v_job.policy ->> 'max_crashes')::integer, 3) end;
+      v_final := case when v_job.policy ->> 'on_crash' = 'fail'
+        or v_is_alone and v_state.crashes + 1 >= v_limit then 'failed' end;
+      v_reason := case when v_job.policy ->> 'on_crash' = 'fail' then 'crashed' else 'crash_loop' end;
+    else null;
+  end case;
+  if v_final is null and v_kind <> 'retried' and v_live.flags & {{expires}} <> 0
+    and exists (select from queue.expiry e where e.id = p_id and e.at <= v_now) then
+    v_final := 'cancelled';
+    v_reason := 'expired';
+  end if;
+  -- a job that was rescheduled to a time before its own does not go back to that
+  v_at := coalesce(v_at, case when v_job.scheduled_at > v_now then '-infinity'::timestamptz end);
+  insert into queue.attempt (job_id, claim, attempt, worker_id, started_at, finished_at, outcome, error,
+    details)
+  values (p_id, p_claim, v_live.attempt, v_live.worker_id, v_live.claimed_at, v_now, v_label, v_error,
+          case when v_kind = 'unknown_task' then jsonb_build_object('unknown_task', v_job.task)
+               else queue._truncate_details(nullif(p_outcome -> 'details', 'null')) end);
+  insert into queue.job_override as s (id, attempts, claims, failures, crashes, progress, scheduled_at,
+    started_at, error, has_steps, is_suspended, tag)
+  values (p_id,
+    v_live.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
+    1, case when v_kind = 'failed' then 1
+      else 0 end, case when v_label = 'crashed' then 1 else 0 end,
+      case when v_kind = 'retry_later' then 1 else 0 end,
+        v_at, case when v_kind not in ('released', 'unknown_task')
+        then v_live.claimed_at end,
+    case when v_kind not in ('retry_later', 'suspended', 'released', 'retried') then v_error end,
+    v_kind = 'suspended' or exists (select from queue.step t where t.job_id = p_id),
+    v_kind = 'suspended' and p_outcome ? 'is_open',
+    case when v_kind = 'released' and v_live.deadline < '{{end_of_tags}}' then v_live.deadline end)
+  on conflict on constraint job_override_pkey do update
+    set (attempts, claims, failures, crashes, progress, scheduled_at, started_at, error, has_steps,
+        is_suspended, tag)
+      = (excluded.attempts, s.claims + 1, s.failures + excluded.failures, s.crashes + excluded.crashes,
+        s.progress + excluded.progress,
+         case when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
+           coalesce(excluded.started_at, s.started_at),
+         coalesce(excluded.error, s.error), excluded.has_steps, excluded.is_suspended, excluded.tag);
+  if v_final is not null then
+    insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
+    values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_final, v_reason, v_error);
+    perform queue._clean_up(array[p_id], array[v_live.flags]);
+    perform queue._notify_waiters(array[p_id]);
+    perform queue._settle_or_append(array[p_id], array[v_live.flags], 'ended', p_settle);
+    return v_final;
+  end if;
+  if v_live.flags & {{lease}} <> 0 then
+    delete from queue.lease l where l.id = p_id;
+  end if;
+  if v_kind = 'retried' then
+    perform queue._reset_counters(array[p_id]);
+  end if;
+  perform queue._settle_or_append(array[p_id], array[v_live.flags], 'again', p_settle, v_payload);
+  return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_payload) end,
+                  case when v_at > v_now then 'scheduled' else 'ready' end);
+end $$;
+
+-- Raises: 22023 if they are not options of queue.fail.
+create or replace function queue._check_fail_options(options jsonb)
+returns void language plpgsql stable parallel unsafe security invoker as $$
+declare
+  v_options jsonb := jsonb_strip_nulls(options);
+begin
+  perform queue._check_keys('options', options,
+    array['retryable', 'retry_at', 'retry_in', 'priority', 'queue', 'lock', 'reason', 'outcome']);
+  if v_options ? 'retryable' and jsonb_typeof(v_options -> 'retryable') <> 'boolean' then
+    perform queue._invalid('retryable must be true or false', 'Pass a JSON boolean.');
+  elsif v_options ?& '{retry_at,retry_in}'::text[] then
+    perform queue._invalid('retry_at and retry_in exclude each other', 'Give one of the two.');
+  elsif v_options -> 'retryable' = 'false' and v_options ?| '{retry_at,retry_in}'::text[] then
+    perform queue._invalid('a failure that is not retryable can''t have a retry time',
+      'Leave out retryable, or the time.');
+  elsif v_options ? 'outcome' and v_options -> 'outcome' <> '"timed_out"' then
+    perform queue._invalid('outcome is not one of its values',
+      'Allowed: timed_out. Leave it out for any other failure.',
+      'outcome: ' || left(v_options ->> 'outcome', 200));
+  elsif v_options ? 'reason'
+    and (jsonb_typeof(v_options -> 'reason') <> 'string' or octet_length(v_options ->> 'reason') > 1000) then
+    perform queue._invalid('reason must be text', 'Pass a JSON string of at most 1,000 bytes.');
+  elsif v_options ? 'lock' and v_options -> 'lock' <> '""' then
+    perform queue._check_name('lock', v_options ->> 'lock');
+  end if;
+  perform queue._check_types('options', v_options);
+  if v_options ? 'queue' then
+    perform queue._check_queue(v_options ->> 'queue');
+  end if;
+  perform queue._interval('retry_in', v_options -> 'retry_in');
+  perform queue._check_moment('retry_at', queue._timestamp('retry_at', v_options -> 'retry_at'));
+end $$;
+
+-- Keeps details of an attempt up to 100 kB; of larger ones the size and the beginning, of huge ones (more
+-- than 16 MB) only a size.
+create or replace function queue._truncate_details(p_details jsonb)
+returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_size bigint;
+begin
+  if pg_column_size(p_details) > 16 then
+    v_size := queue._text_size(p_details, 16777216);
+  end if;
+  if v_size > 100000 then
+    return jsonb_strip_nulls(jsonb_build_object('truncated', v_size,
+      'begins', case when v_size <= 16777216 then left(p_details::text, 10000) end));
+  end if;
+  return p_details;
+end $$;
+
+-- Resets jobs' counters for a manual retry.
+-- Locks: the caller holds the rows of queue.active_job, or the admission lock if there are none.
+create or replace function queue._reset_counters(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.job_override s
+  set failures = 0, crashes = 0, progress = 0, ignores_needs = false, is_yielded = false,
+    scheduled_at = case when s.claims = 0 then s.scheduled_at
+      when j.scheduled_at > clock_timestamp() then '-infinity' end
+  from queue.job j
+  where s.id = any (p_ids) and j.id = s.id;
+end $$;

@@ -1,0 +1,189 @@
+-- Fetching: claims ready jobs, and admits if there are too few.
+
+-- Locks: rows of queue.active_job by skip locked; the admission lock, waited for only while nothing is held.
+-- If it finds nothing, as _maintain.
+-- Raises: 22023, QJ007, QJ008.
+-- Why nothing is claimed twice: the claim is an update of a row that this transaction has locked, and found
+-- unclaimed in its newest version. Why no limit is exceeded: rows of limited lanes are claimed only under the
+-- admission lock (_claim_limited).
+create or replace function queue.fetch(
+  worker bigint, queues text[] default null, max_jobs integer default 1, options jsonb default null)
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
+  attempt integer, scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb,
+  parent bigint, steps jsonb)
+language plpgsql volatile parallel unsafe security definer rows 50
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_claimed record;
+  v_at_once integer;
+  v_none regclass;
+begin
+  if coalesce(v_none, queue._unrestricted()) is null
+    or current_setting('transaction_isolation') <> 'read committed'
+    or current_setting('pgdefer.era', true) is distinct from to_regclass('queue.installation')::oid::text
+  then
+    perform queue._check_isolation();
+    if to_regclass('queue.unrestricted') is null then
+      perform queue._not_installed();
+      perform queue._require_worker(worker);
+      queues := queue._narrow_queues('{worker}', queues);
+    end if;
+    perform queue._ensure_era();
+    -- once per session: claims that another session of the worker has put aside
+    perform queue._look_for_undelivered(worker);
+  end if;
+  if current_setting('pgdefer.undelivered', true) = worker::text then
+    v_claimed := queue._deliver(worker, max_jobs);
+    return query
+      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
+        c.deadline, c.timeout, c.headers, c.parent,
+        case when c.has_steps then queue._steps(c.id) end
+      from unnest(v_claimed.ids, v_claimed.claims) with ordinality u (id, claim, n)
+      cross join lateral (
+        select c.*
+        from queue.claimed_job c
+        where c.id = u.id and c.claim = u.claim offset 0) c
+      order by u.n;
+    if v_claimed.ids is not null then
+      return;
+    end if;
+  end if;
+  if options ? 'ahead' then
+    v_at_once := queue._start_at_once(max_jobs, options);
+    options := nullif(options - 'ahead', '{}');
+  end if;
+  v_claimed := queue._claim_newcomer(worker, queues, max_jobs, options, true, v_at_once);
+  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30 then
+    v_claimed.ids := queue._keep_undelivered(worker, v_claimed.ids, v_claimed.first_claim is not null);
+  end if;
+  if v_claimed.ids is null then
+    perform queue._maintain_idle();
+    return;
+  end if;
+  -- a separate statement: only a new snapshot shows the claims
+  if v_claimed.first_claim is not null then
+    return query
+      select f.id, v_claimed.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt,
+        f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent, null::jsonb
+      from queue.first_run f where f.id = any (v_claimed.ids) order by f.id;
+  else
+    return query
+      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
+        c.deadline, c.timeout, c.headers, c.parent,
+        case when c.has_steps then queue._steps(c.id) end
+      from unnest(v_claimed.ids) with ordinality u (id, n)
+      cross join lateral (select c.* from queue.claimed_job c where c.id = u.id offset 0) c
+      order by u.n;
+  end if;
+end $$;
+comment on function queue.fetch(bigint, text[], integer, jsonb) is
+  'Claims up to max_jobs jobs for a worker and returns them in claim order. It needs a transaction of its'
+    ' own, in READ COMMITTED. If it finds nothing, it runs the maintenance that is due. A job that has'
+    ' crashed before goes only to a worker that runs nothing, and that worker gets no other job until it has'
+    ' ended; so a worker makes these calls one after another. steps: the finished steps of a job, by name;'
+    ' NULL if there are none, an empty object if they take more than 64 kB (queue.read_steps). options: ids,'
+    ' order (mixed | listed), tasks, functions (true: tasks that are database functions), deadline_within,'
+    ' max_running ({"queue or prefix*": n}: of each such queue this worker runs at most n jobs at once; the'
+    ' longest pattern applies);'
+    ' ahead: how many of max_jobs the worker starts a moment later; they are claimed only where no option'
+    ' selects jobs and no ready job is under a limit.';
+
+-- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes.
+-- Raises: as finish_many and fetch.
+-- In one piece (ADR 1): another call costs a worker more than these steps.
+create or replace function queue.finish_and_fetch(worker bigint, outcomes jsonb, queues text[] default null,
+  max_jobs integer default 1, options jsonb default null)
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
+  attempt integer, scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb,
+  parent bigint, steps jsonb, error text)
+language plpgsql volatile parallel unsafe security definer rows 50
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_ended record;
+  v_claimed record;
+  v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
+  v_at_once integer;
+  v_none regclass;
+begin
+  if coalesce(v_none, queue._unrestricted()) is null
+    or current_setting('transaction_isolation') <> 'read committed'
+    or current_setting('pgdefer.era', true) is distinct from to_regclass('queue.installation')::oid::text
+  then
+    perform queue._check_isolation();
+    if to_regclass('queue.unrestricted') is null then
+      perform queue._not_installed();
+      perform queue._require_worker(worker);
+      perform queue._require_outcomes(finish_and_fetch.outcomes);
+      queues := queue._narrow_queues('{worker}', queues);
+    end if;
+    perform queue._ensure_era();
+    -- once per session: claims that another session of the worker has put aside
+    perform queue._look_for_undelivered(finish_and_fetch.worker);
+  end if;
+  if not v_may_wait then
+    v_ended := queue._finish(finish_and_fetch.outcomes);
+    if v_ended.has_refused then
+      return query
+        select f.id, f.claim, null::text, null::jsonb, null::text, null::integer, null::text, null::integer,
+          null::timestamptz,
+          null::timestamptz, null::interval, null::jsonb, null::bigint, null::jsonb, f.error
+        from unnest(v_ended.ids, v_ended.claims, v_ended.errors) f (id, claim, error)
+        where f.error is not null;
+      if cardinality(v_ended.ids) > 500 then
+        return;  -- such a long answer must not travel with the admission lock held, which a claim may take
+      end if;
+    end if;
+  end if;
+  if current_setting('pgdefer.undelivered', true) = worker::text then
+    -- large answers must not travel while outcomes hold locks: they are returned alone, by a call without
+    -- outcomes
+    if v_may_wait then
+      v_claimed := queue._deliver(worker, max_jobs);
+      return query
+        select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
+          c.deadline, c.timeout, c.headers, c.parent,
+        case when c.has_steps then queue._steps(c.id) end, null::text
+        from unnest(v_claimed.ids, v_claimed.claims) with ordinality u (id, claim, n)
+        cross join lateral (
+          select c.*
+          from queue.claimed_job c
+          where c.id = u.id and c.claim = u.claim offset 0) c
+        order by u.n;
+    end if;
+    return;
+  end if;
+  if options ? 'ahead' then
+    v_at_once := queue._start_at_once(max_jobs, options);
+    options := nullif(options - 'ahead', '{}');
+  end if;
+  v_claimed := queue._claim_newcomer(
+    finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options,
+    v_may_wait, v_at_once);
+  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30 then
+    v_claimed.ids := queue._keep_undelivered(finish_and_fetch.worker, v_claimed.ids,
+      v_claimed.first_claim is not null);
+  end if;
+  if v_claimed.ids is null then
+    perform queue._maintain_idle();
+    return;
+  end if;
+  if v_claimed.first_claim is not null then
+    return query
+      select f.id, v_claimed.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt,
+        f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent, null::jsonb, null::text
+      from queue.first_run f where f.id = any (v_claimed.ids) order by f.id;
+  else
+    return query
+      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
+        c.deadline, c.timeout, c.headers, c.parent,
+        case when c.has_steps then queue._steps(c.id) end, null::text
+      from unnest(v_claimed.ids) with ordinality u (id, n)
+      cross join lateral (select c.* from queue.claimed_job c where c.id = u.id offset 0) c
+      order by u.n;
+  end if;
+end $$;
+comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
+  'Runs finish_many and fetch in one round trip and one commit. Rows with error report refused outcomes,'
+    ' the others are claimed jobs.';

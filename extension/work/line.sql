@@ -1,0 +1,111 @@
+-- The line of sleepers: of the workers that sleep and serve the same, a notification wakes the first.
+--
+-- A worker stands in it if it asks to (before_sleep's option in_line), by a row in queue.sleeper: workers
+-- that run jobs behind those that run none, else by place. The first fetches at once when it is notified. The
+-- second, the deputy, fetches 80 ms later: if the first is dead or frozen, it finds the job, and both leave
+-- the line. The rest do not listen for jobs. Whoever leaves the line wakes the next two, by a message to each
+-- ('sleep' on its own channel). A worker that gets no job now, because of a quarantine, stands in no line.
+-- No decision about a job depends on a place: two workers that both believe to be first cost a fetch.
+-- Two sessions: work/line.races.spec.
+
+-- Joins the line, or keeps its place; returns how many are ahead: 0, 1, or 2 for more; at most 1 in the first
+-- 100 ms.
+-- Locks: its own row; rows of sessions that have gone, by skip locked.
+-- Why no wake-up is lost: see _leave_line.
+create or replace function queue._join_line(p_worker bigint, p_queues text[], p_options jsonb)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_served bigint := hashtextextended(format('%s %s', p_options - 'busy',
+    (select array_agg(distinct q order by q) from unnest(p_queues) q)), 0);
+  v_is_busy boolean := p_options -> 'busy' is not distinct from 'true';
+  v_own record;
+  v_ahead record;
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    return 0;  -- it would not see who comes and goes
+  elsif exists (select from queue.worker w where w.id = p_worker and w.apart_since is not null) then
+    perform queue._leave_line(p_worker, false);
+    return 0;  -- it gets no job now (work/quarantine.sql), so it keeps nobody else asleep
+  end if;
+  select s.place, s.is_busy, s.joined_at < clock_timestamp() - interval '100 ms' as may_rest into v_own
+  from queue.sleeper s where s.worker_id = p_worker and s.served = v_served and s.pid = pg_backend_pid();
+  if v_own.is_busy and not v_is_busy then
+    update queue.sleeper s set is_busy = false where s.worker_id = p_worker;
+    v_own.is_busy := false;
+  elsif v_own.place is null or v_own.is_busy <> v_is_busy then
+    perform queue._leave_line(p_worker, false);
+    insert into queue.sleeper as s (worker_id, is_busy, served, pid)
+    values (p_worker, v_is_busy, v_served, pg_backend_pid())
+    on conflict on constraint sleeper_pkey do nothing
+    returning s.place, s.is_busy, false as may_rest into v_own;
+    if not found then
+      return 0;  -- somebody else deletes its row just now
+    end if;
+  end if;
+  loop
+    select count(*)::integer as n,
+      array_agg(s.worker_id) filter (where not queue._is_asleep(s.worker_id, s.pid)) as gone
+    into v_ahead
+    from (
+      select s.worker_id, s.pid from queue.sleeper s
+      where s.served = v_served and (s.is_busy, s.place) < (v_own.is_busy, v_own.place)
+      order by s.is_busy, s.place limit 2) s;
+    exit when v_ahead.gone is null;
+    delete from queue.sleeper s
+    where s.worker_id in (select d.worker_id from queue.sleeper d where d.worker_id = any (v_ahead.gone)
+      for update skip locked);
+    if not found then
+      v_own.may_rest := false;  -- somebody else deletes them
+      exit;
+    end if;
+  end loop;
+  return least(v_ahead.n, case when v_own.may_rest then 2 else 1 end);
+end $$;
+
+-- Leaves the line, and wakes the two who come next. p_has_found: if it is the deputy, it has found a job that
+-- the first did not take; so the first leaves, too.
+-- Locks: the rows of both, by skip locked; what is locked, somebody else deletes.
+-- Why no wake-up is lost: a worker stops listening for jobs only if a call sees two ahead of it, and an
+-- earlier one, at least 100 ms before, has written its row. Take one of these two that leaves. If it has
+-- committed before the later call, that does not count it. Otherwise, unless its transaction takes over
+-- 100 ms, it reads who comes next when the row is visible, and wakes the worker, which listens on its own
+-- channel by then. One that leaves in a longer transaction is like one that is frozen: for it the deputy is
+-- there. If the first two die or freeze together, the rest look every 10 s, each at its own time; then
+-- before_sleep passes over sessions that have ended and workers that reap has given up.
+create or replace function queue._leave_line(p_worker bigint, p_has_found boolean)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_own record;
+  v_ahead bigint[];
+begin
+  select s.is_busy, s.place, s.served into v_own from queue.sleeper s where s.worker_id = p_worker;
+  if not found then
+    return;
+  end if;
+  v_ahead := array(
+    select s.worker_id from queue.sleeper s
+    where s.served = v_own.served and (s.is_busy, s.place) < (v_own.is_busy, v_own.place)
+    order by s.is_busy, s.place limit 2);
+  delete from queue.sleeper s
+  where s.worker_id in (
+    select d.worker_id from queue.sleeper d
+    where d.worker_id = p_worker or p_has_found and cardinality(v_ahead) = 1 and d.worker_id = v_ahead[1]
+    for update skip locked);
+  if cardinality(v_ahead) < 2 and current_setting('pgdefer.notify', true) is distinct from 'off' then
+    perform pg_notify('pgdefer_worker_' || n.worker_id, 'sleep')
+    from (
+      select d.worker_id
+      from (select s.worker_id, s.pid, s.is_busy, s.place from queue.sleeper s
+        where s.served = v_own.served and s.worker_id <> p_worker order by s.is_busy, s.place limit 10) d
+      where queue._is_asleep(d.worker_id, d.pid)
+      order by d.is_busy, d.place limit 2) n;
+  end if;
+end $$;
+
+-- Whether a row of the line is that of a worker that lives, in a session that does.
+create or replace function queue._is_asleep(p_worker bigint, p_pid integer)
+returns boolean language plpgsql stable parallel restricted security invoker as $$
+begin
+  return exists (select from pg_stat_get_activity(p_pid) a where a.pid is not null)
+    and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null);
+end $$;

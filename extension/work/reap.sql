@@ -1,0 +1,350 @@
+-- Reaping: ends the claims of workers that died and of leases that have expired.
+
+-- Locks: the worker's row, then as reap. It waits only for that row, its first lock, because reap skips
+-- locked rows and tries the admission lock. So no two of these functions wait for each other. Two calls for
+-- one worker: work/reap.two.spec.
+-- Raises: QJ007 (a restricted role), QJ008.
+-- Jobs that a dead worker's claims held up can proceed when reap has ended these, or with the tick after it.
+-- A fetch of the dead process may still be running in the server: reap looks for its claims as for those of
+-- any other gone worker.
+create or replace function queue.worker_died(worker bigint)
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  {{if_restricted}}
+    perform queue._require_worker(worker_died.worker);
+  end if;
+  perform queue._check_isolation();
+  update queue.worker w set gone_at = clock_timestamp() where w.id = worker_died.worker and w.gone_at is null;
+  return (select r.reaped from queue._reap(interval '1 s') r);
+end $$;
+comment on function queue.worker_died(bigint) is
+  'Reports that a worker process died without deregistering: its claims end as crashed now, not after'
+    ' dead_after, except those with their own lease. For process supervisors. Returns the number of ended'
+    ' claims, including those of other dead workers. It is not an error if the worker is already gone.';
+
+-- Locks: rows of queue.worker and queue.active_job by skip locked, each row separately; the admission lock by
+-- try. With two reapers at once, a claim ends exactly once, no matter which deletes its row first.
+-- A fetch that was running when its worker went may still create claims. So a worker's claims are looked for
+-- at once, and again when every transaction that could have seen it alive has ended (waits_for: transactions
+-- that were in flight after its end had been committed, and that belong to a role, which excludes vacuum's
+-- workers: their kind is hidden from an owner who is not a superuser). After that no more claims can appear
+-- (is_over).
+-- A late claim of a worker that has deregistered is released, like its others; that of a dead worker has
+-- crashed. While the server was down no heartbeat could arrive. So if the last sign of life was before its
+-- start, a worker counts as dead dead_after past the start at the earliest, and a lease or a timeout ends 30
+-- s past it.
+-- A session looks for claims of removed workers once in 10 s. It stops after a second (_reap: p_budget); the
+-- next call continues.
+create or replace function queue.reap()
+returns table (reaped integer, next_expiry timestamptz)
+language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+begin
+  {{installed}}
+  perform queue._check_isolation();
+  select r.reaped, r.next_expiry into reaped, next_expiry from queue._reap(interval '1 s') r;
+  {{if_operator}}
+    perform queue._audit('reap', '{}', p_before => jsonb_build_object('reaped', reaped));
+  end if;
+  return next;
+end $$;
+comment on function queue.reap() is
+  'Ends dead claims: those of workers without a heartbeat for dead_after (counted from the server start'
+    ' at the earliest), and those whose lease or timeout has passed. Returns their number, and when the next'
+    ' may expire.';
+
+-- reap for p_budget, but at least one claim, so that each call makes progress. Locks, in this order: as
+-- _mark_dead_workers, _reap_gone, _reap_forgotten, _forget_workers and _reap_leases; none is waited for.
+create or replace function queue._reap(p_budget interval)
+returns table (reaped integer, next_expiry timestamptz)
+language plpgsql volatile parallel unsafe security invoker rows 1 as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+begin
+  perform queue._mark_dead_workers(v_now);
+  reaped := queue._reap_gone(v_now, v_now + p_budget);
+  if abs(date_part('epoch', v_now)
+    - coalesce(nullif(current_setting('pgdefer.reviewed_at', true), '')::double precision, 0)) >= 10 then
+    reaped := reaped + queue._reap_forgotten();
+    perform set_config('pgdefer.reviewed_at', date_part('epoch', v_now)::text, false);
+  end if;
+  perform queue._forget_workers(v_now);
+  reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
+  next_expiry := least((select min(greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after)
+    from queue.worker w where w.gone_at is null), queue._next_lease_end());
+  return next;
+end $$;
+
+-- Marks workers as gone whose last heartbeat is too long ago, and notes for those that went before which
+-- transactions may still create claims of theirs (waits_for).
+-- Locks: rows of queue.worker by skip locked.
+create or replace function queue._mark_dead_workers(p_now timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.worker w set gone_at = p_now
+  where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
+    and greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after < p_now
+    and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
+  update queue.worker w
+  set waits_for = queue._virtual_transactions()
+  where w.id = any (array(select w.id from queue.worker w
+                          where w.gone_at < p_now and w.waits_for is null
+                            and w.xmin <> pg_current_xact_id()::xid for update skip locked));
+end $$;
+
+-- Ends the claims of gone workers until p_until, but at least one; returns their number. A worker of which
+-- none is left is clear, and it is over if none can appear any more.
+-- Locks: rows of queue.worker by skip locked; each claim as _reap_claim; rows of queue.worker as before.
+create or replace function queue._reap_gone(p_now timestamptz, p_until timestamptz)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_last bigint[];
+  v_gone bigint[];
+  v_left bigint[] := '{}'::bigint[];
+  v_claim record;
+  v_ended integer;
+  v_reaped integer := 0;
+begin
+  v_last := array(
+    select w.id from queue.worker w
+    where w.waits_for is not null and not w.is_over
+      and not exists (select from pg_locks l where l.locktype = 'virtualxid'
+        and l.virtualtransaction = any (w.waits_for))
+    for update skip locked);
+  v_gone := v_last || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear
+    and w.id <> all (v_last));
+  if v_gone = '{}' then
+    return 0;
+  end if;
+  for v_claim in
+    select aj.id, aj.claim, aj.worker_id, w.name, w.last_seen_at, w.has_left from queue.active_job aj
+    join queue.worker w on w.id = aj.worker_id
+    where aj.worker_id = any (v_gone) and not exists (select from queue.lease l
+      where l.id = aj.id and l.claim = aj.claim and l.is_own)
+    order by aj.id
+  loop
+    v_ended := 0;
+    if v_reaped = 0 or clock_timestamp() < p_until then
+      v_ended := queue._reap_claim(v_claim.id,
+        v_claim.claim, case when v_claim.has_left then 'released' else 'crashed' end,
+        format('worker %s (%s) died: its last heartbeat was at %s', v_claim.worker_id,
+          left(v_claim.name, 200), v_claim.last_seen_at));
+    end if;
+    v_reaped := v_reaped + v_ended;
+    if v_ended = 0 then
+      v_left := v_left || v_claim.worker_id;
+    end if;
+  end loop;
+  update queue.worker w set is_clear = true
+  where w.id = any (array(select w.id from queue.worker w where w.id = any (v_gone) and not w.is_clear
+    and w.id <> all (v_left) for update skip locked));
+  update queue.worker w set is_over = true where w.id = any (v_last) and w.id <> all (v_left);
+  return v_reaped;
+end $$;
+
+-- Deletes workers that are over and went a minute ago, with what was meant for them.
+-- Locks: rows of queue.worker, queue.abort, queue.undelivered and queue.sleeper by skip locked.
+create or replace function queue._forget_workers(p_now timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_over bigint[] := array(select w.id from queue.worker w where w.is_over
+    and w.gone_at < p_now - interval '1 minute' for update skip locked);
+begin
+  if v_over <> '{}' then
+    delete from queue.abort a
+    where a.ctid = any (array(select a.ctid from queue.abort a
+      where a.worker_id = any (v_over) for update skip locked));
+    delete from queue.undelivered u
+    where u.ctid = any (array(select u.ctid from queue.undelivered u
+      where u.worker_id = any (v_over) for update skip locked));
+    delete from queue.sleeper s where s.worker_id in (
+      select d.worker_id from queue.sleeper d where d.worker_id = any (v_over) for update skip locked);
+    delete from queue.worker w where w.id = any (v_over);
+  end if;
+end $$;
+
+-- Ends claims whose lease or timeout has passed until p_until, but at least one with those that the caller
+-- has ended (p_reaped). Returns the number of both.
+-- Locks: for each claim as _renew_in_handler, _reap_claim.
+create or replace function queue._reap_leases(p_now timestamptz, p_until timestamptz, p_reaped integer)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_up_since timestamptz := pg_postmaster_start_time();
+  v_grace_until timestamptz := queue._grace_until();
+  v_claim record;
+  v_reaped integer := p_reaped;
+begin
+  for v_claim in
+    select l.id, l.claim, j.options ->> 'timeout' as timeout, l.is_own,
+      coalesce(aj.claimed_at + (j.options ->> 'timeout')::interval + interval '10 s' <= p_now, false)
+        as is_timed_out, l.expires_at
+    from queue.lease l
+    cross join lateral (select j.options from queue.job j where j.id = l.id offset 0) j
+    left join lateral (
+      select aj.claimed_at
+      from queue.active_job aj
+      where aj.id = l.id and aj.claim = l.claim offset 0) aj on true
+    where l.expires_at <= p_now and (v_grace_until <= p_now or l.given_at >= v_up_since) order by l.expires_at
+  loop
+    exit when v_reaped > 0 and clock_timestamp() > p_until;
+    continue when not v_claim.is_own and queue._renew_in_handler(v_claim.id, v_claim.claim);
+    v_reaped := v_reaped + queue._reap_claim(
+      v_claim.id, v_claim.claim, case when v_claim.is_timed_out then 'timed_out' else 'crashed' end,
+      case when v_claim.is_timed_out then format('not done within its timeout of %s', v_claim.timeout)
+           else format('its lease ended at %s', v_claim.expires_at) end);
+  end loop;
+  return v_reaped;
+end $$;
+
+-- Whether a worker of queue.work is in a transaction, as it is while a handler runs (work/sql_worker.sql). If
+-- another session has been given the pid of one that died, the claim stays until that ends a transaction.
+create or replace function queue._is_in_handler(p_info jsonb)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (
+    select from pg_locks l where l.locktype = 'virtualxid' and l.pid::text = p_info ->> 'session');
+end $$;
+
+-- Whether a claim is run by a worker of queue.work that is in its handler's transaction. No other session can
+-- end that, and the attempt ends together with it. So this renews the lease, and no second run starts beside
+-- it.
+-- Locks: the lease's row by skip locked.
+create or replace function queue._renew_in_handler(p_id bigint, p_claim bigint)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not exists (select from queue.active_job aj join queue.worker w on w.id = aj.worker_id
+    where aj.id = p_id and aj.claim = p_claim and w.info ? 'session' and queue._is_in_handler(w.info))
+  then
+    return false;
+  end if;
+  update queue.lease l set expires_at = clock_timestamp() + interval '10 s'
+  where l.ctid = any (array(select l.ctid from queue.lease l
+    where l.id = p_id and l.claim = p_claim for update skip locked));
+  return true;
+end $$;
+
+-- Ends claims whose worker was removed, unless they have a lease of their own, as crashed: how they ended is
+-- unknown. A fetch leaves such a claim only if it was prepared (PREPARE TRANSACTION) and committed long
+-- after; other causes are half a restore and a bug. Reads 5,000 rows of queue.active_job from the least id
+-- on, and if there are more, as many from a random one.
+-- Locks: as reap.
+create or replace function queue._reap_forgotten()
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_claim record;
+  v_reaped integer := 0;
+begin
+  for v_claim in
+    with least as materialized (
+      select aj.id, aj.claim, aj.worker_id from queue.active_job aj order by aj.id limit 5000),
+    chosen as materialized (
+      select aj.id, aj.claim, aj.worker_id
+      from (select min(l.id)
+        + (random() * ((select aj.id from queue.active_job aj
+        order by aj.id desc limit 1) - min(l.id)))::bigint as id
+            from least l having count(*) = 5000) x
+      cross join lateral (select aj.id, aj.claim, aj.worker_id from queue.active_job aj where aj.id >= x.id
+        order by aj.id limit 5000) aj)
+    select x.id, x.claim, x.worker_id
+    from (select l.* from least l union select c.* from chosen c) x
+    where x.claim is not null and not exists (select from queue.worker w where w.id = x.worker_id)
+      and not exists (select from queue.lease l where l.id = x.id and l.claim = x.claim and l.is_own)
+    order by x.id limit 1000
+  loop
+    v_reaped := v_reaped + queue._reap_claim(v_claim.id, v_claim.claim, 'crashed',
+      format('worker %s was removed', v_claim.worker_id));
+  end loop;
+  return v_reaped;
+end $$;
+
+-- Ends one dead claim; returns 0 if another session has ended it or holds it, or if it can't be ended now. A
+-- claim that was never handed out (work/deliver.sql) is released.
+create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for update skip locked;
+  if not found then
+    if not exists (select from queue.active_job aj where aj.id = p_id and aj.claim = p_claim) then
+      -- two reapers may meet it, one of them with the admission lock: neither waits
+      delete from queue.lease l
+      where l.ctid = any (array(select l.ctid from queue.lease l
+        where l.id = p_id and l.claim = p_claim for update skip locked));
+    end if;
+    return 0;
+  elsif exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own
+    and l.expires_at > clock_timestamp()) then
+    return 0;  -- it was extended since the caller looked
+  end if;
+  perform queue._end_attempt(
+    case
+      case when exists (select from queue.active_job aj join queue.undelivered u on u.worker_id = aj.worker_id
+        and u.id = aj.id and u.claim = aj.claim
+                        where aj.id = p_id) then 'released' else p_outcome end
+      when 'timed_out' then jsonb_build_object('outcome', 'failed', 'error', p_error, 'options',
+        '{"outcome": "timed_out"}'::jsonb)
+      when 'crashed' then jsonb_build_object('outcome', 'crashed', 'error', p_error)
+      else '{"outcome": "released"}' end,
+    p_id, p_claim, true);
+  return 1;
+exception when others then
+  -- one bad row must not keep the others from being reaped, nor keep every worker awake
+  update queue.lease l set expires_at = clock_timestamp() + interval '1 minute'
+  where l.ctid = any (array(select l.ctid from queue.lease l
+    where l.id = p_id and l.claim = p_claim for update skip locked));
+  raise warning 'pgdefer: job % can''t be reaped: % (%)', p_id, sqlerrm, sqlstate;
+  return 0;
+end $$;
+
+-- The earliest end of leases and timeouts that were set before the server's start.
+create or replace function queue._grace_until()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return pg_postmaster_start_time() + interval '30 s';
+end $$;
+
+-- When the next lease or timeout ends, for reap.
+create or replace function queue._next_lease_end()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  if queue._grace_until() <= clock_timestamp() then
+    return (select l.expires_at from queue.lease l order by l.expires_at limit 1);
+  end if;
+  return (select min(case when l.given_at < pg_postmaster_start_time()
+    then greatest(l.expires_at, queue._grace_until()) else l.expires_at end)
+          from queue.lease l);
+end $$;
+
+-- Invariants, for queue.check().
+create or replace function queue._check_claim_rows()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+#variable_conflict use_column
+begin
+  return query
+    select 'claimed by a removed worker'::text, aj.id, format('worker %s', aj.worker_id)
+    from queue.active_job aj
+    where aj.claim is not null and not exists (select from queue.worker w where w.id = aj.worker_id)
+      and not exists (select from queue.lease l where l.id = aj.id and l.claim = aj.claim and l.is_own);
+  return query
+    select 'running, but its attempt has ended'::text, aj.id, format('claim %s', aj.claim)
+    from queue.active_job aj join queue.attempt a on a.job_id = aj.id and a.claim = aj.claim;
+  return query
+    select 'a lease without its claim'::text, l.id, format('claim %s', l.claim)
+    from queue.lease l
+    where not exists (select from queue.active_job aj where aj.id = l.id and aj.claim = l.claim
+      and aj.flags & {{lease}} <> 0);
+  return query
+    select 'told to abort, but not marked so'::text, aj.id, format('claim %s', aj.claim)
+    from queue.active_job aj join queue.abort a on a.id = aj.id and a.claim = aj.claim
+    where aj.flags & {{aborting}} = 0;
+  return query
+    select 'crashed before, but not quarantined'::text, aj.id, format('lane %s', aj.lane)
+    from queue.active_job aj join queue.lane l on l.lane = aj.lane join queue.job_override s on s.id = aj.id
+    where aj.claim is null and s.crashes > 0 and l.kind <> {{lane_crashed}};
+  return query
+    select 'finished, but still set to expire'::text, e.id, e.at::text
+    from queue.expiry e join queue.finished f on f.id = e.id;
+end $$;

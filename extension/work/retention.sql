@@ -1,0 +1,189 @@
+-- Retention: finished jobs are removed when their time has passed, unless an unfinished job needs them.
+
+-- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
+-- skip locked.
+-- Raises: 22023, 42501 (for the audit, if the caller lacks the owner's rights), QJ008.
+create or replace function queue.prune(max_jobs integer default 10000, state text default null,
+  older_than interval default null)
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
+#variable_conflict use_column
+declare
+  v_safe_at timestamptz;
+  v_pruned integer;
+begin
+  {{installed}}
+  perform queue._check_isolation();
+  if prune.max_jobs is null or prune.max_jobs < 1 then
+    perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to remove.');
+  elsif not prune.state = any ('{succeeded,failed,cancelled,audit}'::text[]) then
+    perform queue._invalid('state is not one of its values', 'Allowed: succeeded, failed, cancelled, audit.',
+      'state: ' || left(prune.state, 200));
+  elsif prune.older_than is not null and prune.state is null then
+    perform queue._invalid('older_than needs a state', 'Say which: succeeded, failed or cancelled.');
+  end if;
+  perform queue._check_interval('older_than', prune.older_than);
+  if prune.state = 'audit' then
+    v_pruned := queue._prune_audit(prune.max_jobs, prune.older_than);
+  else
+    perform queue._lock_admission(true);
+    v_safe_at := queue._safe_at();
+    perform queue._admit_all();
+    perform queue._forget_deleted();
+    perform queue._prune_events(prune.max_jobs);
+    perform queue._prune_groups(prune.max_jobs);
+    perform queue._prune_idempotency_keys(prune.max_jobs);
+    v_pruned := queue._prune(prune.max_jobs, v_safe_at, prune.state, coalesce(prune.older_than,
+      interval '0'));
+  end if;
+  perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,
+    'older_than', prune.older_than), p_before => jsonb_build_object('pruned', v_pruned));
+  return v_pruned;
+end $$;
+comment on function queue.prune(integer, text, interval) is
+  'Removes finished jobs whose retention has passed, at most max_jobs, and returns their number. With a'
+    ' state it removes jobs in that state that finished at least older_than ago, whatever their retention.'
+    ' Jobs that unfinished jobs need are kept. If an uncommitted job names a removed one as a need, the old'
+    ' state counts. State audit: it removes rows of queue.audit of at least that age; only the owner may do'
+    ' this.';
+
+-- p_safe_at: the result of _safe_at, called before everything visible was admitted. A job whose end has been
+-- handed over since then is not settled yet, and is kept.
+-- Locks: the caller holds the admission lock; rows of queue.finished by skip locked.
+create or replace function queue._prune(p_max_jobs integer, p_safe_at timestamptz, p_state text default null,
+  p_older_than interval default null)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_until timestamptz := least(v_now, p_safe_at);
+  v_ids bigint[];
+  v_kept bigint[];
+begin
+  if p_state is not null then
+    v_ids := array(
+      select f.id from queue.finished f
+      where f.state = p_state and f.finished_at <= v_now - p_older_than and not queue._is_needed(f.id)
+        and f.id <> all (array(select h.job_id from queue.pending_settlement h))
+      limit p_max_jobs for update skip locked);
+    -- a transaction that names one as a need may not have committed yet
+    insert into queue.deleted (id) select u.id from unnest(v_ids) u (id) where p_state = 'succeeded';
+  else
+    with due as materialized (
+      select f.id, f.purge_at from queue.finished f where f.purge_at <= v_until
+      order by f.purge_at limit p_max_jobs::bigint + 1000 for update skip locked),
+    old as materialized (
+      select f.id from queue.finished f
+      where f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_until - interval '7 days'
+      limit p_max_jobs::bigint + 1000 for update skip locked),
+    asked as materialized (
+      select a.id, a.purge_at, queue._is_needed(a.id)
+        or a.id = any (array(select h.job_id from queue.pending_settlement h)) as is_needed
+      from (select d.id, d.purge_at from due d union all select o.id, null from old o) a)
+    select array(select a.id from asked a where not a.is_needed order by a.purge_at limit p_max_jobs),
+      array(select a.id from asked a where a.is_needed)
+    into v_ids, v_kept;
+    if cardinality(v_kept) >= 1000 then
+      -- so many that reading them each time would cost too much
+      update queue.finished f set purge_at = v_now + interval '1 minute' where f.id = any (v_kept);
+    end if;
+    -- a queue's retention may have been set since, or a minute put in its place above
+    with kept as (
+      update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
+      where f.id = any (v_ids) and (f.finished_at + queue._retention(f.id) <= v_now) is not true
+      returning f.id)
+    select array(select u.id from unnest(v_ids) u (id) where u.id not in (select k.id from kept k))
+    into v_ids;
+  end if;
+  perform queue._delete_rows(v_ids);
+  return cardinality(v_ids);
+end $$;
+
+-- Whether an unfinished job needs this one.
+create or replace function queue._is_needed(p_id bigint)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  perform from queue.need d
+  left join lateral (select f.id from queue.finished f where f.id = d.job_id offset 0) f on true
+  where d.need_id = p_id and f.id is null limit 1;
+  return found;
+end $$;
+
+-- The time up to which retention may count. Every transaction that named a job as a need before that time
+-- (_check_needs refuses it afterwards) has ended, and if it committed, its job is visible, so that _prune
+-- sees the need once everything visible is admitted. If no other transaction has an xid, this is now; else
+-- the recorded time before the last one up to which every transaction has ended.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._safe_at()
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_old record;
+  v_safe_at timestamptz;
+begin
+  select h.looked_at, h.looked_xid, h.safe_at, h.looked_xid < pg_snapshot_xmin(pg_current_snapshot())
+    as is_over,
+    greatest(h.looked_at, h.safe_at) > v_now as is_ahead into v_old
+  from queue.horizon h;
+  -- ahead: the clock was set back, and its earlier times do not count
+  v_safe_at := case when v_old.is_ahead then '-infinity' when v_old.is_over then v_old.looked_at
+    else v_old.safe_at end;
+  if v_old.is_ahead or v_old.is_over and v_old.looked_at < now() - interval '1 s' then
+    update queue.horizon h set looked_at = now(), looked_xid = pg_current_xact_id(), safe_at = v_safe_at;
+  end if;
+  if v_safe_at > v_now - interval '1 minute'
+    and not exists (select from queue.finished f where f.purge_at > v_safe_at and f.purge_at <= v_now) then
+    return v_safe_at;
+  end if;
+  perform from pg_locks l
+  left join pg_stat_activity a on a.pid = l.pid
+  left join pg_prepared_xacts p on l.pid is null and p.transaction = l.transactionid
+  where l.locktype = 'transactionid' and l.mode = 'ExclusiveLock' and l.granted
+    and l.pid is distinct from pg_backend_pid()
+    and (a.datname = current_database() and a.backend_type is distinct from 'autovacuum worker'
+      or p.database = current_database())
+  limit 1;
+  return case when found then v_safe_at else v_now end;
+end $$;
+
+-- Removes every trace of jobs that are finished and in no gate. Finished jobs that needed them and may be
+-- retried keep a record of their state.
+-- Locks: the caller holds the admission lock and the rows of queue.finished.
+create or replace function queue._delete_rows(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._count_ends_of(p_ids, true);
+  update queue.need d
+  set deleted_state = (select case f.state when 'succeeded' then 'succeeded' else 'failed' end
+    from queue.finished f where f.id = d.need_id)
+  where d.ctid = any (array(
+    select d.ctid from unnest(p_ids) u (id)
+    cross join lateral (select f.id from queue.finished f where f.id = u.id offset 0) f
+    cross join lateral (select d.ctid, d.job_id from queue.need d where d.need_id = f.id offset 0) d
+    where d.job_id not in (select unnest(p_ids))));
+  delete from queue.need d where d.job_id = any (p_ids);
+  delete from queue.awaited a
+  where a.ctid = any (array(select a.ctid from queue.awaited a
+    where a.id = any (p_ids) for update skip locked));
+  delete from queue.finished f where f.id = any (p_ids);
+  delete from queue.attempt a where a.job_id = any (p_ids);
+  delete from queue.job_override s where s.id = any (p_ids);
+  delete from queue.step s where s.job_id = any (p_ids);
+  delete from queue.suspended s where s.job_id = any (p_ids);
+  delete from queue.received_signal r where r.job_id = any (p_ids);
+  delete from queue.stream_item i where i.job_id = any (p_ids);
+  delete from queue.group_member m where m.job_id = any (p_ids);
+  delete from queue.log l where l.id = any (p_ids);
+end $$;
+
+-- queue.deleted tells jobs whose transaction began before a need of theirs was deleted that the need had
+-- succeeded. A row is removed once every such transaction has ended and its jobs have been admitted.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._forget_deleted()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  delete from queue.deleted d
+  where d.until <= (select least(k.next_xid, k.in_flight[1]) from queue.cursor_now k)
+    and not exists (select from queue.backlog) and not exists (select from queue.backlog_part);
+  update queue.deleted d set until = pg_current_xact_id() where d.until is null;
+end $$;

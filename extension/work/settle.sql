@@ -1,0 +1,136 @@
+-- After the end of a claim: settles at once if the admission lock is free, else appends a pending settlement.
+
+-- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement.
+-- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.
+create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_kind text,
+  p_settle boolean, p_payload jsonb default null)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := p_ids;
+  v_flags smallint[] := p_flags;
+  v_all_flags smallint;
+begin
+  if p_kind = 'ended' then
+    select array_agg(u.id), array_agg(u.flags), bit_or(u.flags) into v_ids, v_flags, v_all_flags
+    from unnest(p_ids, p_flags) u (id, flags)
+    where u.flags & ({{ordered}} | {{mutex}} | {{keys}} | {{needed}} | {{queue_slot}}) <> 0;
+    if v_ids is null then
+      return;
+    end if;
+  end if;
+  if not p_settle or not queue._lock_admission(false) then
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    select u.id, p_kind, u.flags, p_payload from unnest(v_ids, v_flags) u (id, flags);
+  elsif v_all_flags & ({{mutex}} | {{keys}} | {{needed}} | {{queue_slot}}) = 0 then
+    -- the same as _settle_now for claims that have only an ordered lock
+    if queue._has_news() then
+      perform queue._admit(1000);
+    end if;
+    perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
+  else
+    perform queue._settle_now(v_ids, array_fill(p_kind, array[cardinality(v_ids)]),
+      v_flags, case when p_payload is not null then array[p_payload] end);
+  end if;
+  perform queue._announce();
+end $$;
+
+-- Settles the pending settlements of this transaction for claims on p_ids, as one set, if the admission lock
+-- is free.
+create or replace function queue._settle_own(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_found record;
+begin
+  -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
+  if cardinality(p_ids) > 1000 or not queue._lock_admission(false) then
+    return;
+  end if;
+  with gone as (
+    delete from queue.pending_settlement h
+    where h.xid = pg_current_xact_id() and h.job_id = any (p_ids) and h.kind in ('ended', 'again')
+    returning h.job_id, h.kind, h.flags, h.payload, h.seq)
+  select array_agg(g.job_id order by g.seq) as ids, array_agg(g.kind order by g.seq) as kinds,
+    array_agg(g.flags order by g.seq) as flags,
+    array_agg(g.payload order by g.seq) as payloads
+  into v_found from gone g;
+  if v_found.ids is not null then
+    perform queue._settle_now(v_found.ids, v_found.kinds, v_found.flags, v_found.payloads);
+  end if;
+end $$;
+
+-- Settles claims that this transaction has ended. Everything visible is admitted before turns are passed on,
+-- so that the turn goes to the oldest.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._settle_now(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_payloads jsonb[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._settle_slots(p_ids, p_kinds, p_flags, p_payloads);
+  if 'ended' = any (p_kinds) and exists (select from unnest(p_flags) f where f & {{lock}} <> 0)
+    and queue._has_news() then
+    perform queue._admit(1000);
+  end if;
+  perform queue._settle(p_ids, p_kinds, p_flags);
+end $$;
+
+-- Cleans up after jobs that have succeeded, according to their flags; p_all_flags: the flags that any of them
+-- has.
+-- Locks: those of _clean_up, on rows of these jobs alone, then as _settle_or_append, which says why no
+-- wake-up is lost.
+create or replace function queue._clean_up_succeeded(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
+  p_settle boolean)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_all_flags & ({{aborting}} | {{expires}} | {{lease}} | {{until_start}} | {{retain}}
+    | {{until_finish}}) <> 0 then
+    perform queue._clean_up(p_ids, p_flags);
+  end if;
+  perform queue._settle_or_append(p_ids, p_flags, 'ended', p_settle);
+end $$;
+
+-- Ends claims as succeeded. Returns the ids whose claim was the current one, NULL for none. p_ids ascend, so
+-- that width_bucket finds an id's place in them; p_results NULL: there are no results.
+create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_done bigint[];
+  v_special bigint[];
+  v_flags smallint[];
+  v_all_flags smallint;
+  v_may_be_awaited boolean;
+begin
+  with gone as (
+    delete from queue.active_job aj
+    where aj.id = any (p_ids) and aj.claim = p_claims[width_bucket(aj.id, p_ids)]
+    returning aj.id, aj.attempt, aj.flags, aj.claimed_at, aj.worker_id),
+  kept as (
+    insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, result)
+    select g.id, clock_timestamp(), g.claimed_at, g.worker_id, g.attempt,
+      'succeeded', case when p_results is not null then p_results[width_bucket(g.id, p_ids)] end from gone g)
+  select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0),
+    array_agg(g.flags) filter (where g.flags <> 0), bit_or(g.flags),
+    min(g.id) <= coalesce(pg_sequence_last_value('queue.awaited_seq'), 0)
+  into v_done, v_special, v_flags, v_all_flags, v_may_be_awaited
+  from gone g;
+  if v_may_be_awaited then
+    perform queue._notify_waiters(v_done);
+  end if;
+  if v_all_flags <> 0 then
+    -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
+    perform queue._clean_up_succeeded(v_special, v_flags, v_all_flags, cardinality(p_ids) <= 1000);
+  end if;
+  return v_done;
+end $$;
+
+-- Raises: QJ001 or QJ002, always: says why a claim is refused. A job that no longer exists was deleted or
+-- pruned.
+create or replace function queue._raise_claim_error(p_id bigint, p_claim bigint)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  if p_id is null or p_claim is null then
+    perform queue._invalid('id and claim are needed', 'Pass the pair that fetch returned.');
+  elsif p_id not between 1 and (select s.last_value from queue.job_id_seq s) then
+    perform queue._job_not_found(p_id);
+  end if;
+  perform queue._claim_lost(p_id, p_claim);
+end $$;

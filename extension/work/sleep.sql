@@ -1,0 +1,229 @@
+-- Waking at no cost: producers send a NOTIFY only while a worker sleeps.
+--
+-- The sleep lock is advisory lock (1885824102, 1). defer takes it shared, by try, until its transaction ends.
+-- If it gets the lock, no worker sleeps on it now, and none can before this transaction ends, so none needs
+-- waking. If it does not, a sleeper holds the lock exclusively, and defer sends a NOTIFY.
+-- A worker about to sleep tries to take the lock exclusively, in its listening session (the lead sleeper). If
+-- that fails, there are two cases. Another worker is the lead sleeper: then every producer notifies, all
+-- listeners receive it, and this worker may sleep too; it holds lock 2 shared to show this. Or producers that
+-- will not notify are in flight: then it polls, from 20 ms doubling to 1 s, until they have ended.
+-- When the lead sleeper becomes busy, it releases the sleep lock and wakes the others, one of which takes it.
+-- A worker in the line of sleepers (work/line.sql) that is behind two others holds neither lock.
+-- A session that takes these locks in bad faith costs others notifications or polling, never a job.
+
+-- Locks: session-level advisory (1885824102, 1) or (1885824102, 2) by try, kept until after_sleep or the
+-- session's end; those of _join_line. A frozen lead sleeper makes producers notify, which all other listeners
+-- hear.
+-- Two sessions: work/sleep.lead_sleeper.spec, work/line.races.spec.
+-- Raises: 22023, QJ007.
+create or replace function queue.before_sleep(worker bigint, queues text[] default null,
+  options jsonb default null)
+returns table (may_sleep boolean, wait_for interval, channels text[], is_drained boolean,
+  look_after interval)
+language plpgsql volatile parallel unsafe security definer rows 1
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_worker record;
+  v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
+  v_wait interval := interval '5 s';
+  v_poll integer;
+  v_due timestamptz;
+  v_ahead integer := 0;
+begin
+  {{if_restricted}}
+    perform queue._require_worker(before_sleep.worker);
+    queues := queue._narrow_queues('{worker}', queues);
+  end if;
+  select w.id, w.info into v_worker from queue.worker w where w.id = before_sleep.worker
+    and w.gone_at is null;
+  if not found then
+    perform queue._worker_gone(before_sleep.worker);
+  end if;
+  may_sleep := true;
+  look_after := interval '0';
+  if v_worker.info -> 'listen' = 'false' or current_setting('pgdefer.notify', true) = 'off' then
+    channels := '{}';
+    v_wait := interval '1 s';
+  else
+    channels := array['pgdefer', 'pgdefer_worker_' || v_worker.id];
+    if options -> 'in_line' = 'true' then
+      v_ahead := queue._join_line(v_worker.id, queues, options);
+    end if;
+    v_state := case when v_state = 'rest' then '' else v_state end;
+    if v_ahead > 1 then
+      channels := channels[2:];
+      v_wait := interval '10 s';
+      perform queue._leave_sleep_lock(v_state);
+      v_state := 'rest';
+    elsif v_ahead = 1 then
+      v_wait := interval '1 s';  -- in which it notices that the first has died, asleep or awake
+      look_after := interval '80 ms';
+    end if;
+    if v_state = 'listener' and pg_try_advisory_lock_shared({{sleep_lock}}) then
+      -- the lead sleeper has gone
+      perform pg_advisory_unlock_shared({{sleep_lock}}), pg_advisory_unlock_shared({{sleeper_lock}});
+      v_state := '';
+    end if;
+    if v_state not in ('lead', 'listener', 'rest') then
+      if pg_try_advisory_lock({{sleep_lock}}) then
+        v_state := 'lead';
+      elsif queue._joins_lead_sleeper() then
+        v_state := 'listener';
+      else
+        v_poll := least(coalesce(nullif(substring(v_state from '^poll ([0-9]+)$'), '')::integer, 10) * 2,
+          1000);
+        v_state := 'poll ' || v_poll;
+        v_wait := make_interval(secs => v_poll / 1000.0);
+        may_sleep := false;
+      end if;
+    end if;
+    perform set_config('pgdefer.sleeper', v_state, false);
+  end if;
+  v_due := queue._next_due();
+  if v_due is not null and v_ahead < 2 then
+    v_wait := least(v_wait, greatest(v_due - clock_timestamp() + look_after, interval '0'));
+  end if;
+  -- not claims on their way to another session of the worker
+  perform from queue.undelivered u where u.worker_id = before_sleep.worker limit 1 for update skip locked;
+  if found then
+    wait_for := interval '0';
+    is_drained := false;
+  else
+    wait_for := v_wait;
+    is_drained := queue._is_drained(queues, options, v_due);
+  end if;
+  return next;
+end $$;
+comment on function queue.before_sleep(bigint, text[], jsonb) is
+  'Tells, in the session that listens, whether a worker may sleep: LISTEN on the channels, fetch once'
+    ' more, then wait for a notification for at most wait_for. may_sleep false: notifications may not'
+    ' arrive; just fetch again after wait_for. is_drained: no job of these queues is ready, due or still to'
+    ' be admitted, so none starts until somebody commits, ends, resumes or retries something, or a time'
+    ' comes; options: tasks and deadline_within, as in fetch, for ready jobs; in_line: of the workers that'
+    ' serve the same, only the first two are notified of jobs; busy: it runs jobs, so it stands behind'
+    ' workers that do not. look_after: how long to wait after a notification on pgdefer, because another'
+    ' worker, which is likely to take the job, heard it too.';
+
+-- Locks: releases those that before_sleep took in this session; those of _leave_line.
+create or replace function queue.after_sleep(worker bigint)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
+begin
+  {{if_restricted}}
+    perform queue._require_worker(after_sleep.worker);
+  end if;
+  perform queue._leave_sleep_lock(v_state), queue._leave_line(after_sleep.worker, true);
+  if v_state <> '' then
+    perform set_config('pgdefer.sleeper', '', false);
+  end if;
+end $$;
+comment on function queue.after_sleep(bigint) is
+  'Call it in the session that listens when a worker that slept is busy again. It releases the sleep'
+    ' lock, so that producers need not notify, and wakes another sleeper instead.';
+
+-- Releases the lock of a session in this state, and wakes the others if it was the lead sleeper's.
+create or replace function queue._leave_sleep_lock(p_state text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_state = 'lead' then
+    perform pg_advisory_unlock({{sleep_lock}});
+    if pg_try_advisory_lock({{sleeper_lock}}) then
+      perform pg_advisory_unlock({{sleeper_lock}});
+    else
+      perform queue._wake();
+    end if;
+  elsif p_state = 'listener' then
+    perform pg_advisory_unlock_shared({{sleeper_lock}});
+  end if;
+end $$;
+
+-- Whether there is a lead sleeper, which then knows of this listener.
+-- Locks: session-level advisory (1885824102, 2), shared, kept if so.
+-- Why none is forgotten: a lead sleeper that leaves releases lock 1 and looks at 2 afterwards; this function
+-- takes 2 and looks at 1 afterwards. So one of them sees the other.
+create or replace function queue._joins_lead_sleeper()
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not pg_try_advisory_lock_shared({{sleeper_lock}}) then
+    return false;
+  elsif pg_try_advisory_lock_shared({{sleep_lock}}) then
+    perform pg_advisory_unlock_shared({{sleep_lock}}), pg_advisory_unlock_shared({{sleeper_lock}});
+    return false;
+  end if;
+  return true;
+end $$;
+
+-- Whether no job of these queues can start by itself: none is ready (which includes jobs that a rate,
+-- max_running or a key holds back, and crashed ones that must run alone), nothing is due, no committed job is
+-- still to be admitted, and no claim is still to be reaped. p_due: the last result of _next_due. If that is
+-- now, it checks whose jobs are due, so that steady commits to other queues do not keep a worker: it reads
+-- the first 1,000, and if there are more the queues are not drained, because fetch admits them.
+-- p_options: those of before_sleep.
+-- Locks: none. Raises: 22023.
+create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_queues text[];
+  v_tasks text[];
+  v_before timestamptz;
+begin
+  if p_options is not null then
+    perform queue._check_keys('options', p_options, array['tasks', 'deadline_within', 'in_line', 'busy']);
+    if coalesce(jsonb_typeof(p_options -> 'tasks'), 'array') not in ('array', 'null') then
+      perform queue._invalid('tasks must be a list', 'Pass a JSON array.');
+    elsif jsonb_typeof(p_options -> 'tasks') = 'array' then
+      v_tasks := array(select t from jsonb_array_elements_text(p_options -> 'tasks') t);
+    end if;
+    if jsonb_typeof(p_options -> 'in_line') <> 'boolean'
+      or jsonb_typeof(p_options -> 'busy') <> 'boolean'
+    then
+      perform queue._invalid('in_line and busy must be true or false', 'Pass a JSON boolean.');
+    end if;
+    v_before := v_now + queue._interval('deadline_within', p_options -> 'deadline_within');
+  end if;
+  if p_queues is not null then
+    v_queues := queue._match_queues(p_queues);
+  end if;
+  if exists (
+      select from queue.lane l
+      cross join lateral (
+        select from queue.active_job aj
+        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+          and (v_before is null or queue._deadline_of(aj.id, aj.deadline) < v_before)
+          and (v_tasks is null or exists (select from queue.job j
+            where j.id = aj.id and j.task = any (v_tasks)))
+        limit 1) r
+      where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
+        and (l.paused_until is null or l.paused_until <= v_now))
+    or exists (
+      select from queue.worker w
+      where w.gone_at is null and greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after < v_now
+        or w.gone_at is not null and not w.is_clear and not w.has_left)
+  then
+    return false;
+  elsif p_due > v_now + interval '20 ms' is not false then
+    return true;
+  end if;
+  return (
+    select not (k.has_backlog or k.due_at > v_now
+      or exists (select from queue.pending_settlement)
+      or coalesce(queue._next_lease_end() <= v_now, false)
+      or exists (select from queue.schedule s where s.due_at >= k.due_at and s.due_at <= v_now)
+      or exists (
+        select from queue.expiry e
+        where e.at <= v_now and (select aj.claim from queue.active_job aj where aj.id = e.id) is null)
+      or queue._has_any_of(p_queues, array(select j.queue from queue.job j
+        where j.xid >= k.next_xid limit 1000))
+      or queue._has_any_of(p_queues, array(select j.queue from queue.job j
+        where j.xid = any (k.in_flight) limit 1000))
+      or queue._has_any_of(p_queues, array(
+           select j.queue
+           from (select w.id from queue.waiting w where w.at >= k.due_at and w.at <= v_now
+             order by w.at limit 1000) w
+           cross join lateral (select j.queue from queue.job_now j where j.id = w.id offset 0) j)))
+    from queue.cursor_now k);
+end $$;

@@ -1,0 +1,224 @@
+-- Steps of durable jobs: the next run of a job continues after its last finished step.
+--
+-- Each step has a name. If a run uses a name again, the use gets a number: a, a#2, a#3. SQL applies this
+-- rule, so that all clients behave alike: begin_step gives a name the number of its use in this run, and
+-- finish_step finishes the step that was begun. A client that counts the uses itself passes a#2, and needs no
+-- begin_step.
+-- Locks: the claim's row of queue.active_job, FOR KEY SHARE; then the step's row of queue.step. The
+-- worker's own end of the claim waits for a transaction that has finished a step; reap and operators
+-- (retry with force) skip the row. After the end of the claim a step finds no row (QJ002). So a worker
+-- that was declared dead writes nothing, while two connections of one handler, or its heartbeat, do not
+-- wait for each other. Only the claim's holder writes the rows of queue.step while the job runs. Why no
+-- wake-up is lost: nobody waits for a step.
+-- Two sessions: work/steps.fenced.spec.
+
+-- Locks: none; if it records a use or a fingerprint, those named above.
+-- Raises: 22023, QJ001, QJ002, QJ008, QJ009.
+create or replace function queue.begin_step(id bigint, claim bigint, name text, fingerprint text default null)
+returns table (finished boolean, value jsonb)
+language plpgsql volatile parallel unsafe security definer rows 1
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_key record;
+  v_step record;
+begin
+  {{if_restricted}}
+    perform queue._require_claims(array[begin_step.id], array[begin_step.claim]);
+  end if;
+  perform queue._check_isolation();
+  v_key := queue._step_key(begin_step.name);
+  perform queue._check_name('fingerprint', begin_step.fingerprint) where begin_step.fingerprint is not null;
+  perform from queue.active_job aj where aj.id = begin_step.id and aj.claim = begin_step.claim;
+  if not found then
+    perform queue._raise_claim_error(begin_step.id, begin_step.claim);
+  end if;
+  v_step := queue._step_in_run(begin_step.id, begin_step.claim, v_key.name, v_key.no);
+  finished := v_step.finished_at is not null;
+  if finished and v_step.fingerprint <> begin_step.fingerprint then
+    perform queue._step_changed(begin_step.id, begin_step.name, v_step.fingerprint, begin_step.fingerprint);
+  elsif finished and v_step.run <> begin_step.claim then
+    perform queue._lock_claim(begin_step.id, begin_step.claim);
+    update queue.step s set run = begin_step.claim
+    where s.job_id = begin_step.id and s.name = v_key.name and s.no = v_step.no;
+  elsif not finished and (v_step.fingerprint is distinct from begin_step.fingerprint
+    or v_key.no is null and v_step.no > 1) then
+    perform queue._lock_claim(begin_step.id, begin_step.claim);
+    insert into queue.step as s (job_id, claim, run, no, name, fingerprint)
+    values (begin_step.id, begin_step.claim, begin_step.claim, v_step.no, v_key.name, begin_step.fingerprint)
+    on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
+      fingerprint = excluded.fingerprint;
+  end if;
+  value := v_step.value;
+  return next;
+end $$;
+comment on function queue.begin_step(bigint, bigint, text, text) is
+  'Returns whether a step of a job is finished, and its value. A finished step must not run again. If this'
+    ' run has finished a step of this name before, the name means its next use: a, a#2, a#3; a name with a'
+    ' number means that use. A fingerprint is a text of up to 1,000 bytes that identifies the code of the'
+    ' step: if the step was finished with a different one, the call is refused (QJ009). Steps that fetch has'
+    ' returned need no call.';
+
+-- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is already finished), QJ008.
+create or replace function queue.finish_step(id bigint, claim bigint, name text, value jsonb default null)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_key record;
+begin
+  {{if_restricted}}
+    perform queue._require_claims(array[finish_step.id], array[finish_step.claim]);
+  end if;
+  perform queue._check_isolation();
+  perform queue._check_size('value', finish_step.value);
+  v_key := queue._step_key(finish_step.name);
+  perform queue._lock_claim(finish_step.id, finish_step.claim);
+  insert into queue.step (job_id, claim, run, finished_at, no, name, value)
+  values (finish_step.id, finish_step.claim, finish_step.claim, clock_timestamp(), coalesce(v_key.no, 1),
+    v_key.name, finish_step.value)
+  on conflict on constraint step_pkey do nothing;
+  if found then
+    return;
+  end if;
+  update queue.step s
+  set claim = finish_step.claim, run = finish_step.claim, finished_at = clock_timestamp(),
+    value = finish_step.value
+  where s.job_id = finish_step.id and s.name = v_key.name and s.finished_at is null
+    and s.no = coalesce(v_key.no, (
+      select min(b.no) from queue.step b
+      where b.job_id = finish_step.id and b.name = v_key.name and b.finished_at is null));
+  if not found then
+    perform queue._step_is_finished(finish_step.id, finish_step.name);
+  end if;
+end $$;
+comment on function queue.finish_step(bigint, bigint, text, jsonb) is
+  'Finishes a step with a value, for this and all later runs of the job. It may be part of the handler''s own'
+    ' transaction: the handler''s writes and the step then commit together or not at all, and a lost claim'
+    ' rolls both back (QJ002). A step that is already finished is refused (QJ003), also if the first call''s'
+    ' answer was lost: then ask begin_step. For a name that is used again in one run, see begin_step.';
+
+-- Locks: none. Raises: 22023, QJ001, QJ002.
+create or replace function queue.read_steps(id bigint, claim bigint, after text default null)
+returns table (name text, value jsonb)
+language plpgsql stable parallel unsafe security definer rows 100
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_after record;
+begin
+  {{if_restricted}}
+    perform queue._require_claims(array[read_steps.id], array[read_steps.claim]);
+  end if;
+  perform from queue.active_job aj where aj.id = read_steps.id and aj.claim = read_steps.claim;
+  if not found then
+    perform queue._raise_claim_error(read_steps.id, read_steps.claim);
+  end if;
+  if read_steps.after is not null then
+    v_after := queue._step_key(read_steps.after);
+  else
+    select '' as name, 0 as no into v_after;
+  end if;
+  return query
+    select queue._step_name(x.name, x.no), x.value
+    from (
+      select s.name, s.no, s.value, row_number() over (order by s.name, s.no) as n,
+        sum(pg_column_size(s.value)) over (order by s.name, s.no) as total
+      from queue.step s
+      where s.job_id = read_steps.id and s.finished_at is not null
+        and (s.name, s.no) > (v_after.name, coalesce(v_after.no, 1))) x
+    where x.n = 1 or x.total <= 65536 and x.n <= 1000
+    order by x.name, x.no;
+end $$;
+comment on function queue.read_steps(bigint, bigint, text) is
+  'Returns the finished steps of a job that the caller runs, if fetch returned an empty object because they'
+    ' take more than 64 kB: by name, as many as fit into one answer. Call it again with the last name as'
+    ' after, until it returns no row.';
+
+-- Splits a step's name into the name and the number of its use, NULL if the name has none.
+-- Raises: 22023.
+create or replace function queue._step_key(p_name text, out name text, out no integer)
+language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_parts text[];
+begin
+  perform queue._check_name('name', p_name);
+  name := p_name;
+  if strpos(p_name, '#') > 0 then
+    v_parts := regexp_match(p_name, '^(.+)#([1-9][0-9]{0,8})$');
+    if v_parts is not null then
+      name := v_parts[1];
+      no := v_parts[2]::integer;
+    end if;
+  end if;
+end $$;
+
+-- A step's name as clients and people see it.
+create or replace function queue._step_name(p_name text, p_no integer)
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return p_name || case when p_no > 1 then '#' || p_no else '' end;
+end $$;
+
+-- The use of a name that is meant in a run of a job: without a number (p_no) the first one that is not
+-- finished or that this run has not reached yet. If it has no row, only its number is returned.
+create or replace function queue._step_in_run(p_id bigint, p_claim bigint, p_name text, p_no integer,
+  out no integer, out run bigint, out finished_at timestamptz, out fingerprint text, out value jsonb)
+language plpgsql stable parallel safe security invoker as $$
+#variable_conflict use_column
+begin
+  select s.no, s.run, s.finished_at, s.fingerprint, s.value into no, run, finished_at, fingerprint, value
+  from queue.step s
+  where s.job_id = p_id and s.name = p_name
+    and (s.no = p_no or p_no is null and (s.run <> p_claim or s.finished_at is null))
+  order by s.no limit 1;
+  if no is null then
+    no := coalesce(p_no,
+      (select max(s.no) from queue.step s where s.job_id = p_id and s.name = p_name) + 1, 1);
+  end if;
+end $$;
+
+-- Keeps a claim from ending before this transaction ends. Locks: see the top. Raises: QJ001, QJ002.
+create or replace function queue._lock_claim(p_id bigint, p_claim bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for key share;
+  if not found then
+    perform queue._raise_claim_error(p_id, p_claim);
+  end if;
+end $$;
+
+-- Raises: QJ009, always.
+create or replace function queue._step_changed(id bigint, step text, was text, fingerprint text)
+returns void language plpgsql volatile parallel safe security invoker as $$
+begin
+  raise exception using errcode = 'QJ009', message = 'step changed',
+    detail = format('id: %s, step: %s, finished with fingerprint: %s, now: %s', id, left(step, 200), was,
+      fingerprint),
+    hint = 'The step has run with other code. Give the new step another name, pass the old fingerprint,'
+      ' or let the step run again by queue.retry with from_step.';
+end $$;
+
+-- Raises: QJ003, always.
+create or replace function queue._step_is_finished(p_id bigint, p_name text)
+returns void language plpgsql volatile parallel safe security invoker as $$
+begin
+  perform queue._invalid_state(p_id, format('running, step %s is finished', left(p_name, 200)),
+    'Call queue.begin_step before a step runs. If a run uses a name again, call it for each use, or add a'
+      ' number: name#2.');
+end $$;
+
+-- The finished steps of a job for fetch: an object by name, empty if they are too long for an answer.
+create or replace function queue._steps(p_id bigint)
+returns jsonb language plpgsql stable parallel safe security invoker as $$
+declare
+  v_steps jsonb;
+begin
+  if (select sum(pg_column_size(s.value) + octet_length(s.name)) from queue.step s
+      where s.job_id = p_id and s.finished_at is not null) > 65536 then
+    return '{}'::jsonb;
+  end if;
+  select jsonb_object_agg(queue._step_name(s.name, s.no), s.value) into v_steps
+  from queue.step s where s.job_id = p_id and s.finished_at is not null;
+  return case when octet_length(v_steps::text) > 65536 then '{}'::jsonb else v_steps end;
+end $$;

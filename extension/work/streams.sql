@@ -1,0 +1,94 @@
+-- Streams and progress: a job reports them while it runs.
+
+-- The numbers have no gaps: a call waits for any other transaction that is emitting to the stream, which can
+-- only belong to the same run of the job. So a reader that continues after the last number misses nothing.
+-- Locks: the claim's row of queue.active_job, FOR KEY SHARE, as finish_step; then the new row. Why no wake-up
+-- is lost: clients that wait are notified as at the end of a job, and also poll (inspect/results.sql).
+-- Raises: 22023, QJ001, QJ002, QJ008.
+create or replace function queue.emit(id bigint, claim bigint, stream text, value jsonb)
+returns bigint language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_no bigint;
+begin
+  {{if_restricted}}
+    perform queue._require_claims(array[emit.id], array[emit.claim]);
+  end if;
+  perform queue._check_isolation();
+  perform queue._check_name('stream', emit.stream);
+  perform queue._check_size('value', emit.value);
+  perform queue._lock_claim(emit.id, emit.claim);
+  while v_no is null loop
+    insert into queue.stream_item (job_id, stream, no, value)
+    values (emit.id, emit.stream,
+      coalesce((select max(i.no) from queue.stream_item i
+                where i.job_id = emit.id and i.stream = emit.stream), 0) + 1,
+      coalesce(emit.value, 'null'))
+    on conflict on constraint stream_item_pkey do nothing
+    returning no into v_no;
+  end loop;
+  perform queue._notify_waiters(array[emit.id]);
+  return v_no;
+end $$;
+comment on function queue.emit(bigint, bigint, text, jsonb) is
+  'Appends a value to a stream of a running job, and returns its number there: 1, 2, 3. In a transaction that'
+    ' finishes a step, the value is emitted exactly once. Readers are notified on the channel of'
+    ' queue.await_result.';
+
+-- Locks: none. Raises: 22023, QJ001.
+create or replace function queue.read_stream(id bigint, stream text, after bigint default 0)
+returns table (no bigint, value jsonb, emitted_at timestamptz)
+language plpgsql stable parallel unsafe security definer rows 100
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+begin
+  {{if_restricted}}
+    perform queue._require_jobs('{producer,worker,operator,reader}', array[read_stream.id]);
+  end if;
+  perform queue._check_name('stream', read_stream.stream);
+  if not exists (select from queue.job j where j.id = read_stream.id) then
+    perform queue._job_not_found(read_stream.id);
+  end if;
+  return query
+    select x.no, x.value, x.emitted_at
+    from (
+      select i.no, i.value, i.emitted_at, sum(pg_column_size(i.value)) over (order by i.no) as total,
+        row_number() over (order by i.no) as n
+      from (select i.no, i.value, i.emitted_at from queue.stream_item i
+            where i.job_id = read_stream.id and i.stream = read_stream.stream
+              and i.no > coalesce(read_stream.after, 0)
+            order by i.no limit 1000) i) x
+    where x.n = 1 or x.total <= 1000000
+    order by x.no;
+end $$;
+comment on function queue.read_stream(bigint, text, bigint) is
+  'Returns the values that a job has emitted to a stream, in order, after a number: at most 1,000 values, and'
+    ' 1 MB as stored. Call it again with the last number. No rows means that there are no more yet, or none'
+    ' at all if the job has finished; queue.await_result tells which, and how to wait.';
+
+-- Locks: the claim's row of queue.active_job, FOR KEY SHARE, as finish_step; then the job's row of
+-- queue.job_override. Why no wake-up is lost: nobody waits for progress.
+-- Raises: 22023, QJ001, QJ002, QJ008.
+create or replace function queue.set_progress(id bigint, claim bigint, percent numeric,
+  message text default null)
+returns void language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+begin
+  {{if_restricted}}
+    perform queue._require_claims(array[set_progress.id], array[set_progress.claim]);
+  end if;
+  perform queue._check_isolation();
+  if set_progress.percent between 0 and 100 is false then
+    perform queue._invalid('percent must be 0 to 100', 'Pass how much of the work is done, or NULL.');
+  end if;
+  perform queue._lock_claim(set_progress.id, set_progress.claim);
+  insert into queue.job_override as s (id, percent, message)
+  values (set_progress.id, round(set_progress.percent, 2), left(set_progress.message, 1000))
+  on conflict on constraint job_override_pkey do update
+    set (percent, message) = (excluded.percent, coalesce(excluded.message, s.message));
+end $$;
+comment on function queue.set_progress(bigint, bigint, numeric, text) is
+  'Sets the progress of a running job, which queue.jobs shows: percent, and a message of which 1,000'
+    ' characters are kept. NULL as the message keeps the last one.';

@@ -1,0 +1,195 @@
+-- Workers: a worker lives as long as it calls heartbeat, and its claims with it.
+
+-- Locks: none, except as _check_era if a new era is due. Raises: 22023.
+create or replace function queue.register_worker(name text, queues text[] default null,
+  info jsonb default '{}')
+returns bigint language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+begin
+  {{if_restricted}}
+    queues := queue._narrow_queues('{worker}', queues);
+  end if;
+  return queue._register_worker(name, queues, info);
+end $$;
+comment on function queue.register_worker(text, text[], jsonb) is
+  'Registers a worker that serves the queues (names, prefix*, *; NULL: all) and returns its id.'
+    ' queue.workers shows info; its keys dead_after (interval, 30 s), listen (false: the worker only polls,'
+    ' as behind a transaction pooler) and session (true: see queue.work) have a meaning.';
+
+-- Locks: the worker's row; then as _maintain, which waits for nothing: the answer is complete by then.
+-- Raises: QJ007.
+create or replace function queue.heartbeat(worker bigint)
+returns table (id bigint, claim bigint, reason text)
+language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  -- maintenance might keep others waiting for locks that another part of the transaction holds
+  v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
+    and pg_current_xact_id_if_assigned() is null;
+begin
+  {{if_restricted}}
+    perform queue._require_worker(heartbeat.worker);
+  end if;
+  update queue.worker w set last_seen_at = clock_timestamp()
+  where w.id = heartbeat.worker and w.gone_at is null;
+  if not found then
+    perform queue._worker_gone(heartbeat.worker);
+  end if;
+  return query select a.id, a.claim, a.reason from queue.abort a where a.worker_id = heartbeat.worker
+    order by a.id, a.claim;
+  -- a claim that was taken away is reported once
+  delete from queue.abort a
+  where a.worker_id = heartbeat.worker and not exists (select from queue.active_job aj
+    where aj.id = a.id and aj.claim = a.claim);
+  if v_may_maintain then
+    perform queue._maintain(interval '200 ms');
+  end if;
+end $$;
+comment on function queue.heartbeat(bigint) is
+  'Reports that the worker is alive; call it every 10 s. Returns the jobs that it must abort: cancelled'
+    ' ones, and those taken from it (retried). Then it runs due maintenance, as tick, but only briefly and'
+    ' without waiting; it does not if the transaction has already written, or is not READ COMMITTED. Raises'
+    ' QJ007 if the worker was reaped or deregistered.';
+
+create or replace function queue.claims(worker bigint)
+returns table (id bigint, claim bigint)
+language plpgsql stable parallel safe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+begin
+  {{if_restricted}}
+    perform queue._require_worker(claims.worker);
+  end if;
+  return query
+    select aj.id, aj.claim from queue.active_job aj
+    where aj.worker_id = claims.worker and aj.claim is not null
+      and not exists (select from queue.undelivered u where u.worker_id = aj.worker_id and u.id = aj.id
+        and u.claim = aj.claim)
+    order by aj.id;
+end $$;
+comment on function queue.claims(bigint) is
+  'Returns the claims that a worker holds, so that after a lost connection it can give back those that it'
+    ' never received.';
+
+-- Until the timeout has passed, it limits the lease: the attempt ends 10 s after it, however often it is
+-- extended. An extension after that means that the handler could not be ended and still runs, as the live
+-- worker reports: then only the lease counts, so that no second run, and no other holder of its lock or slot,
+-- starts beside it.
+-- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
+create or replace function queue.extend(id bigint, claim bigint, lease interval)
+returns timestamptz language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+#variable_conflict use_column
+declare
+  v_expires_at timestamptz;
+begin
+  {{if_restricted}}
+    perform queue._require_claims(array[extend.id], array[extend.claim]);
+  end if;
+  if extend.lease is null or extend.lease <= interval '0' then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
+  end if;
+  perform queue._check_interval('lease', extend.lease);
+  v_expires_at := queue._extend(extend.id, extend.claim, extend.lease);
+  {{if_operator}}
+    perform queue._audit_claim('extend', extend.id, extend.claim, jsonb_build_object('lease', extend.lease));
+  end if;
+  return v_expires_at;
+end $$;
+comment on function queue.extend(bigint, bigint, interval) is
+  'Gives the claim its own lease from now on. Only the lease then decides when the claim is dead,'
+    ' whatever happens to its worker. Returns the end of the lease. A timeout still limits the attempt; but'
+    ' a claim that is extended after its timeout lives as long as the lease: so a live worker reports that'
+    ' it could not end the handler.';
+
+-- Locks: the worker's row; the claims' rows of queue.active_job, all before the admission lock, which is then
+-- taken by try.
+create or replace function queue.deregister_worker(worker bigint)
+returns integer language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+#variable_conflict use_column
+declare
+  v_claim record;
+  v_ids bigint[] := '{}'::bigint[];
+begin
+  {{if_restricted}}
+    perform queue._require_worker(deregister_worker.worker);
+  end if;
+  perform queue._check_isolation();
+  update queue.worker w set gone_at = clock_timestamp(), has_left = true
+  where w.id = deregister_worker.worker and w.gone_at is null;
+  perform from queue.active_job aj where aj.worker_id = deregister_worker.worker order by aj.id for update;
+  for v_claim in
+    select aj.id, aj.claim from queue.active_job aj where aj.worker_id = deregister_worker.worker
+      and aj.claim is not null order by aj.id
+  loop
+    perform queue._end_attempt('{"outcome": "released"}', v_claim.id, v_claim.claim, false);
+    v_ids := v_ids || v_claim.id;
+  end loop;
+  perform queue._settle_own(v_ids);
+  return cardinality(v_ids);
+end $$;
+comment on function queue.deregister_worker(bigint) is
+  'Removes the worker; its running jobs go back to ready. Returns their number. It is not an error if the'
+    ' worker is already gone.';
+
+-- Gives the claim a lease. Locks and errors: as extend.
+create or replace function queue._extend(p_id bigint, p_claim bigint, p_lease interval)
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_claimed_at timestamptz;
+  v_expires_at timestamptz;
+begin
+  update queue.active_job aj set flags = aj.flags | {{lease}}
+  where aj.id = p_id and aj.claim = p_claim returning aj.claimed_at into v_claimed_at;
+  if not found then
+    perform queue._raise_claim_error(p_id, p_claim);
+  end if;
+  select case when v_claimed_at + t.timeout <= v_now then v_now + p_lease
+              else least(v_now + p_lease, v_claimed_at + t.timeout + interval '10 s') end
+  into v_expires_at
+  from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t
+  where j.id = p_id;
+  insert into queue.lease as l (id, claim, expires_at, is_own)
+  values (p_id, p_claim, v_expires_at, true)
+  on conflict on constraint lease_pkey do update
+    set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true, given_at = excluded.given_at;
+  return v_expires_at;
+end $$;
+
+-- register_worker without the check of rights. Locks and errors: as there.
+create or replace function queue._register_worker(p_name text, p_queues text[], p_info jsonb)
+returns bigint language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_dead_after interval := coalesce(queue._interval('dead_after', p_info -> 'dead_after'), interval '30 s');
+begin
+  perform queue._check_name('name', p_name);
+  perform queue._check_list('queues', p_queues);
+  if p_info is null or jsonb_typeof(p_info) <> 'object' then
+    perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
+  elsif v_dead_after < interval '1 s' then
+    perform queue._invalid('dead_after is too short',
+      'Pass an interval of at least 1 second.');
+  elsif cardinality(p_queues) = 0 then
+    perform queue._invalid('queues is empty', 'Name queues or patterns, or pass NULL for all.');
+  end if;
+  perform queue._check_name('queue', q) from unnest(p_queues) q;
+  perform queue._check_size('info', p_info);
+  if p_info ? 'session' then
+    if p_info -> 'session' <> 'true' then
+      perform queue._invalid('session must be true',
+        'Leave it out, except for a worker that runs its jobs in the session that registers it.');
+    end if;
+    p_info := jsonb_set(p_info, '{session}', to_jsonb(pg_backend_pid()));
+  end if;
+  perform queue._check_versions(p_info ->> 'client');
+  perform queue._check_era();
+  insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
+  values (p_name, p_queues, p_info, clock_timestamp(), clock_timestamp(), v_dead_after)
+  returning id into v_id;
+  return v_id;
+end $$;

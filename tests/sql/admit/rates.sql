@@ -1,0 +1,215 @@
+-- Rates and weights of concurrency keys, and settings by configure_key.
+
+select plan(91);
+
+set pgdefer.notify = off;
+
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+
+create function pg_temp.claim(n integer default 10, options jsonb default null) returns text language plpgsql as $$
+begin
+  return (select string_agg(f.args ->> 'name', ' ' order by f.n) from queue.fetch((select max(w.id) from queue.workers w), null, claim.n, claim.options) with ordinality
+    f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n));
+end $$;
+create function pg_temp.finish_all(outcome text default 'succeeded') returns void language plpgsql as $$
+begin
+  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', finish_all.outcome)))
+  from queue.active_job v where v.claim is not null having count(*) > 0;
+end $$;
+create function pg_temp.defer(names text, concurrency jsonb, more jsonb default '{}') returns bigint language plpgsql as $$
+declare
+  v_id bigint;
+begin
+  select min(d) into v_id from queue.defer_many((
+    select jsonb_agg(jsonb_build_object('task', 't', 'args', jsonb_build_object('name', u.name),
+      'options', jsonb_build_object('concurrency', defer.concurrency)) || defer.more order by u.n)
+    from regexp_split_to_table(defer.names, ' ') with ordinality u (name, n))) d;
+  return v_id;
+end $$;
+-- Lets time pass for rates.
+create function pg_temp.pass(way interval) returns void language sql as $$
+  update queue.rate_start r set at = r.at - way;
+  update queue.waiting w set at = w.at - way where w.reason = 'slot';
+  update queue.cursor k set due_at = k.due_at - way;
+$$;
+create function pg_temp.end_all() returns void language plpgsql as $$
+begin
+  perform pg_temp.finish_all();
+  perform queue.delete(array(select j.id from queue.jobs j where j.finished_at is null));
+end $$;
+
+-- A rate instead of a limit
+select pg_temp.defer('a b c d e', '[{"key": "R", "rate": {"limit": 2, "per": "1 hour"}}]') as a \gset
+select is(pg_temp.claim(), 'a b', 'as many as the rate');
+select is(pg_temp.claim(), null, 'and no more');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), null, 'though none runs');
+select is((select row (s.kind, s."limit", s.used, s.ready, s.waiting, s.rate_limit, s.rate_per)::text from queue.semaphores s where s.key = 'R'), '(concurrency_key,,0,0,3,2,01:00:00)', 'the view shows it');
+select is((select string_agg(j.state || ' ' || j.reason, ', ' order by j.id) from queue.jobs j where j.id > :a + 1), 'blocked limit, blocked limit, blocked limit', 'the others wait');
+select is(queue.why(:a + 2), format('its concurrency key R has used up its rate of 2 per 01:00:00; it may start at %s at the earliest', min(f.started_at) + interval '1 hour'), 'why says until when')
+from queue.finished f;
+select is((select t.next_due - now() between interval '59 minutes' and interval '61 minutes' from queue.tick() t), true, 'something is due then');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.pass('59 minutes');
+select is(pg_temp.claim(), null, 'not before');
+select pg_temp.pass('2 minutes');
+select is(pg_temp.claim(), 'c d', 'then by itself');
+select pg_temp.finish_all('failed');
+select queue.cancel(:a + 4) \g /dev/null
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+
+-- The job that knows when the rate opens is removed: the next one knows.
+select pg_temp.defer('a b c d', '[{"key": "M", "rate": {"limit": 1, "per": "1 hour"}}]') as a \gset
+select is(pg_temp.claim(), 'a', 'one starts');
+select queue.cancel(:a + 1) \g /dev/null
+select is((select count(*) from queue.waiting w where w.at is not null and w.id = :a + 2), 1::bigint, 'the first is cancelled');
+select queue.set_deadline(array[:a + 3], now()) \g /dev/null
+select pg_temp.pass('61 minutes');
+select is(pg_temp.claim(), 'd', 'the nearest deadline is next');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+
+-- With a limit as well, and a weight that counts in both.
+select pg_temp.defer('a b c d', '[{"key": "B", "limit": 2, "rate": {"limit": 3, "per": "1 hour"}}]') \g /dev/null
+select is(pg_temp.claim(), 'a b', 'the limit');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), 'c', 'the rate');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), null, 'no more');
+select pg_temp.end_all();
+select pg_temp.defer('light', '[{"key": "W", "limit": 5}]'), pg_temp.defer('heavy', '[{"key": "W", "limit": 5, "weight": 3}]'),
+  pg_temp.defer('light2 light3 light4', '[{"key": "W", "limit": 5}]') \g /dev/null
+select is(pg_temp.claim(), 'light heavy light2', 'a weight takes so many');
+select is((select row (s."limit", s.used, s.waiting)::text from queue.semaphores s where s.key = 'W'), '(5,5,2)', 'as the view shows');
+select pg_temp.defer('heavy2', '[{"key": "W", "limit": 5, "weight": 4}]', '{"deadline": "2000-01-01Z"}') \g /dev/null
+select queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'in order');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' and j.args ->> 'name' = 'heavy' \g /dev/null
+select is(pg_temp.claim(), null, 'a first job that does not fit yet is not overtaken');
+select is_empty('select * from queue.check()', 'in order');
+select queue.release(j.id, j.claim) from queue.jobs j where j.state = 'running' and j.args ->> 'name' = 'light' \g /dev/null
+select is(pg_temp.claim(), 'heavy2', 'then it starts');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), 'light light3 light4', 'then the others');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+select pg_temp.defer('a b c', '[{"key": "WR", "rate": {"limit": 5, "per": "1 hour"}, "weight": 2}]') \g /dev/null
+select is(pg_temp.claim(), 'a b', 'in a rate too');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), null, 'as it has no room for a third');
+select pg_temp.pass('61 minutes');
+select is(pg_temp.claim(), 'c', 'until later');
+select pg_temp.end_all();
+
+-- What is ready will start before what waits: the time for the next counts it.
+select pg_temp.defer('a b c d', '[{"key": "N", "rate": {"limit": 3, "per": "1 hour"}}]') \g /dev/null
+select is(pg_temp.claim(1), 'a', 'one of three starts, two are ready');
+select pg_temp.pass('61 minutes');
+select is(pg_temp.claim(), 'b c d', 'then three in its time');
+select pg_temp.end_all();
+-- A job that brings another rate changes it for those that wait.
+select pg_temp.defer('a b', '[{"key": "C", "rate": {"limit": 1, "per": "1 hour"}}]') \g /dev/null
+select is(pg_temp.claim(), 'a', 'one an hour');
+select pg_temp.defer('c', '[{"key": "C", "rate": {"limit": 5, "per": "1 hour"}}]') \g /dev/null
+select is(pg_temp.claim(), 'b c', 'five an hour');
+select pg_temp.end_all();
+-- A heavy job is not passed by either after one that goes on to another key.
+select pg_temp.defer('r', '[{"key": "H", "limit": 5, "weight": 3}]'), pg_temp.defer('r2', '[{"key": "H", "limit": 5, "weight": 2}]') \g /dev/null
+select is(pg_temp.claim(), 'r r2', 'all is taken');
+select pg_temp.defer('several', '[{"key": "H", "limit": 5}, {"key": "I", "limit": 1}]'), pg_temp.defer('heavy', '[{"key": "H", "limit": 5, "weight": 4}]'), pg_temp.defer('light', '[{"key": "H", "limit": 5}]') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer('x', '[{"key": "I", "limit": 1}]') \g /dev/null
+select is(pg_temp.claim(), 'x', 'the other key too');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' and j.args ->> 'name' = 'r2' \g /dev/null
+select is(pg_temp.claim(), null, 'the heavy one does not fit, nor pass its turn on');
+select is_empty('select * from queue.check()', 'in order');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' and j.args ->> 'name' = 'r' \g /dev/null
+select is(pg_temp.claim(), 'heavy light', 'then both start');
+select pg_temp.end_all();
+
+-- The window, to the microsecond: a start that is as old as the window is long still lies in it.
+create function pg_temp.room(key text, at timestamptz) returns integer language sql as $$ select queue._rate_room(room.key, 2, '1 hour', 5, room.at) $$;
+select is(pg_temp.room('R1', '2000-01-01Z'), 2, 'all of it at first');
+select queue._count_rate_starts('R1', 2, 1, '2000-01-01 00:00Z'), queue._count_rate_starts('R1', 2, 1, '2000-01-01 00:30Z');
+select is(array[pg_temp.room('R1', '2000-01-01 01:00Z'), pg_temp.room('R1', '2000-01-01 01:00:00.000001Z'), pg_temp.room('R1', '2000-01-01 01:30:00.000001Z')], '{0,1,2}', 'one start after the other leaves the window');
+select queue._count_rate_starts('R1', 2, 1, '2000-01-01 00:10Z');
+select is((select array_agg(r.at order by r.no) from queue.rate_start r where r.key = 'R1'), '{2000-01-01 00:30Z,2000-01-01 00:30Z}'::timestamptz[], 'if the clock was set back a start is as late as the last; as many are kept as a window may hold');
+select queue._count_rate_starts('R2', 2, 1, '1999-12-31 23:15Z'), queue._count_rate_starts('R2', 2, 1, '2000-01-01 00:30Z');
+select is(pg_temp.room('R2', '2000-01-01 00:10Z'), 1, 'and its window ends there');
+select now() as now \gset
+select queue._count_rate_starts('R3', 2, 1, :'now'::timestamptz - interval '30 minutes'), queue._count_rate_starts('R3', 2, 1, :'now');
+select is(array(select queue._rate_opens_at('R3', 2, '1 hour', n) - :'now' from generate_series(1, 3) n), '{30 minutes,1 hour,1 hour}', 'when there is room for one, for two, and for more than ever');
+delete from queue.rate_start;
+
+-- Several keys
+select pg_temp.defer('a b c', '[{"key": "K1", "limit": 2}, {"key": "K2", "rate": {"limit": 1, "per": "1 hour"}}]'), pg_temp.defer('d', '[{"key": "K1", "limit": 2}]') \g /dev/null
+select is(pg_temp.claim(), 'a d', 'a job that waits for a rate takes no slot elsewhere');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.finish_all();
+select pg_temp.pass('61 minutes');
+select is(pg_temp.claim(), 'b', 'the next in its time');
+select is(pg_temp.claim(10, '{"tasks": ["t"]}'), null, 'a filter changes nothing');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+
+-- configure_key overrides what jobs say, at once.
+select pg_temp.defer('a b c d e f', '[{"key": "api 1", "limit": 1}]') \g /dev/null
+select is(pg_temp.claim(), 'a', 'one at a time');
+select queue.configure_key('api*', '{"limit": 3}');
+select is((select s."limit" from queue.semaphores s where s.key = 'api 1'), 3, 'the view shows it');
+select is(pg_temp.claim(), 'b c', 'two more at once');
+select is_empty('select * from queue.check()', 'in order');
+select queue.configure_key('api 1', '{"limit": 2, "rate": {"limit": 1, "per": "1 hour"}}');
+select pg_temp.defer('g', '[{"key": "api 1", "limit": 9}]') \g /dev/null
+select is(pg_temp.claim(), null, 'a job does not change it');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' order by j.id limit 2 \g /dev/null
+select is(pg_temp.claim(), 'd', 'one of two');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), null, 'and of one an hour');
+select queue.configure_key('api 1', '{"rate": null}');
+select is(pg_temp.claim(), 'e f', 'until it is taken away');
+select queue.configure_key('api 1', '{"limit": null}');
+select is((select s."limit" from queue.semaphores s where s.key = 'api 1'), 3, 'then the pattern''s');
+select queue.configure_key('api*', '{"limit": null}');
+select is((select s."limit" from queue.semaphores s where s.key = 'api 1'), 9, 'then the limit of the newest job');
+select is(pg_temp.claim(), 'g', 'at once');
+select is_empty('select * from queue.check()', 'in order');
+select is((select count(*) from queue.key_config), 0::bigint, 'nothing is left of it');
+select queue.configure_key('ab*', '{"limit": 1}'), queue.configure_key('abc*', '{"limit": 2}'), queue.configure_key('abcd', '{"limit": 3}'), queue.configure_key('abcd*', '{"limit": 4}');
+select is(array(select (queue._key_config(k)).slots from unnest('{ab,abcx,abcd,abcde}'::text[]) k), '{1,2,3,4}', 'the longest pattern, but before all the name itself');
+select queue.configure_key(p, '{"limit": null}') from unnest('{ab*,abc*,abcd,abcd*}'::text[]) p \g /dev/null
+select queue.configure_key('later', '{"rate": {"limit": 1, "per": "1 hour"}}');
+select pg_temp.defer('x y', '[{"key": "later", "limit": 5}]') \g /dev/null
+select is(pg_temp.claim(), 'x', 'keys that appear later, too');
+select pg_temp.end_all();
+
+-- Bad input
+select throws_ok(format($f$select queue.defer('t', options => '{"concurrency": [%s]}')$f$, item), '22023', null, item) from (values
+  ('{"key": "k", "weight": 1}'), ('{"key": "k", "limit": 5, "weight": 0}'), ('{"key": "k", "limit": 5, "weight": -1}'), ('{"key": "k", "limit": 5, "weight": 1.5}'),
+  ('{"key": "k", "limit": 5, "weight": 6}'), ('{"key": "k", "limit": 5, "weight": "Infinity"}'), ('{"key": "k", "rate": {"limit": 2, "per": "1 s"}, "weight": 3}'),
+  ('{"key": "k", "rate": {"limit": 0, "per": "1 s"}}'), ('{"key": "k", "rate": {"limit": -1, "per": "1 s"}}'), ('{"key": "k", "rate": {"limit": 1, "per": "0"}}'),
+  ('{"key": "k", "rate": {"limit": 1, "per": "4001 years"}}'), ('{"key": "k", "rate": {"limit": 1}}'), ('{"key": "k", "rate": {"limit": "1", "per": "1 s"}}'),
+  ('{"key": "k", "rate": 1}'), ('{"key": "k", "rate": {"limit": 1, "per": "infinity"}}'), ('{"key": "k", "limit": null, "rate": {"limit": 1, "per": "1 s"}}')) v (item);
+select throws_ok(format('select queue.configure_key(%s)', call), '22023', null, call) from (values
+  ($$null, '{}'$$), ($$'', '{}'$$), ($$repeat('x', 1001), '{}'$$), ($$'k', null$$), ($$'k', '{"limit": 0}'$$), ($$'k', '{"limit": 1.5}'$$),
+  ($$'k', '{"rate": {"limit": 1, "per": "4001 years"}}'$$), ($$'k', '{"rate": {"limit": "NaN", "per": "1 s"}}'$$), ($$'k', '{"weight": 1}'$$)) v (call);
+
+-- In real time: no window holds more than the rate.
+select queue.defer('t', '{"name": "x"}', options => '{"concurrency": [{"key": "fast", "rate": {"limit": 4, "per": "0.1 s"}}]}') from generate_series(1, 30) \g /dev/null
+do $$
+begin
+  -- a fetch is a transaction of its own
+  for i in 1 .. 10000 loop
+    perform pg_temp.claim(7);
+    commit;
+    perform pg_temp.finish_all();
+    commit;
+    exit when not exists (select from queue.jobs j where j.finished_at is null);
+  end loop;
+end $$;
+select is((select count(*) from queue.jobs j where j.finished_at is null), 0::bigint, 'all have run');
+select is((select max(n) from (select count(*) over (order by f.started_at range between interval '0.1 s' preceding and current row) as n
+  from queue.finished f join queue.job j on j.id = f.id where j.keys = '{fast}') x), 4::bigint, 'never more than four in a window');
+select is_empty('select * from queue.check()', 'sound');
+select * from finish();

@@ -1,0 +1,207 @@
+-- Sleeps and waits: the claim ends, and the job continues with a new one when its time or its signal has come.
+
+select plan(89);
+
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+
+-- State, reason, attempts, failures, claims, progress.
+create function pg_temp.job(id bigint) returns text language sql as $$
+  select concat_ws(' ', j.state, j.reason, j.attempts, j.failures, j.claims, j.progress) from queue.jobs j where j.id = job.id
+$$;
+
+-- Lets an hour pass for everything that waits for a time. Nothing else here depends on the clock.
+create function pg_temp.pass() returns void language sql as $$
+  update queue.waiting set at = at - interval '1 hour';
+  update queue.suspended set until = until - interval '1 hour';
+  update queue.job_override set scheduled_at = scheduled_at - interval '1 hour' where isfinite(scheduled_at);
+  update queue.cursor set due_at = '-infinity';
+$$;
+
+-- Sleeping
+select queue.defer('t', lock => 'l', concurrency_key => 'k', concurrency_limit => 1) as id \gset
+select queue.defer('t', lock => 'l') as behind, queue.defer('t', concurrency_key => 'k', concurrency_limit => 1) as other \gset
+select claim from queue.fetch(:worker) \gset
+select lives_ok(format('select queue.sleep(%s, %s, ''nap'', now() + interval ''30 minutes'')', :id, :claim), 'a job goes to sleep');
+select is(test.refusal(format('select queue.succeed(%s, %s)', :id, :claim)), 'QJ002', 'by which its claim ends');
+select is(array(select id from queue.fetch(:worker, max_jobs => 5)), array[:other::bigint], 'its slot is free, and its turn at an ordered lock its own');
+select is(pg_temp.job(:id), 'scheduled 1 0 1 0', 'it waits for its time; that is neither a failure nor progress');
+select alike(queue.why(:behind), '%held by job ' || :id || ' (scheduled)%', 'the job behind it names it');
+select is_empty('select * from queue.check()', 'all is sound');
+select pg_temp.pass() \g /dev/null
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'when its time has come the slot is taken');
+select queue.succeed(:other, (select claim from queue.jobs where id = :other)) \g /dev/null
+select claim, attempt, steps ->> 'nap' as nap from queue.fetch(:worker) \gset
+select is(:attempt, 2, 'it continues once that is free');
+select ok((:'nap')::timestamptz > now(), 'with the time of its waking');
+select lives_ok(format('select queue.sleep(%s, %s, ''nap#2'', now() - interval ''1 day'')', :id, :claim), 'a time that has passed');
+select claim, (steps ->> 'nap#2')::timestamptz > now() - interval '1 minute' as is_now from queue.fetch(:worker) \gset
+select ok(:'is_now', 'is now');
+select is(test.refusal(format('select queue.sleep(%s, %s, ''nap'', now())', :id, :claim)), 'QJ003', 'a sleep that is over is not slept again');
+select is(test.refusal(format('select queue.sleep(%s, %s, ''x'', ''infinity'')', :id, :claim)), '22023', 'nor forever');
+select is(test.refusal(format('select queue.sleep(%s, %s, ''x'', null)', :id, :claim)), '22023', 'nor until nothing');
+select is(test.refusal(format('select queue.sleep(%s, %s, ''nap'', now())', :id, :claim - 1)), 'QJ002', 'nor by an old claim');
+select queue.succeed(:id, :claim) \g /dev/null
+select id, claim from queue.fetch(:worker) \gset
+select is(:id, :behind, 'the lock passes to the next');
+
+-- Waiting for a signal: before it comes, and after
+select is(test.refusal(format('select queue.wait(%s, %s, ''w'')', :id, :claim)), '22023', 'a wait for nothing');
+select is(test.refusal(format('select queue.wait(%s, %s, ''w'', ''s'', ''e'')', :id, :claim)), '22023', 'or for both');
+select is(test.refusal(format('select queue.wait(%s, %s, ''w'', ''s'', timeout => ''-1 s'')', :id, :claim)), '22023', 'or for less than no time');
+select is(test.refusal(format('select queue.wait(%s, %s, ''w'', '''')', :id, :claim)), '22023', 'or for no name');
+select lives_ok(format('select queue.wait(%s, %s, ''ask'', ''approved'')', :id, :claim), 'a job waits for a signal');
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'without one it does not continue');
+select is(pg_temp.job(:id), 'waiting signal 1 0 1 0', 'it waits');
+select is(queue.why(:id), 'at its step ask it waits for signal approved', 'for that');
+select is(array(select s.id from queue.search(state => 'waiting') s), array[:id::bigint], 'a search finds it');
+select is_empty(format('select * from queue.steps where job_id = %s', :id), 'its step is not finished');
+select lives_ok(format('select queue.signal(%s, ''other'', ''0'')', :id), 'another signal');
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'is not what it waits for');
+select lives_ok(format('select queue.signal(%s, ''approved'', ''{"by": "a"}''), queue.signal(%s, ''approved'', ''{"by": "b"}'')', :id, :id), 'two come');
+select claim, steps::text as steps from queue.fetch(:worker) \gset
+select is(:'steps'::jsonb, '{"ask": {"by": "a"}}', 'it continues with the first');
+select lives_ok(format('select queue.wait(%s, %s, ''ask#2'', ''approved'', timeout => ''1 hour'')', :id, :claim), 'and waits for another');
+select claim, steps::text as steps from queue.fetch(:worker) \gset
+select is(:'steps'::jsonb, '{"ask": {"by": "a"}, "ask#2": {"by": "b"}}', 'which is there');
+select is((select count(*) from queue.received_signal where name = 'approved'), 0::bigint, 'each was delivered once');
+select is_empty('select * from queue.check()', 'all is sound');
+
+-- A timeout
+select queue.wait(:id, :claim, 'late', 'never', timeout => '30 minutes') \g /dev/null
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'a wait with a timeout');
+select alike(queue.why(:id), '%signal never until%', 'of which why tells');
+select pg_temp.pass() \g /dev/null
+select claim, steps -> 'late' = 'null' as is_null from queue.fetch(:worker) \gset
+select ok(:'is_null', 'ends by it with null');
+select queue.signal(:id, 'never', '1') \g /dev/null
+select queue.wait(:id, :claim, 'late#2', 'never') \g /dev/null
+select claim, steps -> 'late#2' as late from queue.fetch(:worker) \gset
+select is(:'late'::jsonb, '1', 'a later signal is for the next wait');
+
+-- Operators
+select queue.wait(:id, :claim, 'held', 's') \g /dev/null
+select is(queue.hold(:id), 'held', 'one that waits may be held');
+select queue.signal(:id, 's', '"while held"') \g /dev/null
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'then a signal does not make it continue');
+select is(queue.unhold(:id), 'ready', 'before it is unheld');
+select claim, steps ->> 'held' as held from queue.fetch(:worker) \gset
+select is(:'held'::text, 'while held', 'with the signal');
+select queue.wait(:id, :claim, 'cancelled', 's') \g /dev/null
+select is(queue.cancel(:id), 'cancelled', 'or cancelled');
+select is_empty('select * from queue.suspended', 'then it waits no longer');
+select queue.signal(:id, 's', '"after its end"') \g /dev/null
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'nor does it hear signals');
+select is((select outcome from queue.retry(array[:id])), 'ready', 'retried');
+select claim, steps ? 'cancelled' as is_there from queue.fetch(:worker) \gset
+select ok(not :'is_there', 'it comes to its wait again');
+select queue.wait(:id, :claim, 'cancelled', 's') \g /dev/null
+select claim, steps ->> 'cancelled' as value from queue.fetch(:worker) \gset
+select is(:'value'::text, 'after its end', 'and takes what has come');
+select is_empty('select * from queue.check()', 'all is sound');
+select is(queue.cancel(:id, abort => true), 'running', 'one that is told to abort');
+select queue.wait(:id, :claim, 'aborted', 's') \g /dev/null
+select matches(pg_temp.job(:id), '^cancelled aborted', 'ends instead of waiting');
+select is_empty('select * from queue.suspended', 'and leaves nothing');
+
+-- In the handler's own transaction
+select queue.defer('t') as id \gset
+select claim from queue.fetch(:worker) \gset
+begin;
+select queue.wait(:id, :claim, 'w', 's') \g /dev/null
+rollback;
+select is((select state from queue.jobs where id = :id), 'running', 'rolled back a wait is none');
+begin;
+select queue.wait(:id, :claim, 'w', 's') \g /dev/null
+select queue.signal(:id, 's', '"own"') \g /dev/null
+commit;
+select claim, steps ->> 'w' as value from queue.fetch(:worker) \gset
+select is(:'value'::text, 'own', 'committed with a signal to itself, it takes that');
+begin isolation level repeatable read;
+select is(test.refusal(format('select queue.wait(%s, %s, ''x'', ''s'')', :id, :claim)), 'QJ008', 'the wrong isolation level');
+select is(test.refusal(format('select queue.sleep(%s, %s, ''x'', now())', :id, :claim)), 'QJ008', 'for a sleep too');
+select lives_ok(format('select queue.signal(%s, ''s'')', :id), 'which a signal does not mind');
+rollback;
+
+-- Workers that sleep are told: both ask whether there are any, as defer does (work/sleep.sql).
+create function pg_temp.asks() returns bigint language sql as $$
+  select count(*) from pg_locks l
+  where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.classid = 1885824102 and l.objid = 1
+$$;
+begin;
+select queue.signal(:id, 's') \g /dev/null
+select is(pg_temp.asks(), 1::bigint, 'a signal wakes who sleeps');
+rollback;
+begin;
+select queue.publish('e') \g /dev/null
+select is(pg_temp.asks(), 1::bigint, 'an event too');
+rollback;
+select queue.succeed(:id, :claim) \g /dev/null
+
+-- Events
+select queue.defer('t') as one, queue.defer('t') as two, queue.defer('t') as three \gset
+select queue.wait(f.id, f.claim, 'w', event => 'ready ' || case f.id when :three then 'never' else 'now' end, timeout => '1 day') from queue.fetch(:worker, max_jobs => 3) f \g /dev/null
+select is(queue.publish('ready now', '{"n": 1}'), true, 'an event is published');
+select is(queue.publish('ready now', '{"n": 2}'), false, 'the first stands');
+select results_eq(format('select id, steps from queue.fetch(%s, max_jobs => 5)', :worker), format('values (%s::bigint, ''{"w": {"n": 1}}''::jsonb), (%s, ''{"w": {"n": 1}}'')', :one, :two), 'all that wait for it continue with it');
+select queue.wait(:one, (select claim from queue.jobs where id = :one), 'w#2', event => 'ready now') \g /dev/null
+select results_eq(format('select id, steps -> ''w#2'' from queue.fetch(%s, max_jobs => 5)', :worker), format('values (%s::bigint, ''{"n": 1}''::jsonb)', :one), 'those who come later too');
+select queue.wait(:two, (select claim from queue.jobs where id = :two), 'gone', event => 'soon gone') \g /dev/null
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'none of these is there');
+select is(queue.publish('soon gone', retain => '0'), true, 'an event that is not kept');
+select results_eq(format('select id, steps -> ''gone'' from queue.fetch(%s)', :worker), format('values (%s::bigint, ''{}''::jsonb)', :two), 'is given to who waits for it');
+select is(queue.publish('soon gone', '{"n": 2}', '0'), true, 'does not stand');
+select queue.tick() \g /dev/null
+select queue.wait(:two, (select claim from queue.jobs where id = :two), 'gone#2', event => 'soon gone') \g /dev/null
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'nor is it for those who come later');
+select queue.cancel(:two) \g /dev/null
+select queue.prune() \g /dev/null
+select is((select string_agg(distinct name, ', ') from queue.event), 'ready now', 'and is forgotten');
+select is(test.refusal('select queue.publish('''')'), '22023', 'an event without a name');
+select is(test.refusal('select queue.signal(999999, ''s'')'), 'QJ001', 'a signal to no job');
+
+-- Other jobs, on the same queue, however they end
+select queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', 'succeeded'))) from queue.jobs j where j.state = 'running' \g /dev/null
+select queue.cancel(:three) \g /dev/null
+select queue.defer('parent', options => '{"needs_mode": "any"}') as any, queue.defer('parent') as parent \gset
+select queue.defer('c') as good, queue.defer('c') as bad, queue.defer('c', options => '{"held": true}') as held \gset
+select queue.await_jobs(f.id, f.claim, 'children', array[:good, :bad, :held]::bigint[]) from queue.fetch(:worker, max_jobs => 2) f \g /dev/null
+select is(array(select id from queue.fetch(:worker, max_jobs => 9) order by id), array[:good, :bad]::bigint[], 'those that a job awaits run');
+select is(pg_temp.job(:parent), 'waiting 1 0 1 0', 'while it waits, which is no progress');
+select alike(queue.why(:parent), 'it needs job ' || :good || '%', 'for them');
+select queue.succeed(:good, (select claim from queue.jobs where id = :good), '"fine"') \g /dev/null
+select queue.fail(:bad, (select claim from queue.jobs where id = :bad), 'no') \g /dev/null
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'one that is held has not ended');
+select is_empty('select * from queue.check()', 'all is sound');
+select queue.unhold(:held) \g /dev/null
+select queue.cancel(:held) \g /dev/null
+select is(array(select f.id from queue.fetch(:worker, max_jobs => 9) f where f.steps ? 'children' order by 1), array[:any, :parent]::bigint[], 'when all have ended it continues, however they did');
+select results_eq(format('select need_id, state, result, error from queue.needs(%s)', :parent),
+                  format('values (%s::bigint, ''succeeded''::text, ''"fine"''::jsonb, null::text), (%s, ''failed'', null, ''no''), (%s, ''cancelled'', null, null)', :good, :bad, :held), 'and finds what became of them');
+select queue.await_jobs(:parent, (select claim from queue.jobs where id = :parent), 'again', array[:good]) \g /dev/null
+select claim from queue.fetch(:worker) \gset
+select is(pg_temp.job(:parent), 'running 3 0 3 0', 'of one that has ended before it continues at once');
+select is(test.refusal(format('select queue.await_jobs(%s, %s, ''x'', ''{}'')', :parent, :claim)), '22023', 'nothing to await');
+select is(test.refusal(format('select queue.await_jobs(%s, %s, ''x'', array[999999])', :parent, :claim)), 'QJ001', 'no such job');
+select is(test.refusal(format('select queue.await_jobs(%s, %s, ''x'', array[%s])', :parent, :claim, :parent)), 'QJ005', 'itself');
+select queue.defer('needing', needs => array[:parent]) as needing \gset
+select is(test.refusal(format('select queue.await_jobs(%s, %s, ''x'', array[%s])', :parent, :claim, :needing)), 'QJ005', 'or one that needs it');
+
+select is(queue.retry_later(:parent, :claim), 'ready', 'after a later yield the awaited jobs no longer matter');
+select is(pg_temp.job(:parent), 'ready 3 0 3 1', 'and the one that failed does not block it');
+select queue.delete(array(select id from queue.jobs), true) \g /dev/null
+select is((select count(*) from (select from queue.step union all select from queue.suspended union all select from queue.received_signal) x), 0::bigint, 'deleted jobs leave nothing');
+
+-- More jobs wait for one event than one admission lets go: it is kept for the rest, though it has expired.
+select queue.defer_many((select jsonb_agg('{"task": "many"}'::jsonb) from generate_series(1, 501))) \g /dev/null
+select queue.tick() \g /dev/null
+select queue.wait(f.id, f.claim, 'w', event => 'for many') from queue.fetch(:worker, max_jobs => 501) f \g /dev/null
+select queue.tick() \g /dev/null
+select queue.publish('for many', '1', '0') \g /dev/null
+select queue.tick() \g /dev/null
+select queue._prune_events(10) \g /dev/null
+select queue.tick() from generate_series(1, 2) \g /dev/null
+select is((select count(*) from queue.jobs where state = 'ready'), 501::bigint, 'an event reaches all who wait for it');
+select is((select count(*) from queue.step where value = '1'), 501::bigint, 'with its payload');
+select is_empty('select * from queue.check()', 'all is sound');
+
+select * from finish();
