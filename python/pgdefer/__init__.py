@@ -1,19 +1,9 @@
 """A job queue whose every rule lives in PostgreSQL."""
 
-from importlib.metadata import PackageNotFoundError, version
-
-from ._app import App
-from ._codec import Codec, model_codec
-from ._context import (
-    JobAborted,
-    JobContext,
-    JobTimeout,
-    Middleware,
-    Need,
-    RetryLater,
-    current_job,
-)
-from ._errors import (
+from pgdefer._version import __version__ as __version__
+from pgdefer.app import App
+from pgdefer.codec import Codec, model_codec
+from pgdefer.errors import (
     AlreadyQueued,
     ClaimLost,
     DecodeError,
@@ -28,33 +18,70 @@ from ._errors import (
     NotInstalled,
     PgDeferError,
     QueueNotEmpty,
+    StepChanged,
     TransactionLost,
     UnknownTask,
     WorkerGone,
     WrongIsolation,
 )
-from ._groups import Group
-from ._handling import Decision, HandlingOptions
-from ._job import Job
-from ._options import DeferOptions, RecurringOptions, Retry, TaskOptions
-from ._stream import ClaimedJob, JobStream
-from ._task import AsyncTask, Prepared, SyncTask, Task
-from ._worker import Worker, WorkerOptions
+from pgdefer.options import DeferOptions, RecurringOptions, Retry, TaskOptions
+from pgdefer.tasks.batch import BatchJob
+from pgdefer.tasks.blueprint import Blueprint
+from pgdefer.tasks.context import (
+    JobAborted,
+    JobContext,
+    JobTimeout,
+    Middleware,
+    RetryLater,
+    current_job,
+)
+from pgdefer.tasks.failure_policy import Decision, HandlingOptions
+from pgdefer.tasks.group import Group
+from pgdefer.tasks.hooks import JobEvent
+from pgdefer.tasks.infos import (
+    GroupInfo,
+    HealthCheck,
+    JobInfo,
+    LockInfo,
+    QueueInfo,
+    ScheduleInfo,
+    ShareInfo,
+    SlotInfo,
+    TaskInfo,
+    TaskStats,
+    WorkerInfo,
+)
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.need import Need
+from pgdefer.tasks.open_group import OpenGroup
+from pgdefer.tasks.prepared import DeferMiddleware, Deferral, PreparedJob
+from pgdefer.tasks.steps import JobSuspended
+from pgdefer.tasks.task import AsyncTask, SyncTask, Task
+from pgdefer.worker.multi import MultiWorker
+from pgdefer.worker.options import WorkerOptions
+from pgdefer.worker.stream import ClaimedJob, JobStream
+from pgdefer.worker.worker import Worker
 
 __all__ = [
     "AlreadyQueued",
     "App",
     "AsyncTask",
+    "BatchJob",
+    "Blueprint",
     "ClaimLost",
     "ClaimedJob",
     "Codec",
     "Decision",
     "DecodeError",
+    "DeferMiddleware",
     "DeferOptions",
+    "Deferral",
     "DependencyCycle",
     "EncodeError",
     "Group",
+    "GroupInfo",
     "HandlingOptions",
+    "HealthCheck",
     "IncompatibleClient",
     "InvalidParameter",
     "InvalidState",
@@ -62,33 +89,42 @@ __all__ = [
     "JobAborted",
     "JobCancelled",
     "JobContext",
+    "JobEvent",
     "JobFailed",
+    "JobInfo",
     "JobNotFound",
     "JobStream",
+    "JobSuspended",
     "JobTimeout",
+    "LockInfo",
     "Middleware",
+    "MultiWorker",
     "Need",
     "NotInstalled",
+    "OpenGroup",
     "PgDeferError",
-    "Prepared",
+    "PreparedJob",
+    "QueueInfo",
     "QueueNotEmpty",
     "RecurringOptions",
     "Retry",
     "RetryLater",
+    "ScheduleInfo",
+    "ShareInfo",
+    "SlotInfo",
+    "StepChanged",
     "SyncTask",
     "Task",
+    "TaskInfo",
     "TaskOptions",
+    "TaskStats",
     "TransactionLost",
     "UnknownTask",
     "Worker",
     "WorkerGone",
+    "WorkerInfo",
     "WorkerOptions",
     "WrongIsolation",
     "current_job",
     "model_codec",
 ]
-
-try:
-    __version__ = version("pgdefer")
-except PackageNotFoundError:  # run from the sources
-    __version__ = "0.1.0"

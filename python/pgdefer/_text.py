@@ -1,51 +1,68 @@
-"""Text of others, as a log or a terminal may show it."""
+"""Escapes foreign text, for a log or a terminal."""
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import re
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["logger", "plain"]
+__all__ = ["database_in_logs", "escaped", "logger"]
 
-# Control characters (C0, C1), other ends of lines, and what changes the direction of writing.
+#: The database that a record is about, where one process works for several; else empty.
+database_in_logs: contextvars.ContextVar[str] = contextvars.ContextVar("database", default="")
+
+# Control characters (C0, C1), other line ends, and characters that change the text direction.
 _CONTROL = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 )
 
 
-def plain(text: str) -> str:
-    """Return a text in which control characters are escaped, so that it is one line."""
+def escaped(text: str) -> str:
+    """Return a text with control characters escaped, so that it is one line."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def logger(name: str) -> logging.Logger:
-    """Return a logger that writes no text of jobs or errors as it came: nobody forges a line."""
+    """Return a logger that escapes text of jobs and errors, so that nobody can forge a line.
+
+    It also names the database, where one process works for several.
+    """
     log = logging.getLogger(name)
     log.addFilter(_escape)
+    log.addFilter(_name_database)
     return log
 
 
 def _escape(record: logging.LogRecord) -> bool:
-    """Escape what a record was given; its traceback keeps its lines, the messages in it have one.
+    """Escape the arguments of a record. Its traceback keeps its lines; each message in it is one.
 
-    `exc_info` stays what it was, for handlers that take errors apart.
+    `exc_info` stays unchanged, for handlers that inspect errors.
     """
     if isinstance(record.args, Mapping):
-        record.args = {name: _escaped(value) for name, value in record.args.items()}
+        record.args = {name: _escaped_argument(value) for name, value in record.args.items()}
     elif record.args:
-        record.args = tuple(_escaped(value) for value in record.args)
+        record.args = tuple(_escaped_argument(value) for value in record.args)
     if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
         record.exc_text = _traceback(record.exc_info[1])
     return True
 
 
-def _escaped(value: Any) -> Any:
+def _name_database(record: logging.LogRecord) -> bool:
+    database = database_in_logs.get()
+    if database and not hasattr(record, "database"):
+        record.database = database
+        name = database.replace("%", "%%") if record.args else database
+        record.msg = f"{name}: {record.msg}"
+    return True
+
+
+def _escaped_argument(value: Any) -> Any:
     if isinstance(value, str | BaseException):
         try:
-            return plain(str(value))
+            return escaped(str(value))
         except Exception:
             return type(value).__qualname__
     return value
@@ -56,7 +73,7 @@ class _Escaped(traceback.TracebackException):
 
     def format_exception_only(self, **options: Any) -> Iterator[str]:  # type: ignore[override]
         for line in super().format_exception_only(**options):
-            yield plain(line.removesuffix("\n")) + "\n"
+            yield escaped(line.removesuffix("\n")) + "\n"
 
 
 def _traceback(error: BaseException) -> str:
@@ -69,9 +86,9 @@ def _traceback(error: BaseException) -> str:
                 seen.add(id(part))
                 part.__class__ = _Escaped
                 if part.__notes__:
-                    # indented, so that no line of theirs looks like one of the log's
+                    # indented, so that none of these lines looks like one of the log
                     part.__notes__ = [
-                        "\n  ".join(plain(line) for line in str(note).splitlines())
+                        "\n  ".join(escaped(line) for line in str(note).splitlines())
                         for note in part.__notes__
                     ]
                 within = [

@@ -1,7 +1,7 @@
 """The public views as SQLAlchemy models, to read.
 
-They have a metadata of their own, so that an application's is not touched; they can't be written:
-jobs change by the functions of schema `queue` only. What the columns mean: docs/reference.md.
+The models have their own metadata, separate from the application's. They are read-only: only the
+functions of schema `queue` change jobs. docs/reference.md explains the columns.
 
     with Session(engine) as session:
         for job in session.scalars(select(Job).where(Job.state == "failed").limit(10)):
@@ -11,6 +11,7 @@ jobs change by the functions of schema `queue` only. What the columns mean: docs
 from __future__ import annotations
 
 import datetime as dt
+import decimal
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import sqlalchemy as sa
@@ -28,43 +29,47 @@ from sqlalchemy.orm import (
     remote,
 )
 
-from ._connect import FIRST, LAST
-from ._errors import PgDeferError
+from pgdefer.database.source import FIRST, LAST
+from pgdefer.errors import PgDeferError
 
 __all__ = [
     "LAST",
     "Attempt",
+    "Audit",
     "Base",
+    "Group",
     "Job",
     "Lock",
     "Metrics",
+    "Minute",
     "Queue",
     "ReadOnly",
     "Schedule",
     "ScheduleRun",
     "Semaphore",
+    "Step",
     "Task",
     "Worker",
 ]
 
 
 class ReadOnly(PgDeferError):  # noqa: N818 (as the others)
-    """The models are views: nothing can be written through them."""
+    """The models are views; nothing can be written through them."""
 
 
 class _Endless(sa.types.TypeDecorator[dt.datetime]):
-    """A timestamptz that may be infinite, which no datetime can hold: it is read as LAST."""
+    """A timestamptz that may be infinite. No datetime can hold that, so it is read as LAST."""
 
     impl = sa.TIMESTAMP(timezone=True)
     cache_ok = True
 
     def column_expression(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
-        plain = sa.type_coerce(column, self.impl_instance)
+        raw = sa.type_coerce(column, self.impl_instance)
         first, last = (
             sa.literal_column(f"timestamptz '{moment.isoformat()}'", self.impl_instance)
             for moment in (FIRST, LAST)
         )
-        return sa.case((plain > last, last), (plain < first, first), else_=plain)
+        return sa.case((raw > last, last), (raw < first, first), else_=raw)
 
 
 _Int = Annotated[int, mapped_column(sa.Integer)]
@@ -72,7 +77,7 @@ _Until = Annotated[dt.datetime, mapped_column(_Endless)]
 
 
 class Base(DeclarativeBase):
-    """What the models have in common; its metadata is of schema `queue` and holds nothing else."""
+    """The base of the models; its metadata has only these, in schema `queue`."""
 
     metadata = sa.MetaData(schema="queue")
     type_annotation_map: ClassVar[dict[Any, Any]] = {
@@ -93,7 +98,7 @@ class Base(DeclarativeBase):
 
 
 class Job(Base):
-    """A job that is kept, in its state as far as it is known."""
+    """A job that has not been removed, with its state as far as it is known."""
 
     __tablename__ = "jobs"
 
@@ -125,27 +130,30 @@ class Job(Base):
     description: Mapped[str | None]
     headers: Mapped[dict[str, Any] | None]
     parent: Mapped[int | None]
+    idempotency_key: Mapped[str | None]
     progress: Mapped[_Int]
+    percent: Mapped[decimal.Decimal | None]
+    message: Mapped[str | None]
 
-    #: The attempts that did not succeed, in their order; `attempts` is how many there were.
+    #: The attempts that did not succeed, in order; `attempts` is the number of all attempts.
     history: Mapped[list[Attempt]] = relationship(
         primaryjoin=lambda: Job.id == foreign(Attempt.job_id),
         order_by=lambda: Attempt.claim,
         back_populates="job",
         viewonly=True,
     )
-    #: The jobs of `needs` that are kept, by id.
+    #: The jobs of `needs` that have not been removed, by id.
     needed_jobs: Mapped[list[Job]] = relationship(
         primaryjoin=lambda: remote(Job.id) == sa.any_(foreign(Job.needs)),
         order_by=lambda: Job.id,
         uselist=True,
         viewonly=True,
     )
-    #: The job of `parent`, where that is kept.
+    #: The job of `parent`, if it has not been removed.
     parent_job: Mapped[Job | None] = relationship(
         primaryjoin=lambda: remote(Job.id) == foreign(Job.parent), viewonly=True
     )
-    #: The worker that runs it or ended it; None also where that has gone for more than a minute.
+    #: The worker that runs it or ended it; None also if it left more than a minute ago.
     worker: Mapped[Worker | None] = relationship(
         primaryjoin=lambda: foreign(Job.worker_id) == Worker.id, viewonly=True
     )
@@ -171,14 +179,27 @@ class Attempt(Base):
         back_populates="history",
         viewonly=True,
     )
-    #: None also where the worker has gone for more than a minute.
+    #: None also if the worker left more than a minute ago.
     worker: Mapped[Worker | None] = relationship(
         primaryjoin=lambda: foreign(Attempt.worker_id) == Worker.id, viewonly=True
     )
 
 
+class Step(Base):
+    """A finished step of a durable job."""
+
+    __tablename__ = "steps"
+
+    job_id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[Any | None] = mapped_column(JSONB)
+    fingerprint: Mapped[str | None]
+    claim: Mapped[int]
+    finished_at: Mapped[dt.datetime]
+
+
 class Worker(Base):
-    """A registered worker, or one that has gone within the last minute."""
+    """A registered worker, or one that has left within the last minute."""
 
     __tablename__ = "workers"
 
@@ -202,8 +223,24 @@ class Task(Base):
     defaults: Mapped[dict[str, Any]]
 
 
+class Audit(Base):
+    """A call that changed something."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[dt.datetime]
+    role: Mapped[str]
+    login: Mapped[str]
+    call: Mapped[str]
+    args: Mapped[dict[str, Any]]
+    ids: Mapped[list[int] | None]
+    queues: Mapped[list[str] | None]
+    before: Mapped[Any | None] = mapped_column(JSONB)
+
+
 class Queue(Base):
-    """A queue that is configured, or has unfinished jobs or had ready ones."""
+    """A queue that is configured, has unfinished jobs, or has had ready ones."""
 
     __tablename__ = "queues"
 
@@ -215,12 +252,12 @@ class Queue(Base):
     retain: Mapped[dt.timedelta | None]
     ready: Mapped[int]
     running: Mapped[int]
-    #: LAST where it is paused until somebody resumes it.
+    #: LAST if it is paused until somebody resumes it.
     paused_until: Mapped[_Until | None]
 
 
 class Metrics(Base):
-    """A queue's figures, as exporters take them."""
+    """A queue's figures, for exporters."""
 
     __tablename__ = "metrics"
 
@@ -252,27 +289,77 @@ class Lock(Base):
     waiting: Mapped[_Int]
     has_mutex: Mapped[bool]
 
-    #: The job that runs, or comes first.
+    #: The job that runs, or is the next.
     job: Mapped[Job | None] = relationship(
         primaryjoin=lambda: foreign(Lock.job_id) == Job.id, viewonly=True
     )
 
 
 class Semaphore(Base):
-    """A limit of a concurrency key, a mutex lock or a queue, and who uses it."""
+    """A limit of a concurrency key, a mutex lock or a queue, and its use."""
 
     __tablename__ = "semaphores"
 
     kind: Mapped[str] = mapped_column(primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
-    limit: Mapped[_Int]
+    limit: Mapped[_Int | None]
     used: Mapped[_Int]
     ready: Mapped[_Int]
     waiting: Mapped[_Int]
+    rate_limit: Mapped[_Int | None]
+    rate_per: Mapped[dt.timedelta | None]
+
+
+class Share(Base):
+    """A share that takes turns in a queue and priority; an empty one is that of all other jobs."""
+
+    __tablename__ = "shares"
+
+    queue: Mapped[str] = mapped_column(primary_key=True)
+    priority: Mapped[_Int] = mapped_column(primary_key=True)
+    share: Mapped[str] = mapped_column(primary_key=True)
+    weight: Mapped[float]
+    waiting: Mapped[int]
+    started: Mapped[int]
+
+
+class Minute(Base):
+    """How many jobs of a queue and task ended in a minute; `failures` counts their attempts."""
+
+    __tablename__ = "minutes"
+
+    minute: Mapped[dt.datetime] = mapped_column(primary_key=True)
+    queue: Mapped[str] = mapped_column(primary_key=True)
+    task: Mapped[str] = mapped_column(primary_key=True)
+    succeeded: Mapped[_Int]
+    failed: Mapped[_Int]
+    cancelled: Mapped[_Int]
+    failures: Mapped[_Int]
+
+
+class Group(Base):
+    """A group of jobs."""
+
+    __tablename__ = "groups"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    state: Mapped[str]
+    jobs: Mapped[_Int]
+    unfinished: Mapped[_Int]
+    succeeded: Mapped[_Int]
+    failed: Mapped[_Int]
+    cancelled: Mapped[_Int]
+    on_end_id: Mapped[int | None]
+    on_success_id: Mapped[int | None]
+    on_failure_id: Mapped[int | None]
+    error: Mapped[str | None]
+    opened_at: Mapped[dt.datetime]
+    closed_at: Mapped[dt.datetime | None]
+    ended_at: Mapped[dt.datetime | None]
 
 
 class Schedule(Base):
-    """A recurring run."""
+    """A schedule."""
 
     __tablename__ = "schedules"
 
@@ -294,7 +381,7 @@ class Schedule(Base):
     created_at: Mapped[dt.datetime]
     changed_at: Mapped[dt.datetime]
 
-    #: What became of its last runs, in their order.
+    #: Its last runs, in order.
     runs: Mapped[list[ScheduleRun]] = relationship(
         primaryjoin=lambda: Schedule.name == foreign(ScheduleRun.name),
         order_by=lambda: ScheduleRun.run_at,
@@ -307,7 +394,7 @@ class Schedule(Base):
 
 
 class ScheduleRun(Base):
-    """What became of one run of a schedule: its job, or why it was skipped."""
+    """One run of a schedule: its job, or why it was skipped."""
 
     __tablename__ = "schedule_runs"
 
@@ -344,7 +431,7 @@ def _refuse_flush(mapper: Mapper[Any], _connection: sa.Connection, _target: obje
     _refuse(mapper.class_.__name__)
 
 
-# Of every session, as that is where SQLAlchemy tells of INSERT, UPDATE and DELETE by statement.
+# On every session, because only there SQLAlchemy reports INSERT, UPDATE and DELETE statements.
 @event.listens_for(Session, "do_orm_execute")
 def _refuse_statement(state: ORMExecuteState) -> None:
     if state.is_insert or state.is_update or state.is_delete:

@@ -1,4 +1,4 @@
-"""The queue in Alembic's migrations: as steps of the application's own, or a branch of its own.
+"""The queue in Alembic's migrations: within the application's own, or as a separate branch.
 
     from alembic import op
     import pgdefer.alembic
@@ -19,53 +19,52 @@ from typing import Any, Protocol
 import sqlalchemy as sa
 from alembic.runtime.migration import MigrationContext
 
-from pgdefer import _sql
-from pgdefer._errors import NotInstalled, PgDeferError, sqlstate_of, translate, translated
-from pgdefer._install import Form, Found, choose, is_at_least, offered_version, plain_script
-from pgdefer._sql import Statement
+from pgdefer.database import sql
+from pgdefer.database.install import Form, Found, choose, is_at_least, offered_version, plain_script
+from pgdefer.database.sql import Statement
+from pgdefer.errors import NotInstalled, PgDeferError, sqlstate_of, translate, translated
 
 __all__ = ["downgrade", "include_name", "include_object", "install", "upgrade"]
 
 SCHEMA = "queue"
 INSUFFICIENT_PRIVILEGE = "42501"
 
-# Below Alembic's own, whose configuration silences all others.
+# A child of Alembic's logger, because Alembic's configuration silences all others.
 log = logging.getLogger("alembic.pgdefer")
 
 
 class Operations(Protocol):
-    """What is used of `alembic.op`."""
+    """The part of `alembic.op` in use here."""
 
     def get_context(self) -> MigrationContext: ...
     def get_bind(self) -> sa.Connection: ...
 
 
 def install(op: Operations, *, form: Form = "auto") -> None:
-    """Install the queue, of this package's version; where it is there already, bring it to that.
+    """Install the queue in this package's version, or upgrade an existing one to it.
 
-    `auto` makes the extension where the server has its files and the role may, and otherwise runs
-    the plain SQL. Offline (`--sql`) nobody can ask the server: there `auto` writes the plain SQL,
-    and `extension` has to be asked for.
+    `auto` creates the extension if the server has its files and the role may. Otherwise it runs
+    the plain SQL. Offline (`--sql`) there is no server to ask: there `auto` writes the plain SQL,
+    and `extension` must be requested.
 
-    Raises PgDeferError where neither is possible.
+    Raises PgDeferError if neither is possible.
     """
     context = op.get_context()
     if context.as_sql:
-        _write(context, form, [_sql.CREATE_EXTENSION, _sql.INSTALL])
+        _write(context, form, [sql.CREATE_EXTENSION, sql.INSTALL])
         return
     done = _install(op.get_bind(), form)
     log.info("pgdefer %s is installed (%s)", _version(op.get_bind()), done)
 
 
 def upgrade(op: Operations, version: str, *, form: Form = "auto") -> None:
-    """Bring the queue to `version` or later: to this package's.
+    """Upgrade the queue to this package's version, which must be `version` or later.
 
-    A migration names the version that the application needs from there on, so that one that is run
-    again, years later and with a newer package, finds it done. Indexes that are built without
-    stopping anybody (`queue.migration()`) are built outside the migration's transaction, which is
-    committed before that.
+    A migration names the version that the application needs from then on. So it has nothing
+    left to do if it runs years later with a newer package. Indexes that are built
+    concurrently (`queue.migration()`) are built after the migration's transaction has committed.
 
-    Raises NotInstalled, and PgDeferError where the package or the server's files are older.
+    Raises NotInstalled, and PgDeferError if the package or the server's files are older.
     """
     context = op.get_context()
     if not is_at_least(offered_version(), version):
@@ -74,7 +73,7 @@ def upgrade(op: Operations, version: str, *, form: Form = "auto") -> None:
             hint=f"pip install 'pgdefer>={version}'",
         )
     if context.as_sql:
-        _write(context, form, [_sql.UPDATE_EXTENSION, _sql.MIGRATE])
+        _write(context, form, [sql.UPDATE_EXTENSION, sql.MIGRATE])
         return
     bind = op.get_bind()
     before = _version(bind)
@@ -91,29 +90,29 @@ def upgrade(op: Operations, version: str, *, form: Form = "auto") -> None:
                 hint="Copy those of this package's version into its folder share/extension.",
             )
         log.info("pgdefer was upgraded from %s to %s", before, after)
-    if pending := _rows(bind, _sql.MIGRATION):
+    if pending := _rows(bind, sql.MIGRATION):
         with context.autocommit_block():
             for (statement,) in pending:
                 _run(op.get_bind(), statement)
 
 
 def downgrade(op: Operations, version: str | None = None, *, force: bool = False) -> None:
-    """Undo `install`; or, with a version, `upgrade`, which means to leave the queue as it is.
+    """Undo `install`; or with a version undo `upgrade`, which leaves the queue unchanged.
 
-    What `install` made is removed with every job, so that `queue.uninstall` refuses it without
-    `force`. Where the queue was installed by plain SQL its functions stay, as triggers may call
-    them; they raise QJ090.
+    Undoing `install` removes every job, so `queue.uninstall` refuses it without `force`. If the
+    queue was installed by plain SQL, its functions stay, because triggers may call them; they
+    raise QJ090.
 
-    The tables do not go back to an earlier version, and need not: clients of the release before
-    work with them. So nothing is done, and said.
+    Tables never return to an earlier version, and need not: clients of the previous release work
+    with them. So undoing `upgrade` does nothing, and logs that.
     """
     context = op.get_context()
     if version is not None:
         log.warning("pgdefer stays as it is: its tables do not go back to %s", version)
         return
-    statement = _sql.UNINSTALL_BY_FORCE if force else _sql.UNINSTALL
+    statement = sql.UNINSTALL_BY_FORCE if force else sql.UNINSTALL
     if context.as_sql:
-        context.impl.static_output(f"{statement.text};\n\n{_sql.DROP_EXTENSION.text};")
+        context.impl.static_output(f"{statement.text};\n\n{sql.DROP_EXTENSION.text};")
         return
     bind = op.get_bind()
     if _version(bind) is None:
@@ -122,7 +121,7 @@ def downgrade(op: Operations, version: str | None = None, *, force: bool = False
     with translated():
         _run(bind, statement.text)
     if _found(bind).is_created:
-        _run(bind, _sql.DROP_EXTENSION.text)
+        _run(bind, sql.DROP_EXTENSION.text)
 
 
 def include_name(name: str | None, type_: str, parent_names: object) -> bool:
@@ -138,14 +137,14 @@ def include_object(
     reflected: bool,
     compare_to: object,
 ) -> bool:
-    """For `include_object` in env.py: leave out what is in the queue's schema, models included."""
+    """For `include_object` in env.py: leave out the queue's schema, also the models."""
     del name, type_, reflected, compare_to
     table = getattr(object, "table", object)
     return getattr(table, "schema", None) != SCHEMA
 
 
 def form_of(text: str) -> Form:
-    """Return a form by its name, as `-x pgdefer=plain` gives it. Raises ValueError."""
+    """Return a form by its name, for `-x pgdefer=plain`. Raises ValueError."""
     forms: dict[str, Form] = {"auto": "auto", "extension": "extension", "plain": "plain"}
     try:
         return forms[text]
@@ -154,11 +153,11 @@ def form_of(text: str) -> Form:
 
 
 def _install(bind: sa.Connection, form: Form) -> str:
-    """Make the queue, or bring it to this package's version; return which form it has."""
+    """Install the queue, or upgrade it to this package's version; return its form."""
     found = _found(bind)
     chosen = choose(found, form)
     if chosen == "extension":
-        statement = _sql.UPDATE_EXTENSION if found.is_created else _sql.CREATE_EXTENSION
+        statement = sql.UPDATE_EXTENSION if found.is_created else sql.CREATE_EXTENSION
         try:
             with bind.begin_nested():
                 _run(bind, statement.text)
@@ -168,25 +167,25 @@ def _install(bind: sa.Connection, form: Form) -> str:
             if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
                 raise
         else:
-            _run(bind, _sql.INSTALL.text)
+            _run(bind, sql.INSTALL.text)
             return "extension"
     _run_script(bind, plain_script())
-    _run(bind, _sql.AFTER_PLAIN_CODE.text)
-    _run(bind, _sql.AFTER_PLAIN_MESSAGES.text)
+    _run(bind, sql.AFTER_PLAIN_CODE.text)
+    _run(bind, sql.AFTER_PLAIN_MESSAGES.text)
     return "plain"
 
 
 def _found(bind: sa.Connection) -> Found:
-    (row,) = _rows(bind, _sql.HAS_EXTENSION)
+    (row,) = _rows(bind, sql.HAS_EXTENSION)
     return Found(*row)
 
 
 def _version(bind: sa.Connection) -> str | None:
-    """Return the version of the tables, None where there are none."""
+    """Return the version of the tables, None if there are none."""
     if not _found(bind).has_code:
         return None
     with translated():
-        (row,) = _rows(bind, _sql.VERSION)
+        (row,) = _rows(bind, sql.VERSION)
     return None if row[1] is None else str(row[1])
 
 
@@ -195,7 +194,7 @@ def _rows(bind: sa.Connection, statement: Statement) -> list[tuple[Any, ...]]:
 
 
 def _run(bind: sa.Connection, text: str) -> None:
-    """Run one statement, in which neither % nor : stands for a parameter."""
+    """Run one statement, in which neither % nor : marks a parameter."""
     bind.exec_driver_sql(text, execution_options={"no_parameters": True})
 
 
@@ -207,18 +206,18 @@ def _run_script(bind: sa.Connection, text: str) -> None:
         except sa.exc.DBAPIError as error:
             raise (translate(error) or error.orig or error) from None
         return
-    # It takes many only where there is nothing to prepare, and SQLAlchemy's way prepares.
+    # The driver takes many statements only unprepared, and SQLAlchemy prepares them.
     _run(bind, "select 1")  # begins the transaction
     connection: Any = bind.connection.dbapi_connection
     connection.run_async(lambda own: own.execute(text))
 
 
 def _write(context: MigrationContext, form: Form, extension: Sequence[Statement]) -> None:
-    """Write what an installation takes, as SQL."""
+    """Write the SQL of an installation."""
     if form == "extension":
         statements = [statement.text for statement in extension]
     else:
-        after = (_sql.AFTER_PLAIN_CODE, _sql.AFTER_PLAIN_MESSAGES)
+        after = (sql.AFTER_PLAIN_CODE, sql.AFTER_PLAIN_MESSAGES)
         statements = [plain_script(), *(statement.text for statement in after)]
     for text in statements:
         context.impl.static_output(text.rstrip().removesuffix(";") + ";")

@@ -1,4 +1,4 @@
-"""The command line: each command is a call of the library, or of one SQL function."""
+"""The command line: each command calls the library, or one SQL function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,24 @@ from pathlib import Path
 
 import typer
 
-from . import _db, _defer, _graph, _job, _pg, _psql, _queue, _run, _schedule, _top
+from . import (
+    _db,
+    _defer,
+    _durable,
+    _graph,
+    _group,
+    _job,
+    _lock,
+    _move_in,
+    _pg,
+    _psql,
+    _queue,
+    _run,
+    _schedule,
+    _top,
+    _web,
+    _worker,
+)
 from ._base import Exit, cli, fail
 
 __all__ = ["Exit", "main"]
@@ -21,13 +38,22 @@ cli.command("install")(_run.install_command)
 cli.command()(_run.upgrade)
 cli.command()(_run.version)
 cli.command()(_run.demo)
-cli.add_typer(_run.workers, name="worker")
+cli.add_typer(_worker.workers, name="worker")
 cli.command()(_defer.defer)
 cli.add_typer(_job.jobs, name="job")
+cli.command()(_durable.publish)
 cli.add_typer(_queue.queues, name="queue")
+cli.add_typer(_lock.locks, name="lock")
+cli.add_typer(_lock.limits, name="limit")
+cli.add_typer(_lock.shares, name="share")
+cli.add_typer(_group.groups, name="group")
 cli.add_typer(_schedule.schedules, name="schedule")
+cli.command("move-in")(_move_in.move_in)
 cli.command()(_graph.graph)
 cli.command()(_top.top)
+cli.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+)(_web.web)
 cli.add_typer(_db.db, name="db")
 cli.add_typer(_pg.pg, name="pg")
 cli.command()(_psql.psql)
@@ -37,9 +63,9 @@ cli.command()(_psql.psqlrc)
 def main() -> None:
     """Run the command line."""
     if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end)
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (open until the end)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+        if isinstance(stream, io.TextIOWrapper):  # None if it is closed
             stream.reconfigure(errors="replace")
     try:
         cli()

@@ -1,4 +1,4 @@
-"""What all commands share: how they end, where they connect, how they call and ask."""
+"""Code common to all commands: exit codes, connections, calls and questions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from psycopg.rows import dict_row
 from psycopg.types.datetime import IntervalLoader, TimestamptzLoader
 from rich.console import Console
 
-from pgdefer._connect import Source
-from pgdefer._errors import (
+from pgdefer.database.source import Source
+from pgdefer.database.sql import Statement
+from pgdefer.errors import (
     AlreadyQueued,
     ClaimLost,
     IncompatibleClient,
@@ -31,7 +32,6 @@ from pgdefer._errors import (
     QueueNotEmpty,
     translate,
 )
-from pgdefer._sql import Statement
 
 cli = typer.Typer(
     name="pgdefer",
@@ -40,7 +40,7 @@ cli = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# A file or a pipe is as wide as what is written into it.
+# A file or a pipe has no width limit.
 NO_TERMINAL = 100_000
 _is_wide = sys.stdout is None or not sys.stdout.isatty()
 out = Console(width=NO_TERMINAL if _is_wide and not os.environ.get("COLUMNS") else None)
@@ -48,7 +48,7 @@ err = Console(stderr=True)
 
 
 class Exit(enum.IntEnum):
-    """How a command ends."""
+    """The exit codes."""
 
     DONE = 0
     ERROR = 1
@@ -78,7 +78,7 @@ _ENDS: dict[type[PgDeferError], Exit] = {
     AlreadyQueued: Exit.ALREADY_QUEUED,
     InvalidParameter: Exit.USAGE,
 }
-# Which option holds what the database reads, and how that is written.
+# The options whose values the database parses, and their format.
 _MOMENT = "a time, such as 2030-01-31 09:00"
 _INTERVAL = "an interval, such as 30 minutes"
 _READ_THERE = {
@@ -89,7 +89,7 @@ _READ_THERE = {
     "older_than": ("--older-than", _INTERVAL),
     "lease": ("--lease", _INTERVAL),
 }
-# What the SQLSTATEs mean that functions on many jobs report in their rows.
+# The SQLSTATEs that functions on many jobs report in their rows, in words.
 REFUSALS = {
     "QJ001": (Exit.NOT_FOUND, "there is no such job"),
     "QJ003": (Exit.WRONG_STATE, "its state does not allow this"),
@@ -108,12 +108,12 @@ DSN = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would happen: do it, and take it back.")
+    bool, typer.Option("--dry-run", help="Show what would happen, and change nothing.")
 ]
 
 
 class _Moment(TimestamptzLoader):
-    """Moments; those that Python has no value for, as infinity, as texts."""
+    """Loads moments. Moments without a Python value, such as infinity, stay text."""
 
     def load(self, data: Buffer) -> Any:
         try:
@@ -123,7 +123,7 @@ class _Moment(TimestamptzLoader):
 
 
 class _Span(IntervalLoader):
-    """Intervals, likewise."""
+    """Loads intervals in the same way."""
 
     def load(self, data: Buffer) -> Any:
         try:
@@ -134,7 +134,7 @@ class _Span(IntervalLoader):
 
 @dataclasses.dataclass
 class Rows:
-    """What a statement returned: as values, or as the database's own JSON."""
+    """The rows of a statement: as values, or as JSON written by the database."""
 
     values: list[dict[str, Any]]
     texts: list[str] | None = None
@@ -145,7 +145,7 @@ class Rows:
         return Rows([*self.values, *more.values], texts)
 
     def pick(self, wanted: Sequence[int]) -> Rows:
-        """Return the rows at some places, in their order."""
+        """Return the rows at these places, in this order."""
         texts = None if self.texts is None else [self.texts[at] for at in wanted]
         return Rows([self.values[at] for at in wanted], texts)
 
@@ -161,15 +161,23 @@ class Session:
 
     def call(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> Rows:
         """Run a statement."""
-        given = dict(parameters or {})
-        with _misread(given), self._connection.cursor(row_factory=dict_row) as cursor:
+        values = dict(parameters or {})
+        with _misread(values), self._connection.cursor(row_factory=dict_row) as cursor:
             try:
                 if not self.as_json:
-                    return Rows(cursor.execute(statement.psycopg, given).fetchall())
-                texts = [row["row"] for row in cursor.execute(statement.json.psycopg, given)]
+                    return Rows(cursor.execute(statement.psycopg, values).fetchall())
+                texts = [row["row"] for row in cursor.execute(statement.json.psycopg, values)]
                 return Rows([json.loads(text) for text in texts], texts)
             except (RecursionError, ValueError) as error:
                 raise PgDeferError(f"JSON that Python can't read: {error}") from error
+
+    def transaction(self) -> contextlib.AbstractContextManager[object]:
+        """Run the statements in the block in one transaction."""
+        return self._connection.transaction()
+
+    def execute(self, statement: Statement) -> None:
+        """Run a statement that returns no rows."""
+        self._connection.execute(statement.psycopg)
 
     def one(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> Any:
         """Run a statement that returns one value."""
@@ -179,14 +187,14 @@ class Session:
 
 
 @contextlib.contextmanager
-def _misread(given: Mapping[str, Any]) -> Iterator[None]:
+def _misread(values: Mapping[str, Any]) -> Iterator[None]:
     """Name the option whose value the database could not read as a time or an interval."""
     try:
         yield
     except psycopg.DataError as error:
         said = error.diag.message_primary or ""
         for name, (option, form) in _READ_THERE.items():
-            if given.get(name) is not None and f'"{given[name]}"' in said:
+            if values.get(name) is not None and f'"{values[name]}"' in said:
                 raise InvalidParameter(f"{option}: {said}", hint=f"Give {form}.") from error
         raise
 
@@ -209,7 +217,7 @@ def session(dsn: str | None, *, as_json: bool = False, dry_run: bool = False) ->
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
     """Turn errors into one line and an exit code."""
-    from pgdefer._server import ServerError  # noqa: PLC0415 (not on every system)
+    from pgdefer.database.server import ServerError  # noqa: PLC0415 (not on every system)
 
     try:
         yield
@@ -221,7 +229,7 @@ def reported() -> Iterator[None]:
             fail(Exit.FORBIDDEN, one_line(error))
         if isinstance(error, psycopg.DataError):
             fail(Exit.USAGE, one_line(error))
-        # without a code, or one of those of connections and of servers that shut down
+        # without a code, or with one for connections and for servers that shut down
         is_lost = isinstance(error, psycopg.OperationalError) and (
             error.sqlstate is None or error.sqlstate.startswith(("08", "57P"))
         )
@@ -244,13 +252,13 @@ def one_line(error: Exception) -> str:
 
 
 def fail(code: Exit, message: str) -> NoReturn:
-    """End with a message."""
+    """Print a message and exit."""
     err.print(f"pgdefer: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 
 
 def confirm(question: str, *, yes: bool, dry_run: bool = False) -> None:
-    """Ask, unless told not to. Without an answer nothing is done."""
+    """Ask for confirmation, unless told not to. Without an answer, exit."""
     if yes or dry_run:
         return
     if not sys.stdin.isatty():
@@ -259,7 +267,7 @@ def confirm(question: str, *, yes: bool, dry_run: bool = False) -> None:
 
 
 def end_of(rows: Sequence[Mapping[str, Any]]) -> Exit:
-    """Return how a call on many jobs ended: all done, none for one reason, or partly."""
+    """Return the exit code of a call on many jobs: all done, none for one reason, or in part."""
     errors = {row["error"] for row in rows}
     if errors <= {None}:
         return Exit.DONE

@@ -1,4 +1,4 @@
-"""What the shell offers for a word that was begun: states, and names that the database has."""
+"""Completions for the shell: states, and names from the database."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 
 import typer
 
-from pgdefer import _sql
-from pgdefer._connect import Source
-from pgdefer._sql import Statement
+from pgdefer.database import sql
+from pgdefer.database.source import Source
+from pgdefer.database.sql import Statement
 
 STATES = (
     "scheduled",
@@ -25,27 +25,27 @@ STATES = (
 
 
 def state(incomplete: str) -> list[str]:
-    """Return the states that begin so."""
+    """Return the states that begin with the text."""
     return [name for name in STATES if name.startswith(incomplete)]
 
 
 def queue(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the queues whose names begin so."""
-    return _names(context, _sql.QUEUES_LIKE, incomplete)
+    """Return the queues whose names begin with the text."""
+    return _names(context, sql.QUEUES_LIKE, incomplete)
 
 
 def task(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the registered tasks whose names begin so."""
-    return _names(context, _sql.TASKS_LIKE, incomplete)
+    """Return the registered tasks whose names begin with the text."""
+    return _names(context, sql.TASKS_LIKE, incomplete)
 
 
 def schedule(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the schedules whose names begin so."""
-    return _names(context, _sql.SCHEDULES_LIKE, incomplete)
+    """Return the schedules whose names begin with the text."""
+    return _names(context, sql.SCHEDULES_LIKE, incomplete)
 
 
 def _names(context: typer.Context, statement: Statement, word: str) -> list[str]:
-    """Ask the database that the line names so far; no server is started for this."""
+    """Ask the database that the line names so far. This starts no server."""
     source = Source(context.params.get("dsn"))
     with contextlib.suppress(Exception):
         if source.is_chosen:

@@ -1,4 +1,4 @@
-"""`pgdefer db`: the figures, the health and the upkeep of a database."""
+"""`pgdefer db`: a database's figures, health and upkeep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from pgdefer import _sql
+from pgdefer.database import sql
 
 from . import _show
 from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, out, session
@@ -42,15 +42,17 @@ HEADINGS = ("done", "failed", "failures", "/s", "wait p50", "wait p99", "run p50
 
 @db.command("stats")
 def stats(
-    hour: Annotated[bool, typer.Option("--hour", help="Of the last hour, not 5 minutes.")] = False,
+    hour: Annotated[
+        bool, typer.Option("--hour", help="Show the last hour instead of 5 minutes.")
+    ] = False,
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what there is of each queue and task, and how it goes."""
+    """Show the jobs of each queue and task, and their rates and times."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.STATS)
+        rows = on.call(sql.STATS)
     for row in rows.values:
-        # 0 is left blank, and a column that has nothing else left out
+        # zeros are blank, and a column of zeros is left out
         row.update({key: row[key] or None for key in row})
     _show.table(rows, STATES, right=("oldest_ready_for",), empty="There are no jobs.")
     if rows.texts is None and rows.values:
@@ -70,9 +72,9 @@ def stats(
 
 @db.command("health")
 def health(dsn: DSN = None, as_json: AsJson = False) -> None:
-    """Check what makes queues stop or slow down. Ends with 15 where something fails."""
+    """Check what makes queues stop or slow down. Exits with 15 if a check fails."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.HEALTH)
+        rows = on.call(sql.HEALTH)
     columns = {"name": "check", "status": "status", "detail": "found", "fix": "what to do"}
     _show.table(rows, columns, folded=("detail", "fix"))
     if any(row["status"] == "fail" for row in rows.values):
@@ -81,9 +83,9 @@ def health(dsn: DSN = None, as_json: AsJson = False) -> None:
 
 @db.command("check")
 def check(dsn: DSN = None, as_json: AsJson = False) -> None:
-    """List the tables' invariants that do not hold; ends with 15 if there are any."""
+    """List the tables' invariants that do not hold. Exits with 15 if there are any."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.CHECK)
+        rows = on.call(sql.CHECK)
     columns = {"problem": "problem", "id": "job", "detail": "detail"}
     _show.table(rows, columns, folded=("problem", "detail"), empty="Every invariant holds.")
     if rows.values:
@@ -92,9 +94,9 @@ def check(dsn: DSN = None, as_json: AsJson = False) -> None:
 
 @db.command("reap")
 def reap(dsn: DSN = None, as_json: AsJson = False) -> None:
-    """End what is dead: claims of workers without a heartbeat, leases and timeouts."""
+    """End dead claims: of silent workers, past their lease or their timeout."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.REAP)
+        rows = on.call(sql.REAP)
     if rows.texts is not None:
         _show.write(rows.texts[0])
         return
@@ -108,7 +110,7 @@ def reap(dsn: DSN = None, as_json: AsJson = False) -> None:
 def tick(dsn: DSN = None, as_json: AsJson = False) -> None:
     """Do everything that is due, as workers do."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.TICK_ONCE)
+        rows = on.call(sql.TICK_ONCE)
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:
@@ -118,24 +120,24 @@ def tick(dsn: DSN = None, as_json: AsJson = False) -> None:
 @db.command("prune")
 def prune(
     state: Annotated[
-        str | None, typer.Option("--state", "-s", help="succeeded, failed or cancelled ones.")
+        str | None, typer.Option("--state", "-s", help="Jobs that succeeded, failed or cancelled.")
     ] = None,
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="INTERVAL", help="With --state: those that ended so long ago."),
+        typer.Option(metavar="INTERVAL", help="With --state: jobs that ended this long ago."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many.")] = 10_000,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="The maximum.")] = 10_000,
     yes: Yes = False,
     dsn: DSN = None,
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Remove finished jobs whose time is over; with --state those of a state."""
+    """Remove finished jobs past their retention; with --state, jobs in that state."""
     if state is not None:
-        confirm(f"Remove {_show.plain(state)} jobs for good?", yes=yes, dry_run=dry_run)
+        confirm(f"Remove {_show.escaped(state)} jobs for good?", yes=yes, dry_run=dry_run)
     asked = {"max_jobs": limit, "state": state, "older_than": older_than}
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.PRUNE, asked)
+        rows = on.call(sql.PRUNE, asked)
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:

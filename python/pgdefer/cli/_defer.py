@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from pgdefer import _sql
+from pgdefer.database import sql
 
 from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, out, session
@@ -34,6 +35,22 @@ def defer(
     ] = None,
     concurrency_key: Annotated[str | None, typer.Option()] = None,
     concurrency_limit: Annotated[int | None, typer.Option()] = None,
+    delay: Annotated[
+        str | None,
+        typer.Option("--delay", "--in", help="Not before this much time has passed: '5 minutes'."),
+    ] = None,
+    retry: Annotated[
+        int | None,
+        typer.Option(min=1, help="The failure at which to give up; overrides the task's."),
+    ] = None,
+    timeout: Annotated[str | None, typer.Option(help="The limit of each attempt: '30 s'.")] = None,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(help="Print the first job's id if this key of the task is in use."),
+    ] = None,
+    unique_for: Annotated[
+        str | None, typer.Option(help="How long the key is in use: '1 hour'; a day by default.")
+    ] = None,
     options: Annotated[
         str | None, typer.Option(metavar="JSON", help="The options of queue.defer.")
     ] = None,
@@ -41,9 +58,19 @@ def defer(
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Defer a job and print its id. What is not given takes the task's defaults."""
+    """Defer a job and print its id. Options that are left out take the task's defaults."""
     text = sys.stdin.read() if args == "-" else args
     _show.check_json(args=text, options=options)
+    given = {
+        "delay": delay,
+        "timeout": timeout,
+        "idempotency_key": idempotency_key,
+        "unique_for": unique_for,
+    }
+    given_options = {name: value for name, value in given.items() if value is not None}
+    more = given_options | ({"retry": {"max_attempts": retry}} if retry is not None else {})
+    if more:
+        options = json.dumps((json.loads(options) if options else {}) | more)
     asked: dict[str, Any] = {
         "task": task,
         "args": text,
@@ -59,7 +86,7 @@ def defer(
         "options": options,
     }
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.DEFER_ONE, asked)
+        rows = on.call(sql.DEFER_ONE, asked)
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:

@@ -1,4 +1,4 @@
-"""`pgdefer graph`: what a job needs and what needs it, drawn."""
+"""`pgdefer graph`: draws the jobs that a job needs and those that need it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import typer
 from rich.cells import cell_len
 from rich.text import Text
 
-from pgdefer import _sql
+from pgdefer.database import sql
 
 from . import _show
 from ._base import DSN, AsJson, out, session
 
-# Which of up, down, left and right a character of a drawing leads to.
+# The directions (up, down, left, right) to which a character of a drawing leads.
 LINES = {
     "ud": "│",
     "lr": "─",
@@ -47,7 +47,7 @@ OTHERS = "#ffffff"
 
 
 class Form(enum.StrEnum):
-    """What `graph --as` takes."""
+    """The values of `graph --as`."""
 
     text = "text"
     mermaid = "mermaid"
@@ -71,15 +71,13 @@ Graph = Mapping[int, Node]
 
 def graph(
     id: Annotated[int, typer.Argument(metavar="ID", help="The job's id.", show_default=False)],
-    form: Annotated[Form, typer.Option("--as", help="Draw it here, or write it for a tool.")] = (
-        Form.text
-    ),
+    form: Annotated[Form, typer.Option("--as", help="The format.")] = (Form.text),
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw the jobs that a job needs and those that need it, first to last."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.GRAPH, {"id": id})
+        rows = on.call(sql.GRAPH, {"id": id})
     if rows.texts is not None:
         _show.print_json(rows.texts)
         return
@@ -101,7 +99,7 @@ def graph_of(rows: Sequence[Mapping[str, Any]]) -> Graph:
     """Return the jobs of queue.graph's rows, each with its neighbours."""
     found: dict[int, Node] = {}
     for row in rows:
-        task = _show.plain(row["task"] or "?")
+        task = _show.escaped(row["task"] or "?")
         new = Node(row["job_id"], task, row["state"], row["depth"] == 0, [], [])
         node = found.setdefault(new.id, new)
         if row["need_id"] is not None:
@@ -113,7 +111,7 @@ def graph_of(rows: Sequence[Mapping[str, Any]]) -> Graph:
 
 
 def order_of(found: Graph) -> list[Node]:
-    """Return the jobs, none before what it needs; what follows from one job stands together."""
+    """Return the jobs, each after its needs; jobs that follow from one job are together."""
     missing = {id: len(node.needs) for id, node in found.items()}
     stack = [id for id, count in sorted(missing.items(), reverse=True) if not count]
     order = []
@@ -127,11 +125,11 @@ def order_of(found: Graph) -> list[Node]:
 
 
 def drawing(found: Graph) -> list[Text]:
-    """Return the graph as lines, as `git log --graph` draws history: a job each, rails at its left.
+    """Return the graph as lines, like `git log --graph`: one per job, with rails at its left.
 
-    A rail leads from a job to the next that needs it, or that something above needs as well.
+    A rail leads from a job to the next that needs it, or that a job above needs as well.
     """
-    rails: list[int | None] = []  # the job that each leads to
+    rails: list[int | None] = []  # the job to which each leads
     lines = []
     for node in order_of(found):
         at = rails.index(node.id) if node.id in rails else _free(rails)
@@ -157,7 +155,7 @@ def drawing(found: Graph) -> list[Text]:
 
 
 def _free(rails: list[int | None]) -> int:
-    """Return the first rail that leads nowhere, or a new one."""
+    """Return the first free rail, or a new one."""
     if None not in rails:
         rails.append(None)
     return rails.index(None)
@@ -194,7 +192,7 @@ def _rails_width(line: Text) -> int:
 
 
 def listing(found: Graph) -> list[Text]:
-    """Return the graph as lines, a job each with what it needs, where it is too wide to draw."""
+    """Return the graph as a list of jobs with their needs, if it is too wide to draw."""
     steps: dict[int, int] = {}
     order = order_of(found)
     for node in order:
@@ -216,7 +214,7 @@ def mermaid(found: Graph) -> str:
     lines = ["flowchart TD"]
     for node in order_of(found):
         label = f"{node.id} {_show.short(node.task, 60)}"
-        # entities, as quotes and tags would end or change the label
+        # entities, because quotes and tags would end or change the label
         label = "".join(
             letter if letter.isalnum() or letter in " .,:/_-" else f"#{ord(letter)};"
             for letter in label

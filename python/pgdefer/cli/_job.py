@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import operator
 import sys
 import time
 from collections.abc import Sequence
@@ -12,8 +14,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from pgdefer import _sql
-from pgdefer._codec import raw
+from pgdefer._text import escaped
+from pgdefer.codec import raw
+from pgdefer.database import sql
 
 from . import _complete, _show
 from ._base import (
@@ -22,6 +25,7 @@ from ._base import (
     DryRun,
     Exit,
     Rows,
+    Session,
     Yes,
     confirm,
     end_of,
@@ -42,21 +46,26 @@ Queue = Annotated[
     typer.Option(
         "--queue",
         "-q",
-        help="Of this queue only: a name, prefix* or *.",
+        help="Only this queue: a name, prefix* or *.",
         autocompletion=_complete.queue,
     ),
 ]
 State = Annotated[
-    str | None,
-    typer.Option("--state", "-s", help="In this state only.", autocompletion=_complete.state),
+    list[str] | None,
+    typer.Option(
+        "--state",
+        "-s",
+        help="Only jobs in this state; may be repeated.",
+        autocompletion=_complete.state,
+    ),
 ]
 Task = Annotated[
     str | None,
-    typer.Option("--task", "-t", help="Of this task only.", autocompletion=_complete.task),
+    typer.Option("--task", "-t", help="Only jobs of this task.", autocompletion=_complete.task),
 ]
-Before = Annotated[int | None, typer.Option(help="Only jobs with a smaller id: the next page.")]
-Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many.")]
-Force = Annotated[bool, typer.Option("--force", help="Running ones too: their claims are lost.")]
+Before = Annotated[int | None, typer.Option(help="Only jobs with a smaller id, for the next page.")]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="The maximum.")]
+Force = Annotated[bool, typer.Option("--force", help="Also running jobs: they lose their claims.")]
 Target = Annotated[
     str,
     typer.Option(
@@ -71,9 +80,9 @@ Target = Annotated[
 
 COLUMNS = {
     "id": "id",
-    "queue_name": "queue",
-    "task_name": "task",
-    "job_state": "state",
+    "queue": "queue",
+    "task": "task",
+    "state": "state",
     "reason": "reason",
     "priority": "priority",
     "attempts": "attempts",
@@ -100,13 +109,13 @@ ATTEMPTS = {
 }
 
 
-# How many jobs one call may change.
+# The maximum of jobs per call.
 SLICE = 1_000
-# How far a list looks, in queue.search's bytes: 100 a job.
+# How far a list reads, in queue.search's bytes: 100 per job.
 GLANCE = 2_000_000
 
 
-# Looking
+# Reading
 
 
 @jobs.command("ls")
@@ -117,23 +126,23 @@ def ls(
     limit: Limit = 20,
     before: Before = None,
     no_limit: Annotated[
-        bool, typer.Option("--no-limit", help="Look on where few of very many jobs are asked for.")
+        bool, typer.Option("--no-limit", help="Continue, however many jobs there are to read.")
     ] = False,
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
-    """List jobs, newest first. Ends with 13 where it stopped before it had found enough."""
-    asked = {"queue": queue, "state": state, "task": task, "before": before, "max_jobs": limit}
+    """List jobs, newest first. Exits with 13 if it stopped before it found enough."""
+    asked = {"queue": queue, "task": task, "before": before, "max_jobs": limit}
     asked |= {"pattern": None, "by": "text", "max_bytes": None if no_limit else GLANCE}
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.SEARCH, asked)
+        rows = _find(on, asked, state, limit)
     if not _show_found(rows, COLUMNS, limit):
         raise typer.Exit(Exit.PARTLY)
 
 
 @jobs.command("search")
 def search(
-    pattern: Annotated[str, typer.Argument(help="What to look for.", show_default=False)],
+    pattern: Annotated[str, typer.Argument(help="The text to search for.", show_default=False)],
     queue: Queue = None,
     state: State = None,
     task: Task = None,
@@ -146,35 +155,54 @@ def search(
     limit: Limit = 20,
     before: Before = None,
     max_bytes: Annotated[
-        int, typer.Option("--max-bytes", min=1, help="Stop after reading so many bytes of args.")
+        int, typer.Option("--max-bytes", min=1, help="Stop after reading this many bytes of args.")
     ] = 50_000_000,
-    no_limit: Annotated[bool, typer.Option("--no-limit", help="Read all of them.")] = False,
+    no_limit: Annotated[bool, typer.Option("--no-limit", help="Read all jobs.")] = False,
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search jobs by their args, newest first. Ends with 13 where it did not read all of them."""
+    """Search jobs by their args, newest first. Exits with 13 if it did not read all of them."""
     if path and key:
         fail(Exit.USAGE, "--path and --key exclude each other")
     asked = {
         "pattern": pattern,
         "by": "path" if path else "key" if key else "text",
         "queue": queue,
-        "state": state,
         "task": task,
         "before": before,
         "max_jobs": limit,
         "max_bytes": None if no_limit else max_bytes,
     }
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.SEARCH, asked)
+        rows = _find(on, asked, state, limit)
     columns = {**COLUMNS, "bytes": "bytes", "excerpt": "found"}
     del columns["priority"], columns["attempts"]
     if not _show_found(rows, columns, limit):
         raise typer.Exit(Exit.PARTLY)
 
 
+def _find(on: Session, asked: dict[str, Any], states: list[str] | None, limit: int) -> Rows:
+    """Search in each state; return the newest jobs, and a last row if there are more."""
+    wanted: list[str] | list[None] = states or [None]
+    parts = [on.call(sql.SEARCH, asked | {"state": state}) for state in wanted]
+    rows = functools.reduce(operator.add, parts)
+    if len(parts) == 1:
+        return rows
+    ids = [row["id"] for row in rows.values]
+    found = sorted({at for at, id in enumerate(ids) if id is not None}, key=lambda at: -ids[at])
+    more = [row["next_id"] for row in rows.values if row["id"] is None]
+    shown = rows.pick(found[:limit])
+    if len(found) > limit:
+        more.append(ids[found[limit - 1]])
+    if more:
+        shown.values.append({"id": None, "next_id": max(more)})
+        if shown.texts is not None:
+            shown.texts.append("")
+    return shown
+
+
 def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
-    """Print what a search returned, and its last row, that says that there is more, apart."""
+    """Print the jobs that a search found, and below them that there may be more."""
     more = None
     if rows.values and rows.values[-1]["id"] is None:
         more = rows.values.pop()
@@ -197,14 +225,14 @@ def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
 @jobs.command("show")
 def show(
     id: Id,
-    full: Annotated[bool, typer.Option("--full", help="Cut nothing.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show values in full.")] = False,
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a job: its state, args, result and attempts."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.JOB, {"id": id})
-        attempts = on.call(_sql.ATTEMPTS, {"id": id})
+        rows = on.call(sql.JOB, {"id": id})
+        attempts = on.call(sql.ATTEMPTS, {"id": id})
     if not rows.values:
         fail(Exit.NOT_FOUND, f"job not found (id: {id})")
     if rows.texts is not None and attempts.texts is not None:
@@ -215,6 +243,13 @@ def show(
     if attempts.values:
         out.print()
         _show.table(attempts, ATTEMPTS, least=("started_at", "worker_id"), folded=("error",))
+    for attempt in attempts.values if full else attempts.values[-1:]:
+        if told := (attempt["details"] or {}).get("traceback"):
+            out.print()
+            out.print(
+                Text(f"attempt {attempt['attempt']}: ")
+                + Text("\n".join(map(escaped, told.splitlines())))
+            )
 
 
 @jobs.command("get")
@@ -223,20 +258,20 @@ def get(
     id: Id,
     dsn: DSN = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one array of all that is found.")
+        bool, typer.Option("--json", help="Print all matches as one array.")
     ] = False,
     as_raw: Annotated[
         bool,
         typer.Option(
-            "--raw", help="Print texts without quotes; bytes, dates and so on as what they are."
+            "--raw", help="Print texts without quotes, and bytes, dates and so on as such."
         ),
     ] = False,
 ) -> None:
-    """Print what a path finds in a job's args, as JSON. Ends with 14 where there is nothing."""
+    """Print what a path finds in a job's args, as JSON. Exits with 14 if it finds nothing."""
     if as_raw and as_json:
         fail(Exit.USAGE, "--raw and --json exclude each other")
     with session(dsn) as on:
-        rows = on.call(_sql.GET, {"id": id, "path": path})
+        rows = on.call(sql.GET, {"id": id, "path": path})
         values = [row["value"] for row in rows.values]
         raws = [raw(value) for value in values] if as_raw else []
     if raws:
@@ -246,7 +281,7 @@ def get(
     elif values:
         _show.write("\n".join(values))
     else:
-        err.print(Text(f"There is nothing at {_show.plain(path)}."))
+        err.print(Text(f"There is nothing at {_show.escaped(path)}."))
     if not values:
         raise typer.Exit(Exit.NOTHING)
 
@@ -255,11 +290,11 @@ def get(
 def why(id: Id, dsn: DSN = None, as_json: AsJson = False) -> None:
     """Say why a job is not running."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.WHY, {"id": id})
+        rows = on.call(sql.WHY, {"id": id})
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:
-        out.print(Text(_show.plain(rows.values[0]["why"])), soft_wrap=True)
+        out.print(Text(_show.escaped(rows.values[0]["why"])), soft_wrap=True)
 
 
 @jobs.command("tail")
@@ -267,40 +302,40 @@ def tail(
     queue: Queue = None,
     task: Task = None,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Begin with so many that have ended.")
+        int, typer.Option("--lines", "-n", min=0, help="Begin with this many finished jobs.")
     ] = 10,
     follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", help="Go on until interrupted.")
+        bool, typer.Option("--follow/--no-follow", help="Continue until interrupted.")
     ] = True,
-    interval: Annotated[float, typer.Option(min=0.05, help="Look so often, in seconds.")] = 0.5,
+    interval: Annotated[float, typer.Option(min=0.05, help="The seconds between queries.")] = 0.5,
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
     """Print jobs as they end."""
     asked: dict[str, Any] = {"queue": queue, "task": task}
     with contextlib.suppress(KeyboardInterrupt), session(dsn, as_json=as_json) as on:
-        # no look goes back further than the first, which finds what is not to be shown
-        asked["start"] = on.one(_sql.NOW)
+        # no query goes back further than the first, which finds the jobs not to be shown
+        asked["start"] = on.one(sql.NOW)
         since: Any = None
-        seen = {_key(row) for row in on.call(_sql.ENDED_SINCE, asked | {"since": since}).values}
+        seen = {_key(row) for row in on.call(sql.ENDED_SINCE, asked | {"since": since}).values}
         if lines:
-            rows = on.call(_sql.ENDED_LATELY, asked | {"n": lines})
+            rows = on.call(sql.ENDED_LATELY, asked | {"n": lines})
             rows = rows.pick(range(len(rows.values))[::-1])
             seen |= {_key(row) for row in rows.values}
             _show_ended(rows)
         while follow:
             time.sleep(interval)
-            # a job that ends in a long transaction is seen later than others that ended after it
-            rows = on.call(_sql.ENDED_SINCE, asked | {"since": since})
+            # a job that ends in a long transaction becomes visible after jobs that ended later
+            rows = on.call(sql.ENDED_SINCE, asked | {"since": since})
             keys = [_key(row) for row in rows.values]
             _show_ended(rows.pick([at for at, key in enumerate(keys) if key not in seen]))
-            if keys and keys[-1] not in seen:  # else the last one was retried, or deleted
+            if keys and keys[-1] not in seen:  # otherwise the last one was retried or deleted
                 since = keys[-1][1]
             seen = {*keys}
 
 
 def _key(row: dict[str, Any]) -> tuple[int, Any]:
-    """Return what tells the ends of jobs apart: a retried one ends again."""
+    """Return a key of a job's end, because a retried job ends again."""
     return row["id"], row["finished_at"]
 
 
@@ -313,12 +348,12 @@ def _show_ended(rows: Rows) -> None:
         line = Text(_show.moment(row["finished_at"]))
         line.append(f" {row['state']:<9}", _show.STYLES[row["state"]])
         took = "" if row["ran_for"] is None else f" in {_show.span(row['ran_for'])}"
-        error = "" if row["error"] is None else f": {_show.short(_show.plain(row['error']), 120)}"
-        names = f" {row['id']} {_show.plain(row['task'])} ({_show.plain(row['queue'])})"
+        error = "" if row["error"] is None else f": {_show.short(_show.escaped(row['error']), 120)}"
+        names = f" {row['id']} {_show.escaped(row['task'])} ({_show.escaped(row['queue'])})"
         out.print(line.append(names + took + error), soft_wrap=True)
 
 
-# Taking one by hand
+# Claiming by hand
 
 
 @jobs.command("next")
@@ -329,23 +364,23 @@ def take_next(
     peek: Annotated[bool, typer.Option("--peek", help="Only look.")] = False,
     ack: Annotated[bool, typer.Option("--ack", help="Mark it as succeeded at once.")] = False,
     lease: Annotated[
-        str, typer.Option(help="How long it is yours; without an outcome it then has crashed.")
+        str, typer.Option(help="How long the claim is valid. After that the job has crashed.")
     ] = "20 minutes",
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
-    """Claim the next job. Its outcome is given by the claim: queue.succeed(id, claim).
+    """Claim the next job. Report its outcome with the claim: queue.succeed(id, claim).
 
-    Ends with 14 when there is none.
+    Exits with 14 if there is none.
     """
     if peek and ack:
         fail(Exit.USAGE, "--peek and --ack exclude each other")
     asked: dict[str, Any] = {"queues": queues or None}
     with session(dsn, as_json=as_json) as on:
         if peek:
-            rows = on.call(_sql.PEEK, asked | {"n": 1})
+            rows = on.call(sql.PEEK, asked | {"n": 1})
         else:
-            rows = on.call(_sql.NEXT, asked | {"ack": ack, "lease": lease})
+            rows = on.call(sql.NEXT, asked | {"ack": ack, "lease": lease})
     if not rows.values:
         err.print("There is no job to take.", highlight=False)
         raise typer.Exit(Exit.NOTHING)
@@ -367,8 +402,8 @@ def move(
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Put jobs into another queue, with their ids, attempts and history."""
-    _change(_sql.MOVE, {"ids": ids, "queue": to, "force": force}, dsn, as_json, dry_run)
+    """Move jobs to another queue, with their ids, attempts and history."""
+    _change(sql.MOVE, {"ids": ids, "queue": to, "force": force}, dsn, as_json, dry_run)
 
 
 @jobs.command("copy")
@@ -381,9 +416,9 @@ def copy(
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Defer a job once more, with the same args and options; print its id."""
+    """Defer a copy of a job, with the same args and options; print its id."""
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.COPY, {"id": id, "queue": to})
+        rows = on.call(sql.COPY, {"id": id, "queue": to})
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:
@@ -394,32 +429,39 @@ def copy(
 def restart(
     ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...")] = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="All that have failed, or those of -q and -t.")
+        bool, typer.Option("--failed", help="All failed jobs, or those of -q and -t.")
     ] = False,
     queue: Queue = None,
     task: Task = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="Of --failed at most so many.")
+        int | None, typer.Option("--limit", "-n", min=1, help="With --failed: the maximum.")
     ] = None,
     force: Force = False,
+    from_step: Annotated[
+        str | None,
+        typer.Option("--from-step", help="Durable jobs: forget this step, and those after it."),
+    ] = None,
     dsn: DSN = None,
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Run finished jobs again, and those that wait for a retry at once."""
+    """Run finished jobs again; run jobs that wait for a retry at once."""
     if failed == bool(ids):
         fail(Exit.USAGE, "name jobs by their ids, or pass --failed")
+    if failed and from_step is not None:
+        fail(Exit.USAGE, "--from-step needs jobs named by their ids")
     if failed:
         _restart_failed({"task": task, "queue": queue}, limit, dsn, as_json, dry_run)
     else:
-        _change(_sql.RETRY, {"ids": ids, "force": force}, dsn, as_json, dry_run)
+        asked = {"ids": ids, "force": force, "from_step": from_step}
+        _change(sql.RETRY, asked, dsn, as_json, dry_run)
 
 
 @jobs.command("delete")
 def delete(
     ids: Ids,
     force: Annotated[
-        bool, typer.Option("--force", help="Also those that run, or that others need.")
+        bool, typer.Option("--force", help="Also jobs that run or that others need.")
     ] = False,
     yes: Yes = False,
     dsn: DSN = None,
@@ -428,14 +470,14 @@ def delete(
 ) -> None:
     """Remove jobs and every trace of them."""
     confirm(f"Remove {_count(ids)} for good?", yes=yes, dry_run=dry_run)
-    _change(_sql.DELETE, {"ids": ids, "force": force}, dsn, as_json, dry_run)
+    _change(sql.DELETE, {"ids": ids, "force": force}, dsn, as_json, dry_run)
 
 
 @jobs.command("fail")
 def fail_command(
     ids: Ids,
     message: Annotated[
-        str | None, typer.Option("--message", "-m", help="Why, for the record.")
+        str | None, typer.Option("--message", "-m", help="The reason, for the record.")
     ] = None,
     yes: Yes = False,
     dsn: DSN = None,
@@ -444,7 +486,7 @@ def fail_command(
 ) -> None:
     """End unfinished jobs as failed; they are not retried."""
     confirm(f"Let {_count(ids)} fail?", yes=yes, dry_run=dry_run)
-    _change(_sql.FAIL_JOBS, {"ids": ids, "message": message}, dsn, as_json, dry_run)
+    _change(sql.FAIL_JOBS, {"ids": ids, "message": message}, dsn, as_json, dry_run)
 
 
 @jobs.command("done")
@@ -457,7 +499,7 @@ def done(
 ) -> None:
     """Mark jobs as succeeded without running them."""
     confirm(f"Mark {_count(ids)} as succeeded?", yes=yes, dry_run=dry_run)
-    _change(_sql.DONE, {"ids": ids}, dsn, as_json, dry_run)
+    _change(sql.DONE, {"ids": ids}, dsn, as_json, dry_run)
 
 
 @jobs.command("priority")
@@ -469,65 +511,94 @@ def priority(
     dry_run: DryRun = False,
 ) -> None:
     """Change the priority of jobs."""
-    _change(_sql.SET_PRIORITY, {"ids": ids, "priority": number}, dsn, as_json, dry_run)
+    _change(sql.SET_PRIORITY, {"ids": ids, "priority": number}, dsn, as_json, dry_run)
+
+
+@jobs.command("deadline")
+def deadline(
+    at: Annotated[str, typer.Argument(metavar="TIME", help="As 2030-01-31 09:00, or none.")],
+    ids: Ids,
+    dsn: DSN = None,
+    as_json: AsJson = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Change the deadline of jobs."""
+    _change(
+        sql.SET_DEADLINE, {"ids": ids, "at": None if at == "none" else at}, dsn, as_json, dry_run
+    )
 
 
 @jobs.command("hold")
 def hold(id: Id, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False) -> None:
-    """Put a job aside that has not started."""
-    _change_one(_sql.HOLD, {"id": id}, dsn, as_json, dry_run)
+    """Hold a job that has not started."""
+    _change_one(sql.HOLD, {"id": id}, dsn, as_json, dry_run)
 
 
 @jobs.command("unhold")
 def unhold(id: Id, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False) -> None:
-    """Let a held job go on."""
-    _change_one(_sql.UNHOLD, {"id": id}, dsn, as_json, dry_run)
+    """Release a held job."""
+    _change_one(sql.UNHOLD, {"id": id}, dsn, as_json, dry_run)
 
 
 @jobs.command("cancel")
 def cancel(
-    id: Id,
+    ids: Ids,
     abort: Annotated[
-        bool, typer.Option("--abort", help="Also if it runs: its worker is told.")
+        bool, typer.Option("--abort", help="Also a running job: tells its worker to abort it.")
+    ] = False,
+    children: Annotated[
+        bool, typer.Option("--children", help="Then also the jobs that it deferred and waits for.")
     ] = False,
     yes: Yes = False,
     dsn: DSN = None,
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Cancel a job that has not started; with --abort one that runs."""
-    confirm(f"Cancel job {id}?", yes=yes, dry_run=dry_run)
-    _change_one(_sql.CANCEL, {"id": id, "abort": abort}, dsn, as_json, dry_run)
+    """Cancel jobs that have not started; with --abort, also running ones."""
+    what = f"job {ids[0]}" if len(ids) == 1 else f"{len(ids)} jobs"
+    confirm(f"Cancel {what}?", yes=yes, dry_run=dry_run)
+    refused = 0
+    for id in dict.fromkeys(ids):
+        try:
+            _change_one(sql.CANCEL, {"id": id, "abort": abort}, dsn, as_json, dry_run)
+            if children:
+                _cancel_children({"id": id, "abort": abort}, dsn, as_json, dry_run)
+        except typer.Exit:
+            if len(ids) == 1:
+                raise
+            refused += 1
+    if refused:
+        raise typer.Exit(Exit.PARTLY if refused < len(ids) else Exit.ERROR)
 
 
 @jobs.command("reschedule")
 def reschedule(
     id: Id,
     at: Annotated[
-        str | None, typer.Option(help="The time, as 2030-01-31 09:00. Now if not given.")
+        str | None, typer.Option(help="The time, as 2030-01-31 09:00. Now by default.")
     ] = None,
     dsn: DSN = None,
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Give a job that neither runs nor has ended another time."""
-    _change_one(_sql.RESCHEDULE, {"id": id, "at": at}, dsn, as_json, dry_run)
+    """Reschedule a job that neither runs nor has ended."""
+    _change_one(sql.RESCHEDULE, {"id": id, "at": at}, dsn, as_json, dry_run)
 
 
 @jobs.command("args")
 def args(
     id: Id,
-    given: Annotated[
+    args: Annotated[
         str, typer.Argument(metavar="JSON", help="Its new args, a JSON object; - reads stdin.")
     ],
     dsn: DSN = None,
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Give a job other args, in place of all it had; a failed one for its retry."""
-    text = sys.stdin.read() if given == "-" else given
+    """Replace a job's args; those of a failed job count for its retry."""
+    text = sys.stdin.read() if args == "-" else args
     _show.check_json(args=text)
-    _change_one(_sql.SET_ARGS, {"id": id, "args": text}, dsn, as_json, dry_run)
+    _change_one(sql.SET_ARGS, {"id": id, "args": text}, dsn, as_json, dry_run)
 
 
 def _count(ids: Sequence[int]) -> str:
@@ -535,13 +606,13 @@ def _count(ids: Sequence[int]) -> str:
 
 
 def _change(
-    statement: _sql.Statement,
+    statement: sql.Statement,
     parameters: dict[str, Any],
     dsn: str | None,
     as_json: bool,
     dry_run: bool,
 ) -> None:
-    """Call a function on many jobs, print what became of each, and end accordingly."""
+    """Call a function on many jobs, print each outcome, and exit accordingly."""
     ids = list(dict.fromkeys(parameters["ids"]))
     rows = Rows([])
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
@@ -553,20 +624,35 @@ def _change(
 def _restart_failed(
     asked: dict[str, Any], limit: int | None, dsn: str | None, as_json: bool, dry_run: bool
 ) -> None:
-    """Restart what has failed, as `_change` does."""
+    """Restart failed jobs, as `_change` does."""
     rows = Rows([])
     after = None
     left: float = math.inf if limit is None else limit
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         while left:
             size = min(left, SLICE)
-            more = on.call(_sql.RETRY_FAILED, asked | {"max_jobs": size, "after": after})
+            more = on.call(sql.RETRY_FAILED, asked | {"max_jobs": size, "after": after})
             rows += more
             if len(more.values) < size:
                 break
             left -= size
             after = more.values[-1]["id"]
     _end(rows)
+
+
+def _cancel_children(
+    parameters: dict[str, Any], dsn: str | None, as_json: bool, dry_run: bool
+) -> None:
+    """Cancel all children of a job, and print each outcome."""
+    rows = Rows([])
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        while True:
+            more = on.call(sql.CANCEL_CHILDREN, parameters)
+            rows += more
+            if len(more.values) < SLICE:
+                break
+    if rows.values:
+        _end(rows)
 
 
 def _end(rows: Rows) -> None:
@@ -576,7 +662,7 @@ def _end(rows: Rows) -> None:
 
 
 def _change_one(
-    statement: _sql.Statement,
+    statement: sql.Statement,
     parameters: dict[str, Any],
     dsn: str | None,
     as_json: bool,

@@ -1,4 +1,4 @@
-"""`pgdefer pg`: PostgreSQL's own backup of the queue's schema, and back."""
+"""`pgdefer pg`: backups of the queue's schema by PostgreSQL's tools, and restores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgdefer._connect import Source
+from pgdefer.database.source import Source
 
 from ._base import DSN, Exit, Yes, confirm, fail, reported
 
@@ -36,7 +36,7 @@ def backup(
 
 @pg.command("restore")
 def restore(yes: Yes = False, dsn: DSN = None) -> None:
-    """Read a backup from standard input, into a database that lacks what is in it."""
+    """Restore a backup from standard input into a database that has none of its contents."""
     if os.isatty(0):
         fail(Exit.USAGE, "standard input is a terminal: read from a file, as in < queue.dump")
     confirm("Restore into this database?", yes=yes)
@@ -44,7 +44,7 @@ def restore(yes: Yes = False, dsn: DSN = None) -> None:
 
 
 def _run(name: str, arguments: list[str], dsn: str | None) -> None:
-    """Become a program of PostgreSQL's, of a version that can talk to the server."""
+    """Become one of PostgreSQL's programs, of a version that fits the server."""
     with reported():
         source = Source(dsn)
         conninfo = source.conninfo()
@@ -61,18 +61,18 @@ def _run(name: str, arguments: list[str], dsn: str | None) -> None:
 
 
 def without_password(conninfo: str) -> tuple[str, dict[str, str]]:
-    """Return what may stand on a command line, which everybody can read, and the environment."""
-    given = {name: str(value) for name, value in conninfo_to_dict(conninfo).items()}
-    password = given.pop("password", None)
+    """Return a DSN for a command line, which anybody can read, and the password's environment."""
+    parts = {name: str(value) for name, value in conninfo_to_dict(conninfo).items()}
+    password = parts.pop("password", None)
     environment = dict(os.environ)
     if password is not None:
         environment["PGPASSWORD"] = password
-    return make_conninfo("", **given), environment
+    return make_conninfo("", **parts), environment
 
 
 def find_program(name: str, version: int = 0) -> str | None:
-    """Return a client program of PostgreSQL's, of this major version or a later one."""
-    from pgdefer._server import ServerError, find_binaries  # noqa: PLC0415 (not on every system)
+    """Return one of PostgreSQL's client programs, of this major version or a later one."""
+    from pgdefer.database.server import ServerError, find_binaries  # noqa: PLC0415 (not on every system)
 
     found = [shutil.which(name)]
     with contextlib.suppress(ServerError):

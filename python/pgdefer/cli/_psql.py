@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from pgdefer._connect import Source
+from pgdefer.database.source import Source
 
 from . import _show
 from ._base import DSN, Exit, fail, out, reported
@@ -21,7 +21,7 @@ SHORTCUTS = Path(__file__).with_name("psqlrc")
 def psql(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGUMENT...]", help="For psql itself.", show_default=False),
+        typer.Argument(metavar="[-- ARGUMENT...]", help="Arguments for psql.", show_default=False),
     ] = None,
     dsn: DSN = None,
 ) -> None:
@@ -31,7 +31,7 @@ def psql(
     program = find_program("psql")
     if program is None:
         fail(Exit.ERROR, "psql is not installed: apt install postgresql-client, or the like")
-    # psql reads one such file only: this one reads the user's, then ours.
+    # psql reads only one such file: this one reads the user's, then the shortcuts.
     start = _folder("XDG_CACHE_HOME", ".cache") / "psqlrc"
     files = [file for file in (_user_file(), SHORTCUTS) if file.exists()]
     start.write_text("".join(map(_include, files)), "utf-8")
@@ -44,9 +44,9 @@ def psqlrc(
     print_only: Annotated[
         bool, typer.Option("--print", help="Print the shortcuts, and change nothing.")
     ] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Take them out again.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the shortcuts.")] = False,
 ) -> None:
-    """Let psql start with shortcuts: :jobs, :queues, :stats, :why and more."""
+    """Add shortcuts to every psql session: :jobs, :queues, :stats, :why and more."""
     if print_only:
         _show.write(SHORTCUTS.read_text("utf-8").rstrip())
         return

@@ -1,4 +1,4 @@
-"""`pgdefer queue`: see, make, pause, configure and remove queues."""
+"""`pgdefer queue`: lists, creates, pauses, configures and removes queues."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pgdefer import _sql
+from pgdefer.database import sql
 
 from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, fail, out, session
@@ -26,7 +26,7 @@ Pattern = Annotated[
 ]
 Task = Annotated[
     str | None,
-    typer.Option("--task", "-t", help="Of this task only.", autocompletion=_complete.task),
+    typer.Option("--task", "-t", help="Only jobs of this task.", autocompletion=_complete.task),
 ]
 
 COLUMNS = {
@@ -44,7 +44,7 @@ COLUMNS = {
 def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
     """List the queues."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.QUEUES)
+        rows = on.call(sql.QUEUES)
     _show_queues(rows)
 
 
@@ -58,20 +58,20 @@ def _show_queues(rows: Rows) -> None:
 @queues.command("create")
 def create(
     name: Name,
-    paused: Annotated[bool, typer.Option("--paused", help="Nothing starts until resumed.")] = False,
+    paused: Annotated[bool, typer.Option("--paused", help="Start nothing until resumed.")] = False,
     dsn: DSN = None,
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Make a queue known. Not needed before deferring."""
+    """Create a queue. Deferring a job also creates its queue."""
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.CREATE_QUEUE, {"name": name, "paused": paused})
+        rows = on.call(sql.CREATE_QUEUE, {"name": name, "paused": paused})
     if rows.texts is not None:
         _show.print_json(rows.texts)
     else:
         is_new = rows.values[0]["is_new"]
         out.print(
-            f"{_show.plain(name)}: {'made' if is_new else 'is there already'}",
+            f"{_show.escaped(name)}: {'made' if is_new else 'exists already'}",
             markup=False,
             highlight=False,
         )
@@ -81,7 +81,7 @@ def create(
 def delete(
     name: Name,
     force: Annotated[
-        bool, typer.Option("--force", help="Even with unfinished jobs, which go too.")
+        bool, typer.Option("--force", help="Also if it has unfinished jobs; they are removed too.")
     ] = False,
     yes: Yes = False,
     dsn: DSN = None,
@@ -89,9 +89,9 @@ def delete(
     dry_run: DryRun = False,
 ) -> None:
     """Remove a queue with its settings and all its jobs."""
-    confirm(f"Remove the queue {_show.plain(name)} and all its jobs?", yes=yes, dry_run=dry_run)
+    confirm(f"Remove the queue {_show.escaped(name)} and all its jobs?", yes=yes, dry_run=dry_run)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.DELETE_QUEUE, {"name": name, "force": force})
+        rows = on.call(sql.DELETE_QUEUE, {"name": name, "force": force})
     if rows.texts is not None:
         _show.print_json(rows.texts)
     else:
@@ -103,18 +103,18 @@ def pause(
     queue: Pattern = None,
     every: Annotated[bool, typer.Option("--all", help="All queues.")] = False,
     until: Annotated[
-        str | None, typer.Option(help="Until then, as 2030-01-31 09:00; without: until resumed.")
+        str | None, typer.Option(help="Until this time, not until resumed: 2030-01-31 09:00.")
     ] = None,
     task: Task = None,
     dsn: DSN = None,
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Let no job of a queue, or of a task, start. Running ones go on."""
+    """Stop jobs of a queue, or of a task, from starting. Running jobs continue."""
     _check_which(queue, task, every=every)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.PAUSE, {"queue": queue, "until": until, "task": task})
-    _show_concerned(rows)
+        rows = on.call(sql.PAUSE, {"queue": queue, "until": until, "task": task})
+    _show_affected(rows)
 
 
 @queues.command("resume")
@@ -129,8 +129,8 @@ def resume(
     """End a pause."""
     _check_which(queue, task, every=every)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.RESUME, {"queue": queue, "task": task})
-    _show_concerned(rows)
+        rows = on.call(sql.RESUME, {"queue": queue, "task": task})
+    _show_affected(rows)
 
 
 def _check_which(queue: str | None, task: str | None, *, every: bool) -> None:
@@ -140,39 +140,38 @@ def _check_which(queue: str | None, task: str | None, *, every: bool) -> None:
         fail(Exit.USAGE, "name a queue or pass --task or --all")
 
 
-def _show_concerned(rows: Rows) -> None:
+def _show_affected(rows: Rows) -> None:
     if rows.texts is not None:
         _show.print_json(rows.texts)
     else:
         number = rows.values[0]["jobs"]
-        verb = "is" if number == 1 else "are"
-        out.print(f"{_show.count(number, 'job')} {verb} concerned", highlight=False)
+        out.print(f"{_show.count(number, 'job')} affected", highlight=False)
 
 
 @queues.command("configure")
 def configure(
     name: Name,
     max_running: Annotated[
-        str | None, typer.Option(metavar="N|none", help="Run at most so many at once.")
+        str | None, typer.Option(metavar="N|none", help="How many jobs may run at once.")
     ] = None,
     rate: Annotated[
         str | None,
         typer.Option(metavar="N/INTERVAL|none", help="Start at most N in any INTERVAL: 10/1min."),
     ] = None,
     retain: Annotated[
-        str | None, typer.Option(metavar="INTERVAL|none", help="Keep finished jobs so long.")
+        str | None, typer.Option(metavar="INTERVAL|none", help="How long to keep finished jobs.")
     ] = None,
     dsn: DSN = None,
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Set a queue's limits; what is not given stays as it is, none removes a limit."""
-    given = {"max_running": max_running, "rate": rate, "retain": retain}
-    given = {key: value for key, value in given.items() if value is not None}
-    if not given:
+    """Set a queue's limits; other settings stay, none removes a limit."""
+    changes = {"max_running": max_running, "rate": rate, "retain": retain}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if not changes:
         fail(Exit.USAGE, "pass --max-running, --rate or --retain")
     options: dict[str, Any] = {
-        key: None if value == "none" else value for key, value in given.items()
+        key: None if value == "none" else value for key, value in changes.items()
     }
     if options.get("max_running"):
         options["max_running"] = _number(options["max_running"])
@@ -181,11 +180,11 @@ def configure(
         options["rate"] = {"limit": _number(limit), "per": per}
     parameters = {"name": name, "options": json.dumps(options)}
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        on.call(_sql.CONFIGURE_QUEUE, parameters)
-        rows = on.call(_sql.QUEUE, {"name": name})
+        on.call(sql.CONFIGURE_QUEUE, parameters)
+        rows = on.call(sql.QUEUE, {"name": name})
     _show_queues(rows)
 
 
 def _number(text: str) -> int | str:
-    """Return a number as one; what is none the function refuses."""
+    """Return a number as an int. The database refuses other texts."""
     return int(text) if text.isascii() and text.isdigit() else text

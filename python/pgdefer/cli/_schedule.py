@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from pgdefer import _sql
+from pgdefer.database import sql
 
 from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, Exit, Yes, confirm, fail, out, session
@@ -20,8 +20,8 @@ Name = Annotated[
         help="The schedule's name.", show_default=False, autocompletion=_complete.schedule
     ),
 ]
-Timezone = Annotated[str, typer.Option("--timezone", "-z", help="As Europe/Paris.")]
-Cron = Annotated[str, typer.Argument(help="As '0 9 * * MON-FRI', @hourly, 'every 90 seconds'.")]
+Timezone = Annotated[str, typer.Option("--timezone", "-z", help="Such as Europe/Paris.")]
+Cron = Annotated[str, typer.Argument(help="'0 9 * * MON-FRI', @hourly, 'every 90 seconds'.")]
 
 COLUMNS = {
     "name": "name",
@@ -37,9 +37,9 @@ COLUMNS = {
 
 @schedules.command("ls")
 def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
-    """List what is scheduled."""
+    """List the schedules."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.SCHEDULES)
+        rows = on.call(sql.SCHEDULES)
     least = ("last_job_id", "last_run_at", "timezone")
     _show.table(rows, COLUMNS, least=least, empty="Nothing is scheduled.")
 
@@ -62,7 +62,7 @@ def add(
     _show.check_json(args=args, options=options)
     asked = {"name": name, "cron": cron, "task": task, "args": args, "timezone": timezone}
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.SCHEDULE_ONE, asked | {"options": options})
+        rows = on.call(sql.SCHEDULE_ONE, asked | {"options": options})
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:
@@ -78,11 +78,11 @@ def rm(
     dry_run: DryRun = False,
 ) -> None:
     """Remove a schedule."""
-    confirm(f"Remove the schedule {_show.plain(name)}?", yes=yes, dry_run=dry_run)
+    confirm(f"Remove the schedule {_show.escaped(name)}?", yes=yes, dry_run=dry_run)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.UNSCHEDULE_ONE, {"name": name})
+        rows = on.call(sql.UNSCHEDULE_ONE, {"name": name})
     if not rows.values[0]["was_there"]:
-        fail(Exit.NOT_FOUND, f"there is no schedule {_show.plain(name)}")
+        fail(Exit.NOT_FOUND, f"there is no schedule {_show.escaped(name)}")
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:
@@ -93,7 +93,7 @@ def rm(
 def run(name: Name, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False) -> None:
     """Defer a schedule's job now. Prints the job's id."""
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.RUN_NOW, {"name": name})
+        rows = on.call(sql.RUN_NOW, {"name": name})
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:
@@ -108,9 +108,9 @@ def enable(
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Let a schedule run again; with --off stop it."""
+    """Enable a schedule; with --off, disable it."""
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(_sql.ENABLE_SCHEDULE, {"name": name, "enabled": not off})
+        rows = on.call(sql.ENABLE_SCHEDULE, {"name": name, "enabled": not off})
     if rows.texts is not None:
         _show.write(rows.texts[0])
     else:
@@ -121,11 +121,11 @@ def enable(
 def next_runs(
     cron: Cron,
     timezone: Timezone = "UTC",
-    n: Annotated[int, typer.Option("-n", min=1, help="So many.")] = 5,
+    n: Annotated[int, typer.Option("-n", min=1, help="How many runs to show.")] = 5,
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show when an expression runs next."""
+    """Show the next runs of an expression."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(_sql.NEXT_RUNS, {"cron": cron, "timezone": timezone, "n": n})
-    _show.table(rows, {"run_at": "next runs", "local": f"in {_show.plain(timezone)}"})
+        rows = on.call(sql.NEXT_RUNS, {"cron": cron, "timezone": timezone, "n": n})
+    _show.table(rows, {"run_at": "next runs", "local": f"in {_show.escaped(timezone)}"})

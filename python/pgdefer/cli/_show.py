@@ -1,4 +1,4 @@
-"""How values are shown: nothing in them can control the terminal, and what is long is cut."""
+"""Shows values: control characters can't reach the terminal, and long values are cut."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pgdefer import _text
-from pgdefer._codec import TAG
+from pgdefer.codec import TAG
 
 from ._base import REFUSALS, Exit, Rows, err, fail, out
 
-plain = _text.plain
+escaped = _text.escaped
 
 CUT = 200
 LINES = 100
@@ -38,11 +38,11 @@ STYLES = {
     "paused": "yellow",
     "dead": "red",
 }
-STATE_COLUMNS = ("state", "job_state", "status", "reason", "paused", "is_dead")
+STATE_COLUMNS = ("state", "status", "reason", "paused", "is_dead")
 
 
 def short(text: str, length: int = CUT) -> str:
-    """Return a text's beginning, with its size if that is not all."""
+    """Return a text's beginning, with its size if the text is longer."""
     if len(text) <= length:
         return text
     return f"{text[:length]}… <{len(text.encode('utf-8', 'surrogatepass'))} bytes>"
@@ -59,7 +59,7 @@ def moment(value: dt.datetime) -> str:
 
 
 def span(value: dt.timedelta) -> str:
-    """Return a duration in few digits: 1.2 ms, 3.45 s, 2:30:00, 3 d 4:00:00."""
+    """Return a duration with few digits: 1.2 ms, 3.45 s, 2:30:00, 3 d 4:00:00."""
     seconds = value.total_seconds()
     if seconds < 0:
         return "-" + span(-value)
@@ -73,7 +73,7 @@ def span(value: dt.timedelta) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return a value as it stands in a table."""
+    """Return a value as the text of a table cell."""
     match value:
         case None:
             return ""
@@ -88,9 +88,9 @@ def cell(value: Any) -> str:
         case list():
             return ", ".join(map(cell, value))
         case dict():
-            return short(plain(compact(value)))
+            return short(escaped(compact(value)))
         case _:
-            return short(plain(str(value)))
+            return short(escaped(str(value)))
 
 
 def compact(value: Any) -> str:
@@ -99,7 +99,7 @@ def compact(value: Any) -> str:
 
 
 def pretty(value: Any, *, full: bool = False) -> str:
-    """Return a JSON value on several lines; not `full`: bytes and long texts cut."""
+    """Return a JSON value on several lines; unless `full`, bytes and long texts cut."""
     return json.dumps(value if full else _cut(value), ensure_ascii=False, indent=2)
 
 
@@ -155,8 +155,8 @@ def grid(
 ) -> Table:
     """Return rows as a table. A column that is empty in every row is left out.
 
-    Where the terminal is too narrow long texts are cut, those of `folded` columns broken into
-    lines; then the `least` columns are left out, in that order, then the last ones, which is noted.
+    If the terminal is too narrow, long texts are cut, and those of `folded` columns broken into
+    lines. Then the `least` columns are left out, in that order, then the last ones. A note says so.
     """
     shown = [key for key in columns if any(row[key] is not None for row in rows.values)]
     texts = {key: [cell(row[key]) for row in rows.values] for key in shown}
@@ -215,7 +215,7 @@ def _fit(widths: dict[str, int], least: Mapping[str, int], shown: Sequence[str])
 
 
 def _unfold(widths: dict[str, int], columns: Mapping[str, str], shown: Sequence[str]) -> None:
-    """Give headings one line, where there is room for that."""
+    """Write headings on one line if there is room."""
     wanted = {key: max(widths[key], cell_len(columns[key])) for key in shown}
     if _width(list(wanted.values())) <= out.width:
         widths.update(wanted)
@@ -228,7 +228,7 @@ def _style(key: str, value: Any) -> str:
 
 
 def record(values: Mapping[str, Any], *, full: bool = False) -> None:
-    """Print a row as lines of its own: `column: value`."""
+    """Print a row as lines `column: value`."""
     for key, value in values.items():
         if value is None or value in ([], {}):
             continue
@@ -239,22 +239,24 @@ def record(values: Mapping[str, Any], *, full: bool = False) -> None:
             if len(lines) > LINES and not full:
                 size = len(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"))
                 lines = [*lines[:LINES], f"… <{size} bytes>"]
-            text = "\n".join(map(plain, lines))
+            text = "\n".join(map(escaped, lines))
             out.print(label, Text(text), sep="", soft_wrap=True)
         elif isinstance(value, str) and not full:
             lines = value.split("\n")
-            text = "\n".join(plain(short(line, 2000)) for line in lines[:50])
+            text = "\n".join(escaped(short(line, 2000)) for line in lines[:50])
             text += f"\n… {len(lines)} lines" if len(lines) > 50 else ""
             out.print(label, Text(text, style=_style(key, value)), sep="", soft_wrap=True)
         elif isinstance(value, str):
-            out.print(label, Text("\n".join(map(plain, value.split("\n")))), sep="", soft_wrap=True)
+            out.print(
+                label, Text("\n".join(map(escaped, value.split("\n")))), sep="", soft_wrap=True
+            )
         else:
             text = moment(value) if isinstance(value, dt.datetime) else cell(value)
             out.print(label, Text(text), sep="", soft_wrap=True)
 
 
 def outcomes(rows: Rows) -> None:
-    """Print what became of each job; what was refused goes to stderr."""
+    """Print each job's outcome; refusals go to stderr."""
     if rows.texts is not None:
         print_json(rows.texts)
         return
@@ -268,18 +270,18 @@ def outcomes(rows: Rows) -> None:
 
 
 def print_json(texts: Sequence[str]) -> None:
-    """Print rows as one JSON array, a line each."""
+    """Print rows as one JSON array, one per line."""
     write("[" + ",\n ".join(texts) + "]")
 
 
 def write(text: str) -> None:
-    """Print a text as it is, for programs."""
+    """Print a text unchanged, for programs."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def write_raw(values: Sequence[str | bytes]) -> None:
-    """Print texts, in UTF-8, and bytes, a line each; bytes alone without a line's end."""
+    """Print texts, in UTF-8, and bytes, one per line; a single bytes value without a newline."""
     end = b"" if len(values) == 1 and isinstance(values[0], bytes) else b"\n"
     for value in values:
         data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
@@ -287,9 +289,9 @@ def write_raw(values: Sequence[str | bytes]) -> None:
     sys.stdout.flush()
 
 
-def check_json(**given: str | None) -> None:
-    """End with a message where a text is no JSON."""
-    for name, text in given.items():
+def check_json(**texts: str | None) -> None:
+    """Print a message and exit if a text is not JSON."""
+    for name, text in texts.items():
         try:
             json.loads(text or "{}")
         except ValueError as error:

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from pgdefer import _sql
+from pgdefer.database import sql
 
 from . import _show
 from ._base import DSN, AsJson, Exit, Rows, Session, fail, out, session
@@ -45,27 +45,27 @@ WORKERS = {
     "up_for": "up for",
     "queues": "queues",
 }
-# What a narrow terminal can do without.
+# The columns that a narrow terminal leaves out.
 LEAST = ("failed_5m", "waiting", "held", "scheduled", "upstream_failed", "blocked", "failed")
 HEADING = 2
-# So much longer than a look takes is the wait until the next: it must not be the load.
+# The wait is this many times as long as a query takes, so that `top` is not itself the load.
 PATIENCE = 4
 
 
 def top(
-    interval: Annotated[float, typer.Option(min=0.1, help="Look so often, in seconds.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="The seconds between queries.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show queues, workers and rates, live. q ends it, any other key looks at once.
+    """Show queues, workers and rates, live. q quits, any other key refreshes.
 
     The busiest queues come first; rates are those of the last 5 minutes.
     """
     if as_json and not once:
         fail(Exit.USAGE, "--json goes with --once")
     if not once and not (out.is_terminal and sys.stdin.isatty()):
-        fail(Exit.USAGE, "this is no terminal: pass --once")
+        fail(Exit.USAGE, "this is not a terminal: pass --once")
     with contextlib.suppress(KeyboardInterrupt), session(dsn, as_json=as_json) as on:
         if once:
             _print_once(on)
@@ -73,7 +73,7 @@ def top(
         with _keys(), Live(console=out, screen=True, auto_refresh=False) as live:
             while True:
                 begun = time.monotonic()
-                queues, workers = on.call(_sql.TOP_QUEUES), on.call(_sql.WORKERS)
+                queues, workers = on.call(sql.TOP_QUEUES), on.call(sql.WORKERS)
                 took = time.monotonic() - begun
                 until = time.monotonic() + max(interval, PATIENCE * took)
                 while True:
@@ -87,7 +87,7 @@ def top(
 
 
 def _print_once(on: Session) -> None:
-    queues, workers = on.call(_sql.TOP_QUEUES), on.call(_sql.WORKERS)
+    queues, workers = on.call(sql.TOP_QUEUES), on.call(sql.WORKERS)
     if queues.texts is not None and workers.texts is not None:
         parts = (", ".join(each.texts or []) for each in (queues, workers))
         _show.write('{{"queues": [{}], "workers": [{}]}}'.format(*parts))
@@ -97,7 +97,7 @@ def _print_once(on: Session) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Have keys arrive one by one, and unseen."""
+    """Receive keys one by one, without echo."""
     try:
         import termios  # noqa: PLC0415 (not on every system)
         import tty  # noqa: PLC0415
@@ -113,7 +113,7 @@ def _keys() -> Iterator[None]:
 
 
 def _wait(until: float, size: tuple[int, int]) -> str | None:
-    """Wait for a key, and return it; "" when the time has come, None when the size has changed."""
+    """Wait for a key, and return it; "" when the time is over, None when the size has changed."""
     while (rest := until - time.monotonic()) > 0:
         if out.size != size:
             return None
@@ -143,7 +143,7 @@ def _picture(queues: Rows, workers: Rows, *, height: int | None = None) -> Group
     ):
         if rows:
             right = ("oldest", "per_second", "silent_for", "up_for")
-            # a line tells of those that there is no room for
+            # a line counts those without room
             shown = rows if len(rows) <= count else rows[: max(count - 1, 0)]
             made = _show.grid(Rows(shown), columns, right=right, least=LEAST, is_noted=False)
             parts += [Text(), made]

@@ -1,7 +1,7 @@
-"""pgdefer 0.1.0: the queue is installed.
+"""pgdefer 0.1.0: install the queue.
 
-`-x pgdefer=plain` or `-x pgdefer=extension` says how; `-x pgdefer_force=yes` lets a downgrade
-remove the queue with its jobs.
+`-x pgdefer=plain` or `-x pgdefer=extension` chooses the form; `-x pgdefer_force=yes` lets a
+downgrade remove the queue with its jobs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove the queue, where that is forced."""
+    """Remove the queue if this is forced."""
     options = context.get_x_argument(as_dictionary=True)
     pgdefer.alembic.downgrade(op, force=options.get("pgdefer_force") == "yes")

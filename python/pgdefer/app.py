@@ -1,0 +1,299 @@
+"""The application: its tasks, and the database of their jobs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+
+from pgdefer.app_calls import AppCalls
+from pgdefer.app_calls_async import AsyncAppCalls
+from pgdefer.app_manage import Managing
+from pgdefer.app_manage_async import AsyncManaging
+from pgdefer.client.client import Client
+from pgdefer.codec import Codec
+from pgdefer.database.callers import OWN, CallersConnection, callers_own
+from pgdefer.database.source import Source
+from pgdefer.options import DeferOptions, HasId, job_id
+from pgdefer.tasks.blueprint import Blueprint
+from pgdefer.tasks.context import Middleware
+from pgdefer.tasks.defining import Defining
+from pgdefer.tasks.group import Group
+from pgdefer.tasks.hooks import JobEvent, check_hook
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.middleware import check_middleware
+from pgdefer.tasks.option_checks import check_options
+from pgdefer.tasks.prepared import DeferMiddleware, PreparedJob, prepare
+from pgdefer.tasks.registry import module_name
+from pgdefer.tasks.task import AllTaskOptions
+from pgdefer.worker.multi import MultiWorker
+from pgdefer.worker.options import WorkerOptions
+from pgdefer.worker.stream import JobStream
+from pgdefer.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from pgdefer.database.server import EmbeddedServer
+
+__all__ = ["App"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+JobHook = TypeVar("JobHook", bound=Callable[[JobEvent], Any])
+WorkerHook = TypeVar("WorkerHook", bound=Callable[[Worker], Any])
+
+
+class App(Defining, AppCalls, AsyncAppCalls, Managing, AsyncManaging):
+    """Tasks, and the database of their jobs.
+
+    `dsn` names the database. Without it, libpq's environment variables do; without those, or
+    with `embedded=True`, the App uses the embedded server, and starts it when first needed. Behind
+    pgbouncer in transaction mode pass `pgbouncer=True`: it avoids prepared statements, and workers
+    poll, unless `listen_dsn` leads to the same database directly: they then listen there.
+
+    `imports` names modules that define tasks; they are imported before a worker starts.
+
+    `name` distinguishes this program's schedules from those of others in the same database; by
+    default it is the name of the module that makes the App.
+
+    `middleware` surrounds every handler. Each function takes the job's JobContext and returns a
+    context manager, which is entered where the handler runs (the event loop, a thread, a process).
+    The first is outermost; all are outside a `transactional` task's transaction. If one
+    raises, the job fails with that exception; if one swallows an error, the job succeeds.
+    RetryLater is not an error, and middleware does not see it. Around coroutines it may be an
+    asynchronous context manager. After the handler, `job.result` has its return value.
+    `defer_middleware` surrounds each call that defers: functions that take a `Deferral` and return
+    a context manager.
+
+    `defaults` are options for all tasks of the app; a task's own options override them, and None
+    removes a default: `{"deadline": timedelta(days=7), "retry": 4, "retain": timedelta(days=30)}`.
+
+    `headers` is called with the task's name when a job is deferred, and returns headers for it,
+    such as those of a trace. Headers passed with the call override them.
+
+    Connections are opened when first needed, at most `max_connections` for synchronous calls and as
+    many for each event loop; further calls wait. Four of each are kept open;
+    `close` and `close_async` close them. All threads and event loops may use an App.
+    """
+
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        embedded: bool | EmbeddedServer = False,
+        pgbouncer: bool = False,
+        listen_dsn: str | None = None,
+        imports: Iterable[str] = (),
+        name: str | None = None,
+        middleware: Iterable[Middleware] = (),
+        defer_middleware: Iterable[DeferMiddleware] = (),
+        headers: Callable[[str], Mapping[str, Any]] | None = None,
+        defaults: AllTaskOptions | None = None,
+        max_connections: int = 20,
+    ) -> None:
+        surrounding = check_middleware("middleware", middleware)
+        deferring = check_middleware("defer_middleware", defer_middleware, "a Deferral")
+        if headers is not None and not callable(headers):
+            raise TypeError(f"headers must be a function of a task's name, not {headers!r}")
+        if defaults is not None and not isinstance(defaults, Mapping):
+            raise TypeError(f"defaults must be a dict of a task's options, not {defaults!r}")
+        check_options("App(defaults=...)", defaults or {}, AllTaskOptions)
+        if max_connections < 1:
+            raise ValueError(f"max_connections must be at least 1, not {max_connections}")
+        client = Client(
+            Source(dsn, embedded=embedded, pgbouncer=pgbouncer, listen_dsn=listen_dsn),
+            headers=headers,
+            middleware=surrounding,
+            defer_middleware=deferring,
+            max_connections=max_connections,
+        )
+        name = name or module_name(sys._getframe(1).f_globals["__name__"])
+        super().__init__(client, name, imports)
+        self.defaults: Mapping[str, Any] = dict(defaults or {})
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of values; `app.codec.register` adds types."""
+        return self.client.codec
+
+    @property
+    def source(self) -> Source:
+        """The address of the database."""
+        return self.client.source
+
+    def move(
+        self, dsn: str, listen_dsn: str | None = None, *, pgbouncer: bool | None = None
+    ) -> None:
+        """Switch to another database; `pgbouncer` None keeps that setting."""
+        self.client.move(dsn, listen_dsn, pgbouncer=pgbouncer)
+
+    def bind(
+        self, dsn: str, listen_dsn: str | None = None, *, pgbouncer: bool | None = None
+    ) -> Self:
+        """Return this app for another database, with connections of its own, and the same tasks.
+
+        Tasks defer there `with` its `active()`; `bound.defer` and all its other methods always do.
+        """
+        if pgbouncer is None:
+            pgbouncer = self.source.pgbouncer
+        twin = copy.copy(self)
+        twin._client = self.client.bound(Source(dsn, pgbouncer=pgbouncer, listen_dsn=listen_dsn))
+        return twin
+
+    def active(self) -> AbstractContextManager[None]:
+        """Let tasks, and the app of which this is a `bind`, use this one's database in a block.
+
+        This holds for the running thread or coroutine, and the coroutines that it starts.
+        """
+        return self.client.entered()
+
+    # Opening and closing
+
+    def open(self) -> Self:
+        """Check the connection and register the tasks; deferring does so by itself."""
+        self.client.open()
+        return self
+
+    def close(self) -> None:
+        """Close the connections of synchronous calls."""
+        self.client.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def open_async(self) -> Self:
+        """Check the connection and register the tasks; deferring does so by itself."""
+        await self.client.open_async()
+        return self
+
+    async def close_async(self) -> None:
+        """Close the connections of the running event loop, and those of synchronous calls."""
+        await self.client.close_async()
+
+    async def __aenter__(self) -> Self:
+        return await self.open_async()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close_async()
+
+    # Tasks
+
+    def include(self, blueprint: Blueprint, namespace: str = "") -> None:
+        """Add the tasks and schedules of a blueprint; their names begin with the namespace.
+
+        The App's middleware surrounds them, but its `defaults` do not apply to them. Raises
+        ValueError if names clash, or if the blueprint was included before.
+        """
+        for task in blueprint.included_in(self.client, namespace):
+            self.add(task)
+        for schedule in blueprint.schedules.values():
+            if self.schedules.setdefault(schedule.name, schedule) != schedule:
+                raise ValueError(f"there are two schedules named {schedule.name!r}")
+
+    @overload
+    def on(
+        self, event: Literal["exhausted", "retry", "crash"], /
+    ) -> Callable[[JobHook], JobHook]: ...
+    @overload
+    def on(
+        self, event: Literal["worker_start", "worker_stop"], /
+    ) -> Callable[[WorkerHook], WorkerHook]: ...
+    def on(self, event: str, /) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+        """Have the app's workers call a function: a coroutine in their loop, others in a thread.
+
+        It receives a `JobEvent` when a job has failed for good (`exhausted`), will be retried
+        (`retry`), or has lost its process or transaction (`crash`). If a whole worker dies, only
+        the database knows the fate of its jobs. It receives the `Worker` before the worker takes
+        jobs (`worker_start`), and after it has returned the last one (`worker_stop`).
+        """
+
+        def add(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            check_hook(event, hook)
+            self.hooks.setdefault(event, []).append(hook)
+            return hook
+
+        return add
+
+    # Jobs
+
+    def prepare(
+        self, task: str, args: Mapping[str, Any] | None = None, **options: Unpack[DeferOptions]
+    ) -> PreparedJob[Any]:
+        """Return a call for `defer_many`; its task need not be known here."""
+        return prepare(self.client, task, args, options)
+
+    def group(
+        self,
+        calls: Iterable[PreparedJob[Any]],
+        *,
+        connection: CallersConnection = OWN,
+    ) -> Group:
+        """Return jobs to defer, with one that follows them: `app.group([...]).then(call)`."""
+        return Group(self.client, calls, callers_own(connection))
+
+    def job(self, id: int | HasId) -> Job[Any]:
+        """Return the job of an id, to read or change it, without asking the database.
+
+        It also accepts objects with an id: `current_job()`, a row of `pgdefer.models`, a job of
+        another App. Raises TypeError, ValueError for what can't be an id.
+        """
+        return Job(job_id(id), self.client)
+
+    # Working
+
+    def run_worker(
+        self,
+        queues: Sequence[str] | None = None,
+        *,
+        dsns: Iterable[str] | Path | None = None,
+        per_database: int | None = None,
+        **options: Unpack[WorkerOptions],
+    ) -> None:
+        """Run a worker until SIGTERM or SIGINT: see `Worker`; with `dsns`, see `MultiWorker`."""
+        self._worker(queues, dsns, per_database, options).run()
+
+    async def run_worker_async(
+        self,
+        queues: Sequence[str] | None = None,
+        *,
+        dsns: Iterable[str] | Path | None = None,
+        per_database: int | None = None,
+        **options: Unpack[WorkerOptions],
+    ) -> None:
+        """Run a worker in this event loop, until cancelled; otherwise as `run_worker`.
+
+        Then running jobs may go on for `shutdown_timeout`; without one they are given back.
+        """
+        await self._worker(queues, dsns, per_database, options).run_async()
+
+    def _worker(
+        self,
+        queues: Sequence[str] | None,
+        dsns: Iterable[str] | Path | None,
+        per_database: int | None,
+        options: WorkerOptions,
+    ) -> Worker | MultiWorker:
+        if dsns is not None:
+            return MultiWorker(self, dsns, queues, per_database=per_database, **options)
+        if per_database is not None:
+            raise ValueError("per_database is for a worker of many databases: give dsns, too")
+        return Worker(self, queues, **options)
+
+    def stream_jobs(
+        self, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]
+    ) -> JobStream:
+        """Return jobs of queues (None: all) for your own loop, whatever their tasks.
+
+        The options are those of a worker, but `concurrency` is 1 by default.
+
+            with app.stream_jobs(["mail"]) as jobs:
+                for job in jobs:
+                    with job:
+                        send(job.args["to"])
+        """
+        return JobStream(self, queues, **options)

@@ -1,0 +1,147 @@
+# Generated from app_calls_async.py: change that, and run `make generate`.
+"""The calls of an App."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Mapping
+from typing import Any, Unpack
+
+from pgdefer.database import sql
+from pgdefer.database.callers import OWN, AnyConnection, CallersConnection, callers_own
+from pgdefer.options import DeferOptions, HasId, job_id, to_json
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.need import Need
+from pgdefer.tasks.needs import needs
+from pgdefer.tasks.open_group import OpenGroup
+from pgdefer.tasks.prepared import PreparedJob, check_prepared, prepare
+from pgdefer.tasks.registry import Registry
+from pgdefer.tasks.submit import submit, submit_chain, submit_many
+
+__all__ = ["AppCalls"]
+
+
+class AppCalls(Registry):
+    """The calls of an App, on its own connections or on the caller's."""
+
+    # Deferring
+
+    def defer(
+        self,
+        task: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        connection: AnyConnection = OWN,
+        **options: Unpack[DeferOptions],
+    ) -> Job[Any]:
+        """Defer a job of a task that need not be known here; its arguments are not checked."""
+        call = prepare(self.client, task, args, options)
+        return submit(self.client, call, callers_own(connection))
+
+    def defer_many(
+        self, calls: Iterable[PreparedJob[Any]], *, connection: CallersConnection = OWN
+    ) -> list[Job[Any]]:
+        """Defer many jobs at once, of any tasks, all or none; in the order of the calls."""
+        return submit_many(self.client, check_prepared(calls), callers_own(connection))
+
+    def chain(
+        self, calls: Iterable[PreparedJob[Any]], *, connection: AnyConnection = OWN
+    ) -> list[Job[Any]]:
+        """Defer jobs, each of which needs the one before it."""
+        return submit_chain(self.client, check_prepared(calls), callers_own(connection))
+
+    def publish(
+        self,
+        event: str,
+        payload: Any = None,
+        *,
+        retain: dt.timedelta | None = None,
+        connection: AnyConnection = OWN,
+    ) -> bool:
+        """Publish an event to the handlers that wait for it, now or while it is kept.
+
+        It is kept for `retain`, 30 days by default. Returns False if there already is an event of
+        this name, which stays as it is.
+        """
+        text = self.client.codec.dumps({} if payload is None else payload)
+        parameters = {"event": event, "payload": text, "retain": to_json("retain", retain)}
+        ((is_first,),) = self.client.call(sql.PUBLISH, parameters, callers_own(connection))
+        return bool(is_first)
+
+    def open_group(
+        self,
+        name: str,
+        *,
+        on_end: PreparedJob[Any] | None = None,
+        on_success: PreparedJob[Any] | None = None,
+        on_failure: PreparedJob[Any] | None = None,
+        connection: AnyConnection | None = None,
+    ) -> OpenGroup:
+        """Open a group, which jobs join by `group=name` until it is closed.
+
+        Each callback is deferred once: `on_end` when the group is closed and all its jobs have
+        ended, `on_success` when all of them have succeeded, `on_failure` as soon as one has failed
+        or was cancelled. A group that is open already stays as it is. Raises InvalidParameter if
+        it is closed.
+        """
+        calls = {"on_end": on_end, "on_success": on_success, "on_failure": on_failure}
+        given = check_prepared(call for call in calls.values() if call is not None)
+        parameters = {
+            key: None if call is None else call.to_json() for key, call in calls.items()
+        } | {"name": name}
+        tasks = [call.task for call in given]
+        rows = self.client.call(sql.OPEN_GROUP, parameters, connection, tasks=tasks)
+        return OpenGroup(self.client, name, bool(rows[0][0]), connection)
+
+    # Queues
+
+    def pause(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        until: dt.datetime | None = None,
+        connection: AnyConnection = OWN,
+    ) -> int:
+        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
+
+        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
+        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
+        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
+        """
+        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
+        ((jobs,),) = self.client.call(sql.PAUSE, parameters, callers_own(connection))
+        return int(jobs)
+
+    def resume(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        connection: AnyConnection = OWN,
+    ) -> int:
+        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
+
+        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
+        queue stays. Returns and raises as `pause`.
+        """
+        parameters = {"queue": queue, "task": task}
+        ((jobs,),) = self.client.call(sql.RESUME, parameters, callers_own(connection))
+        return int(jobs)
+
+    # Jobs
+
+    def result(self, job: int | HasId, timeout: float | None = None) -> Any:
+        """Wait until a job has succeeded, for at most `timeout` seconds, and return its result.
+
+        Raises JobFailed, JobCancelled, TimeoutError, and JobNotFound, also if the transaction
+        that defers it has not committed. `Job.result` is the same.
+        """
+        return self.client.result(job_id(job), timeout)
+
+    def needs(self, job: int | HasId) -> list[Need]:
+        """Return the current state of a job's needs, by id. Raises JobNotFound.
+
+        Raises DecodeError if a result can't be read.
+        """
+        return needs(self.client, job_id(job))

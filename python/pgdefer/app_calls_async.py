@@ -1,0 +1,148 @@
+"""The calls of an App."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Mapping
+from typing import Any, Unpack
+
+from pgdefer.database import sql
+from pgdefer.database.callers import OWN, AnyAsyncConnection, CallersConnection, callers_own
+from pgdefer.options import DeferOptions, HasId, job_id, to_json
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.need import Need
+from pgdefer.tasks.needs_async import needs_async
+from pgdefer.tasks.open_group import OpenGroup
+from pgdefer.tasks.prepared import PreparedJob, check_prepared, prepare
+from pgdefer.tasks.registry import Registry
+from pgdefer.tasks.submit_async import submit_async, submit_chain_async, submit_many_async
+
+__all__ = ["AsyncAppCalls"]
+
+
+class AsyncAppCalls(Registry):
+    """The calls of an App, on its own connections or on the caller's."""
+
+    # Deferring
+
+    async def defer_async(
+        self,
+        task: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        connection: AnyAsyncConnection = OWN,
+        **options: Unpack[DeferOptions],
+    ) -> Job[Any]:
+        """Defer a job of a task that need not be known here; its arguments are not checked."""
+        call = prepare(self.client, task, args, options)
+        return await submit_async(self.client, call, callers_own(connection))
+
+    async def defer_many_async(
+        self, calls: Iterable[PreparedJob[Any]], *, connection: CallersConnection = OWN
+    ) -> list[Job[Any]]:
+        """Defer many jobs at once, of any tasks, all or none; in the order of the calls."""
+        return await submit_many_async(self.client, check_prepared(calls), callers_own(connection))
+
+    async def chain_async(
+        self, calls: Iterable[PreparedJob[Any]], *, connection: AnyAsyncConnection = OWN
+    ) -> list[Job[Any]]:
+        """Defer jobs, each of which needs the one before it."""
+        return await submit_chain_async(self.client, check_prepared(calls), callers_own(connection))
+
+    async def publish_async(
+        self,
+        event: str,
+        payload: Any = None,
+        *,
+        retain: dt.timedelta | None = None,
+        connection: AnyAsyncConnection = OWN,
+    ) -> bool:
+        """Publish an event to the handlers that wait for it, now or while it is kept.
+
+        It is kept for `retain`, 30 days by default. Returns False if there already is an event of
+        this name, which stays as it is.
+        """
+        text = self.client.codec.dumps({} if payload is None else payload)
+        parameters = {"event": event, "payload": text, "retain": to_json("retain", retain)}
+        ((is_first,),) = await self.client.call_async(
+            sql.PUBLISH, parameters, callers_own(connection)
+        )
+        return bool(is_first)
+
+    async def open_group_async(
+        self,
+        name: str,
+        *,
+        on_end: PreparedJob[Any] | None = None,
+        on_success: PreparedJob[Any] | None = None,
+        on_failure: PreparedJob[Any] | None = None,
+        connection: AnyAsyncConnection | None = None,
+    ) -> OpenGroup:
+        """Open a group, which jobs join by `group=name` until it is closed.
+
+        Each callback is deferred once: `on_end` when the group is closed and all its jobs have
+        ended, `on_success` when all of them have succeeded, `on_failure` as soon as one has failed
+        or was cancelled. A group that is open already stays as it is. Raises InvalidParameter if
+        it is closed.
+        """
+        calls = {"on_end": on_end, "on_success": on_success, "on_failure": on_failure}
+        given = check_prepared(call for call in calls.values() if call is not None)
+        parameters = {
+            key: None if call is None else call.to_json() for key, call in calls.items()
+        } | {"name": name}
+        tasks = [call.task for call in given]
+        rows = await self.client.call_async(sql.OPEN_GROUP, parameters, connection, tasks=tasks)
+        return OpenGroup(self.client, name, bool(rows[0][0]), connection)
+
+    # Queues
+
+    async def pause_async(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        until: dt.datetime | None = None,
+        connection: AnyAsyncConnection = OWN,
+    ) -> int:
+        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
+
+        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
+        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
+        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
+        """
+        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
+        ((jobs,),) = await self.client.call_async(sql.PAUSE, parameters, callers_own(connection))
+        return int(jobs)
+
+    async def resume_async(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        connection: AnyAsyncConnection = OWN,
+    ) -> int:
+        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
+
+        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
+        queue stays. Returns and raises as `pause`.
+        """
+        parameters = {"queue": queue, "task": task}
+        ((jobs,),) = await self.client.call_async(sql.RESUME, parameters, callers_own(connection))
+        return int(jobs)
+
+    # Jobs
+
+    async def result_async(self, job: int | HasId, timeout: float | None = None) -> Any:  # noqa: ASYNC109
+        """Wait until a job has succeeded, for at most `timeout` seconds, and return its result.
+
+        Raises JobFailed, JobCancelled, TimeoutError, and JobNotFound, also if the transaction
+        that defers it has not committed. `Job.result` is the same.
+        """
+        return await self.client.result_async(job_id(job), timeout)
+
+    async def needs_async(self, job: int | HasId) -> list[Need]:
+        """Return the current state of a job's needs, by id. Raises JobNotFound.
+
+        Raises DecodeError if a result can't be read.
+        """
+        return await needs_async(self.client, job_id(job))

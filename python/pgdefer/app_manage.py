@@ -1,0 +1,216 @@
+# Generated from app_manage_async.py: change that, and run `make generate`.
+"""An App's calls for operators."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Unpack
+
+from pgdefer.database import sql
+from pgdefer.database.callers import AnyConnection
+from pgdefer.errors import refused
+from pgdefer.options import HasId, JobOptions, RecurringOptions, as_list, job_id, to_json
+from pgdefer.tasks.infos import (
+    GroupInfo,
+    HealthCheck,
+    JobInfo,
+    LockInfo,
+    QueueInfo,
+    ScheduleInfo,
+    ShareInfo,
+    SlotInfo,
+    TaskInfo,
+    TaskStats,
+    WorkerInfo,
+)
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.option_checks import check_cron, check_options
+from pgdefer.tasks.registry import Registry
+from pgdefer.tasks.task import Task
+
+__all__ = ["Managing"]
+
+
+class Managing(Registry):
+    """Each call takes a `connection` of the caller, as deferring does."""
+
+    # Reading
+
+    def list_jobs(
+        self,
+        task: str | Task[..., Any] | None = None,
+        *,
+        queue: str | None = None,
+        state: str | None = None,
+        pattern: str | None = None,
+        by: Literal["text", "path", "key"] = "text",
+        before: int | None = None,
+        max_jobs: int = 100,
+        connection: AnyConnection | None = None,
+    ) -> list[JobInfo]:
+        """Return jobs, newest first, also finished ones; with `before`, those with smaller ids.
+
+        `pattern` is searched in their args: a text, a jsonpath (`by="path"`), or a whole lock,
+        queueing lock or concurrency key (`by="key"`). The search stops after reading 50 MB.
+        """
+        parameters = {
+            "pattern": pattern,
+            "queue": queue,
+            "state": state,
+            "max_bytes": 50_000_000,
+            "by": by,
+            "task": task.name if isinstance(task, Task) else task,
+            "before": before,
+            "max_jobs": max_jobs,
+        }
+        rows = self.client.call(sql.LIST_JOBS, parameters, connection)
+        return [JobInfo(*row) for row in rows]
+
+    def list_queues(self, *, connection: AnyConnection | None = None) -> list[QueueInfo]:
+        """Return the queues, by name."""
+        rows = self.client.call(sql.QUEUES, {}, connection)
+        return [QueueInfo(*row) for row in rows]
+
+    def list_tasks(self, *, connection: AnyConnection | None = None) -> list[TaskInfo]:
+        """Return the tasks that are registered in the database, by name."""
+        rows = self.client.call(sql.LIST_TASKS, {}, connection)
+        return [TaskInfo(*row) for row in rows]
+
+    def list_locks(self, *, connection: AnyConnection | None = None) -> list[LockInfo]:
+        """Return the locks of unfinished jobs, those with the most waiting jobs first."""
+        rows = self.client.call(sql.LOCKS, {}, connection)
+        return [LockInfo(*row) for row in rows]
+
+    def list_slots(self, *, connection: AnyConnection | None = None) -> list[SlotInfo]:
+        """Return the limits, and how much of each is in use."""
+        rows = self.client.call(sql.SEMAPHORES, {}, connection)
+        return [SlotInfo(*row) for row in rows]
+
+    def list_shares(self, *, connection: AnyConnection | None = None) -> list[ShareInfo]:
+        """Return the shares, by queue and priority."""
+        rows = self.client.call(sql.SHARES, {}, connection)
+        return [ShareInfo(*row) for row in rows]
+
+    def list_groups(
+        self, name: str | None = None, *, connection: AnyConnection | None = None
+    ) -> list[GroupInfo]:
+        """Return the groups, or the one of a name, newest first."""
+        rows = self.client.call(sql.GROUPS, {"name": name}, connection)
+        return [GroupInfo(*row) for row in rows]
+
+    def list_workers(self, *, connection: AnyConnection | None = None) -> list[WorkerInfo]:
+        """Return the workers, including those that have gone within the last minute."""
+        rows = self.client.call(sql.LIST_WORKERS, {}, connection)
+        return [WorkerInfo(*row) for row in rows]
+
+    def list_schedules(self, *, connection: AnyConnection | None = None) -> list[ScheduleInfo]:
+        """Return the schedules, by name."""
+        rows = self.client.call(sql.LIST_SCHEDULES, {}, connection)
+        return [ScheduleInfo(*row) for row in rows]
+
+    def stats(self, *, connection: AnyConnection | None = None) -> list[TaskStats]:
+        """Return the numbers of jobs, by queue and task."""
+        rows = self.client.call(sql.TASK_STATS, {}, connection)
+        return [TaskStats(*row) for row in rows]
+
+    def health(self, *, connection: AnyConnection | None = None) -> list[HealthCheck]:
+        """Return a row for each check of what may stop or slow the queue."""
+        rows = self.client.call(sql.HEALTH_CHECKS, {}, connection)
+        return [HealthCheck(*row) for row in rows]
+
+    # Schedules
+
+    def schedule(
+        self,
+        name: str,
+        cron: str,
+        task: str | Task[..., Any],
+        args: Mapping[str, Any] | None = None,
+        *,
+        timezone: str = "UTC",
+        connection: AnyConnection | None = None,
+        **options: Unpack[RecurringOptions],
+    ) -> dt.datetime | None:
+        """Create or change a schedule, a customer's for example; return its next run.
+
+        No worker removes it, because the code does not define it. The same again changes nothing.
+        """
+        what = f"the schedule {name!r}"
+        named = task.name if isinstance(task, Task) else task
+        check_cron(what, cron)
+        check_options(what, options, RecurringOptions)
+        stored = json.dumps(JobOptions.of(options).defaults(), allow_nan=False)
+        parameters = {
+            "name": name,
+            "cron": cron,
+            "task": named,
+            "args": self.client.dumps_args(named, args),
+            "timezone": timezone,
+            "options": stored if options else None,
+        }
+        ((next_run,),) = self.client.call(sql.SCHEDULE_ONE, parameters, connection)
+        found: dt.datetime | None = next_run
+        return found
+
+    def unschedule(self, name: str, *, connection: AnyConnection | None = None) -> bool:
+        """Remove a schedule; return whether there was one."""
+        ((was_there,),) = self.client.call(sql.UNSCHEDULE_ONE, {"name": name}, connection)
+        return bool(was_there)
+
+    def run_now(self, name: str, *, connection: AnyConnection | None = None) -> Job[Any]:
+        """Defer a job of a schedule now, in addition to its runs."""
+        ((id,),) = self.client.call(sql.RUN_NOW, {"name": name}, connection)
+        return Job(id, self.client)
+
+    # Many jobs
+
+    def retry_failed(
+        self,
+        task: str | Task[..., Any] | None = None,
+        *,
+        queue: str | None = None,
+        max_jobs: int = 1000,
+        connection: AnyConnection | None = None,
+    ) -> list[Job[Any]]:
+        """Run failed jobs again, oldest first; return those that will run."""
+        name = task.name if isinstance(task, Task) else task
+        parameters = {"task": name, "queue": queue, "max_jobs": max_jobs, "after": None}
+        rows = self.client.call(sql.RETRY_FAILED, parameters, connection)
+        return [Job(id, self.client) for id, _, error in rows if error is None]
+
+    def move_jobs(
+        self,
+        jobs: Iterable[int | HasId],
+        queue: str,
+        *,
+        force: bool = False,
+        connection: AnyConnection | None = None,
+    ) -> None:
+        """Move jobs to another queue. Raises the error of the first job that is refused."""
+        ids = [job_id(job) for job in as_list("jobs", jobs)]
+        parameters = {"ids": ids, "queue": queue, "force": force}
+        for id, outcome, error in self.client.call(sql.MOVE, parameters, connection):
+            if error is not None:
+                raise refused(id, outcome, error)
+
+    def prune(
+        self,
+        state: str | None = None,
+        *,
+        older_than: dt.timedelta | None = None,
+        max_jobs: int = 1000,
+        connection: AnyConnection | None = None,
+    ) -> int:
+        """Delete finished jobs whose retention is over; return their number.
+
+        With `state` and `older_than`, delete those in that state that ended longer ago than that.
+        """
+        parameters = {
+            "max_jobs": max_jobs,
+            "state": state,
+            "older_than": to_json("older_than", older_than),
+        }
+        ((jobs,),) = self.client.call(sql.PRUNE, parameters, connection)
+        return int(jobs)

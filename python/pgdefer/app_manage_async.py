@@ -1,0 +1,237 @@
+"""An App's calls for operators."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Unpack
+
+from pgdefer.database import sql
+from pgdefer.database.callers import AnyAsyncConnection
+from pgdefer.errors import refused
+from pgdefer.options import HasId, JobOptions, RecurringOptions, as_list, job_id, to_json
+from pgdefer.tasks.infos import (
+    GroupInfo,
+    HealthCheck,
+    JobInfo,
+    LockInfo,
+    QueueInfo,
+    ScheduleInfo,
+    ShareInfo,
+    SlotInfo,
+    TaskInfo,
+    TaskStats,
+    WorkerInfo,
+)
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.option_checks import check_cron, check_options
+from pgdefer.tasks.registry import Registry
+from pgdefer.tasks.task import Task
+
+__all__ = ["AsyncManaging"]
+
+
+class AsyncManaging(Registry):
+    """Each call takes a `connection` of the caller, as deferring does."""
+
+    # Reading
+
+    async def list_jobs_async(
+        self,
+        task: str | Task[..., Any] | None = None,
+        *,
+        queue: str | None = None,
+        state: str | None = None,
+        pattern: str | None = None,
+        by: Literal["text", "path", "key"] = "text",
+        before: int | None = None,
+        max_jobs: int = 100,
+        connection: AnyAsyncConnection | None = None,
+    ) -> list[JobInfo]:
+        """Return jobs, newest first, also finished ones; with `before`, those with smaller ids.
+
+        `pattern` is searched in their args: a text, a jsonpath (`by="path"`), or a whole lock,
+        queueing lock or concurrency key (`by="key"`). The search stops after reading 50 MB.
+        """
+        parameters = {
+            "pattern": pattern,
+            "queue": queue,
+            "state": state,
+            "max_bytes": 50_000_000,
+            "by": by,
+            "task": task.name if isinstance(task, Task) else task,
+            "before": before,
+            "max_jobs": max_jobs,
+        }
+        rows = await self.client.call_async(sql.LIST_JOBS, parameters, connection)
+        return [JobInfo(*row) for row in rows]
+
+    async def list_queues_async(
+        self, *, connection: AnyAsyncConnection | None = None
+    ) -> list[QueueInfo]:
+        """Return the queues, by name."""
+        rows = await self.client.call_async(sql.QUEUES, {}, connection)
+        return [QueueInfo(*row) for row in rows]
+
+    async def list_tasks_async(
+        self, *, connection: AnyAsyncConnection | None = None
+    ) -> list[TaskInfo]:
+        """Return the tasks that are registered in the database, by name."""
+        rows = await self.client.call_async(sql.LIST_TASKS, {}, connection)
+        return [TaskInfo(*row) for row in rows]
+
+    async def list_locks_async(
+        self, *, connection: AnyAsyncConnection | None = None
+    ) -> list[LockInfo]:
+        """Return the locks of unfinished jobs, those with the most waiting jobs first."""
+        rows = await self.client.call_async(sql.LOCKS, {}, connection)
+        return [LockInfo(*row) for row in rows]
+
+    async def list_slots_async(
+        self, *, connection: AnyAsyncConnection | None = None
+    ) -> list[SlotInfo]:
+        """Return the limits, and how much of each is in use."""
+        rows = await self.client.call_async(sql.SEMAPHORES, {}, connection)
+        return [SlotInfo(*row) for row in rows]
+
+    async def list_shares_async(
+        self, *, connection: AnyAsyncConnection | None = None
+    ) -> list[ShareInfo]:
+        """Return the shares, by queue and priority."""
+        rows = await self.client.call_async(sql.SHARES, {}, connection)
+        return [ShareInfo(*row) for row in rows]
+
+    async def list_groups_async(
+        self, name: str | None = None, *, connection: AnyAsyncConnection | None = None
+    ) -> list[GroupInfo]:
+        """Return the groups, or the one of a name, newest first."""
+        rows = await self.client.call_async(sql.GROUPS, {"name": name}, connection)
+        return [GroupInfo(*row) for row in rows]
+
+    async def list_workers_async(
+        self, *, connection: AnyAsyncConnection | None = None
+    ) -> list[WorkerInfo]:
+        """Return the workers, including those that have gone within the last minute."""
+        rows = await self.client.call_async(sql.LIST_WORKERS, {}, connection)
+        return [WorkerInfo(*row) for row in rows]
+
+    async def list_schedules_async(
+        self, *, connection: AnyAsyncConnection | None = None
+    ) -> list[ScheduleInfo]:
+        """Return the schedules, by name."""
+        rows = await self.client.call_async(sql.LIST_SCHEDULES, {}, connection)
+        return [ScheduleInfo(*row) for row in rows]
+
+    async def stats_async(self, *, connection: AnyAsyncConnection | None = None) -> list[TaskStats]:
+        """Return the numbers of jobs, by queue and task."""
+        rows = await self.client.call_async(sql.TASK_STATS, {}, connection)
+        return [TaskStats(*row) for row in rows]
+
+    async def health_async(
+        self, *, connection: AnyAsyncConnection | None = None
+    ) -> list[HealthCheck]:
+        """Return a row for each check of what may stop or slow the queue."""
+        rows = await self.client.call_async(sql.HEALTH_CHECKS, {}, connection)
+        return [HealthCheck(*row) for row in rows]
+
+    # Schedules
+
+    async def schedule_async(
+        self,
+        name: str,
+        cron: str,
+        task: str | Task[..., Any],
+        args: Mapping[str, Any] | None = None,
+        *,
+        timezone: str = "UTC",
+        connection: AnyAsyncConnection | None = None,
+        **options: Unpack[RecurringOptions],
+    ) -> dt.datetime | None:
+        """Create or change a schedule, a customer's for example; return its next run.
+
+        No worker removes it, because the code does not define it. The same again changes nothing.
+        """
+        what = f"the schedule {name!r}"
+        named = task.name if isinstance(task, Task) else task
+        check_cron(what, cron)
+        check_options(what, options, RecurringOptions)
+        stored = json.dumps(JobOptions.of(options).defaults(), allow_nan=False)
+        parameters = {
+            "name": name,
+            "cron": cron,
+            "task": named,
+            "args": self.client.dumps_args(named, args),
+            "timezone": timezone,
+            "options": stored if options else None,
+        }
+        ((next_run,),) = await self.client.call_async(sql.SCHEDULE_ONE, parameters, connection)
+        found: dt.datetime | None = next_run
+        return found
+
+    async def unschedule_async(
+        self, name: str, *, connection: AnyAsyncConnection | None = None
+    ) -> bool:
+        """Remove a schedule; return whether there was one."""
+        ((was_there,),) = await self.client.call_async(
+            sql.UNSCHEDULE_ONE, {"name": name}, connection
+        )
+        return bool(was_there)
+
+    async def run_now_async(
+        self, name: str, *, connection: AnyAsyncConnection | None = None
+    ) -> Job[Any]:
+        """Defer a job of a schedule now, in addition to its runs."""
+        ((id,),) = await self.client.call_async(sql.RUN_NOW, {"name": name}, connection)
+        return Job(id, self.client)
+
+    # Many jobs
+
+    async def retry_failed_async(
+        self,
+        task: str | Task[..., Any] | None = None,
+        *,
+        queue: str | None = None,
+        max_jobs: int = 1000,
+        connection: AnyAsyncConnection | None = None,
+    ) -> list[Job[Any]]:
+        """Run failed jobs again, oldest first; return those that will run."""
+        name = task.name if isinstance(task, Task) else task
+        parameters = {"task": name, "queue": queue, "max_jobs": max_jobs, "after": None}
+        rows = await self.client.call_async(sql.RETRY_FAILED, parameters, connection)
+        return [Job(id, self.client) for id, _, error in rows if error is None]
+
+    async def move_jobs_async(
+        self,
+        jobs: Iterable[int | HasId],
+        queue: str,
+        *,
+        force: bool = False,
+        connection: AnyAsyncConnection | None = None,
+    ) -> None:
+        """Move jobs to another queue. Raises the error of the first job that is refused."""
+        ids = [job_id(job) for job in as_list("jobs", jobs)]
+        parameters = {"ids": ids, "queue": queue, "force": force}
+        for id, outcome, error in await self.client.call_async(sql.MOVE, parameters, connection):
+            if error is not None:
+                raise refused(id, outcome, error)
+
+    async def prune_async(
+        self,
+        state: str | None = None,
+        *,
+        older_than: dt.timedelta | None = None,
+        max_jobs: int = 1000,
+        connection: AnyAsyncConnection | None = None,
+    ) -> int:
+        """Delete finished jobs whose retention is over; return their number.
+
+        With `state` and `older_than`, delete those in that state that ended longer ago than that.
+        """
+        parameters = {
+            "max_jobs": max_jobs,
+            "state": state,
+            "older_than": to_json("older_than", older_than),
+        }
+        ((jobs,),) = await self.client.call_async(sql.PRUNE, parameters, connection)
+        return int(jobs)

@@ -1,0 +1,39 @@
+"""`pgdefer worker --reload`: runs the worker anew when the code changes."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from pathlib import Path
+
+from ._base import Exit, fail
+
+# How long the jobs that run may take to end, in seconds, and the worker itself after that.
+PATIENCE = 3.0
+MARGIN = 10
+
+
+def run_and_reload(shutdown_timeout: float | None, *, is_plain: bool) -> int:
+    """Run this command in a process, each time anew when a Python file below this folder changes.
+
+    A worker that has ended, as its code could not be imported, starts again with the next change.
+    """
+    if not is_plain:
+        fail(Exit.USAGE, "--reload goes without --processes, --drain and --max-jobs.")
+    try:
+        from watchfiles import PythonFilter, run_process  # noqa: PLC0415
+    except ImportError:
+        fail(Exit.USAGE, "--reload needs watchfiles: pip install 'pgdefer[reload]'")
+    arguments = [word for word in sys.argv[1:] if word != "--reload"]
+    if shutdown_timeout is None:
+        shutdown_timeout = PATIENCE
+        arguments += ["--shutdown-timeout", str(PATIENCE)]
+    run_process(
+        Path.cwd(),
+        target=shlex.join([sys.executable, "-P", "-m", "pgdefer", *arguments]),
+        target_type="command",
+        watch_filter=PythonFilter(),
+        sigint_timeout=math.ceil(shutdown_timeout) + MARGIN,
+    )
+    return Exit.DONE

@@ -1,0 +1,19 @@
+"""`pgdefer web`: the page, if its extra is installed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+from ._base import Exit, fail
+
+
+def web(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+    """Serve a page to see the queue and act on it. `pgdefer web --help` says more."""
+    try:
+        page = importlib.import_module("pgdefer.contrib.web.__main__")
+    except ModuleNotFoundError as error:
+        fail(Exit.USAGE, f"there is no {error.name}: pip install 'pgdefer[web]'")
+    page.main(arguments or [])

@@ -1,0 +1,517 @@
+"""`pgdefer worker`: runs jobs, lists workers."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+import pgdefer
+from pgdefer import App, MultiWorker, Worker, WorkerOptions
+from pgdefer.database import sql
+from pgdefer.logs import JsonFormatter
+from pgdefer.worker.options import check_options
+from pgdefer.worker.prefetch import MOST
+from pgdefer.worker.supervisor import Supervisor, SupervisorChannel
+
+from . import _show
+from ._base import DSN, AsJson, Exit, fail, reported, session
+from ._reload import run_and_reload
+
+workers = typer.Typer(invoke_without_command=True)
+# Exit codes with which a new process would end again.
+_UNMENDABLE = (Exit.USAGE, Exit.NOT_INSTALLED, Exit.INCOMPATIBLE, Exit.NO_APP, Exit.FORBIDDEN)
+
+
+AppName = Annotated[
+    str | None,
+    typer.Option(
+        "--app",
+        "-A",
+        envvar="PGDEFER_APP",
+        metavar="MODULE[:NAME]",
+        help="The App, as package.module:name.",
+        show_default=False,
+    ),
+]
+Dsns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dsn",
+        help="The database. Repeated: one process works for all of them. Else $PGDEFER_DSN, the "
+        "App's database, libpq's PG* variables; else the embedded server.",
+        show_default=False,
+    ),
+]
+DsnFileName = Annotated[
+    Path | None,
+    typer.Option(
+        "--dsns",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Work for many databases: one DSN per line, # begins a comment. It is read again "
+        "when it changes.",
+        show_default=False,
+    ),
+]
+PerDatabase = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="With many databases: how many jobs of one to run at once.",
+        show_default="half of -c",
+    ),
+]
+Pgbouncer = Annotated[
+    bool,
+    typer.Option("--pgbouncer", help="--dsn leads through pgbouncer in transaction mode: poll."),
+]
+ListenDsn = Annotated[
+    str | None,
+    typer.Option(
+        "--listen-dsn",
+        envvar="PGDEFER_LISTEN_DSN",
+        help="A direct route to the same database, to wake workers.",
+        show_default=False,
+    ),
+]
+Queues = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--queues",
+        "-q",
+        help="Queues to serve, separated by commas; prefix* is a pattern. All by default.",
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="The order of -q comes before priority."),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(help="Run only these tasks, separated by commas. All by default."),
+]
+MaxRunning = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="QUEUE=N",
+        help="Of this queue, or of each that prefix* selects, run at most N jobs at once. May be "
+        "repeated.",
+    ),
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(
+        "--concurrency", "-c", min=1, help="How many jobs to run at once.", show_default="20"
+    ),
+]
+SlotTexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="N[:HORIZON]",
+        help="In place of -c: N jobs at once whose deadline is nearer than 5s, 30m, 2h, 1d, "
+        "1w; without a horizon any jobs. May be repeated.",
+    ),
+]
+Prefetch = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="How many jobs to claim ahead at most: as many as start within 50 ms. 0: none.",
+    ),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Run this many worker processes with these options, and replace those that "
+        "end or die.",
+        show_default="one, without a supervisor",
+    ),
+]
+JobsPerProcess = Annotated[
+    int,
+    typer.Option(min=1, help="Replace a child process (run_in='process') after this many jobs."),
+]
+Name = Annotated[str | None, typer.Option(help="The worker's name.", show_default="host:pid")]
+ShutdownTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="The seconds that running jobs have to end after a stop.",
+        show_default="no limit",
+    ),
+]
+HeartbeatEvery = Annotated[
+    float, typer.Option(min=0, metavar="SECONDS", help="How often to report that the worker lives.")
+]
+DeadAfter = Annotated[
+    float,
+    typer.Option(min=0, metavar="SECONDS", help="Others get its jobs after this much silence."),
+]
+Drain = Annotated[
+    bool, typer.Option("--drain", help="End when no job is left that would start by itself.")
+]
+MaxJobs = Annotated[
+    int | None,
+    typer.Option(min=1, help="End after this many jobs.", show_default="no limit"),
+]
+PruneSchedules = Annotated[
+    bool,
+    typer.Option("--prune-schedules", help="Remove recurring runs that the app no longer has."),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each job, and its start.")]
+
+
+class Level(enum.StrEnum):
+    """The values of `--log-level`."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class Format(enum.StrEnum):
+    """The values of `--log-format`."""
+
+    text = "text"
+    json = "json"
+
+
+LogLevel = Annotated[
+    Level | None,
+    typer.Option(
+        help="info: also successes; warning: also retries; error: only final failures.",
+        show_default="info without successes",
+    ),
+]
+LogFormat = Annotated[
+    Format,
+    typer.Option(help="json: one object per line, with fields such as the task and outcome."),
+]
+Http = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Serve /healthz, /readyz and /metrics at this address."),
+]
+Reload = Annotated[
+    bool,
+    typer.Option(
+        "--reload",
+        help="For development: run the worker anew when a Python file below this folder changes "
+        "(pgdefer[reload]).",
+    ),
+]
+SupervisorFd = Annotated[int | None, typer.Option(hidden=True)]
+Replaces = Annotated[int | None, typer.Option(hidden=True)]
+
+
+@workers.callback()
+def worker(
+    context: typer.Context,
+    app: AppName = None,
+    dsn: Dsns = None,
+    dsns: DsnFileName = None,
+    per_database: PerDatabase = None,
+    pgbouncer: Pgbouncer = False,
+    listen_dsn: ListenDsn = None,
+    queues: Queues = None,
+    strict: Strict = False,
+    tasks: Tasks = None,
+    max_running: MaxRunning = None,
+    concurrency: Concurrency = None,
+    slots: SlotTexts = None,
+    prefetch: Prefetch = MOST,
+    processes: Processes = None,
+    jobs_per_process: JobsPerProcess = 100,
+    name: Name = None,
+    shutdown_timeout: ShutdownTimeout = None,
+    heartbeat_every: HeartbeatEvery = 10.0,
+    dead_after: DeadAfter = 30.0,
+    drain: Drain = False,
+    max_jobs: MaxJobs = None,
+    prune_schedules: PruneSchedules = False,
+    http: Http = None,
+    reload: Reload = False,
+    verbose: Verbose = False,
+    log_level: LogLevel = None,
+    log_format: LogFormat = Format.text,
+    supervisor_fd: SupervisorFd = None,
+    replaces: Replaces = None,
+) -> None:
+    """Run jobs. `worker ls` lists the workers.
+
+    SIGTERM and SIGINT let running jobs end. A second one, or SIGQUIT, aborts them at once.
+
+    Exits with 8 if running jobs were given back because they did not end in time.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if app is None:
+        fail(Exit.USAGE, "Missing option '--app' / '-A'.")
+    if reload:
+        is_plain = processes is None and max_jobs is None and not drain
+        raise typer.Exit(run_and_reload(shutdown_timeout, is_plain=is_plain))
+    _set_up_log(log_level, log_format, verbose=verbose)
+    channel = _channel(supervisor_fd, replaces)
+    options: WorkerOptions = {
+        "name": name,
+        "shutdown_timeout": shutdown_timeout,
+        "heartbeat_every": heartbeat_every,
+        "dead_after": dead_after,
+        "drain": drain,
+        "max_jobs": max_jobs,
+        "prune_schedules": prune_schedules,
+        "jobs_per_process": jobs_per_process,
+        "prefetch": prefetch,
+        "http": http,
+    }
+    if concurrency is not None:
+        options["concurrency"] = concurrency
+    if slots:
+        options["slots"] = slots
+    _choose(options, queues, tasks, max_running, strict=strict)
+    with _checked():
+        check_options(options)
+    wanted = _names(queues or []) or None
+    databases = _databases(dsn, dsns, per_database)
+    if databases is not None:
+        is_single = processes is not None or pgbouncer or listen_dsn is not None
+        _run_many(_load(app), databases, wanted, per_database, options, is_single=is_single)
+        return
+    if processes is not None and channel is None:
+        _supervise(processes, options)
+    found = _moved(_load(app), _one(dsn), listen_dsn, pgbouncer=pgbouncer)
+    with _checked():
+        running = Worker(found, wanted, **options)
+    if channel is not None:
+        running.supervisor, channel.on_close = channel, running.stop
+    _run(running)
+
+
+def _one(dsn: list[str] | None) -> str | None:
+    """Return the only DSN."""
+    # Not the option's envvar: Typer would split a DSN of keywords at its spaces.
+    return dsn[0] if dsn else os.environ.get("PGDEFER_DSN") or None
+
+
+def _databases(
+    dsn: list[str] | None, file: Path | None, per_database: int | None
+) -> list[str] | Path | None:
+    """Return the databases of a worker of many; None for a worker of one."""
+    if file is not None and dsn:
+        fail(Exit.USAGE, "give --dsn or --dsns, not both.")
+    if file is None and len(dsn or []) < 2:
+        if per_database is not None:
+            fail(Exit.USAGE, "--per-database is for many databases: repeat --dsn, or give --dsns.")
+        return None
+    return dsn if file is None else file
+
+
+def _set_up_log(level: Level | None, form: Format, *, verbose: bool) -> None:
+    handler = logging.StreamHandler()
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(JsonFormatter() if form is Format.json else logging.Formatter(text))
+    logging.basicConfig(level=(level or Level.info).upper(), handlers=[handler])
+    if verbose:
+        logging.getLogger("pgdefer").setLevel(logging.DEBUG)
+    elif level is None:
+        logging.getLogger("pgdefer.job").setLevel(logging.WARNING)
+
+
+@workers.command("ls")
+def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
+    """List the registered workers, and those that have left within the last minute."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(sql.WORKERS)
+    columns = {
+        "id": "id",
+        "name": "name",
+        "queues": "queues",
+        "is_alive": "alive",
+        "running": "running",
+        "silent_for": "last seen ago",
+        "up_for": "up for",
+    }
+    _show.table(
+        rows,
+        columns,
+        right=("silent_for", "up_for"),
+        least=("up_for",),
+        empty="There are no workers.",
+    )
+
+
+def _choose(
+    options: WorkerOptions,
+    queues: list[str] | None,
+    tasks: list[str] | None,
+    max_running: list[str] | None,
+    *,
+    strict: bool,
+) -> None:
+    """Set the options that select jobs: the order of queues, the tasks, how many of a queue."""
+    if strict:
+        options["order"] = "listed"
+        if not queues:
+            fail(Exit.USAGE, "--strict needs -q: the queues in their order.")
+    if tasks:
+        options["tasks"] = _names(tasks, "--tasks")
+    if max_running:
+        options["max_running"] = dict(map(_limit, max_running))
+
+
+def _limit(text: str) -> tuple[str, int]:
+    queue, _, most = text.rpartition("=")
+    if not (queue and most.isascii() and most.isdigit()):
+        fail(Exit.USAGE, f"--max-running is QUEUE=N, such as reports=2, not {text}")
+    return queue, int(most)
+
+
+def _names(texts: list[str], option: str = "-q") -> list[str]:
+    """Return names separated by commas."""
+    names = [name for text in texts for name in text.split(",")]
+    if "" in names:
+        whole = "to serve all queues" if option == "-q" else "to run all tasks"
+        fail(Exit.USAGE, f"{option} contains an empty name: leave {option} out {whole}")
+    return names
+
+
+def _load(where: str) -> App:
+    """Import the App and its tasks. Modules in the current folder come first."""
+    found = _find(where)
+    try:
+        found.import_tasks()
+    except ModuleNotFoundError as error:
+        fail(Exit.NO_APP, f"{where}, imports={list(found.imports)}: {error}")
+    except Exception as error:
+        _fail_to_import(where, error)
+    return found
+
+
+def _fail_to_import(where: str, error: Exception) -> NoReturn:
+    """Print where a module of the application raises, without the frames of others."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(pgdefer.__file__).parent)
+    own = [frame for frame in frames if not frame.filename.startswith((ours, "<frozen"))]
+    own = [frame for frame in own if frame.filename != importlib.__file__]
+    at = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+    # Errors of pgdefer have a message that says enough; for others the type says more.
+    if (
+        frames
+        and frames[-1].filename.startswith(ours)
+        and isinstance(error, TypeError | ValueError)
+    ):
+        fail(Exit.USAGE, f"{at}{error}")
+    fail(Exit.NO_APP, f"{where}: {at}{type(error).__qualname__}: {error}")
+
+
+def _find(where: str) -> App:
+    module_name, _, attribute = where.partition(":")
+    if not module_name or module_name.startswith("."):
+        fail(Exit.NO_APP, f"{where} names no module: pass package.module, or package.module:name")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        fail(Exit.NO_APP, f"{where}: {error}")
+    except Exception as error:
+        _fail_to_import(where, error)
+    found: Any = module
+    for part in attribute.split(".") if attribute else ():
+        found = getattr(found, part, None)
+    if not attribute:
+        apps = [value for value in vars(module).values() if isinstance(value, App)]
+        if len({id(value) for value in apps}) != 1:
+            fail(Exit.NO_APP, f"{where} has {len(apps)} Apps: name one, as {where}:name")
+        return apps[0]
+    if not isinstance(found, App):
+        fail(Exit.NO_APP, f"{where} is not an App")
+    return found
+
+
+def _moved(app: App, dsn: str | None, listen_dsn: str | None, *, pgbouncer: bool) -> App:
+    """Make the App use the database of the options, if they name one."""
+    if dsn is not None:
+        with reported():
+            app.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
+    elif pgbouncer or listen_dsn is not None:
+        fail(Exit.USAGE, "--pgbouncer and --listen-dsn go with --dsn; else the App says them.")
+    return app
+
+
+@contextlib.contextmanager
+def _checked() -> Iterator[None]:
+    """Print a message and exit if the worker rejects an option's value."""
+    try:
+        yield
+    except ValueError as error:
+        fail(Exit.USAGE, str(error))
+
+
+def _supervise(processes: int, options: WorkerOptions) -> NoReturn:
+    """Run this command in several processes, and exit as they do."""
+    if options["http"] is not None:
+        fail(Exit.USAGE, "--http is a single worker's: --processes would share the port.")
+    if options["drain"] and options["max_jobs"] is not None:
+        fail(Exit.USAGE, "with --processes give --drain or --max-jobs, not both.")
+    # Like the program itself, without the current folder before Python's own modules.
+    supervisor = Supervisor(
+        [sys.executable, "-P", "-m", "pgdefer", sys.argv[1]],
+        sys.argv[2:],
+        processes,
+        is_drain=options["drain"],
+        shutdown_timeout=options["shutdown_timeout"],
+        dead_after=options["dead_after"],
+        fatal=_UNMENDABLE,
+    )
+    raise typer.Exit(supervisor.run())
+
+
+def _channel(descriptor: int | None, replaces: int | None) -> SupervisorChannel | None:
+    """Open the supervisor's channel, if there is one, before anything can fail."""
+    return None if descriptor is None else SupervisorChannel(descriptor, replaces)
+
+
+def _run_many(
+    app: App,
+    databases: list[str] | Path,
+    queues: list[str] | None,
+    per_database: int | None,
+    options: WorkerOptions,
+    *,
+    is_single: bool,
+) -> None:
+    """Run a worker of many databases; `is_single`: there are options of a worker of one."""
+    if is_single:
+        fail(Exit.USAGE, "--processes, --pgbouncer and --listen-dsn are for one database.")
+    with reported(), _checked():
+        worker = MultiWorker(app, databases, queues, per_database=per_database, **options)
+    _run(worker)
+
+
+def _run(worker: Worker | MultiWorker) -> None:
+    with reported():
+        worker.run()
+    if worker.given_back:
+        _leave(Exit.GAVE_BACK)
+    if worker.unresponsive:
+        _leave(Exit.DONE)
+
+
+def _leave(code: Exit) -> NoReturn:
+    """Exit at once: handlers that did not end when told to would keep the process alive."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)

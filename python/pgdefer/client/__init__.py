@@ -1,0 +1,1 @@
+"""The client of tasks, jobs and workers: a codec, connections, and the tasks' defaults."""

@@ -1,0 +1,143 @@
+"""The state of a client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+from pgdefer._text import logger
+from pgdefer.codec import VERSION, Codec
+from pgdefer.database.callers import CallersConnection, Rows
+from pgdefer.database.pool import AsyncPool, SyncPool
+from pgdefer.database.source import Source
+from pgdefer.database.sql import Statement
+from pgdefer.options import JobOptions
+
+__all__ = ["ClientBase", "Refusal", "StandIn", "tasks_json"]
+
+log = logger("pgdefer")
+
+
+class StandIn(Protocol):
+    """Takes the calls of an application in a test, in place of its own connections."""
+
+    def call(
+        self,
+        statement: Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None,
+        defaults: Mapping[str, JobOptions],
+    ) -> Rows:
+        """Register these defaults of tasks, then run a statement."""
+
+    async def call_async(
+        self,
+        statement: Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None,
+        defaults: Mapping[str, JobOptions],
+    ) -> Rows:
+        """Register these defaults of tasks, then run a statement."""
+
+    def result(self, id: int) -> Any:
+        """Return the result of a job that has succeeded."""
+
+    async def result_async(self, id: int) -> Any:
+        """Return the result of a job that has succeeded."""
+
+
+class Refusal:
+    """Takes the place of a client's calls, and refuses all of them."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(self._why)
+
+    def call(self, *_: Any) -> NoReturn:
+        """Refuse."""
+        self._refuse()
+
+    async def call_async(self, *_: Any) -> NoReturn:
+        """Refuse."""
+        self._refuse()
+
+    def result(self, _: int) -> NoReturn:
+        """Refuse."""
+        self._refuse()
+
+    async def result_async(self, _: int) -> NoReturn:
+        """Refuse."""
+        self._refuse()
+
+
+class ClientBase:
+    """The database and the codec of an application, and the defaults of its tasks by name."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        headers: Callable[[str], Mapping[str, Any]] | None = None,
+        middleware: Sequence[Any] = (),
+        defer_middleware: Sequence[Any] = (),
+        max_connections: int = 20,
+    ) -> None:
+        self.source = source
+        self.codec = Codec()
+        #: Returns a job's headers, by its task's name.
+        self.headers = headers
+        #: Middleware around handlers; the first one is the outermost.
+        self.middleware = tuple(middleware)
+        #: Middleware around calls that defer, likewise.
+        self.defer_middleware = tuple(defer_middleware)
+        self.defaults: dict[str, JobOptions] = {}
+        #: The version of each known task's arguments.
+        self.versions: dict[str, int] = {}
+        #: The modules that a worker's process imports to have all tasks; None: the task's module.
+        self.child_module: str | None = None
+        #: Only in tests; else None.
+        self.stand_in: StandIn | None = None
+        self._max_connections = max_connections
+        self._registered: dict[str, JobOptions] = {}
+        self._may_register = True
+        self.open_pools()
+
+    def open_pools(self) -> None:
+        """Create pools for the source; they open connections when first needed."""
+        self.pool = SyncPool(self.source, most=self._max_connections)
+        # Separate, because a call may wait for the result of a job that another has yet to defer.
+        self.waiting_pool = SyncPool(self.source.notify_source or self.source)
+        self.pool_async = AsyncPool(self.source, most=self._max_connections)
+
+    def dumps_args(self, task: str, args: Mapping[str, Any] | None) -> str:
+        """Return the JSON of arguments by name, with the version that the task has here."""
+        named = dict(args or {})
+        if (version := self.versions.get(task, 1)) > 1:
+            named.setdefault(VERSION, version)
+        return self.codec.dumps_args(named)
+
+    def unregistered(self, names: Iterable[str]) -> dict[str, JobOptions]:
+        """Return the defaults of the known tasks that are not registered yet."""
+        if not self._may_register:
+            return {}
+        return {
+            name: defaults
+            for name in dict.fromkeys(names)
+            if (defaults := self.defaults.get(name)) is not None
+            and self._registered.get(name) is not defaults
+        }
+
+    def forbidden_to_register(self) -> None:
+        """Remember and log that this role may not register tasks."""
+        self._may_register = False
+        log.info("this role may not register tasks: jobs get the defaults that workers register")
+
+
+def tasks_json(defaults: Mapping[str, JobOptions]) -> str:
+    """Return the parameter of sql.REGISTER_TASKS."""
+    # Sorted, so that two processes that register the same tasks lock them in the same order.
+    tasks = {name: options.defaults() for name, options in defaults.items()}
+    return json.dumps([{"name": name, "defaults": tasks[name]} for name in sorted(tasks)])

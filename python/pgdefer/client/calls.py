@@ -1,0 +1,87 @@
+# Generated from calls_async.py: change that, and run `make generate`.
+"""A client's calls, on its own connections or the caller's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import psycopg
+
+from pgdefer.client.base import ClientBase, tasks_json
+from pgdefer.database import sql
+from pgdefer.database.callers import AnyConnection, CallersConnection, Rows
+from pgdefer.database.execute import execute
+from pgdefer.database.source import PsycopgConnection
+from pgdefer.errors import InvalidParameter, error_context
+from pgdefer.options import JobOptions
+
+__all__ = ["ClientCalls"]
+
+
+class ClientCalls(ClientBase):
+    """The calls to the database."""
+
+    def call(
+        self,
+        statement: sql.Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None = None,
+        *,
+        tasks: Iterable[str] = (),
+    ) -> Rows:
+        """Run a statement, in the transaction of the caller's connection if there is one.
+
+        Before that, register these tasks, as far as they are defined here.
+        """
+        if self.stand_in is not None:
+            defaults = self.unregistered(tasks)
+            return self.stand_in.call(statement, parameters, connection, defaults)
+        with self._connection(self.unregistered(tasks), connection) as used:
+            return execute(used, statement, parameters)
+
+    def open(self) -> None:
+        """Check the connection, and register all tasks."""
+        if self.stand_in is not None:
+            return
+        with self._connection(self.unregistered(self.defaults)):
+            pass
+
+    @contextlib.contextmanager
+    def _connection(
+        self,
+        defaults: Mapping[str, JobOptions],
+        callers: CallersConnection | None = None,
+    ) -> Iterator[AnyConnection]:
+        if callers is None:
+            with self.pool.connection() as own:
+                if defaults:
+                    self.register(own)
+                yield own
+            return
+        used = cast("AnyConnection", callers)
+        if defaults and self.source.is_chosen:
+            with self.pool.connection() as own:
+                self.register(own)
+        elif defaults:
+            # Only the caller's connection is known. A registration in its transaction may be
+            # rolled back with it, so nothing is remembered.
+            execute(used, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+        yield used
+
+    def register(self, connection: PsycopgConnection) -> None:
+        """Register the defaults of all tasks; the same defaults again change nothing."""
+        defaults = dict(self.defaults)
+        try:
+            execute(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+        except psycopg.errors.InsufficientPrivilege:
+            self.forbidden_to_register()
+        except InvalidParameter:
+            with connection.transaction(force_rollback=True):
+                for name, options in defaults.items():
+                    with error_context("the task", name):
+                        parameters = {"tasks": tasks_json({name: options})}
+                        execute(connection, sql.REGISTER_TASKS, parameters)
+            raise
+        self._registered.update(defaults)

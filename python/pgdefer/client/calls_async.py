@@ -1,0 +1,86 @@
+"""A client's calls, on its own connections or the caller's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any, cast
+
+import psycopg
+
+from pgdefer.client.base import ClientBase, tasks_json
+from pgdefer.database import sql
+from pgdefer.database.callers import AnyAsyncConnection, CallersConnection, Rows
+from pgdefer.database.execute_async import execute_async
+from pgdefer.database.source import AsyncPsycopgConnection
+from pgdefer.errors import InvalidParameter, error_context
+from pgdefer.options import JobOptions
+
+__all__ = ["AsyncClientCalls"]
+
+
+class AsyncClientCalls(ClientBase):
+    """The calls to the database."""
+
+    async def call_async(
+        self,
+        statement: sql.Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None = None,
+        *,
+        tasks: Iterable[str] = (),
+    ) -> Rows:
+        """Run a statement, in the transaction of the caller's connection if there is one.
+
+        Before that, register these tasks, as far as they are defined here.
+        """
+        if self.stand_in is not None:
+            defaults = self.unregistered(tasks)
+            return await self.stand_in.call_async(statement, parameters, connection, defaults)
+        async with self._connection_async(self.unregistered(tasks), connection) as used:
+            return await execute_async(used, statement, parameters)
+
+    async def open_async(self) -> None:
+        """Check the connection, and register all tasks."""
+        if self.stand_in is not None:
+            return
+        async with self._connection_async(self.unregistered(self.defaults)):
+            pass
+
+    @contextlib.asynccontextmanager
+    async def _connection_async(
+        self,
+        defaults: Mapping[str, JobOptions],
+        callers: CallersConnection | None = None,
+    ) -> AsyncIterator[AnyAsyncConnection]:
+        if callers is None:
+            async with self.pool_async.connection() as own:
+                if defaults:
+                    await self.register_async(own)
+                yield own
+            return
+        used = cast("AnyAsyncConnection", callers)
+        if defaults and self.source.is_chosen:
+            async with self.pool_async.connection() as own:
+                await self.register_async(own)
+        elif defaults:
+            # Only the caller's connection is known. A registration in its transaction may be
+            # rolled back with it, so nothing is remembered.
+            await execute_async(used, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+        yield used
+
+    async def register_async(self, connection: AsyncPsycopgConnection) -> None:
+        """Register the defaults of all tasks; the same defaults again change nothing."""
+        defaults = dict(self.defaults)
+        try:
+            await execute_async(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+        except psycopg.errors.InsufficientPrivilege:
+            self.forbidden_to_register()
+        except InvalidParameter:
+            async with connection.transaction(force_rollback=True):
+                for name, options in defaults.items():
+                    with error_context("the task", name):
+                        parameters = {"tasks": tasks_json({name: options})}
+                        await execute_async(connection, sql.REGISTER_TASKS, parameters)
+            raise
+        self._registered.update(defaults)

@@ -1,0 +1,1 @@
+"""The database: its address, connections to it, installing, and every statement sent to it."""

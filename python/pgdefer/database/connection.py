@@ -1,0 +1,177 @@
+"""Connections whose calls have a time limit, and that distinguish a loss from an error."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import psycopg
+from psycopg.types.string import TextBinaryLoader
+
+from pgdefer._text import logger
+from pgdefer.database import sql, watchdog
+from pgdefer.database.source import AsyncPsycopgConnection, Source, close_now
+from pgdefer.database.sql import Statement
+from pgdefer.errors import describe, is_lost
+
+__all__ = ["Connection", "ConnectionLost", "NotifyConnection", "Rows"]
+
+log = logger("pgdefer.worker")
+
+Rows = list[tuple[Any, ...]]
+
+
+class ConnectionLost(Exception):  # noqa: N818
+    """The connection was lost: it is unknown whether the statement ran."""
+
+
+class _StoredJson(TextBinaryLoader):
+    """Leaves jsonb as received, with the version byte before the text: see codec.unwrap."""
+
+
+class Connection:
+    """A connection that opens when needed, and again after a loss."""
+
+    def __init__(self, source: Source, timeout: float | None = None) -> None:
+        self._source = source
+        #: The time limit of one call, in seconds.
+        self.timeout = watchdog.CALL_TIMEOUT if timeout is None else timeout
+        self._connection: AsyncPsycopgConnection | None = None
+        self._encoding = "UTF8"
+        self._cursor: psycopg.AsyncCursor[tuple[Any, ...]] | None = None
+
+    async def open(self) -> AsyncPsycopgConnection:
+        """Connect unless connected. Raises ConnectionLost."""
+        if self._connection is None:
+            try:
+                async with asyncio.timeout(self.timeout):
+                    connection = await self._source.connect_async()
+            except TimeoutError as error:
+                raise ConnectionLost(f"no connection within {self.timeout:g} s") from error
+            except (psycopg.OperationalError, OSError) as error:
+                raise ConnectionLost(describe(error)) from error
+            connection.adapters.register_loader("jsonb", _StoredJson)
+            self._connection = connection
+            encoding = connection.info.parameter_status("server_encoding")
+            self._encoding = encoding or self._encoding
+            self._cursor = connection.cursor(binary=True)
+            self._opened(connection)
+        return self._connection
+
+    def _opened(self, connection: AsyncPsycopgConnection) -> None:
+        """Set up a new connection."""
+
+    @property
+    def encoding(self) -> str:
+        """The database's encoding, by PostgreSQL's name, as of the last connection."""
+        return self._encoding
+
+    async def call(self, statement: Statement, **parameters: object) -> Rows:
+        """Run a statement. Raises ConnectionLost, or psycopg's error if the statement failed."""
+        connection = await self.open()
+        cursor = self._cursor
+        assert cursor is not None
+        with self._guarded(connection):
+            await cursor.execute(statement.psycopg, parameters or None)
+            return [] if cursor.description is None else await cursor.fetchall()
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[AsyncPsycopgConnection]:
+        """Lend the connection for a call of another kind. Raises as `call`."""
+        connection = await self.open()
+        with self._guarded(connection):
+            yield connection
+
+    @contextlib.contextmanager
+    def _guarded(self, connection: AsyncPsycopgConnection) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self.timeout, watchdog.cut, connection)
+        try:
+            yield
+        except (psycopg.Error, OSError) as error:
+            if connection.closed or is_lost(error):
+                self.close()
+                is_late = timer.when() <= loop.time()
+                said = f"no answer within {self.timeout:g} s" if is_late else describe(error)
+                raise ConnectionLost(said) from error
+            raise
+        except asyncio.CancelledError:
+            # The answer to a call in flight will not be read.
+            self.close()
+            raise
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Close at once; the next call connects again."""
+        connection, self._connection, self._cursor = self._connection, None, None
+        if connection is not None:
+            close_now(connection)
+
+
+class NotifyConnection(Connection):
+    """A connection that receives notifications, during statements and between them."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._lock = asyncio.Lock()
+        self._channels: set[str] = set()
+        self._descriptor: int | None = None
+
+    async def exchange(self, statement: Statement, **parameters: object) -> Rows:
+        """Run a statement, one at a time. Raises as `call`."""
+        async with self._lock:
+            await self.open()
+            self._watch(on=False)
+            try:
+                return await super().call(statement, **parameters)
+            finally:
+                self._watch(on=True)
+
+    async def listen(self, channel: str) -> None:
+        """Listen on this channel from now on. Raises ConnectionLost."""
+        if channel not in self._channels:
+            await self.exchange(sql.listen(channel))
+            self._channels.add(channel)
+
+    def _heard(self, channel: str, payload: str) -> None:
+        """Handle a notification."""
+
+    def _lost(self) -> None:
+        """Handle a loss of the connection between statements."""
+
+    def _opened(self, connection: AsyncPsycopgConnection) -> None:
+        # For notifications that arrive with the answer to a statement.
+        connection.add_notify_handler(lambda notify: self._heard(notify.channel, notify.payload))
+
+    def _watch(self, *, on: bool) -> None:
+        """Watch for notifications between statements, or stop; during statements psycopg does."""
+        loop = asyncio.get_running_loop()
+        if self._descriptor is not None:
+            loop.remove_reader(self._descriptor)
+            self._descriptor = None
+        if on and self._connection is not None:
+            self._descriptor = self._connection.pgconn.socket
+            loop.add_reader(self._descriptor, self._readable)
+
+    def _readable(self) -> None:
+        assert self._connection is not None
+        pgconn = self._connection.pgconn
+        try:
+            pgconn.consume_input()
+            while notify := pgconn.notifies():
+                self._heard(notify.relname.decode(), notify.extra.decode())
+        except psycopg.Error as error:
+            log.warning("the listening connection was lost: %s", describe(error))
+            self.close()
+            self._lost()
+
+    def close(self) -> None:
+        """Close at once; the next call connects again, but does not listen until `listen`."""
+        if self._descriptor is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            self._descriptor = None
+        self._channels.clear()
+        super().close()

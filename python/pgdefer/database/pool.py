@@ -1,0 +1,175 @@
+"""Pools of connections: one for all threads, and one for each event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+
+from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, Source, close_now
+
+__all__ = ["AsyncPool", "SyncPool", "async_cursor", "cursor", "is_usable"]
+
+
+def is_usable(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether an idle connection seems alive: on a dead one, its end can be read."""
+    if connection.closed:
+        return False
+    try:
+        poll = select.poll()
+        poll.register(connection.pgconn.socket, select.POLLIN | select.POLLHUP)
+        readable = poll.poll(0)
+    except (OSError, psycopg.Error):
+        return False
+    return not readable and connection.info.transaction_status == TransactionStatus.IDLE
+
+
+class _Idle:
+    """Open connections that are not in use; the last one in is the first one out."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def take(self) -> Any:
+        """Return a usable connection, or None."""
+        while self.items:
+            try:
+                connection = self.items.pop()
+            except IndexError:
+                return None
+            if is_usable(connection):
+                return connection
+            close_now(connection)
+        return None
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self.items:
+            close_now(self.items.pop())
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class SyncPool:
+    """Connections for synchronous calls, from any thread; `most` at once (None: no limit)."""
+
+    def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
+        self._source = source
+        self._max_idle = max_idle
+        self._most = most
+        #: The pool whose idle connections are closed if the server accepts no more.
+        self.partner: AsyncPool | None = None
+        self._pid = os.getpid()
+        self._inherited: list[_Idle] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._idle = _Idle()
+        self._turn = threading.BoundedSemaphore(self._most) if self._most else _NO_TURN
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[PsycopgConnection]:
+        """Lend a connection; wait for one if all are lent."""
+        if self._pid != os.getpid():
+            # After a fork they belong to the parent: the child must neither use nor close them.
+            self._inherited.append(self._idle)
+            self._start()
+            self._pid = os.getpid()
+        idle = self._idle
+        with self._turn:
+            connection = cast("PsycopgConnection | None", idle.take()) or self._connect()
+            try:
+                yield connection
+            finally:
+                if len(idle.items) < self._max_idle and not connection.closed:
+                    idle.items.append(connection)
+                else:
+                    connection.close()
+
+    def _connect(self) -> PsycopgConnection:
+        try:
+            return self._source.connect()
+        except psycopg.OperationalError:
+            if self.partner is not None:
+                self.partner.close_idle()
+            raise
+
+    def close(self) -> None:
+        """Close idle connections; later calls open new ones."""
+        self._idle.close()
+
+
+class AsyncPool:
+    """Connections for asynchronous calls, separate for each event loop; at most `most` in each."""
+
+    def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
+        self._source = source
+        self._max_idle = max_idle
+        self._most = most
+        #: As in SyncPool.
+        self.partner: SyncPool | None = None
+        self._loops: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, tuple[_Idle, contextlib.AbstractAsyncContextManager[Any]]
+        ] = weakref.WeakKeyDictionary()
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[AsyncPsycopgConnection]:
+        """Lend a connection; wait for one if all are lent."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._loops:
+            turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
+            self._loops[loop] = _Idle(), turn
+        idle, turn = self._loops[loop]
+        async with turn:
+            connection = cast("AsyncPsycopgConnection | None", idle.take())
+            if connection is None:
+                connection = await self._connect()
+            try:
+                yield connection
+            finally:
+                if len(idle.items) < self._max_idle and is_usable(connection):
+                    idle.items.append(connection)
+                else:
+                    close_now(connection)
+
+    async def _connect(self) -> AsyncPsycopgConnection:
+        try:
+            return await self._source.connect_async()
+        except psycopg.OperationalError:
+            if self.partner is not None:
+                self.partner.close()
+            raise
+
+    def close_idle(self) -> None:
+        """Close the idle connections of all loops; from any thread."""
+        for idle, _ in list(self._loops.values()):
+            idle.close()
+
+    def close(self) -> None:
+        """Close the running loop's idle connections; later calls open new ones."""
+        idle, _ = self._loops.pop(asyncio.get_running_loop(), (None, None))
+        if idle is not None:
+            idle.close()
+
+
+_NO_TURN: Any = contextlib.nullcontext()
+
+
+def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Return a cursor of tuples, whatever the connection's factories."""
+    return psycopg.Cursor(connection, row_factory=tuple_row)
+
+
+def async_cursor(connection: psycopg.AsyncConnection[Any]) -> psycopg.AsyncCursor[tuple[Any, ...]]:
+    """Return a cursor of tuples, whatever the connection's factories."""
+    return psycopg.AsyncCursor(connection, row_factory=tuple_row)

@@ -1,0 +1,266 @@
+"""Waiting for the result of a job: woken by a notification, with polling as the safety net."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Self, TypeVar
+
+import psycopg
+
+from pgdefer.codec import Codec
+from pgdefer.database import sql
+from pgdefer.database.backoff import Backoff
+from pgdefer.database.connection import ConnectionLost, NotifyConnection, Rows
+from pgdefer.database.execute import execute
+from pgdefer.database.pool import SyncPool, cursor
+from pgdefer.database.source import PsycopgConnection, Source, close_now
+from pgdefer.database.sql import Statement
+from pgdefer.database.watchdog import cut
+from pgdefer.errors import JobCancelled, JobFailed, PgDeferError, is_lost, translated
+
+__all__ = ["Waiter", "wait"]
+
+T = TypeVar("T")
+
+# The polling interval if no notification can arrive.
+POLL_FIRST, POLL_LAST = 0.02, 1.0
+# The time to wait for answers about a late job.
+GRACE = 1.0
+# Timers have a limit; longer waits than this are cut to it.
+YEAR = 3e7
+# The questions about a late job; not every role may ask why.
+LATE = (sql.STATE, sql.WHY)
+
+
+def _has_succeeded(id: int, row: Sequence[Any]) -> bool:
+    """Return whether the job has succeeded. Raises JobFailed, JobCancelled."""
+    state, _, error, *_ = row
+    if state == "failed":
+        raise JobFailed(id, error)
+    if state == "cancelled":
+        raise JobCancelled(id, error)
+    return bool(state == "succeeded")
+
+
+def _late(id: int, timeout: float | None, found: Sequence[str]) -> TimeoutError:
+    """Return the error; `found`: the answer to LATE, if there was one."""
+    said = f": {', '.join(found)}" if found else ""
+    return TimeoutError(f"job {id} has not finished within {timeout:g} s{said}")
+
+
+def _look(id: int, connection: PsycopgConnection) -> list[str]:
+    found: list[str] = []
+    with contextlib.suppress(psycopg.Error, PgDeferError):
+        for statement in LATE:
+            ((said,),) = execute(connection, statement, {"id": id})
+            found.append(said)
+    return found
+
+
+def wait(id: int, timeout: float | None, pool: SyncPool, source: Source, codec: Codec) -> Any:
+    """Return the job's result once it has succeeded; see `App.result`."""
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    lost = Backoff()
+    while True:
+        try:
+            with (
+                pool.connection() as connection,
+                _cut_after(connection, end),
+                _Listening(connection) as listening,
+            ):
+                stored = _wait(
+                    id, end, connection, listening, hears=source.notify_source is not None
+                )
+                if stored is None:
+                    raise _late(id, timeout, _look(id, connection))
+                return codec.decode(stored[0])
+        except psycopg.Error as error:
+            if not is_lost(error):
+                raise
+            if time.monotonic() > end:
+                raise _late(id, timeout, []) from error
+            delay = lost.delay()
+            if time.monotonic() + delay > end:
+                raise
+            time.sleep(delay)
+
+
+def _wait(
+    id: int, end: float, connection: PsycopgConnection, listening: _Listening, *, hears: bool
+) -> tuple[Any] | None:
+    """Return the stored result, or None at `end`."""
+    pause = Backoff(POLL_FIRST, POLL_LAST)
+    while True:
+        row = execute(connection, sql.RESULT, {"id": id})[0]
+        if _has_succeeded(id, row):
+            return (row[1],)
+        channel, wait_for = row[3], row[4].total_seconds()
+        if channel is None or not hears:
+            wait_for = pause.delay()
+        elif listening.to is None:
+            listening.start(channel)
+            continue
+        wait_for = min(wait_for, end - time.monotonic())
+        if wait_for <= 0:
+            return None
+        listening.sleep(wait_for)
+
+
+@contextlib.contextmanager
+def _cut_after(connection: PsycopgConnection, end: float) -> Iterator[None]:
+    """Cut the connection shortly after `end`: the database may not answer at all."""
+    if math.isinf(end):
+        yield
+        return
+    seconds = max(end - time.monotonic(), 0.0) + GRACE
+    timer = threading.Timer(min(seconds, YEAR), cut, [connection])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class _Listening:
+    """A connection that may listen on a channel, and stops before it is returned."""
+
+    def __init__(self, connection: PsycopgConnection) -> None:
+        self._connection = connection
+        self.to: str | None = None
+
+    def start(self, channel: str) -> None:
+        cursor(self._connection).execute(sql.listen(channel).psycopg)
+        self.to = channel
+
+    def sleep(self, seconds: float) -> None:
+        if self.to is None:
+            time.sleep(seconds)
+        else:
+            collections.deque(self._connection.notifies(timeout=seconds, stop_after=1), maxlen=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.to is not None and not self._connection.closed:
+            cursor(self._connection).execute(sql.unlisten(self.to).psycopg)
+
+
+class Waiter(NotifyConnection):
+    """One connection per event loop, for all waits for results in it."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._waiting: collections.defaultdict[str, set[asyncio.Event]] = collections.defaultdict(
+            set
+        )
+        self._asking: set[asyncio.Task[Any]] = set()
+
+    async def wait(
+        self,
+        id: int,
+        timeout: float | None,  # noqa: ASYNC109 (names the late job)
+        codec: Codec,
+    ) -> Any:
+        """Return the job's result once it has succeeded."""
+        timer = asyncio.timeout(timeout)
+        try:
+            async with timer:
+                stored = await self._wait(id)
+        except TimeoutError:
+            if timer.expired():
+                raise _late(id, timeout, await self._look(id)) from None
+            raise
+        return None if stored is None else await codec.decode_stored_async(stored)
+
+    async def _look(self, id: int) -> list[str]:
+        """Ask about a late job, as `_look` does; give up soon."""
+        found: list[str] = []
+        with contextlib.suppress(ConnectionLost, psycopg.Error, TimeoutError):
+            async with asyncio.timeout(GRACE):
+                for statement in LATE:
+                    ((said,),) = await self._ask(statement, id=id)
+                    found.append(said)
+        return found
+
+    async def _wait(self, id: int) -> str | None:
+        event = asyncio.Event()
+        pause, lost = Backoff(POLL_FIRST, POLL_LAST), Backoff()
+        channel: str | None = None
+        try:
+            while True:
+                event.clear()
+                try:
+                    if channel is not None:
+                        await self.listen(channel)
+                    with translated():
+                        (row,) = await self._ask(sql.RESULT, id=id)
+                except ConnectionLost:
+                    await asyncio.sleep(lost.delay())
+                    continue
+                if _has_succeeded(id, row):
+                    stored: str | None = row[1]
+                    return stored
+                if row[3] is None or self._source.notify_source is None:
+                    await asyncio.sleep(pause.delay())
+                elif channel is None:
+                    channel = row[3]
+                    self._waiting[channel].add(event)
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(event.wait(), row[4].total_seconds())
+        finally:
+            if channel is not None:
+                self._waiting[channel].discard(event)
+                if not self._waiting[channel]:
+                    del self._waiting[channel]
+                    with contextlib.suppress(ConnectionLost):
+                        await self.unlisten(channel)
+
+    async def _ask(self, statement: Statement, **parameters: object) -> Rows:
+        return await self._to_its_end(self.exchange(statement, **parameters))
+
+    async def _to_its_end(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it to its end, even if the waiting task is cancelled."""
+        asking = asyncio.create_task(coroutine)
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        return await asyncio.shield(asking)
+
+    async def listen(self, channel: str) -> None:
+        """Listen on this channel from now on, unless nobody waits for it any more."""
+        if channel not in self._channels:
+            await self._to_its_end(self._listen(channel))
+
+    async def _listen(self, channel: str) -> None:
+        await self.exchange(sql.listen(channel))
+        self._channels.add(channel)
+        if channel not in self._waiting:  # the wait was cancelled meanwhile
+            self._channels.discard(channel)
+            await self.exchange(sql.unlisten(channel))
+
+    async def unlisten(self, channel: str) -> None:
+        """Stop listening on this channel. Raises ConnectionLost."""
+        if channel in self._channels:
+            self._channels.discard(channel)
+            await self._ask(sql.unlisten(channel))
+
+    def _heard(self, channel: str, payload: str) -> None:  # noqa: ARG002
+        for event in self._waiting.get(channel, ()):
+            event.set()
+
+    def _lost(self) -> None:
+        for events in self._waiting.values():
+            for event in events:
+                event.set()
+
+    def __del__(self) -> None:
+        if self._connection is not None:
+            close_now(self._connection)

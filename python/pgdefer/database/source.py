@@ -1,0 +1,209 @@
+"""The address of the database, and connections to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import os
+import re
+import threading
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg.abc import Buffer
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
+
+from pgdefer.database import sql
+from pgdefer.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from pgdefer.database.server import EmbeddedServer
+
+__all__ = ["FIRST", "LAST", "AsyncPsycopgConnection", "PsycopgConnection", "Source", "close_now"]
+
+AsyncPsycopgConnection = psycopg.AsyncConnection[tuple[Any, ...]]
+PsycopgConnection = psycopg.Connection[tuple[Any, ...]]
+
+# libpq's environment variables that name a database.
+LOCATING = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
+
+# With these a dead peer is noticed within half a minute, whatever the system's limits.
+DEFAULTS: dict[str, Any] = {
+    "fallback_application_name": "pgdefer",
+    "client_encoding": "UTF8",
+    "connect_timeout": 10,
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+
+
+# These represent moments that a datetime can't hold, infinity for example, in any time zone.
+FIRST = dt.datetime(1, 1, 2, tzinfo=dt.UTC)
+LAST = dt.datetime(9999, 12, 31, tzinfo=dt.UTC)
+
+
+class _TextTime(TimestamptzLoader):
+    """Loads moments that a datetime can't hold as FIRST or LAST."""
+
+    def load(self, data: Buffer) -> dt.datetime:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            text = bytes(data)
+            return FIRST if text.startswith(b"-") or text.endswith(b"BC") else LAST
+
+
+class _BinaryTime(TimestamptzBinaryLoader):
+    """As _TextTime, for the binary format."""
+
+    def load(self, data: Buffer) -> dt.datetime:
+        try:
+            return super().load(data)
+        except psycopg.DataError:
+            return FIRST if bytes(data)[0] & 0x80 else LAST
+
+
+class Source:
+    """A DSN, libpq's environment variables, or the embedded server; `kind` says which.
+
+    Without a DSN and without any of libpq's variables it is the embedded server. It is started,
+    and the queue is installed there, when first needed.
+
+    Behind pgbouncer in transaction mode LISTEN does not work: `listen_dsn` then leads to the same
+    database directly.
+    """
+
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        embedded: bool | EmbeddedServer = False,
+        pgbouncer: bool = False,
+        listen_dsn: str | None = None,
+    ) -> None:
+        if dsn is not None and embedded:
+            raise ValueError("give a DSN or embedded=True, not both")
+        # False if the embedded server is used only because no other is named.
+        self.is_chosen = bool(dsn is not None or embedded or any(map(os.environ.get, LOCATING)))
+        if dsn is not None:
+            self.kind = "dsn"
+        elif embedded or not self.is_chosen:
+            self.kind = "embedded"
+        else:
+            self.kind = "environment"
+        self.pgbouncer = pgbouncer
+        #: The DSN for LISTEN; None: only polling is possible.
+        self.notify_source: Source | None = None if pgbouncer else self
+        if listen_dsn is not None:
+            self.notify_source = Source(listen_dsn)
+        self._server = None if isinstance(embedded, bool) else embedded
+        self._dsn = None if dsn is None else re.sub(r"^(postgres(?:ql)?)\+\w+://", r"\1://", dsn)
+        _check(self._dsn or "")
+        self._lock = threading.Lock()
+        self._is_installed = False
+
+    def conninfo(self, *, restart: bool = False) -> str:
+        """Return the DSN. Starts the embedded server if necessary, which takes a few seconds."""
+        dsn = self._dsn or ""
+        if self.kind == "embedded":
+            dsn = self._embedded(restart=restart)
+        named = conninfo_to_dict(dsn)
+        missing = {name: value for name, value in DEFAULTS.items() if name not in named}
+        if "fallback_application_name" in missing and "application_name" in named:
+            del missing["fallback_application_name"]
+        return make_conninfo(dsn, **missing)
+
+    def _embedded(self, *, restart: bool) -> str:
+        from pgdefer.database.install import install  # noqa: PLC0415 (needs this module)
+        from pgdefer.database.server import EmbeddedServer, ServerError  # noqa: PLC0415 (not on every system)
+
+        with self._lock:
+            if self._dsn is None or restart:
+                self._server = self._server or EmbeddedServer()
+                try:
+                    self._dsn = self._server.ensure_running()
+                except (ServerError, OSError) as error:
+                    if self._dsn is None:
+                        raise
+                    # It has run, and may run again: clients treat it as a server that is down.
+                    raise psycopg.OperationalError(str(error)) from error
+            if not self._is_installed:
+                install(self._dsn)
+                self._is_installed = True
+            return self._dsn
+
+    def connect(self) -> PsycopgConnection:
+        """Open a connection; every statement is a transaction of its own, in READ COMMITTED."""
+        try:
+            return self._connect(self.conninfo())
+        except psycopg.OperationalError:
+            if self.kind != "embedded":
+                raise
+        return self._connect(self.conninfo(restart=True))
+
+    def _connect(self, conninfo: str) -> PsycopgConnection:
+        connection = psycopg.connect(
+            conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
+        )
+        _adapt(connection)
+        if not self.pgbouncer:  # the session may serve another client next time
+            try:
+                connection.execute(sql.READ_COMMITTED.psycopg)
+            except BaseException:
+                close_now(connection)
+                raise
+        return connection
+
+    async def connect_async(self) -> AsyncPsycopgConnection:
+        """Open a connection; every statement is a transaction of its own, in READ COMMITTED."""
+        try:
+            return await self._connect_async(await self._conninfo_async(restart=False))
+        except psycopg.OperationalError:
+            if self.kind != "embedded":
+                raise
+        return await self._connect_async(await self._conninfo_async(restart=True))
+
+    async def _conninfo_async(self, *, restart: bool) -> str:
+        if self.kind != "embedded":
+            return self.conninfo()
+        return await asyncio.to_thread(self.conninfo, restart=restart)
+
+    async def _connect_async(self, conninfo: str) -> AsyncPsycopgConnection:
+        connection = await psycopg.AsyncConnection.connect(
+            conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
+        )
+        _adapt(connection)
+        if not self.pgbouncer:
+            try:
+                await connection.execute(sql.READ_COMMITTED.psycopg)
+            except BaseException:
+                close_now(connection)
+                raise
+        return connection
+
+
+def _check(dsn: str) -> None:
+    """Raise InvalidParameter for a malformed DSN. The error does not quote it: it has secrets."""
+    try:
+        conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        raise InvalidParameter(
+            "the DSN can't be read",
+            hint="Write postgresql://user@host:5432/database or host=... dbname=... user=...",
+        ) from None
+
+
+def _adapt(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    for loader in (_TextTime, _BinaryTime):
+        connection.adapters.register_loader("timestamptz", loader)
+
+
+def close_now(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    """Close without waiting; for connections that are dead or belong to a dead loop."""
+    with contextlib.suppress(Exception):
+        connection.pgconn.finish()

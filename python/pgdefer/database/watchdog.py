@@ -1,0 +1,78 @@
+"""Time limits on calls: if the answer does not arrive in time, the connection is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["CALL_TIMEOUT", "cut", "watchdog"]
+
+# The time limit for one answer of the database, in seconds.
+CALL_TIMEOUT = 20.0
+
+
+def cut(connection: Any) -> None:
+    """Make a wait for an answer fail because the connection is lost; from any thread.
+
+    Cancelling would not do: psycopg would spend a long time cancelling the statement. The
+    connection belongs to psycopg, or to a driver with a file descriptor, or a transport as asyncpg.
+    """
+    with contextlib.suppress(Exception):
+        if not hasattr(connection, "fileno"):
+            connection = connection._transport.get_extra_info("socket")
+        with socket.socket(fileno=os.dup(connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+
+
+class Watchdog:
+    """Cuts connections whose time is over, from a thread of its own; for calls that block."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[object, tuple[float, Any]] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def watching(self, connection: Any) -> Iterator[None]:
+        """Cut the connection if the block takes longer than CALL_TIMEOUT."""
+        stop = self.begin(connection)
+        try:
+            yield
+        finally:
+            stop()
+
+    def begin(self, connection: Any) -> Callable[[], None]:
+        """Cut the connection after CALL_TIMEOUT, unless the returned function is called before."""
+        key = object()
+        with self._changed:
+            self._deadlines[key] = time.monotonic() + CALL_TIMEOUT, connection
+            if self._thread is None or not self._thread.is_alive():  # as after a fork
+                self._thread = threading.Thread(target=self._run, name="pgdefer-watch", daemon=True)
+                self._thread.start()
+            elif len(self._deadlines) == 1:
+                self._changed.notify()
+
+        def stop() -> None:
+            with self._changed:
+                self._deadlines.pop(key, None)
+
+        return stop
+
+    def _run(self) -> None:
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                for key, (deadline, connection) in list(self._deadlines.items()):
+                    if deadline <= now:
+                        del self._deadlines[key]
+                        cut(connection)
+                self._changed.wait(min(CALL_TIMEOUT, 1.0) if self._deadlines else None)
+
+
+#: The watchdog of this process.
+watchdog = Watchdog()

@@ -1,0 +1,329 @@
+"""Errors: one class for each SQLSTATE of the queue, and errors that Python itself raises."""
+
+# The names are the contract's (job_not_found, claim_lost ...), so they have no suffix.
+# ruff: noqa: N818
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+
+from pgdefer._text import escaped
+
+__all__ = [
+    "SQLSTATES",
+    "AlreadyQueued",
+    "ClaimLost",
+    "DecodeError",
+    "DependencyCycle",
+    "EncodeError",
+    "IncompatibleClient",
+    "InvalidParameter",
+    "InvalidState",
+    "JobCancelled",
+    "JobFailed",
+    "JobNotFound",
+    "NotInstalled",
+    "PgDeferError",
+    "QueueNotEmpty",
+    "StepChanged",
+    "TransactionLost",
+    "UnknownTask",
+    "WorkerGone",
+    "WrongIsolation",
+    "describe",
+    "error_context",
+    "is_lost",
+    "is_refused",
+    "is_transient",
+    "refused",
+    "sqlstate_of",
+    "translate",
+    "translated",
+]
+
+
+class PgDeferError(Exception):
+    """Base of every error that this package raises.
+
+    `sqlstate`, `detail` and `hint` are PostgreSQL's; None if Python raised the error.
+    """
+
+    sqlstate: str | None = None
+
+    def __init__(
+        self, message: str = "", *, detail: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.detail = detail
+        self.hint = hint
+
+    def __str__(self) -> str:
+        said = f"{self.message} ({self.detail})" if self.detail else self.message
+        return f"{said.removesuffix('.')}. {self.hint}" if self.hint else said
+
+
+class JobNotFound(PgDeferError):
+    """QJ001: the id does not exist."""
+
+    sqlstate = "QJ001"
+
+
+class ClaimLost(PgDeferError):
+    """QJ002: the claim is no longer the current one."""
+
+    sqlstate = "QJ002"
+
+
+class InvalidState(PgDeferError):
+    """QJ003: the job's state does not allow this; `detail` names the state."""
+
+    sqlstate = "QJ003"
+
+
+class AlreadyQueued(PgDeferError):
+    """QJ004: a job that has not started holds the queueing_lock.
+
+    `detail` names that job; for a retry, the job that should have been retried. Or its
+    idempotency_key is that of a job in a queue that the role may not use; `detail` names the key.
+    """
+
+    sqlstate = "QJ004"
+
+
+class DependencyCycle(PgDeferError):
+    """QJ005: the new need would create a dependency cycle; `detail` names the path."""
+
+    sqlstate = "QJ005"
+
+
+class QueueNotEmpty(PgDeferError):
+    """QJ006: refused without force."""
+
+    sqlstate = "QJ006"
+
+
+class WorkerGone(PgDeferError):
+    """QJ007: the worker was reaped or deregistered."""
+
+    sqlstate = "QJ007"
+
+
+class WrongIsolation(PgDeferError):
+    """QJ008: the transaction must be READ COMMITTED, but is not."""
+
+    sqlstate = "QJ008"
+
+
+class StepChanged(PgDeferError):
+    """QJ009: a step of a durable job differs from the one that was finished under its name."""
+
+    sqlstate = "QJ009"
+
+
+class IncompatibleClient(PgDeferError):
+    """QJ090: this client and the schema's version are incompatible."""
+
+    sqlstate = "QJ090"
+
+
+class InvalidParameter(PgDeferError, ValueError):
+    """22023: a bad argument; nothing was changed."""
+
+    sqlstate = "22023"
+
+
+class NotInstalled(PgDeferError):
+    """The database has no schema queue, or it lacks what this client calls."""
+
+
+class JobFailed(PgDeferError):
+    """The job whose result was requested has failed; `id` is its id, `error` its last error."""
+
+    def __init__(self, id: int, error: str | None, state: str = "failed") -> None:
+        super().__init__(f"job {id} {state}" if state == "failed" else f"job {id} was {state}")
+        if error:
+            self.message += f": {error}"
+        self.id = id
+        self.error = error
+
+
+class JobCancelled(JobFailed):
+    """The job whose result was requested was cancelled."""
+
+    def __init__(self, id: int, error: str | None) -> None:
+        super().__init__(id, error, "cancelled")
+
+
+class EncodeError(PgDeferError, TypeError):
+    """An argument or result can't be stored as JSON."""
+
+
+class DecodeError(PgDeferError, ValueError):
+    """Stored arguments can't be decoded, or do not fit the task; a retry would not help."""
+
+
+class TransactionLost(PgDeferError):
+    """The connection was lost in a handler's transaction, which may or may not have committed."""
+
+
+class UnknownTask(PgDeferError, LookupError):
+    """The task isn't registered in this process."""
+
+
+SQLSTATES: dict[str, type[PgDeferError]] = {
+    "QJ001": JobNotFound,
+    "QJ002": ClaimLost,
+    "QJ003": InvalidState,
+    "QJ004": AlreadyQueued,
+    "QJ005": DependencyCycle,
+    "QJ006": QueueNotEmpty,
+    "QJ007": WorkerGone,
+    "QJ008": WrongIsolation,
+    "QJ009": StepChanged,
+    "QJ090": IncompatibleClient,
+    "22023": InvalidParameter,
+    # Undefined schema, function and table: the package calls only queue.*.
+    "3F000": NotInstalled,
+    "42883": NotInstalled,
+    "42P01": NotInstalled,
+}
+
+
+# Refusals in the rows of functions on many jobs, in the words of functions on one job.
+_REFUSALS = {
+    "QJ001": (
+        "job not found",
+        "The id is wrong, its transaction has not committed, or the job was pruned or deleted.",
+    ),
+    "QJ003": (
+        "the job's state does not allow this",
+        "Where another transaction may be at the job, try again; else see what force does.",
+    ),
+    "QJ004": ("already queued", "Another job with its queueing_lock waits."),
+}
+
+
+def refused(id: int, state: str | None, code: str) -> PgDeferError:
+    """Return the error for a job's row; `state` is the job's state, or None."""
+    message, hint = _REFUSALS[code]
+    detail = f"id: {id}" if state is None else f"id: {id}, state: {state}"
+    return SQLSTATES[code](message, detail=detail, hint=hint)
+
+
+def _original(error: BaseException) -> Any:
+    """Return the driver's error, from one that SQLAlchemy or Django raised in its place."""
+    if type(error).__module__ == "django.db.utils" and isinstance(error.__cause__, psycopg.Error):
+        return error.__cause__
+    return getattr(error, "orig", None) or error
+
+
+def sqlstate_of(error: BaseException) -> str | None:
+    """Return the SQLSTATE of an error of psycopg, SQLAlchemy, Django, psycopg2 or asyncpg."""
+    original = _original(error)
+    for name in ("sqlstate", "pgcode"):
+        code = getattr(original, name, None)
+        if isinstance(code, str):
+            return code
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one line for the log, without the data that the server quotes."""
+    if isinstance(error, psycopg.Error) and error.diag.message_primary:
+        return escaped(f"{error.diag.message_primary} ({error.sqlstate})")
+    return escaped(" ".join(str(error).split())) or type(error).__name__
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether it means that the connection is lost: to a server that went down, or on the way."""
+    kinds = (psycopg.OperationalError, psycopg.InterfaceError, OSError)
+    return isinstance(error, kinds) and sqlstate_of(error) in (None, "57P01", "57P02", "57P03")
+
+
+# Classes of errors caused by the state of the server or of other sessions, not by the statement:
+# the connection (08), the transaction's state, such as on a read-only server (25), deadlocks (40),
+# resources such as memory, disks and connections (53), locks (55), an operator (57), the system
+# (58), the server's files (F0), and faults of the server (XX). The statement and its data cause all
+# others, which come again however often it is sent.
+_TRANSIENT = frozenset({"08", "25", "40", "53", "55", "57", "58", "F0", "XX"})
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the server may accept the same statement later, as the statement is not the cause."""
+    return (sqlstate_of(error) or "")[:2] in _TRANSIENT
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether a server refused the connection because of its database, role or password.
+
+    Judged by the text, because libpq keeps no SQLSTATE for this. Never true if the server's
+    messages are not in English.
+    """
+    return isinstance(error, psycopg.OperationalError) and bool(_REFUSED.search(str(error)))
+
+
+_REFUSED = re.compile(
+    r"""FATAL:\ .*
+        ( (database|role)\ ".*"\ does\ not\ exist | no\ such\ (database|user)
+        | authentication\ failed | pg_hba\.conf | not\ permitted\ to\ log\ in
+        | permission\ denied\ for\ database )
+      | no\ password\ supplied""",
+    re.VERBOSE,
+)
+
+
+def translate(error: BaseException) -> PgDeferError | None:
+    """Return the package's error for a driver's error, or None if there is none.
+
+    Besides SQLSTATES, values that can't be stored, such as text with a NUL, are bad arguments. The
+    driver itself refuses some of them.
+    """
+    original = _original(error)
+    code = sqlstate_of(error) or ""
+    kind = SQLSTATES.get(code)
+    if kind is None and (
+        code.startswith("22") or (not code and isinstance(original, psycopg.DataError))
+    ):
+        kind = InvalidParameter
+    if kind is None:
+        return None
+    diag = getattr(original, "diag", None) or original
+    message = getattr(diag, "message_primary", None) or str(original)
+    detail = getattr(diag, "message_detail", None) or getattr(original, "detail", None)
+    hint = getattr(diag, "message_hint", None) or getattr(original, "hint", None)
+    if kind is NotInstalled:
+        hint = "Run `pgdefer install` on this database."
+    return kind(message, detail=detail or None, hint=hint or None)
+
+
+@contextlib.contextmanager
+def error_context(what: str, name: str) -> Iterator[None]:
+    """Let an InvalidParameter name its subject."""
+    try:
+        yield
+    except InvalidParameter as error:
+        text = f"{what} {name!r}: {error.message}"
+        raise InvalidParameter(text, detail=error.detail, hint=error.hint) from error
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Raise the errors of SQLSTATES in place of the driver's; others pass through."""
+    try:
+        yield
+    except psycopg.Error as error:
+        if (better := translate(error)) is not None:
+            raise better from error
+        raise
+    except PgDeferError:
+        raise
+    except Exception as error:
+        if _original(error) is not error and (better := translate(error)) is not None:
+            raise better from error
+        raise

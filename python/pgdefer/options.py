@@ -1,0 +1,323 @@
+"""The options of tasks and jobs, in Python's types and in the form of the SQL functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import enum
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
+
+from pgdefer.errors import EncodeError
+
+__all__ = ["DeferOptions", "RecurringOptions", "Retry", "TaskOptions", "interval_text"]
+
+T = TypeVar("T")
+
+
+class HasId(Protocol):
+    """A job, as `defer` returns it."""
+
+    @property
+    def id(self) -> int:
+        """The job's id."""
+
+
+class _Unset(enum.Enum):
+    """Marks an option that is left out, where None is a value of its own."""
+
+    UNSET = "not set"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Retry:
+    """A retry policy. The database has defaults for values that are left out.
+
+    `max_attempts` is the number of failures at which the job fails; None means never. The delay
+    after the nth failure is `base`, `base * n` or `base * factor ** (n - 1)`, depending on
+    `backoff`, and at most `cap`. `first` replaces the delay after the first failure; the series
+    then starts with the second. `jitter`, from 0 to 1, shortens it at random by up to that share.
+
+    Crashes are counted separately: `on_crash` is the reaction to a crash, and at `max_crashes` the
+    job fails (3; None: never).
+
+    In Procrastinate's terms, `wait`, `linear_wait` and `exponential_wait` are seconds; the delay is
+    `wait + linear_wait * n + exponential_wait ** (n + 1)` with n failures before this one.
+    """
+
+    max_attempts: int | None
+    _: dataclasses.KW_ONLY
+    backoff: Literal["constant", "linear", "exponential"] | None = None
+    base: dt.timedelta | None = None
+    factor: float | None = None
+    cap: dt.timedelta | None = None
+    first: dt.timedelta | None = None
+    jitter: float | None = None
+    on_crash: Literal["retry", "fail"] | None = None
+    max_crashes: int | _Unset | None = _Unset.UNSET
+    wait: float | None = None
+    linear_wait: float | None = None
+    exponential_wait: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise TypeError, ValueError for an invalid policy."""
+        if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int | None):
+            raise TypeError(f"Retry: max_attempts must be a number, not {self.max_attempts!r}")
+        for name, allowed in (
+            ("backoff", ("constant", "linear", "exponential")),
+            ("on_crash", ("retry", "fail")),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                shown = ", ".join(map(repr, allowed))
+                raise ValueError(f"Retry: {name} must be one of {shown}, not {value!r}")
+        for name in ("base", "cap", "first"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, dt.timedelta):
+                raise TypeError(f"Retry: {name} must be a timedelta, not {value!r}")
+        if self.jitter is not None and not 0 <= self.jitter <= 1:
+            raise ValueError(f"Retry: jitter must be from 0 to 1, not {self.jitter}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the policy in the form of queue.backoff."""
+        policy: dict[str, Any] = {"max_attempts": self.max_attempts}
+        if self.max_crashes is None:
+            policy["max_crashes"] = None
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value is not _Unset.UNSET:
+                policy[field.name] = interval_text(value) if field.type == _DELAY else value
+        return policy
+
+
+_DELAY = "dt.timedelta | None"
+
+RetryPolicy = Retry | int | Mapping[str, Any]
+
+
+class _Common(TypedDict, total=False):
+    queue: str
+    priority: int
+    lock: str
+    queueing_lock: str
+    concurrency_key: str
+    concurrency_limit: int
+    on_conflict: Literal["raise", "ignore", "replace"]
+    max_wait: dt.timedelta
+    unique_until: Literal["start", "finish"]
+    idempotency_key: str
+    unique_for: dt.timedelta
+    lock_mode: Literal["ordered", "mutex"]
+    needs_mode: Literal["all", "any"]
+    on_need_failure: Literal["block", "proceed"]
+    on_limit: Literal["block", "discard"]
+    share: str
+    group: str
+    retry: RetryPolicy | None
+    timeout: dt.timedelta | None
+    delay: dt.timedelta
+    held: bool
+    description: str
+    headers: Mapping[str, Any]
+    retain: dt.timedelta | Mapping[Literal["succeeded", "failed", "cancelled"], dt.timedelta] | None
+    concurrency: Sequence[Mapping[str, Any]]
+    max_progress: int | None
+
+
+class TaskOptions(_Common, total=False):
+    """The defaults that a task may register; `deadline` is relative to the call of defer.
+
+    None leaves the option out, so that the app's default does not apply. For `max_progress` it
+    means no limit.
+    """
+
+    deadline: dt.timedelta | None
+
+
+class DeferOptions(_Common, total=False):
+    """The options of a single job; they take precedence over the defaults of its task.
+
+    An empty text means none. `needs` and `parent` are ids, or jobs as `defer` returned them;
+    inside a handler `parent` is its job unless it is set, to None included.
+    """
+
+    scheduled_at: dt.datetime
+    deadline: dt.datetime
+    expires_at: dt.datetime
+    needs: Iterable[int | HasId]
+    parent: int | HasId | None
+
+
+class RecurringOptions(_Common, total=False):
+    """The options of a schedule, for its jobs and its runs.
+
+    `catch_up` decides about runs that were missed while no worker ran or the queue was
+    paused. `max_delay` skips runs that are later than that; `overlap="skip"` skips runs while the
+    last job is unfinished. `deadline` is relative to the time of the run.
+    """
+
+    deadline: dt.timedelta
+    expires_at: dt.datetime
+    catch_up: Literal["none", "latest", "all"]
+    max_delay: dt.timedelta
+    overlap: Literal["allow", "skip"]
+    enabled: bool
+
+
+# Arguments of queue.defer; the rest are keys of its `options`.
+ARGUMENTS = frozenset(
+    {
+        "queue",
+        "priority",
+        "lock",
+        "queueing_lock",
+        "scheduled_at",
+        "deadline",
+        "needs",
+        "concurrency_key",
+        "concurrency_limit",
+    }
+)
+NUMBERS = frozenset({"priority", "concurrency_limit"})
+_NO_ARGUMENTS: dict[str, Any] = dict.fromkeys((*sorted(ARGUMENTS), "options"))
+
+
+def interval_text(value: dt.timedelta) -> str:
+    """Return an interval of exactly this length in PostgreSQL's syntax."""
+    microseconds = value // dt.timedelta(microseconds=1)
+    sign = "-" if microseconds < 0 else ""
+    seconds, microseconds = divmod(abs(microseconds), 1_000_000)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{sign}{hours}:{minutes:02}:{seconds:02}.{microseconds:06}"
+
+
+def _instant(name: str, value: dt.datetime) -> str:
+    if value.tzinfo is None:
+        raise ValueError(f"{name} has no time zone: {value!r}")
+    return value.isoformat()
+
+
+def as_list(name: str, values: Iterable[T]) -> list[T]:
+    """Return a list. Raises TypeError for anything else, also for a text, which is iterable."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, not {values!r}: give [{values!r}]")
+    return list(values)
+
+
+def job_id(job: int | HasId) -> int:
+    """Return the id of a job, or the id itself. Raises TypeError for anything else."""
+    id = job if isinstance(job, int) else getattr(job, "id", None)
+    if not isinstance(id, int) or isinstance(id, bool):
+        raise TypeError(f"a job, or its id as an int, is needed, not {job!r}")
+    if not 0 <= id < 2**63:
+        raise ValueError(f"{id} is no job's id")
+    return id
+
+
+def to_json(name: str, value: Any) -> Any:
+    """Return one option in JSON's types."""
+    match value:
+        case dt.timedelta():
+            return interval_text(value)
+        case dt.datetime():
+            return _instant(name, value)
+        case Retry():
+            return value.to_json()
+        case int() if name == "retry" and not isinstance(value, bool):
+            return {"max_attempts": value}
+    convert = _number if name in NUMBERS else _CONVERSIONS.get(name)
+    return value if convert is None else convert(name, value)
+
+
+def _mapping(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping, not {value!r}")
+    return dict(value)
+
+
+def _number(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name} must fit into 32 bits, not {value}")
+    return value
+
+
+def _by_outcome(name: str, value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return {outcome: to_json(name, each) for outcome, each in value.items()}
+
+
+_CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
+    "concurrency": lambda name, value: [dict(item) for item in as_list(name, value)],
+    "headers": _mapping,
+    "needs": lambda name, value: [job_id(job) for job in as_list(name, value)],
+    "parent": lambda _, value: job_id(value),
+    "retain": _by_outcome,
+    "retry": _mapping,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """Options in JSON's types: queue.defer's arguments, and the keys of its `options`."""
+
+    arguments: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> JobOptions:
+        """Sort the options. Those that are None are left out, except max_progress."""
+        arguments: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in ARGUMENTS:
+                if value is not None:
+                    arguments[name] = to_json(name, value)
+            elif value is not None or name == "max_progress":
+                options[name] = to_json(name, value)
+        return cls(arguments, options)
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the defaults for queue.register_task."""
+        return {**self.arguments, **self.options}
+
+    def options_text(self) -> str | None:
+        """Return the JSON text of `options`, None without any."""
+        if not self.options:
+            return None
+        try:
+            return json.dumps(self.options, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise EncodeError(f"the options can't be stored: {error}") from error
+
+
+def defer_parameters(task: str, args: str, job_options: JobOptions) -> dict[str, Any] | None:
+    """Return the parameters of sql.DEFER, or None if there are only task and args."""
+    if not job_options.arguments and not job_options.options:
+        return None
+    return {
+        **_NO_ARGUMENTS,
+        **job_options.arguments,
+        "options": job_options.options_text(),
+        "task": task,
+        "args": args,
+    }
+
+
+def defer_object(task: str, args: str, job_options: JobOptions) -> str:
+    """Return one object of queue.defer_many's array."""
+    rest = dict(job_options.arguments)
+    if job_options.options:
+        rest["options"] = job_options.options
+    try:
+        head = json.dumps({"task": task, **rest}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise EncodeError(f"the options can't be stored: {error}") from error
+    return f'{head[:-1]}, "args": {args}}}'

@@ -1,0 +1,243 @@
+"""The running job: `current_job()`."""
+
+from __future__ import annotations
+
+import contextvars
+import datetime as dt
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, TypeAlias, cast
+
+from pgdefer._text import escaped
+from pgdefer.client.client import Client
+from pgdefer.codec import unwrap
+from pgdefer.errors import PgDeferError
+from pgdefer.options import HasId, as_list
+from pgdefer.tasks.durable import DurableCalls
+from pgdefer.tasks.durable_async import AsyncDurableCalls
+from pgdefer.tasks.need import Need
+from pgdefer.tasks.needs import attempts_left, extend, needs
+from pgdefer.tasks.needs_async import attempts_left_async, extend_async, needs_async
+from pgdefer.tasks.steps import Steps
+
+__all__ = [
+    "JobAborted",
+    "JobContext",
+    "JobTimeout",
+    "Middleware",
+    "Need",
+    "RetryLater",
+    "current_job",
+    "enter_job",
+    "leave_job",
+    "running_job",
+]
+
+
+class JobContext(DurableCalls, AsyncDurableCalls):
+    """A running job, as its handler sees it: the claimed job, and whether to stop.
+
+    The pair (id, claim) identifies this run: no other run has it, and only its holder may end it.
+    """
+
+    __slots__ = (
+        "_abort_reason",
+        "_error",
+        "_headers",
+        "_row",
+        "_stored",
+        "attempt",
+        "claim",
+        "client",
+        "deadline",
+        "id",
+        "lock",
+        "parent",
+        "priority",
+        "queue",
+        "result",
+        "scheduled_at",
+        "steps",
+        "task",
+        "timeout",
+    )
+
+    id: int
+    claim: int
+    task: str
+    queue: str
+    priority: int
+    lock: str | None
+    attempt: int
+    scheduled_at: dt.datetime | None
+    deadline: dt.datetime | None
+    timeout: dt.timedelta | None
+    parent: int | None
+    _headers: str | None
+
+    def __init__(self, client: Client, row: Sequence[Any]) -> None:
+        self.client = client
+        self._row = row
+        # The columns of queue.fetch, in order.
+        (
+            self.id,
+            self.claim,
+            self.task,
+            self._stored,
+            self.queue,
+            self.priority,
+            self.lock,
+            self.attempt,
+            self.scheduled_at,
+            self.deadline,
+            self.timeout,
+            self._headers,
+            self.parent,
+            steps,
+        ) = row
+        self.steps = Steps(steps)
+        self._abort_reason: str | None = None
+        self._error: BaseException | None = None
+        #: The handler's return value, for the middleware around it.
+        self.result: Any = None
+
+    def __repr__(self) -> str:
+        return f"<job {self.id} {escaped(self.task)} attempt {self.attempt} claim {self.claim}>"
+
+    @property
+    def dsn(self) -> str:
+        """The DSN of the job's database, for connections of the handler's own."""
+        return self.client.source.conninfo()
+
+    @property
+    def headers(self) -> Mapping[str, Any]:
+        """The job's headers. Raises DecodeError if Python can't read them."""
+        return {} if self._headers is None else cast("dict[str, Any]", unwrap(self._headers))
+
+    @property
+    def scheduled_for(self) -> dt.datetime | None:
+        """The time of the recurring run, in its schedule's zone; None for other jobs."""
+        text = unwrap(self._stored).get("scheduled_for")
+        try:
+            return dt.datetime.fromisoformat(text)
+        except (TypeError, ValueError):
+            return None
+
+    def should_abort(self) -> bool:
+        """Whether the job was cancelled, timed out, or lost, or its worker stops at once.
+
+        Handlers that are not coroutines should check it from time to time, and raise `JobAborted`
+        (or return) when it is true; coroutines are cancelled. At the timeout, `JobTimeout` is
+        raised in the handler's thread.
+        """
+        return self._abort_reason is not None
+
+    def check_abort(self) -> None:
+        """Raise JobAborted if `should_abort` is true."""
+        if self._abort_reason is not None:
+            raise JobAborted(self._abort_reason)
+
+    def needs(self) -> list[Need]:
+        """Return the jobs that this job needs, by id, in their present state: a group's members."""
+        return needs(self.client, self.id)
+
+    async def needs_async(self) -> list[Need]:
+        """Return the jobs that this job needs, by id, in their present state: a group's members."""
+        return await needs_async(self.client, self.id)
+
+    def max_attempts(self) -> int | None:
+        """Return the number of failures at which the job fails for good; None means no limit."""
+        return attempts_left(self.client, self.id, self.claim)[0]
+
+    async def max_attempts_async(self) -> int | None:
+        """Return the number of failures at which the job fails for good; None means no limit."""
+        return (await attempts_left_async(self.client, self.id, self.claim))[0]
+
+    def is_last_attempt(self) -> bool:
+        """Whether the job fails for good if this run fails, by its retry policy.
+
+        If the task has `retry_on` or `decide`, an error may end the job earlier.
+        """
+        return attempts_left(self.client, self.id, self.claim)[1]
+
+    async def is_last_attempt_async(self) -> bool:
+        """Whether the job fails for good if this run fails: as `is_last_attempt`."""
+        return (await attempts_left_async(self.client, self.id, self.claim))[1]
+
+    def extend(self, lease: dt.timedelta) -> dt.datetime:
+        """Give this run its own lease. Only the lease then decides when the run is dead.
+
+        Returns its end; a timeout still limits the run. Raises ClaimLost if it is too late.
+        """
+        return extend(self.client, self.id, self.claim, lease)
+
+    async def extend_async(self, lease: dt.timedelta) -> dt.datetime:
+        """Give this run its own lease. Only the lease then decides when the run is dead.
+
+        Returns its end; a timeout still limits the run. Raises ClaimLost if it is too late.
+        """
+        return await extend_async(self.client, self.id, self.claim, lease)
+
+
+# Code around a handler: `App(middleware=[...])`.
+Middleware: TypeAlias = Callable[
+    [JobContext], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]
+]
+
+_current: contextvars.ContextVar[JobContext | None] = contextvars.ContextVar("pgdefer_job")
+
+
+def current_job() -> JobContext:
+    """Return the job whose handler is running; raises LookupError outside of one."""
+    job = running_job()
+    if job is None:
+        raise LookupError("no job is running here (a batch's jobs are its handler's argument)")
+    return job
+
+
+def enter_job(job: JobContext | None) -> contextvars.Token[JobContext | None]:
+    """Make a job the running one of this context, or none; `leave_job` takes the token."""
+    return _current.set(job)
+
+
+def leave_job(token: contextvars.Token[JobContext | None]) -> None:
+    """Undo `enter_job`."""
+    _current.reset(token)
+
+
+def running_job() -> JobContext | None:
+    """Return the job whose handler is running, or None."""
+    return _current.get(None)
+
+
+class JobTimeout(BaseException):
+    """Raised in the thread of a handler that is not a coroutine when the job's timeout has passed.
+
+    Like KeyboardInterrupt it is raised anywhere, but only once a call that runs no Python code has
+    returned. The attempt is then `timed_out`, however it ends.
+    """
+
+
+class JobAborted(PgDeferError):  # noqa: N818
+    """Raised by a handler to end an aborted job: it becomes cancelled, and is not retried."""
+
+
+class RetryLater(PgDeferError):  # noqa: N818
+    """Raised or returned by a handler: the job is to be called again; this is not a failure.
+
+    The next call comes after `at`, and after `needs`, which are added to the job's needs. With
+    `needs=None` it comes as soon as `at` allows, whatever the states of its needs.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        at: dt.datetime | None = None,
+        needs: Iterable[int | HasId] | None = (),
+    ) -> None:
+        super().__init__(message)
+        if at is not None and at.tzinfo is None:
+            raise ValueError(f"at has no time zone: {at!r}")
+        self.at = at
+        self.needs = None if needs is None else tuple(as_list("needs", needs))

@@ -1,0 +1,169 @@
+"""The decorators `App.task(...)` and `App.recurring(...)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+import psycopg
+
+from pgdefer.options import JobOptions, RecurringOptions
+from pgdefer.tasks.batch import BatchJob
+from pgdefer.tasks.option_checks import check_cron, check_options
+from pgdefer.tasks.parameters import SCHEDULED_FOR
+from pgdefer.tasks.registry import Registry, name_of
+from pgdefer.tasks.schedule import Schedule
+from pgdefer.tasks.task import AsyncTask, SyncTask, Task
+
+if TYPE_CHECKING:
+    import sqlalchemy.ext.asyncio as sa_async
+    import sqlalchemy.orm as sa_orm
+
+__all__ = [
+    "BatchDecorator",
+    "ConnectionDecorator",
+    "RecurringDecorator",
+    "SessionDecorator",
+    "TaskDecorator",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A")
+
+
+class BatchDecorator(Protocol[P, A]):
+    """The decorator `App.task(batch=...)`: P are the arguments of a job, A is made of them."""
+
+    @overload
+    def __call__(
+        self, function: Callable[[list[BatchJob[A]]], Coroutine[Any, Any, Any]], /
+    ) -> AsyncTask[P, Any]: ...
+    @overload
+    def __call__(self, function: Callable[[list[BatchJob[A]]], Any], /) -> SyncTask[P, Any]: ...
+
+
+class ConnectionDecorator(Protocol):
+    """The decorator `App.task(transactional=True)`."""
+
+    @overload
+    def __call__(
+        self,
+        function: Callable[Concatenate[psycopg.AsyncConnection[Any], P], Coroutine[Any, Any, R]],
+        /,
+    ) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[psycopg.Connection[Any], P], R], /
+    ) -> SyncTask[P, R]: ...
+
+
+class SessionDecorator(Protocol):
+    """The decorator `App.task(transactional=sessionmaker)`."""
+
+    @overload
+    def __call__(
+        self,
+        function: Callable[Concatenate[sa_async.AsyncSession, P], Coroutine[Any, Any, R]],
+        /,
+    ) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[sa_orm.Session, P], R], /
+    ) -> SyncTask[P, R]: ...
+
+
+class TaskDecorator:
+    """The decorator `App.task(...)`."""
+
+    def __init__(self, registry: Registry, name: str | None, options: Mapping[str, Any]) -> None:
+        self._registry = registry
+        self._name = name
+        self._options = options
+
+    # A coroutine function is also a function: mypy would rather have us not tell.
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> SyncTask[P, R]: ...
+    def __call__(self, function: Callable[..., Any], /) -> Task[..., Any]:
+        """Make the task."""
+        name = self._name or name_of(function)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"the task {name!r} is a generator, whose code nobody would run: "
+                "replace `yield` by `return`, or defer further jobs"
+            )
+        kind: type[Task[..., Any]] = (
+            AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
+        )
+        return self._registry.add(kind(self._registry.client, function, name, self._options))
+
+
+class RecurringDecorator:
+    """The decorator `App.recurring(...)`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        defaults: Mapping[str, Any],
+        *,
+        cron: str,
+        timezone: str,
+        name: str | None,
+        args: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._registry = registry
+        self._defaults = defaults
+        self._cron = cron
+        self._timezone = timezone
+        self._name = name
+        self._args = args or {}
+        self._options = options
+
+    # A task is a function too.
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> AsyncTask[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> SyncTask[P, R]: ...
+    def __call__(self, function: Callable[..., Any], /) -> Task[..., Any]:
+        """Record the schedule; make the function a task if it is not one yet."""
+        known: object = function
+        task: Task[..., Any]
+        if isinstance(known, Task):
+            task = known
+        else:
+            task = TaskDecorator(self._registry, None, self._defaults)(function)
+        if SCHEDULED_FOR in self._args:
+            raise TypeError(f"{SCHEDULED_FOR} is the run's own")
+        named = dict(self._args)
+        if SCHEDULED_FOR in task.parameters.required:
+            named[SCHEDULED_FOR] = None
+        bound = dict(task.parameters.bind((), named))
+        bound.pop(SCHEDULED_FOR, None)
+        what = f"the schedule of the task {task.name!r}"
+        check_cron(what, self._cron)
+        check_options(what, self._options, RecurringOptions)
+        schedule = Schedule(
+            name=self._name or task.name,
+            cron=self._cron,
+            timezone=self._timezone,
+            task=task.name,
+            args=self._registry.client.codec.dumps_args(bound),
+            options=JobOptions.of(self._options).defaults(),
+        )
+        taken, number = self._registry.schedules, 1
+        while taken.get(schedule.name, schedule) != schedule:
+            if self._name is not None:
+                raise ValueError(f"there are two schedules named {self._name!r}")
+            number += 1
+            schedule = dataclasses.replace(schedule, name=f"{task.name}#{number}")
+        taken[schedule.name] = schedule
+        return task

@@ -1,0 +1,36 @@
+# Generated from deferrable_async.py: change that, and run `make generate`.
+"""Deferring jobs of a task, configured or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.prepared import PreparedJob, Preparer
+from pgdefer.tasks.submit import submit, submit_many
+
+__all__ = ["Deferrable"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Deferrable(Preparer[P, R]):
+    """Defers jobs of a task, each with the options that were configured."""
+
+    def defer(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
+        """Defer a job that calls the task with these arguments.
+
+        This is a transaction of its own, unless a connection of the caller's was configured.
+
+        Raises TypeError for arguments that the task does not take, EncodeError for arguments that
+        can't be stored, AlreadyQueued if its queueing_lock is taken.
+        """
+        call = self.prepare(*args, **kwargs)
+        return submit(self.client, call, self._connection)
+
+    def defer_many(self, calls: Iterable[PreparedJob[Any] | Mapping[str, Any]]) -> list[Job[R]]:
+        """Defer many jobs at once, all or none; each call is `prepare`d or keyword arguments."""
+        prepared = list(self._prepare_all(calls))
+        return submit_many(self.client, prepared, self._connection)

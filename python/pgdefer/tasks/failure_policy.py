@@ -1,0 +1,151 @@
+"""Options of a task that only the worker's process uses: where it runs, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar
+
+from pgdefer.errors import DecodeError, StepChanged, UnknownTask
+from pgdefer.options import to_json
+from pgdefer.tasks.context import JobContext, Middleware
+
+__all__ = [
+    "RETRY_POLICY_ONLY",
+    "Decision",
+    "Execution",
+    "FailurePolicy",
+    "HandlingOptions",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A decision about a failed attempt. Where a field is None, the retry policy decides.
+
+    `retryable`: False fails the job at once, True retries it whatever the policy's limit is.
+    `queue`, `priority` and `lock` change it for the retry. `reason` is stored with a failed job.
+    """
+
+    retryable: bool | None = None
+    retry_at: dt.datetime | None = None
+    retry_in: dt.timedelta | None = None
+    queue: str | None = None
+    priority: int | None = None
+    lock: str | None = None
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options of queue.fail."""
+        values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {name: to_json(name, value) for name, value in values if value is not None}
+
+
+Classes = type[BaseException] | tuple[type[BaseException], ...]
+Decide = Callable[[BaseException, JobContext], Decision | None]
+
+
+class HandlingOptions(TypedDict, total=False):
+    """The options of App.task that only the worker's process uses.
+
+    `give_up_on`: errors that fail the job at once. `retry_on`: the only errors that are retried.
+    `retry` sets how often and when. `decide` is called for all other errors.
+
+    `run_in="process"` is for functions that use much CPU or memory, or may crash: a child process
+    of the worker runs them, and is killed if they don't end in time. `max_memory` limits the bytes
+    that the process may use meanwhile; a job that exceeds it fails with the reason `memory`.
+
+    `middleware` surrounds the handler, within the App's.
+    """
+
+    retry_on: Classes
+    give_up_on: Classes
+    decide: Decide
+    run_in: Literal["thread", "process"]
+    max_memory: int
+    middleware: Sequence[Middleware]
+
+
+T = TypeVar("T", bound="FailurePolicy | Execution")
+
+
+def _split(kind: type[T], options: Mapping[str, Any]) -> tuple[T, dict[str, Any]]:
+    """Return the options of this kind, and the others."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    own = {name: value for name, value in options.items() if name in names}
+    return kind(**own), {name: value for name, value in options.items() if name not in names}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FailurePolicy:
+    """Decides which errors of a task are retried."""
+
+    retry_on: Classes | None = None
+    give_up_on: Classes = ()
+    decide: Decide | None = None
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any]) -> tuple[FailurePolicy, dict[str, Any]]:
+        """Return the policy, and the other options."""
+        return _split(cls, options)
+
+    def check(self) -> None:
+        """Raise TypeError for a value that is not a class of errors."""
+        for name, classes in (("retry_on", self.retry_on or ()), ("give_up_on", self.give_up_on)):
+            found: Any
+            for found in classes if isinstance(classes, tuple) else (classes,):
+                if not (isinstance(found, type) and issubclass(found, BaseException)):
+                    raise TypeError(
+                        f"{name} must be a class of errors, or a tuple of classes: {found!r}"
+                    )
+
+    def decision(self, error: BaseException, job: JobContext) -> dict[str, Any]:
+        """Return the options of queue.fail for an error."""
+        if isinstance(error, (DecodeError, StepChanged, UnknownTask, self.give_up_on)):
+            return {"retryable": False}
+        if self.retry_on is not None and not isinstance(error, self.retry_on):
+            return {"retryable": False}
+        decided = None if self.decide is None else self.decide(error, job)
+        return {} if decided is None else decided.to_json()
+
+
+#: Says nothing of errors: a job's retry policy decides.
+RETRY_POLICY_ONLY = FailurePolicy()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """Where a task runs. `transactional`: True, or the maker of SQLAlchemy's sessions.
+
+    `batch`: how many jobs its handler takes at once, as a list; `batch_of` makes their arguments.
+    """
+
+    run_in: Literal["thread", "process"] = "thread"
+    max_memory: int | None = None
+    transactional: Any = False
+    middleware: Sequence[Middleware] = ()
+    batch: int | None = None
+    batch_of: Callable[..., Any] | None = None
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any]) -> tuple[Execution, dict[str, Any]]:
+        """Return this, and the other options."""
+        return _split(cls, options)
+
+    def check(self, *, is_async: bool, qualname: str) -> None:
+        """Raise ValueError for options that the function can't have."""
+        if self.run_in not in ("thread", "process"):
+            raise ValueError(f"run_in must be 'thread' or 'process', not {self.run_in!r}")
+        if self.run_in == "process":
+            if is_async:
+                raise ValueError("run_in='process' is not for coroutine functions")
+            if "<locals>" in qualname:
+                raise ValueError(
+                    "run_in='process' is for functions at the top level of a module, "
+                    "where the process can find them"
+                )
+        elif self.max_memory is not None:
+            raise ValueError("max_memory needs run_in='process'")
+        if self.max_memory is not None and self.max_memory < 1:
+            raise ValueError("max_memory must be at least 1")

@@ -1,0 +1,44 @@
+"""The events of workers to which an application listens: `@app.on("exhausted")`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from pgdefer.tasks.context import JobContext
+
+__all__ = ["Event", "JobEvent", "check_hook"]
+
+Event = Literal["exhausted", "retry", "crash", "worker_start", "worker_stop"]
+EVENTS: tuple[str, ...] = get_args(Event)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobEvent:
+    """How an unsuccessful claim ended, as the database has recorded it.
+
+    `outcome` is the attempt's (`failed`, `timed_out`, `crashed`), `state` the job's state
+    afterwards. If the handler ran in another process, `exception` is None; `error` is its text.
+    """
+
+    job: JobContext
+    outcome: str
+    state: str
+    error: str
+    exception: BaseException | None
+    duration: float
+
+
+def check_hook(event: str, hook: Callable[[Any], Any]) -> None:
+    """Raise TypeError or ValueError for a hook that can't be called."""
+    if event not in EVENTS:
+        raise ValueError(f"there is no event {event!r}: events are {', '.join(EVENTS)}")
+    if not callable(hook):
+        raise TypeError(f"a hook must be a function, not {hook!r}")
+    given = "the Worker" if event.startswith("worker") else "a JobEvent"
+    try:
+        inspect.signature(hook).bind(None)
+    except TypeError as error:
+        raise TypeError(f"the hook {hook!r} is called with {given}: {error}") from None

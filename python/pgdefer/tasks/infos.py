@@ -1,0 +1,178 @@
+"""Rows of answers about queues, tasks, locks, workers, schedules and jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "GroupInfo",
+    "HealthCheck",
+    "JobInfo",
+    "LockInfo",
+    "QueueInfo",
+    "ScheduleInfo",
+    "ShareInfo",
+    "SlotInfo",
+    "TaskInfo",
+    "TaskStats",
+    "WorkerInfo",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class JobInfo:
+    """A job that was found. `app.job(info)` is the Job."""
+
+    id: int
+    queue: str
+    task: str
+    state: str
+    reason: str | None
+    priority: int
+    attempts: int
+    created_at: dt.datetime
+    description: str | None
+    excerpt: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueInfo:
+    """A queue, as in queue.queues."""
+
+    name: str
+    ready: int
+    running: int
+    max_running: int | None
+    rate: str | None
+    retain: dt.timedelta | None
+    paused_until: dt.datetime | None
+    created_at: dt.datetime | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskInfo:
+    """A registered task, as in queue.tasks."""
+
+    name: str
+    defaults: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class LockInfo:
+    """A lock with unfinished jobs, as in queue.locks."""
+
+    lock: str
+    job_id: int
+    running: int
+    waiting: int
+    has_mutex: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotInfo:
+    """A limit and its usage, as in queue.semaphores."""
+
+    kind: str
+    key: str
+    limit: int | None
+    used: int
+    ready: int
+    waiting: int
+    rate_limit: int | None
+    rate_per: dt.timedelta | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ShareInfo:
+    """A share of a queue and priority, as in queue.shares."""
+
+    queue: str
+    priority: int
+    share: str
+    weight: float
+    waiting: int
+    started: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupInfo:
+    """A group and its jobs by state, as in queue.groups."""
+
+    name: str
+    state: str
+    jobs: int
+    unfinished: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    on_end_id: int | None
+    on_success_id: int | None
+    on_failure_id: int | None
+    error: str | None
+    opened_at: dt.datetime
+    closed_at: dt.datetime | None
+    ended_at: dt.datetime | None
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerInfo:
+    """A worker, as in queue.workers."""
+
+    id: int
+    name: str
+    queues: Sequence[str] | None
+    info: Mapping[str, Any]
+    is_alive: bool
+    running: int
+    registered_at: dt.datetime
+    last_seen_at: dt.datetime
+    dead_after: dt.timedelta
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleInfo:
+    """A schedule, as in queue.schedules."""
+
+    name: str
+    cron: str
+    timezone: str
+    task: str
+    args: Mapping[str, Any]
+    enabled: bool
+    next_run_at: dt.datetime | None
+    last_run_at: dt.datetime | None
+    last_job_id: int | None
+    reason: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskStats:
+    """The jobs of a task in a queue, as queue.stats counts them."""
+
+    queue: str
+    task: str
+    scheduled: int
+    waiting: int
+    upstream_failed: int
+    blocked: int
+    ready: int
+    running: int
+    held: int
+    failed: int
+    oldest_ready_for: dt.timedelta | None
+    succeeded_5m: int
+    failed_5m: int
+    cancelled_5m: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthCheck:
+    """A check of queue.health: `status` is ok, warn or fail."""
+
+    name: str
+    status: str
+    detail: str | None
+    fix: str | None

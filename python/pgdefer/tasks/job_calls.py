@@ -1,0 +1,191 @@
+# Generated from job_calls_async.py: change that, and run `make generate`.
+"""The calls that read and change a job."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from pgdefer.client.client import Client
+from pgdefer.database import sql
+from pgdefer.database.backoff import Backoff
+from pgdefer.database.callers import AnyConnection
+from pgdefer.options import to_json
+from pgdefer.tasks.answers import outcome_of, value_of
+
+__all__ = ["JobCalls"]
+
+# How many children one call cancels.
+MOST_CHILDREN = 1_000
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class JobCalls(Generic[R_co]):
+    """The calls of a Job, whose docstring describes what they have in common."""
+
+    id: int
+    client: Client
+
+    # Asking
+
+    def result(self, timeout: float | None = None) -> R_co:
+        """Wait until the job has succeeded, and return its result: as `App.result`."""
+        result: R_co = self.client.result(self.id, timeout)
+        return result
+
+    def state(self, *, connection: AnyConnection | None = None) -> str:
+        """Return its state, as in the view queue.jobs."""
+        return value_of(self.client.call(sql.STATE, {"id": self.id}, connection))
+
+    def why(self, *, connection: AnyConnection | None = None) -> str:
+        """Return the reason why it is not running, or how it ended."""
+        return value_of(self.client.call(sql.WHY, {"id": self.id}, connection))
+
+    def stream(self, stream: str, *, after: int = 0) -> Iterator[Any]:
+        """Yield the values that the job emits to a stream, from the first, until it has finished.
+
+        While the job runs, this polls for more. With `after`, only values with a greater number.
+        """
+        waits = Backoff(first=0.02, last=1.0)
+        while True:
+            state = self.state()
+            parameters = {"id": self.id, "stream": stream, "after": after}
+            rows = self.client.call(sql.READ_STREAM, parameters)
+            for number, value in rows:
+                after = number
+                yield self.client.codec.decode(value)
+            if rows:
+                waits.reset()
+            elif state in ("succeeded", "failed", "cancelled"):
+                return
+            else:
+                time.sleep(waits.delay())
+
+    # Changing
+
+    def signal(
+        self, name: str, payload: Any = None, *, connection: AnyConnection | None = None
+    ) -> None:
+        """Send it a signal, for which its handler waits now or later: each wait takes one."""
+        text = self.client.codec.dumps({} if payload is None else payload)
+        parameters = {"id": self.id, "name": name, "payload": text}
+        self.client.call(sql.SIGNAL, parameters, connection)
+
+    def cancel(
+        self,
+        *,
+        abort: bool = False,
+        children: bool = False,
+        connection: AnyConnection | None = None,
+    ) -> str:
+        """Cancel it, if it has not started, and return `cancelled`.
+
+        If it runs, `abort` tells its worker to stop it, and `running` is returned: the job
+        becomes cancelled unless it succeeds first. Raises InvalidState if it has finished, or
+        runs and `abort` is not set. With `children`, the same is then done with the jobs that it
+        has deferred and waits for, and with theirs: `cancel_children`.
+        """
+        parameters = {"id": self.id, "abort": abort}
+        state = value_of(self.client.call(sql.CANCEL, parameters, connection))
+        if children:
+            self.cancel_children(abort=abort, connection=connection)
+        return state
+
+    def cancel_children(
+        self, *, abort: bool = False, connection: AnyConnection | None = None
+    ) -> list[int]:
+        """Cancel the jobs that it has deferred and waits for, and theirs; return their ids.
+
+        Running ones are told to stop with `abort`, and left alone without it.
+        """
+        parameters = {"id": self.id, "abort": abort}
+        found: list[int] = []
+        rows = None
+        while rows is None or len(rows) == MOST_CHILDREN:
+            rows = self.client.call(sql.CANCEL_CHILDREN, parameters, connection)
+            found += [row[0] for row in rows if row[2] is None]
+        return found
+
+    def retry(
+        self,
+        *,
+        force: bool = False,
+        from_step: str | None = None,
+        connection: AnyConnection | None = None,
+    ) -> str:
+        """Run it again if it has finished, or now if it waits for a retry; return its new state.
+
+        Its counters are reset. With `force`, a running job loses its claim, and an `expires_at`
+        that has passed is ignored. Raises InvalidState without `force` if it runs or has expired,
+        and if there is nothing to retry; AlreadyQueued if it has never started, and another job
+        holds its queueing_lock. A durable job keeps its finished steps; with `from_step`, only
+        those that were finished before that one.
+        """
+        parameters = {"ids": [self.id], "force": force, "from_step": from_step}
+        return outcome_of(self.client.call(sql.RETRY, parameters, connection))
+
+    def fork(self, from_step: str, *, connection: AnyConnection | None = None) -> int:
+        """Defer a copy that continues from a finished step, with those before it; return its id."""
+        parameters = {"id": self.id, "from_step": from_step}
+        ((id_,),) = self.client.call(sql.FORK, parameters, connection)
+        return int(id_)
+
+    def reschedule(
+        self, at: dt.datetime | None = None, *, connection: AnyConnection | None = None
+    ) -> str:
+        """Change its time (None: now); return its new state.
+
+        Raises InvalidState if it runs or has finished, ValueError for a time without a zone.
+        """
+        parameters = {"id": self.id, "at": to_json("at", at)}
+        return value_of(self.client.call(sql.RESCHEDULE, parameters, connection))
+
+    def hold(self, *, connection: AnyConnection | None = None) -> str:
+        """Put it on hold until `unhold`, and return `held`; it keeps its place at its lock.
+
+        Raises InvalidState if it runs or has finished.
+        """
+        return value_of(self.client.call(sql.HOLD, {"id": self.id}, connection))
+
+    def unhold(self, *, connection: AnyConnection | None = None) -> str:
+        """Release it, and return its new state. Raises InvalidState if it is not held."""
+        return value_of(self.client.call(sql.UNHOLD, {"id": self.id}, connection))
+
+    def set_priority(self, priority: int, *, connection: AnyConnection | None = None) -> str:
+        """Change its priority; if it runs or has finished, that of its next run. Returns its state.
+
+        Raises TypeError if it is not an int, ValueError if it exceeds 32 bits.
+        """
+        parameters = {"ids": [self.id], "priority": to_json("priority", priority)}
+        return outcome_of(self.client.call(sql.SET_PRIORITY, parameters, connection))
+
+    def set_deadline(
+        self, at: dt.datetime | None, *, connection: AnyConnection | None = None
+    ) -> str:
+        """Change its deadline; if it runs or has finished, that of its next run. Returns its state.
+
+        None removes it. Raises ValueError for a time without a zone.
+        """
+        parameters = {"ids": [self.id], "at": to_json("at", at)}
+        return outcome_of(self.client.call(sql.SET_DEADLINE, parameters, connection))
+
+    def set_args(self, args: Mapping[str, Any], *, connection: AnyConnection | None = None) -> str:
+        """Replace all its arguments; return its state.
+
+        They are not checked against the task. A failed or cancelled job uses them for its retry;
+        its lock and keys stay. Raises InvalidState if it runs or has succeeded.
+        """
+        parameters = {"id": self.id, "args": self.client.codec.dumps_args(args)}
+        return value_of(self.client.call(sql.SET_ARGS, parameters, connection))
+
+    def delete(self, *, force: bool = False, connection: AnyConnection | None = None) -> None:
+        """Remove it and every trace of it.
+
+        Raises InvalidState without `force` if it runs or unfinished jobs need it. With `force`
+        its claim is lost, and those jobs count it as failed unless it had succeeded.
+        """
+        parameters = {"ids": [self.id], "force": force}
+        outcome_of(self.client.call(sql.DELETE, parameters, connection))

@@ -1,0 +1,198 @@
+"""The calls that read and change a job."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from pgdefer.client.client import Client
+from pgdefer.database import sql
+from pgdefer.database.backoff import Backoff
+from pgdefer.database.callers import AnyAsyncConnection
+from pgdefer.options import to_json
+from pgdefer.tasks.answers import outcome_of, value_of
+
+__all__ = ["AsyncJobCalls"]
+
+# How many children one call cancels.
+MOST_CHILDREN = 1_000
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class AsyncJobCalls(Generic[R_co]):
+    """The calls of a Job, whose docstring describes what they have in common."""
+
+    id: int
+    client: Client
+
+    # Asking
+
+    async def result_async(self, timeout: float | None = None) -> R_co:  # noqa: ASYNC109
+        """Wait until the job has succeeded, and return its result: as `App.result`."""
+        result: R_co = await self.client.result_async(self.id, timeout)
+        return result
+
+    async def state_async(self, *, connection: AnyAsyncConnection | None = None) -> str:
+        """Return its state, as in the view queue.jobs."""
+        return value_of(await self.client.call_async(sql.STATE, {"id": self.id}, connection))
+
+    async def why_async(self, *, connection: AnyAsyncConnection | None = None) -> str:
+        """Return the reason why it is not running, or how it ended."""
+        return value_of(await self.client.call_async(sql.WHY, {"id": self.id}, connection))
+
+    async def stream_async(self, stream: str, *, after: int = 0) -> AsyncIterator[Any]:
+        """Yield the values that the job emits to a stream, from the first, until it has finished.
+
+        While the job runs, this polls for more. With `after`, only values with a greater number.
+        """
+        waits = Backoff(first=0.02, last=1.0)
+        while True:
+            state = await self.state_async()
+            parameters = {"id": self.id, "stream": stream, "after": after}
+            rows = await self.client.call_async(sql.READ_STREAM, parameters)
+            for number, value in rows:
+                after = number
+                yield await self.client.codec.decode_async(value)
+            if rows:
+                waits.reset()
+            elif state in ("succeeded", "failed", "cancelled"):
+                return
+            else:
+                await asyncio.sleep(waits.delay())
+
+    # Changing
+
+    async def signal_async(
+        self, name: str, payload: Any = None, *, connection: AnyAsyncConnection | None = None
+    ) -> None:
+        """Send it a signal, for which its handler waits now or later: each wait takes one."""
+        text = self.client.codec.dumps({} if payload is None else payload)
+        parameters = {"id": self.id, "name": name, "payload": text}
+        await self.client.call_async(sql.SIGNAL, parameters, connection)
+
+    async def cancel_async(
+        self,
+        *,
+        abort: bool = False,
+        children: bool = False,
+        connection: AnyAsyncConnection | None = None,
+    ) -> str:
+        """Cancel it, if it has not started, and return `cancelled`.
+
+        If it runs, `abort` tells its worker to stop it, and `running` is returned: the job
+        becomes cancelled unless it succeeds first. Raises InvalidState if it has finished, or
+        runs and `abort` is not set. With `children`, the same is then done with the jobs that it
+        has deferred and waits for, and with theirs: `cancel_children`.
+        """
+        parameters = {"id": self.id, "abort": abort}
+        state = value_of(await self.client.call_async(sql.CANCEL, parameters, connection))
+        if children:
+            await self.cancel_children_async(abort=abort, connection=connection)
+        return state
+
+    async def cancel_children_async(
+        self, *, abort: bool = False, connection: AnyAsyncConnection | None = None
+    ) -> list[int]:
+        """Cancel the jobs that it has deferred and waits for, and theirs; return their ids.
+
+        Running ones are told to stop with `abort`, and left alone without it.
+        """
+        parameters = {"id": self.id, "abort": abort}
+        found: list[int] = []
+        rows = None
+        while rows is None or len(rows) == MOST_CHILDREN:
+            rows = await self.client.call_async(sql.CANCEL_CHILDREN, parameters, connection)
+            found += [row[0] for row in rows if row[2] is None]
+        return found
+
+    async def retry_async(
+        self,
+        *,
+        force: bool = False,
+        from_step: str | None = None,
+        connection: AnyAsyncConnection | None = None,
+    ) -> str:
+        """Run it again if it has finished, or now if it waits for a retry; return its new state.
+
+        Its counters are reset. With `force`, a running job loses its claim, and an `expires_at`
+        that has passed is ignored. Raises InvalidState without `force` if it runs or has expired,
+        and if there is nothing to retry; AlreadyQueued if it has never started, and another job
+        holds its queueing_lock. A durable job keeps its finished steps; with `from_step`, only
+        those that were finished before that one.
+        """
+        parameters = {"ids": [self.id], "force": force, "from_step": from_step}
+        return outcome_of(await self.client.call_async(sql.RETRY, parameters, connection))
+
+    async def fork_async(
+        self, from_step: str, *, connection: AnyAsyncConnection | None = None
+    ) -> int:
+        """Defer a copy that continues from a finished step, with those before it; return its id."""
+        parameters = {"id": self.id, "from_step": from_step}
+        ((id_,),) = await self.client.call_async(sql.FORK, parameters, connection)
+        return int(id_)
+
+    async def reschedule_async(
+        self, at: dt.datetime | None = None, *, connection: AnyAsyncConnection | None = None
+    ) -> str:
+        """Change its time (None: now); return its new state.
+
+        Raises InvalidState if it runs or has finished, ValueError for a time without a zone.
+        """
+        parameters = {"id": self.id, "at": to_json("at", at)}
+        return value_of(await self.client.call_async(sql.RESCHEDULE, parameters, connection))
+
+    async def hold_async(self, *, connection: AnyAsyncConnection | None = None) -> str:
+        """Put it on hold until `unhold`, and return `held`; it keeps its place at its lock.
+
+        Raises InvalidState if it runs or has finished.
+        """
+        return value_of(await self.client.call_async(sql.HOLD, {"id": self.id}, connection))
+
+    async def unhold_async(self, *, connection: AnyAsyncConnection | None = None) -> str:
+        """Release it, and return its new state. Raises InvalidState if it is not held."""
+        return value_of(await self.client.call_async(sql.UNHOLD, {"id": self.id}, connection))
+
+    async def set_priority_async(
+        self, priority: int, *, connection: AnyAsyncConnection | None = None
+    ) -> str:
+        """Change its priority; if it runs or has finished, that of its next run. Returns its state.
+
+        Raises TypeError if it is not an int, ValueError if it exceeds 32 bits.
+        """
+        parameters = {"ids": [self.id], "priority": to_json("priority", priority)}
+        return outcome_of(await self.client.call_async(sql.SET_PRIORITY, parameters, connection))
+
+    async def set_deadline_async(
+        self, at: dt.datetime | None, *, connection: AnyAsyncConnection | None = None
+    ) -> str:
+        """Change its deadline; if it runs or has finished, that of its next run. Returns its state.
+
+        None removes it. Raises ValueError for a time without a zone.
+        """
+        parameters = {"ids": [self.id], "at": to_json("at", at)}
+        return outcome_of(await self.client.call_async(sql.SET_DEADLINE, parameters, connection))
+
+    async def set_args_async(
+        self, args: Mapping[str, Any], *, connection: AnyAsyncConnection | None = None
+    ) -> str:
+        """Replace all its arguments; return its state.
+
+        They are not checked against the task. A failed or cancelled job uses them for its retry;
+        its lock and keys stay. Raises InvalidState if it runs or has succeeded.
+        """
+        parameters = {"id": self.id, "args": self.client.codec.dumps_args(args)}
+        return value_of(await self.client.call_async(sql.SET_ARGS, parameters, connection))
+
+    async def delete_async(
+        self, *, force: bool = False, connection: AnyAsyncConnection | None = None
+    ) -> None:
+        """Remove it and every trace of it.
+
+        Raises InvalidState without `force` if it runs or unfinished jobs need it. With `force`
+        its claim is lost, and those jobs count it as failed unless it had succeeded.
+        """
+        parameters = {"ids": [self.id], "force": force}
+        outcome_of(await self.client.call_async(sql.DELETE, parameters, connection))

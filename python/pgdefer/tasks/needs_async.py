@@ -1,0 +1,37 @@
+"""Asks for the needs and remaining attempts of a running job, and extends its claim."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from pgdefer.client.client import Client
+from pgdefer.database import sql
+from pgdefer.options import interval_text
+from pgdefer.tasks.need import Need
+
+__all__ = ["attempts_left_async", "extend_async", "needs_async"]
+
+
+async def needs_async(client: Client, id: int) -> list[Need]:
+    """Return the needs of a job, in their present state. Raises JobNotFound, DecodeError."""
+    rows = await client.call_async(sql.NEEDS, {"id": id})
+    decode_async = client.codec.decode_async
+    return [
+        Need(id, task, state, await decode_async(result), why)
+        for id, task, state, result, why in rows
+    ]
+
+
+async def extend_async(client: Client, id: int, claim: int, lease: dt.timedelta) -> dt.datetime:
+    """Give a claim its own lease, and return the end of that. Raises ClaimLost."""
+    parameters = {"id": id, "claim": claim, "lease": interval_text(lease)}
+    rows = await client.call_async(sql.EXTEND, parameters)
+    end: dt.datetime = rows[0][0]
+    return end
+
+
+async def attempts_left_async(client: Client, id: int, claim: int) -> tuple[int | None, bool]:
+    """Return at which failure a job fails for good, and whether one in this run would be it."""
+    rows = await client.call_async(sql.ATTEMPTS_LEFT, {"id": id, "claim": claim})
+    ((max_attempts, _, is_last),) = rows
+    return max_attempts, is_last

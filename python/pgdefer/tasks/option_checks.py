@@ -1,0 +1,107 @@
+"""Checks the options of tasks, schedules and jobs where the code states them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["check_cron", "check_options"]
+
+# The greatest value of each field of a cron expression, beginning with the seconds.
+LAST = (59, 59, 23, 31, 12, 7)
+
+OUTCOMES = ("succeeded", "failed", "cancelled")
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def check_options(what: str, options: Mapping[str, Any], *kinds: type) -> None:
+    """Raise TypeError or ValueError for options that these TypedDicts lack, or that are invalid."""
+    hints: dict[str, Any] = {}
+    for kind in kinds:
+        hints |= _hints(kind)
+    for name, value in options.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, 1)
+            meant = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(hints))}"
+            raise TypeError(f"{what} takes no option {name}: {meant}")
+        _check_value(what, name, value, hints[name])
+    if "delay" in options and options.get("scheduled_at") is not None:
+        raise ValueError(f"{what}: pass delay or scheduled_at, not both")
+
+
+def _check_value(what: str, name: str, value: Any, hint: Any) -> None:
+    if name == "retry" and isinstance(value, int):
+        _check_retry(what, value)
+    if name == "retain":
+        _check_retain(what, value)
+        return
+    choices = hint.__args__ if isinstance(hint, types.UnionType) else [hint]
+    literals = [choice for choice in choices if typing.get_origin(choice) is typing.Literal]
+    if literals:
+        allowed = typing.get_args(literals[0])
+        if value not in allowed:
+            shown = ", ".join(map(repr, allowed))
+            raise ValueError(f"{what}: {name} must be one of {shown}, not {value!r}")
+        return
+    for kind, wanted in ((dt.timedelta, "a timedelta"), (str, "text"), (bool, "True or False")):
+        if kind in choices and len([c for c in choices if c is not type(None)]) == 1:
+            if value is None or isinstance(value, kind):
+                return
+            raise TypeError(f"{what}: {name} must be {wanted}, not {value!r}")
+
+
+def _check_retain(what: str, value: Any) -> None:
+    """Refuse what is neither an interval nor one for each outcome."""
+    if not isinstance(value, Mapping):
+        if value is not None and not isinstance(value, dt.timedelta):
+            raise TypeError(f"{what}: retain must be a timedelta, not {value!r}")
+        return
+    for outcome, each in value.items():
+        if outcome not in OUTCOMES:
+            raise ValueError(
+                f"{what}: retain has the outcome {outcome!r}: give succeeded, failed, cancelled"
+            )
+        _check_value(what, f"retain[{outcome!r}]", each, dt.timedelta)
+
+
+def _check_retry(what: str, value: int) -> None:
+    """Refuse values that have another meaning in other queues."""
+    if isinstance(value, bool):
+        meant = "Retry(None) is for ever, retry=5 is 5 attempts" if value else "None is none"
+        raise TypeError(f"{what}: retry={value} does not say how often: {meant}")
+    if value == 1:
+        raise ValueError(
+            f"{what}: retry=1 is one attempt, and so no retry: write retry=2 for one retry, or "
+            "retry=Retry(1) for none"
+        )
+    if value < 1:
+        raise ValueError(f"{what}: retry must be at least 2 attempts, not {value}")
+
+
+def check_cron(what: str, cron: Any) -> None:
+    """Raise ValueError for an obviously wrong cron expression; the database checks the rest."""
+    if not isinstance(cron, str) or not cron.strip():
+        raise ValueError(f"{what}: a cron expression is needed, not {cron!r}")
+    text = cron.strip()
+    if text.startswith("@") or text.lower().startswith("every"):
+        return
+    fields = text.split()
+    if len(fields) not in (5, 6):
+        raise ValueError(
+            f"{what}: {cron!r} has {len(fields)} fields: a cron expression has 5, or 6 with the "
+            "seconds first"
+        )
+    for field, last in zip(fields, LAST[-len(fields) :], strict=True):
+        for number in re.findall(r"(?<![/\d])\d+", field):
+            if int(number) > last:
+                raise ValueError(f"{what}: {number} in {cron!r} is above {last}")

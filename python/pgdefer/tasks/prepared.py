@@ -1,0 +1,173 @@
+"""Jobs that are not deferred yet, and the options that they get where this happens."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+
+from pgdefer.client.client import Client, client_here
+from pgdefer.database.callers import CallersConnection
+from pgdefer.options import DeferOptions, JobOptions, as_list, defer_object
+from pgdefer.tasks.context import running_job
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.option_checks import check_options
+from pgdefer.tasks.parameters import Parameters
+
+__all__ = [
+    "DeferMiddleware",
+    "Deferral",
+    "PreparedJob",
+    "Preparer",
+    "check_prepared",
+    "deferring",
+    "jobs_json",
+    "prepare",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedJob(Generic[R_co]):
+    """A call of a task, for `defer_many` to defer with others."""
+
+    task: str
+    args: str = dataclasses.field(repr=False)
+    options: JobOptions
+
+    def to_json(self) -> str:
+        """Return the object that queue.defer_many takes."""
+        return defer_object(self.task, self.args, self.options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferral:
+    """One call that defers: the calls, and afterwards the jobs."""
+
+    calls: Sequence[PreparedJob[Any]]
+    jobs: list[Job[Any]] = dataclasses.field(default_factory=list)
+
+
+DeferMiddleware: TypeAlias = Callable[[Deferral], AbstractContextManager[Any]]
+
+
+def deferring(
+    client: Client, calls: Sequence[PreparedJob[Any]]
+) -> AbstractContextManager[Deferral | None]:
+    """Enter the App's middleware around a call that defers."""
+    return _deferring(client, calls) if client.defer_middleware else _NOTHING
+
+
+@contextlib.contextmanager
+def _deferring(client: Client, calls: Sequence[PreparedJob[Any]]) -> Iterator[Deferral]:
+    deferral = Deferral(tuple(calls))
+    with contextlib.ExitStack() as stack:
+        for surround in client.defer_middleware:
+            stack.enter_context(surround(deferral))
+        yield deferral
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def check_prepared(calls: Iterable[PreparedJob[Any]]) -> list[PreparedJob[Any]]:
+    """Return calls. Raises TypeError for other objects, such as jobs that were already deferred."""
+    found = as_list("calls", calls)
+    for call in found:
+        if not isinstance(call, PreparedJob):
+            raise TypeError(f"a call must come from task.prepare(...), not {call!r}")
+    return found
+
+
+def in_context(task: str, options: JobOptions, client: Client, *, is_child: bool) -> JobOptions:
+    """Return a job's options, with those that come from where it is deferred.
+
+    These are the app's headers and, if `is_child`, the running job of this app as its parent.
+    """
+    rest = dict(options.options)
+    if is_child and (job := running_job()) is not None and job.client is client:
+        rest["parent"] = job.id
+    if client.headers is not None and (headers := client.headers(task)):
+        if not isinstance(headers, Mapping):
+            raise TypeError(f"App(headers=...) must return a mapping, not {headers!r}")
+        defaults = client.defaults.get(task)
+        registered = defaults.options.get("headers", {}) if defaults is not None else {}
+        rest["headers"] = {**registered, **headers, **rest.get("headers", {})}
+    return JobOptions(options.arguments, rest)
+
+
+def prepare(
+    client: Client, task: str, args: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> PreparedJob[Any]:
+    """Prepare a job of a task that need not be known here; its arguments are not checked."""
+    if options:
+        check_options(f"a job of {task!r}", options, DeferOptions)
+    is_child = "parent" not in options
+    job_options = in_context(task, JobOptions.of(options), client, is_child=is_child)
+    return PreparedJob(task, client.dumps_args(task, args), job_options)
+
+
+def jobs_json(calls: Iterable[PreparedJob[Any]]) -> str:
+    """Return the array that queue.defer_many takes."""
+    return f"[{','.join(call.to_json() for call in calls)}]"
+
+
+class Preparer(Generic[P, R]):
+    """Makes jobs of a task's calls, with the options for all of them."""
+
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        parameters: Parameters,
+        options: Mapping[str, Any],
+        connection: CallersConnection | None,
+    ) -> None:
+        self.client = client
+        self.name = name
+        self.parameters = parameters
+        if options:
+            check_options(f"a job of {name!r}", options, DeferOptions)
+        self._job_options = JobOptions.of(options)
+        self._is_child = "parent" not in options
+        self._connection = connection
+
+    @property
+    def client(self) -> Client:
+        """The client that defers."""
+        return client_here(self._client)
+
+    @client.setter
+    def client(self, client: Client) -> None:
+        self._client = client
+
+    def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Return the JSON of a call's arguments. Raises TypeError, EncodeError."""
+        return self.client.codec.dumps_args(self.parameters.bind(args, kwargs))
+
+    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> PreparedJob[R]:
+        """Return the call for `defer_many`."""
+        return PreparedJob(self.name, self.encode(args, kwargs), self._options_here())
+
+    def _options_here(self) -> JobOptions:
+        return in_context(self.name, self._job_options, self.client, is_child=self._is_child)
+
+    def _prepare_all(
+        self, calls: Iterable[PreparedJob[Any] | Mapping[str, Any]]
+    ) -> Iterator[PreparedJob[Any]]:
+        options = self._options_here()
+        for call in as_list("calls", calls):
+            if isinstance(call, PreparedJob):
+                yield call
+            elif not isinstance(call, Mapping):
+                raise TypeError(
+                    "a call must come from task.prepare(...), or be a dict of keyword arguments, "
+                    f"not {call!r}"
+                )
+            else:
+                yield PreparedJob(self.name, self.encode((), call), options)

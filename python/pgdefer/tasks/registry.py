@@ -1,0 +1,135 @@
+"""The tasks and the schedules that a program defines."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psycopg
+
+from pgdefer._text import logger
+from pgdefer.client.client import Client, client_here
+from pgdefer.database import sql
+from pgdefer.database.execute_async import execute_async
+from pgdefer.database.source import AsyncPsycopgConnection
+from pgdefer.errors import InvalidParameter, UnknownTask, error_context
+from pgdefer.options import as_list
+from pgdefer.tasks.schedule import Schedule, removed_schedules, schedules_json
+from pgdefer.tasks.task import Task
+
+__all__ = ["Registry", "module_name", "name_of"]
+
+log = logger("pgdefer")
+
+T = TypeVar("T", bound="Task[..., Any]")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return a task's default name, its module and name: the same in every process."""
+    return f"{module_name(function.__module__)}.{function.__qualname__}"
+
+
+def module_name(module: str) -> str:
+    """Return a module's name; for the main program, the name by which others would import it."""
+    if module in ("__main__", "__mp_main__"):
+        main = sys.modules[module]
+        spec = getattr(main, "__spec__", None)
+        if spec is not None:
+            return str(spec.name)
+        if file := getattr(main, "__file__", None):
+            return Path(file).stem
+    return module
+
+
+class Registry:
+    """Tasks and schedules, and the client through which they are registered."""
+
+    def __init__(self, client: Client, name: str, imports: Iterable[str]) -> None:
+        self._client = client
+        self.name = name
+        self.imports = tuple(as_list("imports", imports))
+        self.tasks: dict[str, Task[..., Any]] = {}
+        #: Whether one of them takes batches.
+        self.has_batches = False
+        self.schedules: dict[str, Schedule] = {}
+        #: Returns the content type and the body of a worker's answer at /metrics.
+        self.metrics: Callable[[], tuple[str, bytes]] | None = None
+        #: The hooks of each event.
+        self.hooks: dict[str, list[Callable[[Any], Any]]] = {}
+
+    @property
+    def client(self) -> Client:
+        """The client: in a handler, that of its job's database."""
+        return client_here(self._client)
+
+    def add(self, task: T) -> T:
+        """Add a task. Raises ValueError if another task has its name."""
+        other = self.tasks.get(task.name)
+        if other is not None and name_of(other.function) != name_of(task.function):
+            raise ValueError(f"there are two tasks named {task.name!r}")
+        self.has_batches = self.has_batches or task.execution.batch is not None
+        for name in (task.name, *task.aliases):
+            self.tasks[name] = task
+            self.client.defaults[name] = task.defaults
+            self.client.versions[name] = task.versions.latest
+        return task
+
+    def get(self, name: str) -> Task[..., Any]:
+        """Return a task. Raises UnknownTask."""
+        try:
+            return self.tasks[name]
+        except KeyError:
+            raise UnknownTask(
+                f"the task {name!r} isn't known here",
+                hint="Import the module that defines it: App(imports=[...]).",
+            ) from None
+
+    def import_tasks(self) -> None:
+        """Import the modules of `imports`."""
+        for module in self.imports:
+            importlib.import_module(module)
+
+    async def register_schedules_async(
+        self, connection: AsyncPsycopgConnection, *, prune: bool = False
+    ) -> list[str]:
+        """Register the schedules; return the names of those that the code no longer has.
+
+        With `prune`, these are removed.
+        """
+        try:
+            if self.schedules:
+                await self._schedule_all(connection)
+            rows = await execute_async(connection, sql.SCHEDULES_OF, {"source": self.name})
+            lost = removed_schedules((row[0] for row in rows), self.schedules)
+            for name in lost if prune else ():
+                await execute_async(connection, sql.UNSCHEDULE, {"name": name})
+        except psycopg.errors.InsufficientPrivilege:
+            if self.schedules or prune:
+                log.warning("this role may not register recurring runs")
+            return []
+        for name in lost:
+            if prune:
+                log.info("the schedule %r was removed, as the code no longer has it", name)
+            else:
+                log.warning(
+                    "the schedule %r goes on though the code no longer has it: "
+                    "--prune-schedules or queue.unschedule removes it",
+                    name,
+                )
+        return lost
+
+    async def _schedule_all(self, connection: AsyncPsycopgConnection) -> None:
+        schedules = list(self.schedules.values())
+        try:
+            parameters = {"schedules": schedules_json(schedules, self.name)}
+            await execute_async(connection, sql.SCHEDULE, parameters)
+        except InvalidParameter:
+            async with connection.transaction(force_rollback=True):
+                for schedule in schedules:
+                    with error_context("the schedule", schedule.name):
+                        parameters = {"schedules": schedules_json([schedule], self.name)}
+                        await execute_async(connection, sql.SCHEDULE, parameters)
+            raise

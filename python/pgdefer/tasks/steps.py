@@ -1,0 +1,225 @@
+"""The known steps of a run: the part that needs no database."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+
+from pgdefer.codec import is_storable, unwrap
+from pgdefer.errors import DecodeError, JobCancelled, JobFailed
+
+__all__ = [
+    "AsyncStepDecorator",
+    "AsyncStepFunction",
+    "AsyncStepValue",
+    "JobSuspended",
+    "StepDecorator",
+    "StepFunction",
+    "StepValue",
+    "Steps",
+    "TakeSteps",
+    "called",
+    "called_async",
+    "check_is_decorator",
+    "ids_of",
+    "name_of_step",
+    "results_of",
+    "step_json",
+]
+
+# The largest lazy step that is kept, and roughly the size of all, in characters.
+MAX_KEPT = 2_000
+MAX_ALL_KEPT = 200_000
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+StepFunction: TypeAlias = Callable[P, R]
+AsyncStepFunction: TypeAlias = Callable[P, Coroutine[Any, Any, R]]
+StepValue: TypeAlias = Any
+TakeSteps: TypeAlias = Callable[..., str]
+AsyncStepValue: TypeAlias = Coroutine[Any, Any, Any]
+
+
+class StepDecorator(Protocol):
+    """The decorator `job.step("name")`."""
+
+    def __call__(self, function: StepFunction[P, R], /) -> StepFunction[P, R]:
+        """Make each call of the function a step."""
+
+
+class AsyncStepDecorator(Protocol):
+    """The decorator `job.step_async("name")`."""
+
+    def __call__(self, function: AsyncStepFunction[P, R], /) -> AsyncStepFunction[P, R]:
+        """Make each call of the coroutine function a step."""
+
+
+class JobSuspended(BaseException):
+    """Raised by `sleep`, `wait_for`, `call` and `gather` to end the run: the job continues later.
+
+    In a later run these methods return. It is not an Exception, so `except Exception` does not
+    catch it; do not catch it either.
+    """
+
+
+class Steps:
+    """The finished steps that came with a claim, and how often the run has used each name.
+
+    The second use of a name is `name#2`. This is the database's rule (queue.begin_step); the client
+    applies it too, because it does not ask about steps that it knows. Lazy steps are kept here
+    until the next call that stores steps, or the run's outcome.
+    """
+
+    __slots__ = ("_finished", "_stored", "_uses", "kept")
+
+    def __init__(self, stored: str | None) -> None:
+        self._stored = stored
+        self._finished: dict[str, Any] | None = {} if stored is None else None
+        self._uses: dict[str, int] = {}
+        #: The lazy steps that are not stored yet, in JSON.
+        self.kept: list[str] = []
+
+    @property
+    def finished(self) -> dict[str, Any] | None:
+        """The stored values by name; None if they did not fit into fetch's answer."""
+        if self._finished is None and self._stored is not None:
+            self._finished = unwrap(self._stored) or None
+            self._stored = None
+        return self._finished
+
+    def complete(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Store all finished steps, which were read separately."""
+        self._finished = {row[0]: row[1] for row in rows}
+
+    def take(self, name: str) -> str:
+        """Return the name of a step that begins, with its number."""
+        uses = self._uses[name] = self._uses.get(name, 0) + 1
+        return name if uses == 1 else f"{name}#{uses}"
+
+    def give_back(self, name: str) -> None:
+        """Record that a step has not finished: the next use of its name is the same step."""
+        self._uses[name] -= 1
+
+    def keep(self, step: str) -> bool:
+        """Keep a lazy step; return whether there was room."""
+        if len(step) > MAX_KEPT or len(self.kept) * MAX_KEPT >= MAX_ALL_KEPT:
+            return False
+        self.kept.append(step)
+        return True
+
+    def take_kept(self) -> list[str]:
+        """Return the lazy steps to store now."""
+        kept, self.kept = self.kept, []
+        return kept
+
+    @contextlib.contextmanager
+    def storing(self) -> Iterator[TakeSteps]:
+        """Yield a function that returns the JSON of the lazy steps and those passed to it.
+
+        The lazy ones are kept again if the block fails: put it around the transaction.
+        """
+        taken: list[str] = []
+
+        def take(*last: str) -> str:
+            taken.extend(self.take_kept())
+            return f"[{','.join([*taken, *last])}]"
+
+        try:
+            yield take
+        except BaseException:
+            self.kept[:0] = taken
+            raise
+
+    @contextlib.asynccontextmanager
+    async def storing_async(self) -> AsyncIterator[TakeSteps]:
+        """Do as `storing` does."""
+        with self.storing() as take:
+            yield take
+
+
+def step_json(key: str, value: str | None, fingerprint: str | None) -> str:
+    """Return a finished step, whose value is given in JSON, as queue.finish_steps takes it."""
+    head = f'{{"name":{_text_json(key)}'
+    if fingerprint is not None:
+        head += f',"fingerprint":{_text_json(fingerprint)}'
+    return f'{head},"value":{"null" if value is None else value}}}'
+
+
+def _text_json(text: str) -> str:
+    """Return JSON that can be sent: the database refuses lone surrogates, for this step alone."""
+    found = json.dumps(text, ensure_ascii=False)
+    return found if is_storable(found) else json.dumps(text)
+
+
+def name_of_step(step: object) -> str:
+    """Return a step's name: a text, or the name of a decorated function. Raises TypeError."""
+    if isinstance(step, str):
+        return step
+    name = getattr(step, "__name__", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TypeError(f"{step!r} has no name: pass the step's name as a text")
+    return name
+
+
+def check_is_decorator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments of a function that was not passed."""
+    if args or kwargs:
+        raise TypeError('pass the function after the name: step("name", function, ...)')
+
+
+def called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function and return its value. Raises TypeError if that is a coroutine."""
+    value = function(*args, **kwargs)
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError("the step is a coroutine function: use step_async")
+    return value
+
+
+async def called_async(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a function or coroutine function and return its value."""
+    value = function(*args, **kwargs)
+    return await value if inspect.isawaitable(value) else value
+
+
+def results_of(
+    ids: Sequence[int], rows: Mapping[int, tuple[str, Any, str | None]], *, return_errors: bool
+) -> list[Any]:
+    """Return the results of children that have ended, in the order of ids.
+
+    Raises JobFailed or JobCancelled for the first that has not succeeded; with `return_errors` the
+    list contains these errors.
+    """
+    found: list[Any] = []
+    for id in ids:
+        state, result, why = rows.get(id, ("deleted", None, None))
+        if state != "succeeded":
+            cancelled = state == "cancelled"
+            error = JobCancelled(id, why) if cancelled else JobFailed(id, why, state)
+            if not return_errors:
+                raise error
+            found.append(error)
+        else:
+            found.append(result)
+    return found
+
+
+def ids_of(value: Any) -> list[int]:
+    """Return the ids that a step holds. Raises DecodeError if the value is not a list of ids."""
+    if not isinstance(value, list):
+        raise DecodeError("the step's value is not a list of job ids: it was another step")
+    return [int(id) for id in value]

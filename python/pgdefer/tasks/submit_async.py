@@ -1,0 +1,88 @@
+"""Deferring prepared jobs: every `defer` ends here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pgdefer.client.client import Client
+from pgdefer.database import sql
+from pgdefer.database.callers import CallersConnection
+from pgdefer.options import defer_parameters
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.prepared import PreparedJob, deferring, jobs_json
+
+__all__ = [
+    "submit_async",
+    "submit_chain_async",
+    "submit_group_async",
+    "submit_many_async",
+]
+
+R = TypeVar("R")
+
+
+async def submit_async(
+    client: Client, call: PreparedJob[R], connection: CallersConnection | None
+) -> Job[R]:
+    """Defer a job."""
+    parameters = defer_parameters(call.task, call.args, call.options)
+    statement = sql.DEFER
+    if parameters is None:
+        statement = sql.DEFER_WITHOUT_OPTIONS
+        parameters = {"task": call.task, "args": call.args}
+    with deferring(client, [call]) as deferral:
+        rows = await client.call_async(statement, parameters, connection, tasks=[call.task])
+        job: Job[R] = Job(rows[0][0], client)
+        if deferral is not None:
+            deferral.jobs.append(job)
+    return job
+
+
+async def submit_many_async(
+    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection | None
+) -> list[Job[Any]]:
+    """Defer many jobs at once, all or none."""
+    if not calls:
+        return []
+    parameters = {"jobs": jobs_json(calls)}
+    tasks = [call.task for call in calls]
+    with deferring(client, calls) as deferral:
+        rows = await client.call_async(sql.DEFER_MANY, parameters, connection, tasks=tasks)
+        jobs: list[Job[Any]] = [Job(row[0], client) for row in rows]
+        if deferral is not None:
+            deferral.jobs.extend(jobs)
+    return jobs
+
+
+async def submit_chain_async(
+    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection | None
+) -> list[Job[Any]]:
+    """Defer jobs, each of which needs the one before it."""
+    parameters = {"jobs": jobs_json(calls)}
+    tasks = [call.task for call in calls]
+    with deferring(client, calls) as deferral:
+        rows = await client.call_async(sql.DEFER_CHAIN, parameters, connection, tasks=tasks)
+        jobs: list[Job[Any]] = [Job(row[0], client) for row in rows]
+        if deferral is not None:
+            deferral.jobs.extend(jobs)
+    return jobs
+
+
+async def submit_group_async(
+    client: Client,
+    calls: Sequence[PreparedJob[Any]],
+    then: PreparedJob[R],
+    connection: CallersConnection | None,
+) -> tuple[Job[R], list[Job[Any]]]:
+    """Defer jobs, and one more that needs them all; return that one, and the others."""
+    parameters = {"jobs": jobs_json(calls), "then": then.to_json()}
+    tasks = [call.task for call in [*calls, then]]
+    with deferring(client, [*calls, then]) as deferral:
+        rows = await client.call_async(sql.DEFER_GROUP, parameters, connection, tasks=tasks)
+        ((id, ids),) = rows
+        last: Job[R] = Job(id, client)
+        jobs: list[Job[Any]] = [Job(one, client) for one in ids]
+        if deferral is not None:
+            deferral.jobs.extend([*jobs, last])
+    return last, jobs

@@ -1,0 +1,1 @@
+"""The worker: claims jobs, runs them, reports how they ended."""

@@ -1,0 +1,113 @@
+"""The runner of batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from pgdefer.tasks.batch import BatchJob
+from pgdefer.tasks.context import JobContext, JobTimeout
+from pgdefer.tasks.task import Task
+from pgdefer.worker.claim import Claim, OnEnd
+from pgdefer.worker.ending import outcome_of
+from pgdefer.worker.handler import decode_args, decode_args_async
+from pgdefer.worker.invoke_batch import run_batch
+from pgdefer.worker.invoke_batch_async import run_batch_async
+from pgdefer.worker.runners import ThreadRunner, internal_error, task_of
+from pgdefer.worker.threads import Interruptible, Threads
+
+__all__ = ["BatchRunner"]
+
+
+class BatchRunner:
+    """Runs batches: coroutines in the worker's event loop, functions in threads.
+
+    Each method takes any claim of a batch. A call is told to end once every job in it is: the jobs
+    that are not could not go on without it.
+    """
+
+    def __init__(self, threads: Threads, thread_runner: ThreadRunner, on_end: OnEnd) -> None:
+        self._threads = threads
+        self._thread_runner = thread_runner
+        self._on_end = on_end
+
+    def start(self, claim: Claim) -> None:
+        """Start the handler; when it has ended, call OnEnd for each claim."""
+        task = task_of(claim)
+        claims = claim.members
+        loop = asyncio.get_running_loop()
+        if task.is_async:
+            claim.coroutine = loop.create_task(self._run(task, claims))
+            return
+        jobs = jobs_of(claims)
+        decode = functools.partial(_decode, loop)
+        context = contextvars.copy_context()
+        claim.call = Interruptible(functools.partial(context.run, run_batch, task, jobs, decode))
+        self._threads.submit(functools.partial(self._work, claims, claim.call.run))
+
+    async def _run(self, task: Task[..., Any], claims: Sequence[Claim]) -> None:
+        try:
+            outcomes = await run_batch_async(task, jobs_of(claims), decode_args_async)
+        except Exception as error:
+            outcomes = [internal_error(claim, error) for claim in claims]
+        self._end(claims, outcomes)
+
+    def _work(self, claims: Sequence[Claim], call: Callable[[], list[str]]) -> Callable[[], None]:
+        """Call the handler, in a thread; return what the loop is to call then."""
+        try:
+            outcomes = call()
+        except JobTimeout as error:
+            # Raised outside of the handler, before or after it.
+            outcomes = [outcome_of(c.job, c.failure_policy, error) for c in claims]
+        except Exception as error:
+            outcomes = [internal_error(claim, error) for claim in claims]
+        return functools.partial(self._end, claims, outcomes)
+
+    def _end(self, claims: Sequence[Claim], outcomes: Sequence[str]) -> None:
+        for claim, outcome in zip(claims, outcomes, strict=True):
+            self._on_end(claim, outcome)
+
+    def abort(self, claim: Claim, reason: str) -> None:
+        """Cancel a coroutine if all its jobs are told to end."""
+        first = claim.members[0]
+        if first.coroutine is not None and are_told(claim.members):
+            # A coroutine that has not begun ends without a result.
+            first.coroutine.add_done_callback(functools.partial(self._never_began, first))
+            first.coroutine.cancel(reason)
+
+    def _never_began(self, first: Claim, coroutine: asyncio.Task[None]) -> None:
+        if first.coroutine is coroutine:
+            error = asyncio.CancelledError()
+            claims = first.members
+            self._end(claims, [outcome_of(c.job, c.failure_policy, error) for c in claims])
+
+    def interrupt(self, claim: Claim) -> None:
+        """Raise JobTimeout in a function's thread if all its jobs are told to end."""
+        if are_told(claim.members):
+            self._thread_runner.interrupt(claim.members[0])
+
+    def close(self) -> None:
+        """Do nothing: the worker closes the threads, which others use as well."""
+
+
+def jobs_of(claims: Iterable[Claim]) -> list[BatchJob[Any]]:
+    """Return the jobs of a batch's claims."""
+    return [claim.job for claim in claims if isinstance(claim.job, BatchJob)]
+
+
+def are_told(claims: Iterable[Claim]) -> bool:
+    """Whether all these jobs are told to end."""
+    return all(claim.job.should_abort() for claim in claims)
+
+
+def _decode(loop: asyncio.AbstractEventLoop, job: JobContext) -> dict[str, Any]:
+    """Return a job's arguments, in a thread; the worker's loop awaits asynchronous codecs."""
+    codec = job.client.codec
+    if codec.how(job._stored) == "async":
+        decoding = asyncio.run_coroutine_threadsafe(codec.decode_stored_async(job._stored), loop)
+        decoded: dict[str, Any] = decoding.result()
+        return decoded
+    return decode_args(job)

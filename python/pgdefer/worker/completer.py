@@ -1,0 +1,163 @@
+"""Keeps outcomes until the database has accepted them."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import psycopg
+
+from pgdefer._text import logger
+from pgdefer.database import sql
+from pgdefer.database.connection import Connection, ConnectionLost
+from pgdefer.errors import PgDeferError, describe, is_transient, sqlstate_of
+from pgdefer.worker import outcomes
+from pgdefer.worker.claim import Claim
+from pgdefer.worker.reporting import Reporter
+
+__all__ = ["FATAL", "Completer", "outcomes_json"]
+
+log = logger("pgdefer.worker")
+
+# Permanent errors: missing rights, incompatible versions, nothing installed, wrong calls.
+FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01", "28000", "28P01"})
+# Errors that are usually temporary, a fault of the server and a time limit; an outcome that is
+# refused with them this often is itself the cause.
+DOUBTFUL = frozenset({"XX", "57014"})
+TRIES = 20
+
+Outcome = tuple[Claim, str]
+
+
+class Completer:
+    """The outcomes that are not written yet, in the order in which they came."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.unsent: list[Outcome] = []
+        #: Whether one of them may not be a success: the settled states of such jobs are reported.
+        self.has_others = False
+        self._reporter = reporter
+        # How often an outcome was refused on its own.
+        self._refused: collections.Counter[Claim] = collections.Counter()
+
+    def add(self, claim: Claim, outcome: str) -> None:
+        """Add the outcome of a claim."""
+        self.unsent.append((claim, outcome))
+        if not self.has_others and not outcomes.is_success(outcome):
+            self.has_others = True
+
+    def take(self) -> list[Outcome]:
+        """Return all outcomes to send now."""
+        sending, self.unsent = self.unsent, []
+        self.has_others = False
+        return sending
+
+    def put_back(self, sending: Sequence[Outcome]) -> None:
+        """Put back outcomes that were sent without an answer.
+
+        They are sent again: the database refuses those that it has already stored.
+        """
+        self.unsent[:0] = sending
+        self.has_others = self.has_others or bool(sending)
+
+    async def send(self, connection: Connection, sending: Sequence[Outcome]) -> None:
+        """Send outcomes without fetching jobs."""
+        rows = await connection.call(sql.FINISH_MANY, outcomes=outcomes_json(sending))
+        others = {
+            (claim.job.id, claim.job.claim): (claim, outcome)
+            for claim, outcome in sending
+            if not outcomes.is_success(outcome)
+        }
+        for id, number, state, error in rows:
+            if error is not None:
+                self.on_refused(id, number, error, sending)
+            elif (id, number) in others:
+                self._reporter.taken(*others[id, number], state)
+
+    async def send_apart(self, connection: Connection, sending: Sequence[Outcome]) -> None:
+        """Send outcomes of which one may get the call refused: if so, send each alone."""
+        try:
+            try:
+                await self.send(connection, sending)
+            except psycopg.Error:
+                for claim, outcome in sending:
+                    await self._send_one(connection, claim, outcome)
+        except (ConnectionLost, asyncio.CancelledError):
+            self.put_back(sending)
+            raise
+
+    async def send_all(self, connection: Connection) -> None:
+        """Send all outcomes; if one gets the call refused, send each alone."""
+        for _ in range(2):  # replacements of refused ones are sent the second time
+            sending = self.take()
+            if not sending:
+                return
+            try:
+                await self.send(connection, sending)
+            except psycopg.Error as error:
+                log.warning("outcomes were refused: %s", describe(error))
+                for claim, outcome in sending:
+                    await self._send_one(connection, claim, outcome)
+
+    async def _send_one(self, connection: Connection, claim: Claim, outcome: str) -> None:
+        """Send an outcome; if the database can't store it, the closest one that it can.
+
+        No outcome is sent forever: if none is accepted, a lease ends the claim as crashed.
+        """
+        job = claim.job
+        for text in self._nearest(connection, claim, outcome):
+            try:
+                await self.send(connection, [(claim, text)])
+            except psycopg.Error as error:
+                log.error("the outcome of %r was refused: %s", job, describe(error))
+                if self._may_be_taken_later(claim, error):
+                    self.add(claim, outcome)
+                    return
+            else:
+                del self._refused[claim]
+                return
+        del self._refused[claim]
+        with contextlib.suppress(psycopg.Error):
+            await connection.call(sql.EXTEND, id=job.id, claim=job.claim, lease="1 s")
+
+    def _nearest(self, connection: Connection, claim: Claim, outcome: str) -> Iterator[str]:
+        """Yield an outcome, and then those that can be sent in its place."""
+        job = claim.job
+        yield outcome
+        bare = outcomes.without_steps(outcome)
+        if bare != outcome:
+            yield bare
+            outcome = bare
+        note = outcomes.without_result(outcome, job.id, job.claim)
+        if note is not None:
+            yield note
+        else:
+            for encoding in (connection.encoding, "ASCII"):
+                yield outcomes.storable_in(outcome, encoding)
+        unstorable = PgDeferError("the outcome can't be stored")
+        yield outcomes.failed(job.id, job.claim, unstorable)
+
+    def _may_be_taken_later(self, claim: Claim, error: psycopg.Error) -> bool:
+        code = sqlstate_of(error) or ""
+        if DOUBTFUL & {code, code[:2]}:
+            self._refused[claim] += 1
+            return self._refused[claim] < TRIES
+        return is_transient(error) or code in FATAL - {"22023"}
+
+    def on_refused(self, id: int, number: int, error: str, sent: Sequence[Outcome]) -> None:
+        """Drop an outcome whose claim is lost; if it asks for something invalid, fail the job."""
+        log.warning("the outcome of job %d, claim %d, was refused: %s", id, number, error)
+        for claim, outcome in sent:
+            job = claim.job
+            if (job.id, job.claim) == (id, number) and error != "QJ002" and not claim.is_refused:
+                claim.is_refused = True
+                refused = PgDeferError(f"the outcome was refused ({error}): {outcome[:1000]}")
+                options = {"retryable": False}
+                self.add(claim, outcomes.failed(id, number, refused, options))
+
+
+def outcomes_json(sending: Iterable[Outcome]) -> str:
+    """Return the array that queue.finish_many takes."""
+    return f"[{','.join([text for _, text in sending])}]"

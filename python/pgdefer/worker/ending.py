@@ -1,0 +1,124 @@
+"""Turns the end of a handler into an outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from pgdefer._text import logger
+from pgdefer.errors import TransactionLost
+from pgdefer.tasks.context import JobAborted, JobContext, JobTimeout, RetryLater
+from pgdefer.tasks.failure_policy import FailurePolicy
+from pgdefer.worker import memory, outcomes
+
+__all__ = [
+    "LOST",
+    "STOPPED",
+    "TIMED_OUT",
+    "failed",
+    "outcome_of",
+    "result_json",
+    "success",
+    "timed_out",
+]
+
+log = logger("pgdefer.worker")
+
+# Reasons for which a worker aborts jobs, in addition to those of the database.
+LOST = "the claim was lost"
+STOPPED = "the worker stops"
+TIMED_OUT = "timed out"
+
+
+def success(job: JobContext, policy: FailurePolicy, result: object) -> str:
+    """Return the outcome of a handler that returned."""
+    return outcomes.with_steps(_success(job, policy, result), job.steps.take_kept())
+
+
+def _success(job: JobContext, policy: FailurePolicy, result: object) -> str:
+    if job._abort_reason == TIMED_OUT:
+        return timed_out(job, policy, None)
+    if isinstance(result, RetryLater):
+        return _yielded(job, policy, result)
+    return outcomes.succeeded(job.id, job.claim, result_json(job, result))
+
+
+def result_json(job: JobContext, result: object) -> str | None:
+    """Return the JSON of a result, or of a note that it can't be stored."""
+    if result is None:
+        return None
+    try:
+        return job.client.codec.dumps(result)
+    except Exception as error:
+        # The job's effects remain. Only a caller that asks for the result notices that it is lost.
+        kind = f"{type(result).__module__}.{type(result).__qualname__}"
+        why = type(error).__qualname__
+        log.warning("%r succeeded, but its result, a %s, can't be stored (%s)", job, kind, why)
+        return outcomes.unencodable(kind)
+
+
+def _yielded(job: JobContext, policy: FailurePolicy, asked: RetryLater) -> str:
+    try:
+        return outcomes.retry_later(job.id, job.claim, asked)
+    except Exception as error:
+        return failed(job, policy, error)
+
+
+def outcome_of(job: JobContext, policy: FailurePolicy | None, error: BaseException) -> str:
+    """Return the outcome of a handler that raised."""
+    return outcomes.with_steps(_raised(job, policy, error), job.steps.take_kept())
+
+
+def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException) -> str:
+    if isinstance(error, TransactionLost):
+        job._error = error
+        return outcomes.crashed(job.id, job.claim, error)
+    if job._abort_reason == TIMED_OUT:
+        return timed_out(job, policy, error)
+    if isinstance(error, RetryLater) and policy is not None:
+        return _yielded(job, policy, error)
+    if isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout):
+        if job._abort_reason == STOPPED:
+            return outcomes.released(job.id, job.claim)
+        if job._abort_reason is not None:
+            log.info("%r was aborted: %s", job, job._abort_reason)
+            cause = JobAborted(job._abort_reason).with_traceback(error.__traceback__)
+            return outcomes.aborted(job.id, job.claim, cause)
+        if isinstance(error, JobAborted):
+            log.info("%r gave up: %s", job, error)
+            return outcomes.aborted(job.id, job.claim, error)
+    return failed(job, policy, error)
+
+
+def timed_out(job: JobContext, policy: FailurePolicy | None, error: BaseException | None) -> str:
+    """Return the outcome of a handler that ended after its timeout, however it ended."""
+    late = TimeoutError(f"not done within {job.timeout}")
+    if isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout):
+        late = late.with_traceback(error.__traceback__)
+    else:
+        late.__cause__ = error
+    return failed(job, policy, late, "timed_out")
+
+
+def failed(
+    job: JobContext,
+    policy: FailurePolicy | None,
+    error: BaseException,
+    outcome: str | None = None,
+) -> str:
+    """Return the outcome of a failure: the error, and the task's decision about such errors."""
+    job._error = error
+    options: dict[str, Any] = {"retryable": False}
+    if policy is not None:
+        try:
+            options = policy.decision(error, job)
+            json.dumps(options)
+        except Exception:
+            log.exception("%r: what to do about its failure could not be decided", job)
+            options = {}
+    if isinstance(error, MemoryError) and memory.cap.was_hit:
+        options.setdefault("reason", "memory")
+    if outcome is not None:
+        options["outcome"] = outcome
+    return outcomes.failed(job.id, job.claim, error, options)

@@ -1,0 +1,376 @@
+"""Claimed jobs, and those that run: started in slices, timed, aborted, and taken in as they end."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextvars
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from pgdefer._text import logger
+from pgdefer.tasks.context import JobAborted
+from pgdefer.tasks.registry import Registry
+from pgdefer.worker import outcomes
+from pgdefer.worker.claim import Claim, Runner, gather
+from pgdefer.worker.completer import Completer
+from pgdefer.worker.ending import LOST, STOPPED, TIMED_OUT, outcome_of
+from pgdefer.worker.heartbeat import Heartbeat, clock
+from pgdefer.worker.prefetch import WAIT
+from pgdefer.worker.reporting import Reporter
+from pgdefer.worker.slots import Slots
+from pgdefer.worker.state import WorkerState
+
+__all__ = ["Executor"]
+
+log = logger("pgdefer.worker")
+
+# How many jobs are started before outcomes get their turn.
+SLICE = 64
+# How long past its timeout a job may go on before its claim is kept, in seconds.
+LATE = 2.0
+# How long past its timeout, counted from the claim, a job may still start: 10 s past it others may
+# end its claim.
+TOO_LATE = 5.0
+
+
+class Executor:
+    """Keeps the claims. Each method is called in the worker's loop."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        state: WorkerState,
+        completer: Completer,
+        dead_after: float,
+        reporter: Reporter,
+    ) -> None:
+        self._registry = registry
+        self._state = state
+        self._completer = completer
+        self._dead_after = dead_after
+        self._reporter = reporter
+        self._heartbeat: Heartbeat | None = None
+        self._runner_of: Callable[[Claim], Runner] | None = None
+        self.claimed: collections.deque[Claim] = collections.deque()
+        # Claims that wait for a slot, by the slots that they are for.
+        self._ahead: collections.defaultdict[Slots, collections.deque[Claim]] = (
+            collections.defaultdict(collections.deque)
+        )
+        self._look: asyncio.TimerHandle | None = None
+        # What jobs start in: not that of the job whose end has made room.
+        self._context = contextvars.copy_context()
+        self.running: set[Claim] = set()
+        #: How many jobs have ended here, and how many that ran were given back for a stop.
+        self.finished = 0
+        self.given_back = 0
+        #: How many coroutines were told to end and did not.
+        self.unresponsive = 0
+        self._is_starting = False
+        # Whether the claimed jobs wait for a heartbeat before they start.
+        self._is_held = False
+        self._makes_batches = False
+
+    def attach(
+        self,
+        heartbeat: Heartbeat,
+        runner_of: Callable[[Claim], Runner],
+        *,
+        makes_batches: bool = False,
+    ) -> None:
+        """Use this heartbeat, and these runners."""
+        self._heartbeat = heartbeat
+        self._runner_of = runner_of
+        self._makes_batches = makes_batches
+        self._context = contextvars.copy_context()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is claimed or runs."""
+        return not (self.running or self.claimed or any(self._ahead.values()))
+
+    @property
+    def waiting(self) -> list[Claim]:
+        """The claims that have not started."""
+        starts = itertools.chain(self.claimed, *self._ahead.values())
+        return [claim for start in starts for claim in start.members]
+
+    # Claims that come in
+
+    def gather(self, claims: list[Claim]) -> list[Claim]:
+        """Return what to `take` of an answer: the single jobs, and the first one of each batch."""
+        if not (self._makes_batches and self._registry.has_batches):
+            return claims
+        return gather(claims, self._registry.tasks)
+
+    def take(self, claims: Iterable[Claim]) -> None:
+        """Take in what was fetched, and start it, or give it back where the worker stops."""
+        for claim in claims:
+            self.claimed.append(claim)
+            if claim.batch is None:
+                self._keep_if_late(claim)
+            else:
+                for each in claim.batch.claims:
+                    self._keep_if_late(each)
+        if self._state.is_stopping:
+            self.give_back_waiting()
+        elif self.claimed and not self._is_starting:
+            self._is_starting = True
+            self._start_some()
+
+    def _keep_if_late(self, claim: Claim) -> None:
+        """Have the claim kept where its job takes longer than its timeout, from the claim on."""
+        timeout = claim.job.timeout
+        if timeout is not None and self._heartbeat is not None:
+            moment = claim.asked_at + timeout.total_seconds() + LATE
+            self._heartbeat.keep_after[claim] = moment
+
+    def _start_some(self) -> None:
+        if self._must_hold():
+            return
+        left = SLICE
+        while left and self.claimed:
+            claim = self.claimed.popleft()
+            if self._must_wait(claim):
+                self._put_ahead(claim)
+            else:
+                self._start(claim)
+                left -= 1
+        for slots, ahead in list(self._ahead.items()):
+            while left and ahead and not slots.is_full:
+                self._start(ahead.popleft())
+                left -= 1
+            if ahead:
+                slots.waits()
+        if left:
+            self._is_starting = False
+        else:
+            self._start_soon()
+
+    def _must_hold(self) -> bool:
+        """Whether what waits must wait for a heartbeat: the process was frozen, maybe."""
+        assert self._heartbeat is not None
+        if clock() - self._heartbeat.beat_at < self._dead_after or not (waiting := self.waiting):
+            return False
+        # These jobs may be others' by now, and have ended.
+        log.warning("%d jobs wait for a heartbeat before they start", len(waiting))
+        self._is_held = True
+        self._heartbeat.poke()
+        return True
+
+    def start_next(self, slots: Slots) -> bool:
+        """Start the next claim that waits for these slots; return whether more may start."""
+        ahead = self._ahead[slots]
+        if not ahead or self._must_hold():
+            return False
+        self._context.run(self._start, ahead.popleft())
+        return bool(ahead)
+
+    def _start_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._start_some, context=self._context)
+
+    def _must_wait(self, claim: Claim) -> bool:
+        slots = claim.slots
+        return slots is not None and (slots.is_full or bool(self._ahead[slots]))
+
+    def _put_ahead(self, claim: Claim) -> None:
+        """Have a claim wait for a slot.
+
+        Jobs with a lock come first: others wait for their end.
+        """
+        assert claim.slots is not None
+        ahead = self._ahead[claim.slots]
+        if claim.job.lock is None:
+            ahead.append(claim)
+        else:
+            ahead.appendleft(claim)
+        claim.came_at = clock()
+        if self._look is None:
+            loop = asyncio.get_running_loop()
+            self._look = loop.call_later(WAIT, self._give_back_late)
+
+    def _give_back_late(self) -> None:
+        """Release the claims that have waited for a slot for too long."""
+        self._look = None
+        latest = clock() - WAIT
+        earliest = math.inf
+        for slots, ahead in self._ahead.items():
+            late = [claim for claim in ahead if claim.came_at <= latest]
+            if late:
+                slots.prefetch.waited_too_long()
+                self._ahead[slots] = collections.deque(c for c in ahead if c.came_at > latest)
+                self._give_back_unstarted(each for claim in late for each in claim.members)
+            earliest = min([earliest, *(claim.came_at for claim in self._ahead[slots])])
+        if earliest < math.inf:
+            loop = asyncio.get_running_loop()
+            self._look = loop.call_later(max(earliest - latest, 0.01), self._give_back_late)
+
+    def _start(self, claim: Claim) -> None:
+        """Start a job, or all of a batch, as far as they are still to run."""
+        if claim.batch is not None:
+            claim.batch.claims = [each for each in claim.batch.claims if self._is_to_run(each)]
+            if not claim.batch.claims:
+                return
+            claim = claim.batch.claims[0]
+        elif not self._is_to_run(claim):
+            return
+        job = claim.job
+        log.debug("%r starts", job)
+        self.running.add(claim)
+        if claim.slots is not None:
+            claim.slots.started()
+        claim.started_at = clock()
+        if job.timeout is not None:
+            seconds = job.timeout.total_seconds()
+            claim.timer = asyncio.get_running_loop().call_later(seconds, self._time_out, claim)
+        claim.task = self._registry.tasks.get(job.task)
+        if claim.task is not None and not claim.task.versions.understand(job._stored):
+            claim.task = None  # another worker knows its version
+        assert self._runner_of is not None
+        claim.runner = self._runner_of(claim)
+        if claim.batch is not None:
+            for other in claim.batch.claims[1:]:
+                log.debug("%r starts", other.job)
+                self.running.add(other)
+                other.started_at = claim.started_at
+                other.task, other.runner = claim.task, claim.runner
+        claim.runner.start(claim)
+
+    def _is_to_run(self, claim: Claim) -> bool:
+        """Whether a job is still to run; if not, it ends or is given back."""
+        job = claim.job
+        if job._abort_reason is not None:
+            self.ended(claim, outcome_of(job, None, JobAborted(job._abort_reason)))
+            return False
+        if job.timeout is None:
+            return True
+        # It may have waited here for so long that others have ended its claim by now.
+        if claim.asked_at + job.timeout.total_seconds() + TOO_LATE <= clock():
+            log.warning("%r was claimed too long ago, and is given back", claim)
+            self.give_back(claim)
+            return False
+        return True
+
+    # Claims that end
+
+    def ended(self, claim: Claim, outcome: str | None) -> None:
+        """Take in a job's outcome; None: it has been written already."""
+        job = claim.job
+        claim.coroutine = None
+        if claim.timer is not None:
+            claim.timer.cancel()
+            claim.timer = None
+        if claim.is_released:
+            return
+        log.debug("%r has ended", job)
+        self._reporter.ended(claim, outcome)
+        if claim.slots is not None and claim in self.running:
+            share = 1 if claim.batch is None else len(claim.batch.claims)
+            claim.slots.prefetch.ended(claim.duration / share)
+        self._leave(claim)
+        if outcome is not None:
+            self._completer.add(claim, outcome)
+        if job._abort_reason == STOPPED and outcome is not None:
+            released = outcomes.released(job.id, job.claim)
+            self.given_back += outcomes.without_steps(outcome) == released
+        self.finished += 1
+        if outcome is None or self._state.is_waiting:
+            self._state.hint()
+
+    def _leave(self, claim: Claim) -> None:
+        """Free the job's slot, if no other job of its batch uses that."""
+        claim.has_left = True
+        slots = claim.slots
+        if slots is not None:
+            claim.slots = None
+            if claim.batch is None or claim.batch.leave():
+                has_started = claim in self.running
+                slots.left(has_started=has_started)
+                if has_started and self._ahead[slots] and not self._is_starting:
+                    self._is_starting = True
+                    self._start_soon()
+        self.running.discard(claim)
+        if self._heartbeat is not None:
+            self._heartbeat.keep_after.pop(claim, None)
+
+    def give_back(self, claim: Claim) -> None:
+        """Release a claim, whatever its handler does."""
+        if not claim.is_released:
+            claim.is_released = True
+            self.given_back += claim in self.running
+            self._leave(claim)
+            self._completer.add(claim, outcomes.released(claim.job.id, claim.job.claim))
+            self._state.hint()
+
+    def give_back_waiting(self) -> None:
+        """Release the claims that have not started."""
+        self._give_back_unstarted(self._take_waiting())
+
+    def _take_waiting(self) -> list[Claim]:
+        waiting = self.waiting
+        self.claimed.clear()
+        self._ahead.clear()
+        return waiting
+
+    def _give_back_unstarted(self, claims: Iterable[Claim]) -> None:
+        for claim in claims:
+            self._state.jobs_left += 1
+            self.give_back(claim)
+
+    def give_back_all(self) -> None:
+        """Release all claims."""
+        self.give_back_waiting()
+        for claim in list(self.running):
+            self.unresponsive += claim.coroutine is not None
+            self.give_back(claim)
+
+    # Aborts
+
+    def abort(self, claim: Claim, reason: str) -> None:
+        """Tell a job to end, once."""
+        if claim.job._abort_reason is None:
+            claim.job._abort_reason = reason
+            if claim.runner is not None:
+                claim.runner.abort(claim, reason)
+
+    def _time_out(self, claim: Claim) -> None:
+        """Tell a job, or its batch, that the timeout has passed."""
+        for each in claim.members:
+            self.abort(each, TIMED_OUT)
+        if claim.runner is not None:
+            claim.runner.interrupt(claim)
+
+    def abort_all(self, reason: str) -> None:
+        """Tell all running jobs to end."""
+        for claim in list(self.running):
+            self.abort(claim, reason)
+
+    def abort_some(self, aborts: Sequence[tuple[int, int, str]]) -> None:
+        """Tell those jobs to end that the database names: each by id, claim and reason."""
+        wanted = {(id, number): reason for id, number, reason in aborts}
+        for claim in [*self.running, *self.waiting]:
+            reason = wanted.get((claim.job.id, claim.job.claim))
+            if reason is not None:
+                self.abort(claim, reason)
+
+    def on_beat(self) -> None:
+        """Start what waited for a heartbeat."""
+        if self._is_held:
+            self._is_held = False
+            self._start_some()
+
+    def on_claim_lost(self, claim: Claim) -> None:
+        """Abort a job that was ended before its claim could be kept: it may run elsewhere."""
+        if claim in self.running or claim in self.waiting:
+            self.abort(claim, LOST)
+            if claim.runner is not None:
+                claim.runner.interrupt(claim)
+
+    def on_worker_gone(self) -> None:
+        """Abort everything: the claims are others' by now."""
+        for claim in self._take_waiting():
+            self._leave(claim)
+        if self._is_held:
+            self._is_held = self._is_starting = False
+        self.abort_all(LOST)

@@ -1,0 +1,273 @@
+"""Heartbeats, and periodic duties of a living worker."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import datetime as dt
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+import psycopg
+
+from pgdefer._text import logger
+from pgdefer.database import sql
+from pgdefer.database.backoff import Backoff
+from pgdefer.database.connection import Connection, ConnectionLost, Rows
+from pgdefer.database.source import Source
+from pgdefer.errors import describe, sqlstate_of
+from pgdefer.options import interval_text
+from pgdefer.worker.claim import Claim
+
+__all__ = ["Heartbeat", "HeartbeatThread", "clock"]
+
+log = logger("pgdefer.worker")
+
+# How often to look for jobs that outlive their timeout, and to keep their claims, in seconds: reap
+# waits 10 s after a timeout. The lease is longer than that, which tells such claims apart.
+LOOK = 3.0
+SHORTEST_LEASE = 15.0
+# How long a heartbeat over the worker's own connection may take before it is sent over another.
+PATIENCE = 3.0
+
+Aborts = list[tuple[int, int, str]]
+
+
+def clock() -> float:
+    """Return seconds by a clock that also runs while the machine is suspended, if there is one."""
+    return time.clock_gettime(_CLOCK)
+
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+class HeartbeatThread:
+    """A thread with an event loop, for the heartbeats of one or several workers."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="pgdefer-heartbeat", daemon=True)
+        self._is_ready = threading.Event()
+
+    def start(self, beats: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
+        """Run heartbeats in the thread."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._is_ready.wait()
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(beats, self._loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call in the thread, if it runs."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function)
+
+    async def stop(self) -> None:
+        """End, with what still runs there; soon, whatever that does."""
+        if self._thread.ident is not None:
+            assert self._loop is not None
+            self.call(self._loop.stop)
+            await asyncio.to_thread(self._thread.join, 2.0)
+
+    def _run(self) -> None:
+        with asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            self._is_ready.set()
+            self._loop.run_forever()
+
+
+class _Sent(NamedTuple):
+    """A heartbeat over the worker's own connection."""
+
+    worker: int
+    at: float
+    answer: concurrent.futures.Future[Rows | psycopg.Error | ConnectionLost]
+
+
+class Heartbeat:
+    """Heartbeats, in a thread, an event loop and a connection of their own.
+
+    With `over`, they go over the worker's own connection, as long as its loop answers; else over
+    one of their own, if `is_needed` says that jobs run.
+
+    The callbacks are called in the worker's loop: `on_beat` after each heartbeat that was answered,
+    with (id, claim, reason) of the jobs to abort; `on_gone` when the worker was declared dead;
+    `on_lost` with a claim that should have been kept and had ended.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        interval: float,
+        dead_after: float,
+        *,
+        on_beat: Callable[[Aborts], None],
+        on_gone: Callable[[int], None],
+        on_lost: Callable[[Claim], None],
+        thread: HeartbeatThread | None = None,
+        over: Callable[[int], Coroutine[Any, Any, Rows]] | None = None,
+        is_needed: Callable[[], bool] = bool,
+    ) -> None:
+        self._source = source
+        self._interval = interval
+        self._on_beat = on_beat
+        self._on_gone = on_gone
+        self._on_lost = on_lost
+        self._outer = asyncio.get_running_loop()
+        self._event: asyncio.Event | None = None
+        #: The time, by `clock`, after which the claim of a job must be kept.
+        self.keep_after: dict[Claim, float] = {}
+        self._lease = interval_text(dt.timedelta(seconds=max(dead_after, SHORTEST_LEASE)))
+        self._late: set[Claim] = set()
+        self._worker: int | None = None
+        self._is_stopped = False
+        #: When the last answered heartbeat was sent, by `clock`.
+        self.beat_at = 0.0
+        self._thread = thread or HeartbeatThread()
+        self._has_own_thread = thread is None
+        self._over = over
+        self._is_needed = is_needed
+        # A heartbeat over the worker's connection that is under way.
+        self._sent: _Sent | None = None
+        self._running: concurrent.futures.Future[None] | None = None
+
+    def start(self, worker: int, registered_at: float) -> None:
+        """Start to send heartbeats for this worker."""
+        self.beat_at = registered_at
+        self._worker = worker
+        if self._running is None:
+            self._running = self._thread.start(self._run())
+        else:
+            self.poke()
+
+    def poke(self) -> None:
+        """Send a heartbeat now: there is a message for the worker."""
+        if self._event is not None:
+            self._thread.call(self._event.set)
+
+    async def stop(self) -> None:
+        """Stop sending heartbeats."""
+        self._is_stopped = True
+        self.poke()
+        if self._running is not None:
+            await asyncio.wait([asyncio.wrap_future(self._running)], timeout=2.0)
+        if self._has_own_thread:
+            await self._thread.stop()
+
+    async def _run(self) -> None:
+        try:
+            await self._beat()
+        except Exception:
+            log.exception("heartbeats have ended")
+
+    async def _beat(self) -> None:
+        self._event = asyncio.Event()
+        connection = Connection(self._source, self._interval)
+        backoff = Backoff(last=2.0)
+        try:
+            if not self._has_own_thread:
+                # Not all at the same time; the worker has just been registered.
+                await self._rest(connection, self._interval * random.random())  # noqa: S311
+            while not self._is_stopped:
+                self._event.clear()
+                worker = self._worker
+                delay = self._interval
+                try:
+                    if worker is not None:
+                        sent_at, rows = await self._send(connection, worker)
+                        if self._worker == worker:
+                            self.beat_at = sent_at
+                        aborts = [(row[0], row[1], row[2]) for row in rows]
+                        self._tell(self._on_beat, aborts)
+                        backoff.reset()
+                except ConnectionLost as error:
+                    delay = backoff.delay()
+                    log.warning("no heartbeat: %s", describe(error))
+                except psycopg.Error as error:
+                    if sqlstate_of(error) == "QJ007":
+                        if self._worker == worker:
+                            self._worker = None
+                        self._tell(self._on_gone, worker)
+                    else:
+                        delay = backoff.delay()
+                        log.warning("no heartbeat: %s", describe(error))
+                await self._rest(connection, delay)
+        finally:
+            connection.close()
+
+    async def _send(self, connection: Connection, worker: int) -> tuple[float, Rows]:
+        """Send a heartbeat; return when, and the answer. Raises as `Connection.call`."""
+        if self._over is not None:
+            sent = self._sent
+            if sent is None or sent.worker != worker:
+                answer = asyncio.run_coroutine_threadsafe(self._ask(worker), self._outer)
+                sent = self._sent = _Sent(worker, clock(), answer)
+            # Not cancelled in the end: that would close the connection, on which other calls wait.
+            patience = PATIENCE if self._is_needed() else self._interval
+            await asyncio.wait([asyncio.wrap_future(sent.answer)], timeout=patience)
+            error: Exception = ConnectionLost(f"no answer within {patience:g} s")
+            if sent.answer.done():
+                self._sent = None
+                found = sent.answer.result()
+                if isinstance(found, list):
+                    connection.close()
+                    return sent.at, found
+                error = found
+            if sqlstate_of(error) == "QJ007" or not self._is_needed():
+                raise error
+        sent_at = clock()
+        return sent_at, await connection.call(sql.HEARTBEAT, worker=worker)
+
+    async def _ask(self, worker: int) -> Rows | psycopg.Error | ConnectionLost:
+        """Send a heartbeat over the worker's connection; return the answer, or the error."""
+        assert self._over is not None
+        try:
+            return await self._over(worker)
+        except (psycopg.Error, ConnectionLost) as error:
+            return error
+
+    async def _rest(self, connection: Connection, delay: float) -> None:
+        """Wait until the next heartbeat, or until poked; meanwhile keep claims that need it."""
+        assert self._event is not None
+        end = time.monotonic() + delay
+        while not self._is_stopped:
+            await self._keep(connection)
+            left = end - time.monotonic()
+            if left <= 0 or self._event.is_set():
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._event.wait(), min(left, LOOK))
+
+    async def _keep(self, connection: Connection) -> None:
+        """Keep the claims of jobs that outlive their timeout: their locks and slots are in use.
+
+        This happens here, outside of the worker's loop, because a handler may block that.
+        """
+        now = clock()
+        late = {claim for claim, moment in self.keep_after.copy().items() if moment <= now}
+        self._late &= late
+        for claim in late:
+            job = claim.job
+            if claim not in self._late:
+                self._late.add(claim)
+                log.warning("%r outlives its timeout: its claim is kept until it ends", job)
+            try:
+                await connection.call(sql.EXTEND, id=job.id, claim=job.claim, lease=self._lease)
+            except ConnectionLost as error:
+                log.warning("%r: its claim could not be kept: %s", job, error)
+                return
+            except psycopg.Error as error:
+                if sqlstate_of(error) in ("QJ001", "QJ002"):
+                    self.keep_after.pop(claim, None)
+                    self._tell(self._on_lost, claim)
+                else:
+                    log.warning("%r: its claim could not be kept: %s", job, describe(error))
+
+    def _tell(self, callback: Callable[[Any], None], value: object) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._outer.call_soon_threadsafe(callback, value)

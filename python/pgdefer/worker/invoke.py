@@ -1,0 +1,115 @@
+# Generated from invoke_async.py: change that, and run `make generate`.
+"""Calling a handler, also in a transaction that ends its job."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from pgdefer._text import logger
+from pgdefer.database.backoff import Backoff
+from pgdefer.database.callers import AnyConnection, is_django
+from pgdefer.database.execute import execute
+from pgdefer.database.pool import SyncPool
+from pgdefer.tasks.context import JobContext, RetryLater
+from pgdefer.tasks.task import Task
+from pgdefer.worker.transaction import (
+    OwnPart,
+    Session,
+    check_has_run,
+    driver_of,
+    last_statements,
+    losses_told_apart,
+)
+
+__all__ = [
+    "call_handler",
+    "call_in_transaction",
+    "driver",
+    "transaction",
+]
+
+log = logger("pgdefer.worker")
+
+
+def call_handler(task: Task[..., Any], positional: list[Any], named: dict[str, Any]) -> object:
+    """Return what a handler returned, or the RetryLater that it raised."""
+    try:
+        return check_has_run(task.function(*positional, **named))
+    except RetryLater as asked:
+        return asked
+
+
+def call_in_transaction(
+    job: JobContext,
+    task: Task[..., Any],
+    pool: SyncPool,
+    positional: list[Any],
+    named: dict[str, Any],
+) -> None:
+    """Call a handler with a connection, and write the outcome in its transaction."""
+    maker = task.execution.transactional
+    with (
+        job.steps.storing() as take_steps,
+        transaction(job, maker, pool) as (connection, own_part),
+    ):
+        result = call_handler(task, [connection, *positional], named)
+        if isinstance(connection, Session):
+            connection.flush()
+        job.result = result
+        last = last_statements(job, result, take_steps)
+        own_part.begin(driver(connection))
+        for statement, parameters in last:
+            execute(connection, statement, parameters)
+
+
+def driver(connection: Any) -> Any:
+    """Return the driver's connection of a psycopg or SQLAlchemy connection."""
+    if isinstance(connection, psycopg.Connection):
+        return connection
+    if is_django(connection):
+        return connection.connection
+    return driver_of(connection.connection())
+
+
+@contextlib.contextmanager
+def transaction(
+    job: JobContext, maker: Callable[[], Any] | bool, pool: SyncPool
+) -> Iterator[tuple[AnyConnection, OwnPart]]:
+    """Begin a handler's transaction, on a connection or in a session that `maker` makes."""
+    with contextlib.ExitStack() as stack:
+        if callable(maker):
+            own_part = stack.enter_context(losses_told_apart())
+            session = stack.enter_context(maker())
+            if not is_django(session):  # Django's has already begun
+                stack.enter_context(session.begin())
+            yield session, own_part
+            return
+        connection = _opened(job, stack, pool)
+        own_part = stack.enter_context(losses_told_apart(connection))
+        # Another handler may have changed them.
+        connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+        connection.row_factory, connection.cursor_factory = tuple_row, psycopg.Cursor
+        own_part.begin(connection)
+        stack.enter_context(connection.transaction())
+        own_part.end()
+        yield connection, own_part
+
+
+def _opened(
+    job: JobContext, stack: contextlib.ExitStack, pool: SyncPool
+) -> psycopg.Connection[Any]:
+    """Return a connection. If it can't connect it waits, because that is not the job's fault."""
+    waits = Backoff(last=1.0)
+    while True:
+        try:
+            return stack.enter_context(pool.connection())
+        except psycopg.OperationalError as error:
+            log.warning("%r waits for a connection: %s", job, error)
+        time.sleep(waits.delay())
+        job.check_abort()

@@ -1,0 +1,116 @@
+"""Calling a handler, also in a transaction that ends its job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from pgdefer._text import logger
+from pgdefer.database.backoff import Backoff
+from pgdefer.database.callers import AnyAsyncConnection, is_django
+from pgdefer.database.execute_async import execute_async
+from pgdefer.database.pool import AsyncPool
+from pgdefer.tasks.context import JobContext, RetryLater
+from pgdefer.tasks.task import Task
+from pgdefer.worker.transaction import (
+    OwnPart,
+    Session,
+    check_has_run,
+    driver_of,
+    last_statements,
+    losses_told_apart,
+)
+
+__all__ = [
+    "call_handler_async",
+    "call_in_transaction_async",
+    "driver_async",
+    "transaction_async",
+]
+
+log = logger("pgdefer.worker")
+
+
+async def call_handler_async(
+    task: Task[..., Any], positional: list[Any], named: dict[str, Any]
+) -> object:
+    """Return what a handler returned, or the RetryLater that it raised."""
+    try:
+        return check_has_run(await task.function(*positional, **named))
+    except RetryLater as asked:
+        return asked
+
+
+async def call_in_transaction_async(
+    job: JobContext,
+    task: Task[..., Any],
+    pool: AsyncPool,
+    positional: list[Any],
+    named: dict[str, Any],
+) -> None:
+    """Call a handler with a connection, and write the outcome in its transaction."""
+    maker = task.execution.transactional
+    async with (
+        job.steps.storing_async() as take_steps,
+        transaction_async(job, maker, pool) as (connection, own_part),
+    ):
+        result = await call_handler_async(task, [connection, *positional], named)
+        if isinstance(connection, Session):
+            await connection.flush()
+        job.result = result
+        last = last_statements(job, result, take_steps)
+        own_part.begin(await driver_async(connection))
+        for statement, parameters in last:
+            await execute_async(connection, statement, parameters)
+
+
+async def driver_async(connection: Any) -> Any:
+    """Return the driver's connection of a psycopg or SQLAlchemy connection."""
+    if isinstance(connection, psycopg.AsyncConnection):
+        return connection
+    if is_django(connection):
+        return connection.connection
+    return driver_of(await connection.connection())
+
+
+@contextlib.asynccontextmanager
+async def transaction_async(
+    job: JobContext, maker: Callable[[], Any] | bool, pool: AsyncPool
+) -> AsyncIterator[tuple[AnyAsyncConnection, OwnPart]]:
+    """Begin a handler's transaction, on a connection or in a session that `maker` makes."""
+    async with contextlib.AsyncExitStack() as stack:
+        if callable(maker):
+            own_part = stack.enter_context(losses_told_apart())
+            session = await stack.enter_async_context(maker())
+            if not is_django(session):  # Django's has already begun
+                await stack.enter_async_context(session.begin())
+            yield session, own_part
+            return
+        connection = await _opened_async(job, stack, pool)
+        own_part = stack.enter_context(losses_told_apart(connection))
+        # Another handler may have changed them.
+        await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+        connection.row_factory, connection.cursor_factory = tuple_row, psycopg.AsyncCursor
+        own_part.begin(connection)
+        await stack.enter_async_context(connection.transaction())
+        own_part.end()
+        yield connection, own_part
+
+
+async def _opened_async(
+    job: JobContext, stack: contextlib.AsyncExitStack, pool: AsyncPool
+) -> psycopg.AsyncConnection[Any]:
+    """Return a connection. If it can't connect it waits, because that is not the job's fault."""
+    waits = Backoff(last=1.0)
+    while True:
+        try:
+            return await stack.enter_async_context(pool.connection())
+        except psycopg.OperationalError as error:
+            log.warning("%r waits for a connection: %s", job, error)
+        await asyncio.sleep(waits.delay())
+        job.check_abort()

@@ -1,0 +1,381 @@
+"""One process that works for many databases: a worker in each, which share the slots."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import psycopg
+
+from pgdefer._text import database_in_logs, logger
+from pgdefer.client.base import Refusal
+from pgdefer.client.client import Client
+from pgdefer.database.backoff import Backoff
+from pgdefer.database.source import Source
+from pgdefer.errors import InvalidParameter, PgDeferError, describe, translate
+from pgdefer.tasks.registry import Registry
+from pgdefer.worker.databases import Database, DsnFile, read_dsns
+from pgdefer.worker.gate import Gate
+from pgdefer.worker.heartbeat import HeartbeatThread
+from pgdefer.worker.options import WorkerOptions, check_options
+from pgdefer.worker.prefetch import MOST
+from pgdefer.worker.probes import Answer, Probes, answer
+from pgdefer.worker.shared_slots import Share, SharedSlots
+from pgdefer.worker.signals import run_until_signal, signals
+from pgdefer.worker.threads import Threads
+from pgdefer.worker.worker import Shared, Worker
+
+__all__ = ["MultiWorker"]
+
+log = logger("pgdefer.worker")
+
+# How often to look whether the file with the DSNs has changed, in seconds.
+LOOK = 1.0
+# How many workers connect and register at a time.
+STARTS = 8
+# When to try again in a database that refuses the worker: after 1 s, then up to a minute.
+FIRST, LAST = 1.0, 60.0
+# What only a worker of one database takes.
+SINGLE = ("slots", "max_jobs")
+
+
+class MultiWorker:
+    """Runs an app's jobs in many databases: of a list of DSNs, or of a file with one per line.
+
+    The file is read again when it changes: databases come and go. All databases share
+    `concurrency` slots. A free slot goes to the database that has waited longest; the jobs of one
+    use at most `per_database` slots at once, half of them by default. So a database whose handlers
+    hang leaves slots to the others. The other options are those of `Worker`, without `slots` and
+    `max_jobs`; `prefetch` counts for all databases together.
+
+    Each database has one connection, as long as the event loop answers. A database that can't be
+    reached, or refuses the worker, is logged and tried again; the others go on.
+    """
+
+    def __init__(
+        self,
+        app: Registry,
+        dsns: Iterable[str] | Path,
+        queues: Sequence[str] | None = None,
+        *,
+        per_database: int | None = None,
+        **options: Unpack[WorkerOptions],
+    ) -> None:
+        check_options(options)
+        if refused := ", ".join(name for name in SINGLE if options.get(name) is not None):
+            raise ValueError(f"a worker of many databases takes no option {refused}")
+        if isinstance(dsns, str):
+            raise TypeError("dsns must be a list of DSNs or a Path, not a string")
+        self.app = app
+        self._client = app.client
+        self._file = DsnFile(dsns) if isinstance(dsns, Path) else None
+        self._listed = {} if isinstance(dsns, Path) else read_dsns(dsns)
+        self.concurrency = options.pop("concurrency", 20)
+        self.per_database = -(-self.concurrency // 2) if per_database is None else per_database
+        if not 1 <= self.per_database <= self.concurrency:
+            raise ValueError(
+                f"per_database must be from 1 to concurrency, {self.concurrency}, "
+                f"not {self.per_database}"
+            )
+        self.http = options.pop("http", None)
+        self.drain = options.get("drain", False)
+        self._prefetch = options.pop("prefetch", MOST)
+        self._queues = queues
+        self._options = options
+        Worker(app, queues, **options)  # checks the rest
+        self._slots = SharedSlots(
+            self.concurrency, self.per_database, self._prefetch, keep=self.concurrency
+        )
+        #: What answers probes while it runs.
+        self.probes: Probes | None = None
+        self._served: dict[tuple[str, ...], _Served] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+        self._news: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Of workers that have ended.
+        self._finished = self._given_back = self._unresponsive = 0
+        self._errors: dict[str, str] = {}
+
+    # What has become of its jobs, as of a Worker
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """The workers that run now, by the names of their databases."""
+        return {
+            served.database.name: served.worker
+            for served in list(self._served.values())
+            if served.worker is not None
+        }
+
+    @property
+    def finished(self) -> int:
+        """The number of jobs that have ended here."""
+        return self._finished + sum(worker.finished for worker in self.workers.values())
+
+    @property
+    def given_back(self) -> int:
+        """The number of running jobs that were given back for a stop."""
+        return self._given_back + sum(worker.given_back for worker in self.workers.values())
+
+    @property
+    def unresponsive(self) -> int:
+        """The number of coroutines that did not end when told to."""
+        return self._unresponsive + sum(worker.unresponsive for worker in self.workers.values())
+
+    # Life
+
+    def run(self) -> None:
+        """Run until SIGTERM or SIGINT, then end as `stop` says; again, or SIGQUIT: at once."""
+        run_until_signal(self)
+
+    async def run_async(self, *, handle_signals: bool = False) -> None:
+        """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`.
+
+        With `drain`, raises PgDeferError in the end if some databases could not be drained.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self.app.import_tasks()
+        self._check_tasks()
+        if self._file is not None:
+            try:
+                self._listed = self._file.read()
+            except OSError as error:
+                raise InvalidParameter(f"the list of databases can't be read: {error}") from error
+        # Slots limit the threads, too. A handler that goes on when its worker has ended keeps its
+        # thread, but no slot.
+        self._shared = Shared(Threads(self._loop), HeartbeatThread(), Gate(STARTS))
+        with contextlib.ExitStack() as stack:
+            if not self._client.source.is_chosen:
+                stack.enter_context(self._refused_elsewhere())
+            if handle_signals:
+                stack.enter_context(signals(self._on_stop, self.stop_at_once))
+            if self.http is not None:
+                self.probes = Probes(self.http, self._answer)
+            try:
+                await self._serve_all()
+            finally:
+                if self.probes is not None:
+                    await asyncio.to_thread(self.probes.close)
+                await self._shared.heartbeats.stop()
+                self._shared.threads.close()
+        if self._errors:
+            raise PgDeferError(
+                f"{len(self._errors)} databases could not be drained: "
+                + "; ".join(f"{name}: {said}" for name, said in self._errors.items())
+            )
+
+    def stop(self) -> None:
+        """Claim no more; end when the running jobs have, or after `shutdown_timeout` at once.
+
+        May be called from any thread, as may `stop_at_once`.
+        """
+        self._call(self._stop, False)
+
+    def stop_at_once(self) -> None:
+        """Abort the running jobs and give back those that don't end within a second."""
+        self._call(self._stop, True)
+
+    def _call(self, function: Any, *args: Any) -> None:
+        if self._loop is None:
+            self._is_stopping = True
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _on_stop(self) -> None:
+        self._stop(self._is_stopping)
+
+    def _stop(self, at_once: bool) -> None:
+        if not self._is_stopping:
+            log.info("stopping the workers of %d databases", len(self._served))
+        self._is_stopping = True
+        for served in self._served.values():
+            served.stop(at_once=at_once)
+        self._look_again()
+
+    @contextlib.contextmanager
+    def _refused_elsewhere(self) -> Iterator[None]:
+        """Let calls outside of jobs fail: without a database of the app they have none."""
+        before = self._client.stand_in
+        self._client.stand_in = Refusal(
+            "this worker serves many databases, and no job says here which one is meant: use "
+            "app.bind(dsn), or start threads with contextvars.copy_context()"
+        )
+        try:
+            yield
+        finally:
+            self._client.stand_in = before
+
+    def _check_tasks(self) -> None:
+        """Refuse tasks whose transactions would be in one database, whatever the job's is."""
+        for task in self.app.tasks.values():
+            if callable(task.execution.transactional):
+                raise InvalidParameter(
+                    f"the task {task.name!r} is transactional with sessions of its own, which lead "
+                    "to one database",
+                    hint="Use transactional=True.",
+                )
+
+    # The databases
+
+    async def _serve_all(self) -> None:
+        assert self._news is not None
+        watching = None if self._file is None else asyncio.create_task(self._watch(self._file))
+        if not self._listed:
+            log.warning("there are no databases yet")
+        try:
+            while True:
+                self._news.clear()
+                self._start_missing()
+                is_over = self._is_stopping or self.drain or watching is None
+                if is_over and not self._served:
+                    return
+                await self._news.wait()
+        finally:
+            if watching is not None:
+                watching.cancel()
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+
+    async def _watch(self, file: DsnFile) -> None:
+        """Follow the file."""
+        while not self._is_stopping:
+            await asyncio.sleep(LOOK)
+            found = await asyncio.to_thread(file.changed)
+            if found is None or self._is_stopping:
+                continue
+            self._listed = found
+            for place, served in self._served.items():
+                if found.get(place) != served.database:
+                    served.stop(is_removed=True)
+            log.info("%s has changed: it lists %d databases", file.path, len(found))
+            self._look_again()
+
+    def _start_missing(self) -> None:
+        for place, database in self._listed.items():
+            if place not in self._served and not self._is_stopping:
+                served = self._served[place] = _Served(database, self._client)
+                task = asyncio.create_task(self._serve(served))
+                self._tasks.add(task)
+                task.add_done_callback(functools.partial(self._on_end, place, served))
+
+    def _on_end(self, place: tuple[str, ...], served: _Served, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        del self._served[place]
+        served.client.close_idle()
+        if not served.is_removed:
+            self._listed.pop(place, None)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._news is not None:
+            self._news.set()
+
+    async def _serve(self, served: _Served) -> None:
+        """Work for one database; try again where it refuses that."""
+        database_in_logs.set(served.database.name)
+        backoff = Backoff(FIRST, LAST)
+        with served.client.entered():
+            while not served.is_stopping:
+                worker = self._worker(served)
+                try:
+                    await worker.run_async()
+                    return
+                except (PgDeferError, psycopg.Error, OSError) as error:
+                    served.said = describe(translate(error) or error)
+                    log.error("no jobs are run there: %s", served.said)
+                except Exception as error:
+                    served.said = type(error).__qualname__
+                    log.exception("no jobs are run there")
+                finally:
+                    self._forget(served, worker)
+                if self.drain:
+                    self._errors[served.database.name] = served.said
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(served.stopped.wait(), backoff.delay())
+
+    def _worker(self, served: _Served) -> Worker:
+        worker = Worker(served.app(self.app), self._queues, **self._options)
+        share = served.share = Share(self._slots, worker.slots[0])
+        share.start_next = functools.partial(worker.executor.start_next, share)
+        share.on_turn, share.on_rest = worker.state.hint, worker.rest
+        worker.slots = [share]
+        worker.concurrency, worker.shared = share.size, self._shared
+        served.worker = worker
+        return worker
+
+    def _forget(self, served: _Served, worker: Worker) -> None:
+        """Add up what a worker has done."""
+        served.worker = None
+        if served.share is not None:
+            self._slots.forget(served.share)
+        self._finished += worker.finished
+        self._given_back += worker.given_back
+        self._unresponsive += worker.unresponsive
+
+    # Probes
+
+    def _answer(self, path: str) -> Answer:
+        """Answer a probe. Called in threads."""
+        return answer(path, self._call, self._ready, self.app.metrics)
+
+    def _ready(self) -> tuple[bool, str]:
+        served = list(self._served.values())
+        troubles = [(one.database.name, said) for one in served if (said := one.trouble())]
+        lines = [f"{len(served) - len(troubles)} of {len(served)} databases are served"]
+        lines += [f"{name}: {said}" for name, said in sorted(troubles)]
+        is_ready = not self._is_stopping and (not served or len(troubles) < len(served))
+        return is_ready, "\n".join(lines)
+
+
+class _Served:
+    """A database that is worked for, until it is stopped."""
+
+    def __init__(self, database: Database, client: Client) -> None:
+        self.database = database
+        source = Source(database.dsn, pgbouncer=client.source.pgbouncer)
+        self.client = client.bound(source)
+        self.worker: Worker | None = None
+        self.share: Share | None = None
+        self.stopped = asyncio.Event()
+        #: Whether the file no longer lists it, or has another DSN for it.
+        self.is_removed = False
+        self.said = ""
+
+    def app(self, app: Registry) -> Registry:
+        """Return the app, with the client of this database."""
+        twin = copy.copy(app)
+        twin._client = self.client
+        return twin
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether to try no more."""
+        return self.stopped.is_set()
+
+    def stop(self, *, at_once: bool = False, is_removed: bool = False) -> None:
+        """Stop its worker."""
+        self.is_removed = self.is_removed or is_removed
+        self.stopped.set()
+        if self.worker is not None:
+            if at_once:
+                self.worker.stop_at_once()
+            else:
+                self.worker.stop()
+
+    def trouble(self) -> str | None:
+        """Return why it is not served, if so."""
+        worker = self.worker
+        if worker is None:
+            return self.said or "not registered"
+        return worker.trouble()

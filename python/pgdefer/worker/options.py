@@ -1,0 +1,100 @@
+"""The options of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from pgdefer.worker.probes import parse_address
+
+__all__ = ["WorkerOptions", "check_options"]
+
+# The greatest number that the database takes.
+MOST = 2**31 - 1
+# The options that are numbers: of which types, and the least.
+NUMBERS: dict[str, tuple[Any, int]] = {
+    **dict.fromkeys(("concurrency", "jobs_per_process", "max_jobs"), (int, 1)),
+    "prefetch": (int, 0),
+    **dict.fromkeys(("shutdown_timeout", "heartbeat_every", "dead_after"), ((int, float), 0)),
+}
+
+
+class WorkerOptions(TypedDict, total=False):
+    """The options of `Worker` besides the queues.
+
+    `concurrency`: how many jobs run at once (20). Or `slots`: `N`, or `N:HORIZON` for N slots that
+    take only jobs whose deadline is nearer than 5s, 30m, 2h, 1d, 1w; `slots=["2:30m", 3]`.
+
+    `order`: with `listed`, queues go in the order of the list, before priority: no job of a later
+    queue starts while an earlier queue has one that may start. It needs a list of queues. `tasks`:
+    run only jobs of these tasks. `max_running={"reports": 2, "tenant*": 1}`: of each such queue
+    this worker runs at most so many jobs at once; the longest pattern applies.
+
+    `prefetch`: how many jobs the worker may claim ahead of need (100), so that a job is there when
+    a slot becomes free: as many as start within about 50 ms, and only jobs without a limit. They
+    are given back when the worker stops, at a pause, and after 200 ms. 0: none.
+
+    `shutdown_timeout`: how many seconds running jobs may take to end after `stop`; None, the
+    default: no limit. `drain`: exit when no job is left that would start by itself, according to
+    `queue.before_sleep`. `max_jobs`: exit after this many jobs, so that a supervisor starts a new
+    process before a handler's leaks fill the memory.
+
+    `heartbeat_every` and `dead_after` (10 and 30 seconds): the time between heartbeats, and the
+    silence after which others get the worker's jobs. `jobs_per_process`: replace a child process
+    after this many jobs (100). `prune_schedules`: remove schedules that this app has registered
+    before and no longer has. `http="127.0.0.1:9000"`: the address that answers /healthz, /readyz
+    and /metrics. `register_schedules=False` registers no schedules, as in tests.
+    """
+
+    concurrency: int
+    slots: Sequence[int | str]
+    order: Literal["mixed", "listed"]
+    tasks: Sequence[str] | None
+    prefetch: int
+    max_running: Mapping[str, int] | None
+    name: str | None
+    shutdown_timeout: float | None
+    drain: bool
+    max_jobs: int | None
+    heartbeat_every: float
+    dead_after: float
+    jobs_per_process: int
+    prune_schedules: bool
+    register_schedules: bool
+    http: str | None
+
+
+def check_options(options: WorkerOptions) -> None:
+    """Raise TypeError for an unknown option, ValueError for a value out of range."""
+    known = WorkerOptions.__annotations__
+    if unknown := ", ".join(sorted(options.keys() - known.keys())):
+        raise TypeError(f"a worker takes no option {unknown}: it takes queues, {', '.join(known)}")
+    if "slots" in options and "concurrency" in options:
+        raise ValueError("give slots or concurrency, not both")
+    if options.get("order", "mixed") not in {"mixed", "listed"}:
+        raise ValueError(f"order is mixed or listed, not {options['order']!r}")
+    if options.get("tasks") == []:
+        raise ValueError("tasks is empty: leave it out to run all")
+    for name in options.keys() & NUMBERS.keys():
+        kind, least = NUMBERS[name]
+        _check_number(name, options.get(name), kind, at_least=least)
+    for queue, limit in (options.get("max_running") or {}).items():
+        _check_number(f"max_running of {queue!r}", limit, int, at_least=1)
+    if (address := options.get("http")) is not None:
+        parse_address(address)
+    beat, dead = options.get("heartbeat_every", 10.0), options.get("dead_after", 30.0)
+    if not 0 < beat < dead:
+        raise ValueError(
+            f"heartbeat_every must be above 0 and below dead_after: {beat:g} and {dead:g}"
+        )
+
+
+def _check_number(name: str, value: object, kind: Any, *, at_least: int) -> None:
+    if value is None and name in ("max_jobs", "shutdown_timeout"):
+        return
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, not {value}")
+    if not value <= MOST:  # NaN, too
+        raise ValueError(f"{name} must be at most {MOST}, not {value}")

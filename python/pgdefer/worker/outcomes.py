@@ -1,0 +1,208 @@
+"""The outcomes of claims, as JSON for queue.finish_many and queue.finish_and_fetch."""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from psycopg._encodings import py_codecs
+
+from pgdefer._text import escaped
+from pgdefer.codec import TAG, UNENCODABLE
+from pgdefer.errors import PgDeferError
+from pgdefer.options import job_id
+from pgdefer.tasks.context import RetryLater
+
+__all__ = [
+    "aborted",
+    "crashed",
+    "failed",
+    "headline",
+    "is_success",
+    "released",
+    "retry_later",
+    "storable_in",
+    "succeeded",
+    "unencodable",
+    "with_steps",
+    "without_result",
+    "without_steps",
+]
+
+MAX_HEADLINE = 500
+MAX_MESSAGE = 2_000
+MAX_TRACEBACK = 16_000
+
+
+def succeeded(id: int, claim: int, result: str | None = None) -> str:
+    """Return the outcome of a handler that returned this result, in JSON; None for None."""
+    if result is None:
+        return f'{{"id":{id},"claim":{claim},"outcome":"succeeded"}}'
+    return f'{{"id":{id},"claim":{claim},"outcome":"succeeded","result":{result}}}'
+
+
+# Outcomes are compact where they contain values of users, so no value contains this.
+STEPS = ', "steps":['
+
+
+def with_steps(outcome: str, steps: Sequence[str]) -> str:
+    """Return an outcome with finished steps, each in JSON, to store with it."""
+    return f"{outcome[:-1]}{STEPS}{','.join(steps)}]}}" if steps else outcome
+
+
+def without_steps(outcome: str) -> str:
+    """Return an outcome without steps: they run again if the job does."""
+    bare, found, _ = outcome.rpartition(STEPS)
+    return f"{bare}}}" if found else outcome
+
+
+def is_success(outcome: str) -> bool:
+    """Whether an outcome is that of `succeeded`."""
+    return outcome.find('"outcome":"succeeded"', 0, 80) >= 0
+
+
+def unencodable(kind: str) -> str:
+    """Return the JSON that replaces a result that can't be stored, of a type with this name."""
+    return json.dumps({TAG: UNENCODABLE, "value": kind})
+
+
+def released(id: int, claim: int) -> str:
+    """Return the outcome of a claim that is given back as if it had never been made."""
+    return f'{{"id":{id},"claim":{claim},"outcome":"released"}}'
+
+
+def failed(
+    id: int, claim: int, error: BaseException, options: Mapping[str, object] | None = None
+) -> str:
+    """Return the outcome of a handler that raised; `options` are queue.fail's."""
+    return _failure("failed", id, claim, error, options)
+
+
+def crashed(id: int, claim: int, error: BaseException) -> str:
+    """Return the outcome of a handler whose process or transaction ended unexpectedly."""
+    return _failure("crashed", id, claim, error, None)
+
+
+def aborted(id: int, claim: int, error: BaseException) -> str:
+    """Return the outcome of a handler that ended because it was told to."""
+    return _failure("aborted", id, claim, error, None)
+
+
+def retry_later(id: int, claim: int, asked: RetryLater) -> str:
+    """Return the outcome of a handler that yielded."""
+    parameters = yield_parameters(id, claim, asked)
+    outcome = {name: value for name, value in parameters.items() if value is not None}
+    return _dumps({**outcome, "needs": parameters["needs"], "outcome": "retry_later"})
+
+
+def yield_parameters(id: int, claim: int, asked: RetryLater) -> dict[str, Any]:
+    """Return the parameters of queue.retry_later."""
+    return {
+        "id": id,
+        "claim": claim,
+        "at": None if asked.at is None else asked.at.isoformat(),
+        "needs": None if asked.needs is None else [job_id(need) for need in asked.needs],
+        "message": storable(asked.message, MAX_MESSAGE) if asked.message else None,
+    }
+
+
+def _failure(
+    outcome: str, id: int, claim: int, error: BaseException, options: Mapping[str, object] | None
+) -> str:
+    kind, message = _kind_and_message(error)
+    report: dict[str, object] = {
+        "id": id,
+        "claim": claim,
+        "outcome": outcome,
+        "error": storable(f"{kind}: {message}" if message else kind, MAX_MESSAGE),
+        "details": {
+            "type": storable(f"{type(error).__module__}.{kind}", MAX_MESSAGE),
+            "message": storable(message, MAX_MESSAGE),
+            "traceback": storable(_traceback(error), MAX_TRACEBACK, keep_end=True),
+        },
+    }
+    if options:
+        report["options"] = dict(options)
+    return _dumps(report)
+
+
+def _dumps(outcome: Mapping[str, object]) -> str:
+    """Return JSON without escapes: a database in SQL_ASCII can't decode those above ASCII."""
+    text = json.dumps(outcome, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(outcome)
+    return text
+
+
+_ESCAPE_OR_ABOVE_ASCII = re.compile(
+    r"""\\(?: u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2} | u[0-9a-fA-F]{4} | . )
+      | [^\x00-\x7f]""",
+    re.VERBOSE,
+)
+
+
+def storable_in(outcome: str, encoding: str) -> str:
+    """Return an outcome with Python escapes for characters that a database's encoding lacks.
+
+    `encoding` is PostgreSQL's name of it; if Python does not know it, only ASCII is kept.
+    """
+    codec = "utf-8" if encoding == "SQL_ASCII" else py_codecs.get(encoding.encode(), "ascii")
+
+    def fitted(found: re.Match[str]) -> str:
+        text = found[0]
+        if text == "\\u0000":
+            return "\\\\x00"
+        character: str = json.loads(f'"{text}"')
+        if character.isascii():
+            return text
+        try:
+            character.encode(codec)
+        except UnicodeEncodeError:
+            escaped = character.encode("ascii", "backslashreplace").decode()
+            return escaped.replace("\\", "\\\\")
+        return character
+
+    return _ESCAPE_OR_ABOVE_ASCII.sub(fitted, outcome)
+
+
+def without_result(outcome: str, id: int, claim: int) -> str | None:
+    """Return a success with a note that its result can't be stored; None for any other outcome."""
+    if not outcome.startswith(succeeded(id, claim)[:-1] + ',"result":'):
+        return None
+    return succeeded(id, claim, unencodable("JSON, which this database can't hold"))
+
+
+def headline(error: BaseException) -> str:
+    """Return an error's first line, for the log."""
+    kind, message = _kind_and_message(error)
+    line = (message.splitlines() or [""])[0]
+    return escaped(storable(f"{kind}: {line}" if line else kind, MAX_HEADLINE))
+
+
+def _kind_and_message(error: BaseException) -> tuple[str, str]:
+    try:
+        message = str(error)
+    except Exception as broken:
+        message = f"(its text could not be made: {type(broken).__qualname__})"
+    return type(error).__qualname__, message
+
+
+def _traceback(error: BaseException) -> str:
+    if isinstance(error, PgDeferError) and error.__traceback__ is None:
+        return ""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return ""
+
+
+def storable(text: str, size: int, *, keep_end: bool = False) -> str:
+    """Return the text without characters that jsonb refuses, cut to `size` characters."""
+    if len(text) > size:
+        text = f"... {text[4 - size :]}" if keep_end else f"{text[: size - 4]} ..."
+    return text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "replace").decode()

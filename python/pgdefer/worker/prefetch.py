@@ -1,0 +1,83 @@
+"""How many jobs a worker claims before it can start them."""
+
+from __future__ import annotations
+
+__all__ = ["MOST", "WAIT", "Filling", "Prefetch"]
+
+# How many jobs are claimed ahead at most, unless the worker's options say otherwise: small ones fit
+# into one answer of queue.fetch.
+MOST = 100
+# Claimed ahead are those jobs that start within this time if they run as long as the last ones did;
+# none where those ran longer than that. Given back are those that have waited for longer than WAIT:
+# a slow job came before them. In seconds.
+AHEAD = 0.05
+WAIT = 0.2
+# How many jobs to ask for at most where these are to fill batches.
+MOST_IN_BATCHES = 1000
+# What the last job counts for in the mean of their run times.
+WEIGHT = 1 / 8
+
+
+class Prefetch:
+    """How many jobs may be claimed ahead for some slots.
+
+    That begins with none and doubles with each answer that was full. An answer that was not means
+    that other workers may have nothing to do: then it begins anew. So it does where jobs were given
+    back, as they had waited too long.
+    """
+
+    __slots__ = ("_mean", "_most", "_slots", "_window")
+
+    def __init__(self, slots: int, most: int) -> None:
+        self._slots = slots
+        self._most = most
+        self._window = 0
+        # How long the last jobs ran, in seconds; below 0: none has yet.
+        self._mean = -1.0
+
+    @property
+    def allowed(self) -> int:
+        """How many jobs may be claimed ahead now."""
+        if not 0 <= self._mean <= AHEAD:
+            return 0
+        if self._mean * self._window <= AHEAD * self._slots:
+            return self._window
+        return int(AHEAD * self._slots / self._mean)
+
+    def ended(self, duration: float) -> None:
+        """Take in how long a job ran."""
+        mean = self._mean
+        self._mean = duration if mean < 0 else mean + (duration - mean) * WEIGHT
+
+    def answered(self, *, is_full: bool) -> None:
+        """Take in whether an answer held as many jobs as were asked for."""
+        self._window = min(max(self._slots, 2 * self._window), self._most) if is_full else 0
+
+    def waited_too_long(self) -> None:
+        """Take in that jobs were given back."""
+        self._window = 0
+
+
+class Filling:
+    """How many jobs to ask for, so that each free slot gets a full batch.
+
+    Which tasks the next jobs have is not known before they are claimed. So it asks for as many per
+    slot as the last answer held, and for twice as many if that was full and held only batches.
+    """
+
+    __slots__ = ("_per_slot",)
+
+    def __init__(self) -> None:
+        self._per_slot = 1.0
+
+    def wanted(self, free: int) -> int:
+        """Return how many jobs to ask for to fill the free slots."""
+        return max(free, min(int(free * self._per_slot), MOST_IN_BATCHES))
+
+    def answered(self, jobs: int, calls: int, largest: int, *, grows: bool) -> None:
+        """Take in an answer, whose jobs need so many calls.
+
+        `largest`: the size of a batch, or 1. `grows`: it was full, and held only batches.
+        """
+        if jobs:
+            self._per_slot = min(jobs / calls * (2 if grows else 1), largest)

@@ -1,0 +1,100 @@
+"""A worker's answers over HTTP: /healthz, /readyz and, if the App has metrics, /metrics."""
+
+from __future__ import annotations
+
+import http.server
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Answer", "Probes", "answer", "parse_address"]
+
+Answer = tuple[int, str, bytes]
+_TEXT = "text/plain; charset=utf-8"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"http must be HOST:PORT, such as 127.0.0.1:9000, not {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+class Probes:
+    """A server in its own thread, so that it answers even if the worker's loop does not."""
+
+    def __init__(self, address: str, answer: Callable[[str], Answer]) -> None:
+        host, port = parse_address(address)
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                """Answer."""
+                status, kind, body = answer(self.path.partition("?")[0])
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """Log nothing: probes come often."""
+
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+            address_family = _family(host)
+
+        self._server = Server((host, port), Handler)
+        #: The port, also if 0 was passed.
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="pgdefer-http", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def answer(
+    path: str,
+    call_soon: Callable[[Callable[[], object]], object],
+    ready: Callable[[], tuple[bool, str]],
+    metrics: Callable[[], tuple[str, bytes]] | None,
+) -> Answer:
+    """Return what a worker answers. Called in threads.
+
+    `call_soon` calls a function in the worker's event loop; `ready` says whether the worker gets
+    jobs, and in words.
+    """
+    match path:
+        case "/healthz":
+            # Without a database it is not dead: a restart would not help.
+            is_well = _goes_on(call_soon)
+            return (200, _TEXT, b"ok\n") if is_well else (503, _TEXT, b"the event loop hangs\n")
+        case "/readyz":
+            is_ready, said = ready()
+            return (200 if is_ready else 503), _TEXT, f"{said}\n".encode()
+        case "/metrics" if metrics is not None:
+            return (200, *metrics())
+    return 404, _TEXT, b"there are /healthz and /readyz, and /metrics where the App has any\n"
+
+
+def _goes_on(call_soon: Callable[[Callable[[], object]], object]) -> bool:
+    """Whether an event loop goes on within some seconds."""
+    answered = threading.Event()
+    call_soon(answered.set)
+    return answered.wait(5.0)
+
+
+def _family(host: str) -> Any:
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return socket.AF_INET
+    return socket.AF_INET6 if version == 6 else socket.AF_INET

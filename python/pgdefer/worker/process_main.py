@@ -1,0 +1,162 @@
+"""The main loop of a worker's child process, which runs one job at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import dataclasses
+import importlib
+import logging
+import logging.handlers
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+from pgdefer.client.client import Client
+from pgdefer.database.pool import SyncPool
+from pgdefer.tasks.context import JobContext
+from pgdefer.tasks.task import Task, find_task
+from pgdefer.worker import ending, handler, memory
+
+__all__ = ["AbortRequest", "Result", "Started", "main"]
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class AbortRequest:
+    """Asks the job of a claim to end, with the reason."""
+
+    claim: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """The process has the job: if the process dies from now on, the job may be the cause."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A job's outcome, whether the process can take another job, and its log records."""
+
+    outcome: str | None
+    may_go_on: bool
+    logged: Sequence[logging.LogRecord] = ()
+
+
+class _LogBuffer(logging.handlers.QueueHandler):
+    """Collects this package's log records for the worker, which writes them."""
+
+    def __init__(self) -> None:
+        super().__init__(cast("Any", None))
+        self._records: list[logging.LogRecord] = []
+        ours = logging.getLogger("pgdefer")
+        ours.addHandler(self)
+        ours.setLevel(logging.DEBUG)
+        ours.propagate = False
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+    def take(self) -> list[logging.LogRecord]:
+        """Return the records since the last call."""
+        taken, self._records = self._records, []
+        return taken
+
+
+class _Inbox:
+    """Receives jobs from the worker, and requests to the running job."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._job: JobContext | None = None
+        self._request: AbortRequest | None = None
+        self._is_idle = True
+
+    def read(self) -> None:
+        """Read until the worker is gone; without it no job continues."""
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                received = self._connection.recv()
+                if isinstance(received, AbortRequest):
+                    self._request = received
+                    self._pass_on()
+                else:
+                    self._is_idle = False
+                    self._jobs.put(received)
+        if not self._is_idle:
+            os._exit(1)
+        self._jobs.put(None)
+
+    def jobs(self) -> Iterator[Any]:
+        for received in iter(self._jobs.get, None):
+            self._connection.send(Started())
+            yield received
+
+    def begin(self, job: JobContext) -> None:
+        self._job = job
+        self._pass_on()
+
+    def end(self, result: Result) -> None:
+        self._job = None
+        self._is_idle = True
+        self._connection.send(result)
+
+    def _pass_on(self) -> None:
+        # A request may come before its job has begun, and after it has ended.
+        job, request = self._job, self._request
+        if job is not None and request is not None and request.claim == job.claim:
+            job._abort_reason = request.reason
+
+
+def main(connection: Connection, dsn: str) -> None:
+    """Run jobs until the worker closes the connection."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+        # They are for the worker, which says when to stop. (If they were ignored, programs that a
+        # handler starts would inherit that.)
+        signal.signal(number, lambda *_: None)
+    _die_with_parent()
+    log_buffer = _LogBuffer()
+    inbox = _Inbox(connection)
+    threading.Thread(target=inbox.read, name="pgdefer-inbox", daemon=True).start()
+    tasks: dict[tuple[str, str], tuple[Task[..., Any], SyncPool]] = {}
+    for module, name, row in inbox.jobs():
+        try:
+            if (module, name) not in tasks:
+                importlib.import_module(module)
+                task = find_task(module, name)
+                task.client.move(dsn)
+                tasks[module, name] = task, SyncPool(task.client.source)
+        except Exception as error:
+            nobody = JobContext(cast("Client", None), row)
+            outcome: str | None = ending.outcome_of(nobody, None, error)
+            inbox.end(Result(outcome, may_go_on=False, logged=log_buffer.take()))
+            continue
+        task, pool = tasks[module, name]
+        job = JobContext(task.client, row)
+        inbox.begin(job)
+        outcome = contextvars.copy_context().run(handler.run, job, task, pool, None)
+        is_fit = not memory.cap.was_hit
+        inbox.end(Result(outcome, may_go_on=is_fit, logged=log_buffer.take()))
+
+
+def _die_with_parent() -> None:
+    """Have this process killed when its parent dies, even if a handler lets no thread run.
+
+    This works on Linux. Elsewhere, and usually, the process ends when it reads that the connection
+    was closed.
+    """
+    parent = multiprocessing.parent_process()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)

@@ -1,0 +1,423 @@
+"""The pump: claims jobs and reports outcomes over one connection.
+
+It decides nothing: what is claimed, in what order, what a failure leads to and when to sleep are
+the database's answers.
+
+It takes all outcomes there are, sends them and asks for as many jobs as there are free slots, in
+one round trip. So a single outcome leaves at once, and what ends while a round trip is under way
+goes with the next one. A batch of jobs is started in slices, so that the first outcomes leave while
+the others start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import psycopg
+
+from pgdefer._text import logger
+from pgdefer.client.client import Client
+from pgdefer.database import sql
+from pgdefer.database.backoff import Backoff
+from pgdefer.database.connection import Connection, ConnectionLost
+from pgdefer.errors import WorkerGone, describe, is_refused, is_transient, sqlstate_of
+from pgdefer.tasks.context import JobContext
+from pgdefer.worker import outcomes
+from pgdefer.worker.claim import Claim
+from pgdefer.worker.completer import FATAL, Completer, outcomes_json
+from pgdefer.worker.executor import Executor
+from pgdefer.worker.heartbeat import clock
+from pgdefer.worker.listener import Sleep, SleepListener
+from pgdefer.worker.registration import Refused, Registration, raise_fatal
+from pgdefer.worker.slots import Slots
+from pgdefer.worker.state import WorkerState
+
+__all__ = ["Pump"]
+
+log = logger("pgdefer.worker")
+
+# Jobs that come singly and fast: as many fetches as this that found some, within so many seconds.
+# Then the worker looks again this often, and after so long, before it goes to sleep: meanwhile no
+# producer sends a notification. Otherwise it stays asleep while it works.
+STREAM_FINDS = 4
+STREAM_SECONDS = 0.02
+LINGER_POLLS = 5
+LINGER_DELAY = 0.002
+# How long a worker that may still be woken waits for the ends of the jobs that it has just started.
+MOMENT = 0.005
+# When to look for claims of an answer that was lost: the lost call may be under way still.
+LOST_CLAIM_CHECKS = (0.0, 15.0, 120.0)
+
+
+class Pump:
+    """The loop of a worker: it runs until there is nothing left to report."""
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        state: WorkerState,
+        connection: Connection,
+        listener: SleepListener,
+        registration: Registration,
+        executor: Executor,
+        completer: Completer,
+        queues: list[str] | None,
+        slots: list[Slots],
+        is_drain: bool,
+        stop: Callable[[], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        gate: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._client = client
+        self._state = state
+        self._connection = connection
+        self._listener = listener
+        self._listens = client.source.notify_source is not None
+        self._registration = registration
+        self._executor = executor
+        self._completer = completer
+        self._queues = queues
+        self._slots = slots
+        self._is_drain = is_drain
+        self._stop = stop
+        self._spawn = spawn
+        # Passed to connect, where others connect as well.
+        self._gate = gate
+        # Whether the last fetch found less than it asked for, and how often to look again soon.
+        self._is_dry = False
+        self._polls = 0
+        self._has_news = False
+        self._found_at: collections.deque[float] = collections.deque(maxlen=STREAM_FINDS)
+        self._refusals = Backoff(last=1.0)
+        self._lost_claim_checks: list[float] = []
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether anything is claimed, runs, or has yet to be reported."""
+        return not self._executor.is_idle or bool(self._completer.unsent)
+
+    async def run(self) -> None:
+        """Register, and pump; connect again where the connection is lost."""
+        backoff = Backoff()
+        state = self._state
+        while state.id is not None or not state.is_stopping or self._has_work:
+            try:
+                async with self._gate():
+                    await self._begin()
+                backoff.reset()
+                await self.run_connected()
+                return
+            except WorkerGone:
+                self.on_worker_gone(state.id)
+            except Refused as error:
+                log.error("stopped while the database refuses its calls: %s", error)
+                return
+            except ConnectionLost as error:
+                # Later a refusal may be mended: the database is restored, the password changed.
+                cause = error.__cause__
+                if not self._registration.has_scheduled and cause and is_refused(cause):
+                    raise cause from None
+                log.warning("the connection was lost: %s", error)
+                now = asyncio.get_running_loop().time()
+                self._lost_claim_checks = [now + delay for delay in LOST_CLAIM_CHECKS]
+                if state.is_ending and not self._has_work:
+                    return
+                if state.at_once.is_set() and not self._executor.running:
+                    log.error("%d outcomes could not be reported", len(self._completer.unsent))
+                    return
+                await state.pause(backoff.delay())
+
+    async def _begin(self) -> None:
+        """Connect, and register if the worker is new."""
+        await self._connection.open()
+        is_new = self._state.id is None
+        if is_new:
+            await self._registration.register()
+        elif self._connection is self._listener:
+            await self._listener.listen_again()
+        await self._registration.announce()
+        if is_new and self._listens:
+            # From now on the worker hears its messages while it is busy, too.
+            await self._before_sleep()
+            await self._listener.after_sleep(self._state.registered())
+
+    def on_worker_gone(self, worker: int | None) -> None:
+        """Abort everything: the claims are others' by now. `run` registers again."""
+        if worker is None or worker != self._state.id:
+            return
+        log.error("worker %d was given up for dead: its jobs are aborted", worker)
+        self._state.id = None
+        self._executor.on_worker_gone()
+        self._state.hint()
+
+    async def run_connected(self) -> None:
+        """Pump until the worker's end, or that of the connection."""
+        state, executor = self._state, self._executor
+        self._is_dry = False
+        while True:
+            now = asyncio.get_running_loop().time()
+            if self._lost_claim_checks and self._lost_claim_checks[0] <= now:
+                await self._release_lost_claims()
+            free = self._free()
+            may_look = bool(free) and not self._is_dry
+            if self._completer.unsent or (may_look and self._open()):
+                if self._completer.unsent:
+                    for slots in self._slots:
+                        await slots.turn()
+                await self._round_trip(self._open())
+            elif free and not may_look:
+                await self._idle(free)
+            elif state.is_ending and executor.is_idle:
+                return
+            else:
+                # All slots are taken, or none are to be: until an outcome or a turn comes.
+                if self._listener.holds_sleep_lock:
+                    await self._listener.after_sleep(state.registered())
+                await self._wait(None)
+                self._is_dry = False
+
+    # Slots
+
+    def _free(self) -> list[Slots]:
+        """Return the slots to fetch jobs for."""
+        if self._state.is_ending:
+            return []
+        return [slots for slots in self._slots if slots.may_ask]
+
+    def _open(self) -> list[Slots]:
+        """Return the slots to fetch jobs for in a call that is made anyway: full ones, too."""
+        if self._state.is_ending:
+            return []
+        return [slots for slots in self._slots if slots.wanted]
+
+    def _wanted(self, slots: Slots) -> int:
+        """Return how many jobs to ask for."""
+        return int(min(slots.wanted, self._state.jobs_left))
+
+    # Waiting
+
+    async def _wait(self, seconds: float | None) -> bool:
+        """Wait for a hint, an outcome or the end; return whether one of them came."""
+        if self._completer.unsent:
+            self._state.forget_hint()
+            return True
+        return await self._state.wait(seconds)
+
+    async def _idle(self, free: list[Slots]) -> None:
+        """Wait until it is worth while to look again: first for moments, then asleep."""
+        if self._polls:
+            self._polls -= 1
+            await self._wait(LINGER_DELAY)
+            self._is_dry = False
+        elif self._has_news and self._listener.is_first:
+            self._has_news = False
+            self._is_dry = not await self._wait(MOMENT)
+        else:
+            await self._sleep(free)
+
+    async def _sleep(self, free: list[Slots]) -> None:
+        """Sleep until there may be something to do; to drain, stop where there is nothing left."""
+        state = self._state
+        if state.is_stopping:
+            return
+        state.forget_hint()
+        is_idle = not self._has_work
+        sleep = await self._before_sleep()
+        if self._is_drain and is_idle and (sleep.is_drained or await self._is_drained(sleep)):
+            self._stop()
+            return
+        if self._listens and sleep.must_look and await self._round_trip(free):
+            return
+        # Unless it is for this worker, before_sleep tells whether it is worth while to look.
+        was_woken = await self._wait(sleep.seconds)
+        self._is_dry = not (was_woken and self._listener.is_first) and not sleep.must_look
+
+    async def _before_sleep(self) -> Sleep:
+        """Say that this worker goes to sleep, with what it would fetch for its widest slots."""
+        worker, options = self._state.registered(), self._sleep_options()
+        if not self._listens:
+            rows = await self._ask(
+                sql.BEFORE_SLEEP, worker=worker, queues=self._queues, options=options
+            )
+            return Sleep.of(rows[0])
+        try:
+            return await self._listener.before_sleep(worker, self._queues, options)
+        except psycopg.Error as error:
+            raise_fatal(error)
+            log.warning("the worker polls: %s", describe(error))
+            return Sleep(1.0)
+
+    def _sleep_options(self) -> str:
+        return self._slots[-1].sleep_options(is_busy=not self._executor.is_idle)
+
+    async def _is_drained(self, sleep: Sleep) -> bool | None:
+        """Ask on the main connection whether nothing is left, where the other one is of no use.
+
+        That session would be the one to be woken, so it says at once that it is busy.
+        """
+        if sleep.is_drained is None:
+            worker, options = self._state.registered(), self._sleep_options()
+            rows = await self._ask(
+                sql.BEFORE_SLEEP, worker=worker, queues=self._queues, options=options
+            )
+            await self._ask(sql.AFTER_SLEEP, worker=worker)
+            sleep = Sleep.of(rows[0])
+        return sleep.is_drained
+
+    # Claiming
+
+    async def _round_trip(self, free: list[Slots]) -> int:
+        """Send the outcomes there are, ask for jobs for free slots; return how many came."""
+        if not free:
+            await self._exchange(None, 0, 0)
+            return 0
+        found = 0
+        is_dry = True
+        for slots in free:
+            if not (asked := self._wanted(slots)):
+                break
+            # Not as many as fill the batches: an answer holds fewer large jobs.
+            least, at_once = min(slots.free, asked), min(slots.at_once, asked)
+            came = 0
+            slots.ask(asked)
+            try:
+                came = await self._exchange(slots, asked, asked - at_once)
+            finally:
+                slots.answered(asked, came)
+            found += came
+            is_dry = is_dry and came < least
+        self._is_dry = is_dry
+        self._has_news = bool(found)
+        if found:
+            self._found_at.append(asyncio.get_running_loop().time())
+            is_stream = self._is_stream()
+            self._polls = LINGER_POLLS if is_stream else 0
+            is_first = self._listener.is_first
+            if self._listener.holds_sleep_lock and (is_stream or not is_dry or not is_first):
+                self._spawn(self._listener.after_sleep(self._state.registered()))
+        return found
+
+    def _is_stream(self) -> bool:
+        """Whether jobs come so fast that it pays to look for them instead of being woken."""
+        found_at = self._found_at
+        return len(found_at) == STREAM_FINDS and found_at[-1] - found_at[0] < STREAM_SECONDS
+
+    async def _exchange(self, slots: Slots | None, max_jobs: int, ahead: int) -> int:
+        """Send the outcomes, and ask for jobs, of which some start later; in one round trip."""
+        worker = self._state.registered()
+        rows: list[tuple[Any, ...]] = []
+        asked: dict[str, object] = {}
+        if slots is not None:
+            asked = {
+                "worker": worker,
+                "queues": self._queues,
+                "max_jobs": max_jobs,
+                "options": slots.options(ahead),
+            }
+        tells = self._completer.has_others
+        sending = self._completer.take()
+        asked_at = clock()
+        try:
+            if sending and tells and asked:
+                # Apart, as only this answer tells what becomes of jobs that have failed.
+                await self._completer.send(self._connection, sending)
+                sending = []
+            if not sending:
+                rows = await self._ask(sql.FETCH, **asked)
+            elif asked:
+                ended = outcomes_json(sending)
+                rows = await self._connection.call(sql.FINISH_AND_FETCH, outcomes=ended, **asked)
+            else:
+                await self._completer.send(self._connection, sending)
+            self._refusals.reset()
+        except (ConnectionLost, asyncio.CancelledError):
+            self._completer.put_back(sending)
+            raise
+        except psycopg.Error as error:
+            log.warning("outcomes were refused: %s", describe(error))
+            await self._completer.send_apart(self._connection, sending)
+            if is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}:
+                await self._registration.try_again(error, self._refusals)
+            self._state.hint()
+        # Given up for dead meanwhile, these claims are others' by now.
+        if slots is None or self._state.id != worker:
+            return 0
+        return self._take(rows, slots, asked_at, sending, max_jobs)
+
+    def _take(
+        self,
+        rows: Sequence[tuple[Any, ...]],
+        slots: Slots,
+        asked_at: float,
+        sent: Sequence[tuple[Claim, str]],
+        asked: int,
+    ) -> int:
+        """Take in what was fetched, and what was refused of what was sent; return how many jobs."""
+        claims: list[Claim] = []
+        for row in rows:
+            if len(row) == 15 and row[14] is not None:
+                self._completer.on_refused(row[0], row[1], row[14], sent)
+            else:
+                claims.append(Claim(JobContext(self._client, row[:14]), slots, asked_at))
+        starts = self._executor.gather(claims)
+        slots.claimed(len(starts))
+        if starts is not claims:
+            sizes = [start.batch.size for start in starts if start.batch is not None]
+            are_all = len(claims) == asked and len(sizes) == len(starts)
+            slots.filling.answered(len(claims), len(starts), max(sizes, default=1), grows=are_all)
+        self._state.jobs_left -= len(claims)
+        self._executor.take(starts)
+        return len(claims)
+
+    async def _release_lost_claims(self) -> None:
+        """Give back claims whose answer was lost: the database holds them, and nobody runs them."""
+        del self._lost_claim_checks[0]
+        worker = self._state.registered()
+        try:
+            rows = await self._connection.call(sql.CLAIMS, worker=worker)
+        except psycopg.Error as error:
+            log.warning("claims whose answer was lost can't be looked for: %s", describe(error))
+            return
+        claims = [*self._executor.running, *self._executor.waiting]
+        claims += [claim for claim, _ in self._completer.unsent]
+        known = {(claim.job.id, claim.job.claim) for claim in claims}
+        lost = [(id, number) for id, number in rows if (id, number) not in known]
+        if lost:
+            log.warning("%d claims whose answer was lost are given back", len(lost))
+            released = ",".join(outcomes.released(id, number) for id, number in lost)
+            await self._connection.call(sql.FINISH_MANY, outcomes=f"[{released}]")
+
+    async def _ask(self, statement: sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
+        return await self._registration.ask(statement, **parameters)
+
+    # The end
+
+    async def close(self, grace: float) -> None:
+        """Report what is left, and deregister."""
+        state = self._state
+        if state.id is None:
+            return
+        worker, state.id = state.id, None
+        try:
+            self._connection.timeout = self._listener.timeout = 2 * grace
+            await self._completer.send_all(self._connection)
+            await self._connection.call(sql.DEREGISTER_WORKER, worker=worker)
+            self._registration.tell_done()
+            # Otherwise other sleeping workers would not be woken for a while.
+            await self._listener.after_sleep(worker)
+        except (ConnectionLost, psycopg.Error) as error:
+            log.warning("the worker could not deregister: %s", error)
+
+    async def listen_again(self) -> None:
+        """Listen again to what is meant for this worker."""
+        backoff = Backoff()
+        while not self._state.at_once.is_set():
+            with contextlib.suppress(ConnectionLost, psycopg.Error):
+                await self._listener.listen_again()
+                return
+            await self._state.pause(backoff.delay())

@@ -1,0 +1,170 @@
+"""Registers a worker. Calls on the main connection are retried."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import functools
+import json
+import os
+import platform
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psycopg
+
+from pgdefer._text import logger
+from pgdefer._version import __version__
+from pgdefer.database import sql
+from pgdefer.database.backoff import Backoff
+from pgdefer.database.connection import Connection
+from pgdefer.database.source import AsyncPsycopgConnection
+from pgdefer.errors import WorkerGone, describe, sqlstate_of, translate
+from pgdefer.options import interval_text
+from pgdefer.tasks.registry import Registry
+from pgdefer.worker.completer import FATAL
+from pgdefer.worker.heartbeat import Heartbeat, clock
+from pgdefer.worker.slots import Slots
+from pgdefer.worker.state import WorkerState
+from pgdefer.worker.supervisor import SupervisorChannel
+
+__all__ = ["Refused", "Registration", "raise_fatal"]
+
+log = logger("pgdefer.worker")
+
+
+class Refused(Exception):  # noqa: N818
+    """The database refuses a call, and the worker must end."""
+
+
+class Registration:
+    """Registers a worker with its tasks and schedules, and tells its supervisor."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        state: WorkerState,
+        connection: Connection,
+        heartbeat: Heartbeat,
+        *,
+        has_work: Callable[[], bool],
+        name: str,
+        queues: list[str] | None,
+        slots: list[Slots],
+        heartbeat_every: float,
+        dead_after: float,
+        prune_schedules: bool,
+        register_schedules: bool,
+        channel: SupervisorChannel | None,
+    ) -> None:
+        self._registry = registry
+        self._state = state
+        self._connection = connection
+        self._heartbeat = heartbeat
+        self._has_work = has_work
+        self._name = name
+        self._queues = queues
+        self._info = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "client": f"pgdefer {__version__}",
+            "python": platform.python_version(),
+            "concurrency": sum(each.size for each in slots),
+            "slots": [str(each) for each in slots],
+            "heartbeat_every": heartbeat_every,
+            "dead_after": interval_text(dt.timedelta(seconds=dead_after)),
+            "listen": registry.client.source.notify_source is not None,
+        }
+        self._prune_schedules = prune_schedules
+        self._channel = channel
+        self._announced: int | None = None
+        #: Whether the schedules have been registered, so that the database knew this worker once.
+        self.has_scheduled = False
+        self._register_schedules = register_schedules
+
+    async def register(self) -> None:
+        """Register the tasks, the schedules and the worker, and start its heartbeats."""
+        registry = self._registry
+        await self._with_connection(registry.client.register_async)
+        if not self.has_scheduled:
+            # Only once: a schedule that was removed by hand stays removed.
+            if self._register_schedules:
+                await self._with_connection(
+                    functools.partial(
+                        registry.register_schedules_async, prune=self._prune_schedules
+                    )
+                )
+            self.has_scheduled = True
+        registered_at = clock()
+        ((worker,),) = await self.ask(
+            sql.REGISTER_WORKER, name=self._name, queues=self._queues, info=json.dumps(self._info)
+        )
+        self._state.id = worker
+        self._heartbeat.start(worker, registered_at)
+
+    async def announce(self) -> None:
+        """Report to the supervisor, then to the log, which worker this is.
+
+        Before that, report to the database that the worker which this one replaces is dead.
+        """
+        worker = self._state.registered()
+        if self._announced == worker:
+            return
+        channel = self._channel
+        if channel is not None:
+            if channel.replaces is not None:
+                with contextlib.suppress(WorkerGone):  # it serves queues that this role may not use
+                    ((ended,),) = await self.ask(sql.WORKER_DIED, worker=channel.replaces)
+                    log.info("worker %d is dead: %d claims were ended", channel.replaces, ended)
+                channel.replaces = None
+            channel.tell(worker)
+        self._announced = worker
+        log.info("worker %d serves %s", worker, ", ".join(self._queues or ["all queues"]))
+
+    def tell_done(self) -> None:
+        """Report to the supervisor that nothing is left of this worker."""
+        if self._channel is not None:
+            self._channel.tell_done()
+
+    # Calls with retries
+
+    async def ask(self, statement: sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
+        """Make a call on the main connection; retry temporary errors, raise permanent ones."""
+        backoff = Backoff()
+        while True:
+            try:
+                return await self._connection.call(statement, **parameters)
+            except psycopg.Error as error:
+                await self.try_again(error, backoff)
+
+    async def _with_connection(
+        self, function: Callable[[AsyncPsycopgConnection], Awaitable[object]]
+    ) -> None:
+        """Run a function with the main connection; retry as `ask` does."""
+        backoff = Backoff()
+        while True:
+            try:
+                async with self._connection.lend() as connection:
+                    await function(connection)
+            except psycopg.Error as error:
+                await self.try_again(error, backoff)
+            else:
+                return
+
+    async def try_again(self, error: psycopg.Error, backoff: Backoff) -> None:
+        """Wait before the next try. Raises permanent errors, and Refused if there is no more."""
+        raise_fatal(error)
+        if self._state.is_stopping and not self._has_work():
+            raise Refused(describe(error)) from error
+        log.warning("trying again: %s", describe(error))
+        await self._state.pause(backoff.delay())
+        if self._state.at_once.is_set():
+            raise Refused(describe(error)) from error
+
+
+def raise_fatal(error: psycopg.Error) -> None:
+    """Raise errors that waiting can't fix, and those that say that the worker is gone."""
+    code = sqlstate_of(error)
+    if code == "QJ007" or code in FATAL:
+        raise translate(error) or error

@@ -1,0 +1,131 @@
+"""Reports how jobs ended: to the log, and to the hooks of the application."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pgdefer._text import escaped, logger
+from pgdefer.tasks.context import JobContext, RetryLater
+from pgdefer.tasks.hooks import JobEvent
+from pgdefer.worker import outcomes
+from pgdefer.worker.claim import Claim
+from pgdefer.worker.heartbeat import clock
+
+__all__ = ["Reporter"]
+
+# Separate from the worker's own log, because it gets a record for each job.
+log = logger("pgdefer.job")
+
+# How long hooks may continue when the worker ends, in seconds.
+LAST = 10.0
+
+
+class Reporter:
+    """Reports ends of jobs. Called in the worker's loop; hooks that block run in threads."""
+
+    def __init__(self, hooks: Mapping[str, Sequence[Callable[[Any], Any]]]) -> None:
+        self._hooks = hooks
+        self._running: set[asyncio.Task[None]] = set()
+
+    def ended(self, claim: Claim, outcome: str | None) -> None:
+        """Report the end of a handler that succeeded; None: its transaction wrote the outcome."""
+        claim.duration = clock() - claim.started_at
+        if not log.isEnabledFor(logging.INFO):
+            return
+        job = claim.job
+        if outcome is not None and not outcomes.is_success(outcome):
+            return
+        if isinstance(job.result, RetryLater):
+            return
+        said = f"{job!r} succeeded in {claim.duration:.3f} s"
+        log.info("%s", said, extra=_fields(job, "succeeded", "succeeded", claim.duration))
+
+    def taken(self, claim: Claim, outcome: str, state: str) -> None:
+        """Report how the database has settled an outcome other than a success."""
+        said = json.loads(outcome)
+        kind = (said.get("options") or {}).get("outcome", said["outcome"])
+        if kind not in ("failed", "timed_out", "crashed"):
+            return
+        job, error = claim.job, str(said.get("error"))
+        is_final = state == "failed"
+        level = logging.ERROR if is_final else logging.WARNING
+        self._log(level, claim, kind, state, said)
+        event = JobEvent(job, kind, state, error, job._error, claim.duration)
+        if kind == "crashed":
+            self.fire("crash", event)
+        if is_final:
+            self.fire("exhausted", event)
+        elif state != "cancelled":
+            self.fire("retry", event)
+
+    def _log(
+        self, level: int, claim: Claim, kind: str, state: str, said: Mapping[str, Any]
+    ) -> None:
+        if not log.isEnabledFor(level):
+            return
+        job, error = claim.job, claim.job._error
+        first = (str(said.get("error")).splitlines() or [""])[0]
+        text = outcomes.headline(error) if error is not None else escaped(first)
+        verb = "crashed" if kind == "crashed" else "failed"
+        again = "" if state in ("failed", "cancelled") else " (it will be tried again)"
+        has_trace = error is not None and error.__traceback__ is not None
+        record = log.makeRecord(
+            log.name,
+            level,
+            __file__,
+            0,
+            "%r %s: %s%s",
+            (job, verb, text, again),
+            (type(error), error, error.__traceback__) if error is not None and has_trace else None,
+            extra=_fields(job, kind, state, claim.duration),
+        )
+        told = (said.get("details") or {}).get("traceback")
+        if error is None and told:
+            record.exc_text = "\n".join(f"  {escaped(line)}" for line in told.splitlines())
+        log.handle(record)
+
+    # Hooks
+
+    def fire(self, event: str, about: Any) -> None:
+        """Call the hooks of an event in the background."""
+        for hook in self._hooks.get(event, ()):
+            task = asyncio.get_running_loop().create_task(self._call(event, hook, about))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def call(self, event: str, about: Any) -> None:
+        """Call the hooks of an event, one after another, and wait for them."""
+        for hook in self._hooks.get(event, ()):
+            await self._call(event, hook, about)
+
+    async def _call(self, event: str, hook: Callable[[Any], Any], about: Any) -> None:
+        try:
+            if inspect.iscoroutinefunction(hook):
+                await hook(about)
+            else:
+                await asyncio.to_thread(hook, about)
+        except Exception:
+            log.exception("the hook %r of %s failed", hook, event)
+
+    async def close(self) -> None:
+        """Wait for running hooks."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=LAST)
+
+
+def _fields(job: JobContext, outcome: str, state: str, duration: float) -> dict[str, Any]:
+    """Return the fields of a record about a job."""
+    return {
+        "id": job.id,
+        "task": job.task,
+        "queue": job.queue,
+        "attempt": job.attempt,
+        "outcome": outcome,
+        "state": state,
+        "duration": round(duration, 6),
+    }

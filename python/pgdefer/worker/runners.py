@@ -1,0 +1,200 @@
+"""The runners of handlers: the worker's event loop, threads, and child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from pgdefer._text import logger
+from pgdefer.database.pool import AsyncPool, SyncPool
+from pgdefer.tasks.context import JobTimeout
+from pgdefer.tasks.task import Task
+from pgdefer.worker import outcomes
+from pgdefer.worker.claim import Claim, OnEnd
+from pgdefer.worker.ending import outcome_of
+from pgdefer.worker.handler import Call, run, run_async, run_function
+from pgdefer.worker.processes import Processes
+from pgdefer.worker.threads import Interruptible, Threads
+
+__all__ = ["GRACE", "FunctionRunner", "LoopRunner", "ProcessRunner", "ThreadRunner"]
+
+log = logger("pgdefer.worker")
+
+# How long aborted jobs have to unwind before they are given back.
+GRACE = 1.0
+# How often JobTimeout is raised again in a thread that goes on, in seconds.
+AGAIN = 10.0
+
+
+class ThreadRunner:
+    """Runs functions in threads, in which a timeout can raise an exception."""
+
+    def __init__(self, threads: Threads, pool: SyncPool, on_end: OnEnd) -> None:
+        self._threads = threads
+        self._pool = pool
+        self._on_end = on_end
+
+    def start(self, claim: Claim) -> None:
+        """Call the handler, with arguments that are decoded in its thread."""
+        self.start_call(claim, None)
+
+    def start_call(self, claim: Claim, call: Call | None) -> None:
+        """Call the handler; if the arguments are already decoded, `call` calls it with them."""
+        context = contextvars.copy_context()
+        function = functools.partial(context.run, run, claim.job, task_of(claim), self._pool, call)
+        claim.runner = self
+        claim.call = Interruptible(function)
+        submit(self._threads, claim, claim.call.run, self._on_end)
+
+    def abort(self, claim: Claim, reason: str) -> None:
+        """Do nothing: the handler sees it in `should_abort`."""
+
+    def interrupt(self, claim: Claim) -> None:
+        """Raise JobTimeout in the thread; repeat that if it was lost, as in a destructor."""
+        if not claim.has_left and claim.call is not None:
+            claim.call.interrupt(JobTimeout)
+            if claim.timer is not None:
+                claim.timer.cancel()
+            loop = asyncio.get_running_loop()
+            claim.timer = loop.call_later(AGAIN, self.interrupt, claim)
+
+    def close(self) -> None:
+        """Do nothing: the worker closes the threads, which others use as well."""
+
+
+class LoopRunner:
+    """Runs coroutines in the worker's event loop."""
+
+    def __init__(self, pool: AsyncPool, threads: ThreadRunner, on_end: OnEnd) -> None:
+        self._pool = pool
+        self._threads = threads
+        self._on_end = on_end
+
+    def start(self, claim: Claim) -> None:
+        """Run a coroutine. For an ordinary function decode the arguments; a thread calls it."""
+        claim.coroutine = asyncio.get_running_loop().create_task(self._run(claim))
+
+    async def _run(self, claim: Claim) -> None:
+        try:
+            ended: str | Call | None = await run_async(claim.job, task_of(claim), self._pool)
+        except Exception as error:
+            ended = internal_error(claim, error)
+        if isinstance(ended, tuple):
+            claim.coroutine = None
+            self._threads.start_call(claim, ended)
+        else:
+            self._on_end(claim, ended)
+
+    def abort(self, claim: Claim, reason: str) -> None:
+        """Cancel the coroutine."""
+        if claim.coroutine is not None:
+            # A coroutine that has not begun ends without a result.
+            claim.coroutine.add_done_callback(functools.partial(self._never_began, claim))
+            claim.coroutine.cancel(reason)
+
+    def _never_began(self, claim: Claim, coroutine: asyncio.Task[None]) -> None:
+        if not claim.has_left and claim.coroutine is coroutine:
+            error = asyncio.CancelledError()
+            self._on_end(claim, outcome_of(claim.job, claim.failure_policy, error))
+
+    def interrupt(self, claim: Claim) -> None:
+        """Do nothing: a coroutine is cancelled once."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class FunctionRunner:
+    """Lets the database run tasks that the app does not know, if it has functions for them."""
+
+    def __init__(self, threads: Threads, pool: SyncPool, on_end: OnEnd) -> None:
+        self._threads = threads
+        self._pool = pool
+        self._on_end = on_end
+
+    def start(self, claim: Claim) -> None:
+        """Let a thread call the function."""
+        context = contextvars.copy_context()
+        function = functools.partial(context.run, run_function, claim.job, self._pool)
+        submit(self._threads, claim, function, self._on_end)
+
+    def abort(self, claim: Claim, reason: str) -> None:
+        """Do nothing: the claim is lost, so the function's transaction will be rolled back."""
+
+    def interrupt(self, claim: Claim) -> None:
+        """Do nothing: the server ends the function at its timeout."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ProcessRunner:
+    """Runs functions in child processes, and kills those that do not end when told to."""
+
+    def __init__(self, threads: Threads, processes: Processes, on_end: OnEnd) -> None:
+        self._threads = threads
+        self._processes = processes
+        self._on_end = on_end
+
+    def start(self, claim: Claim) -> None:
+        """Let a process call the handler; a thread waits for it."""
+        context = contextvars.copy_context()
+        function = functools.partial(context.run, self._processes.run, claim.job, task_of(claim))
+        submit(self._threads, claim, function, self._on_end)
+
+    def abort(self, claim: Claim, reason: str) -> None:
+        """Tell the process to end its job; kill it if the handler has not ended a moment later."""
+        self._processes.tell(claim.job, reason)
+        asyncio.get_running_loop().call_later(GRACE, self._kill, claim)
+
+    def _kill(self, claim: Claim) -> None:
+        if not claim.has_left:
+            self._processes.kill(claim.job)
+            asyncio.get_running_loop().call_later(GRACE, self._kill, claim)
+
+    def interrupt(self, claim: Claim) -> None:
+        """Do nothing: `abort` kills the process."""
+
+    def close_idle(self) -> None:
+        """End the processes that have nothing to do. Called in a thread."""
+        self._processes.close_idle()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._processes.close()
+
+
+def task_of(claim: Claim) -> Task[..., Any]:
+    """Return the task of a running claim."""
+    assert claim.task is not None
+    return claim.task
+
+
+def submit(
+    threads: Threads,
+    claim: Claim,
+    function: Callable[[], str | None],
+    on_end: OnEnd,
+) -> None:
+    """Run a function in a thread; it returns a job's outcome."""
+
+    def work() -> Callable[[], None]:
+        try:
+            ended = function()
+        except JobTimeout as error:
+            # Raised outside of the handler, before or after it.
+            ended = outcome_of(claim.job, claim.failure_policy, error)
+        except Exception as error:
+            ended = internal_error(claim, error)
+        return functools.partial(on_end, claim, ended)
+
+    threads.submit(work)
+
+
+def internal_error(claim: Claim, error: Exception) -> str:
+    """Return an outcome for a job whose own outcome could not be made, so that no slot is lost."""
+    log.error("%r: its outcome could not be made", claim, exc_info=error)
+    return outcomes.failed(claim.job.id, claim.job.claim, error)

@@ -1,0 +1,277 @@
+"""Slots that the workers of several databases share, each in its turn.
+
+A worker claims jobs only when it has been given a turn, or when nobody waits for one. Turns go
+round: the worker that has waited longest is next. A turn that is not taken soon passes on, so a
+database that does not answer keeps nobody waiting. Jobs that are claimed while all slots are taken
+start in turn as well, one of each database.
+
+While jobs are so short that slots become free all the time, some more are claimed, of which each
+starts within a moment. They count for all databases together, so nobody hoards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from pgdefer.worker.heartbeat import clock
+from pgdefer.worker.prefetch import AHEAD, WEIGHT
+from pgdefer.worker.slots import Slots
+
+__all__ = ["Share", "SharedSlots"]
+
+# How long a turn, or a call that asks for jobs, may take before others get what it was given, in
+# seconds.
+PATIENCE = 0.1
+# In one turn a worker claims, and starts, at most this part of what may be claimed ahead: jobs are
+# short then, and batches are cheaper. For the same reason outcomes wait so long for the next turn.
+BATCH = 2
+MOMENT = 0.005
+
+T = TypeVar("T")
+
+
+class SharedSlots:
+    """`size` slots, of which the jobs of one database use at most `per_database`.
+
+    At most `prefetch` jobs are claimed before there is a slot for them. The `keep` databases whose
+    jobs ended last may keep connections for handlers. Only the workers' loop may use this.
+    """
+
+    def __init__(self, size: int, per_database: int, prefetch: int, keep: int) -> None:
+        self.size = size
+        self.per_database = per_database
+        self.used = 0
+        self.running = 0
+        self._prefetch = prefetch
+        self._keep = keep
+        #: How often slots become free, in seconds, and when the last one did.
+        self._gap = AHEAD
+        self._freed_at = 0.0
+        # Those that wait for a turn, or with a claimed job for a slot: the first comes next.
+        self._wanting: dict[Share, None] = {}
+        self.starting: dict[Share, None] = {}
+        # What was promised to whom, and when: turns, and calls under way.
+        self._promised: dict[Share, tuple[int, float]] = {}
+        self._recent: dict[Share, None] = {}
+        self._is_called = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def ahead(self) -> int:
+        """How many jobs may be claimed that start only when a slot becomes free."""
+        gap = max(self._gap, clock() - self._freed_at)
+        return 0 if gap >= AHEAD else min(self._prefetch, int(AHEAD / gap))
+
+    def room(self, share: Share) -> int:
+        """Return how many more jobs a worker may claim, without what others were promised."""
+        oldest = clock() - PATIENCE
+        promised = sum(
+            jobs
+            for other, (jobs, at) in self._promised.items()
+            if at > oldest and other is not share
+        )
+        return self.size + (self.ahead if share.takes_ahead else 0) - self.used - promised
+
+    def wanted(self, share: Share) -> int:
+        """Return how many jobs a worker may ask for now; without any, it gets a turn later."""
+        own = share.size - share.used + (self.ahead if share.takes_ahead else 0)
+        if own <= 0:
+            return 0
+        turn, at = self._promised.get(share, (0, 0.0))
+        if turn and at <= clock() - PATIENCE:
+            turn = 0
+        if not turn and not self._wanting:
+            turn = self._batch(self.room(share))
+        if turn <= 0:
+            self._wanting.setdefault(share)
+            return 0
+        return min(turn, own)
+
+    def _batch(self, room: int) -> int:
+        """Return how many jobs one of those that want some may claim."""
+        return min(room, max(math.ceil(room / (len(self._wanting) + 1)), self.ahead // BATCH))
+
+    def begun(self, share: Share) -> None:
+        """Take note that a job of this database has started."""
+        self.running += 1
+        self._recent.pop(share, None)
+
+    def promise(self, share: Share, jobs: int) -> None:
+        """Take note that a worker is about to claim so many jobs; 0: no more."""
+        self._wanting.pop(share, None)
+        if jobs:
+            self._promised[share] = jobs, clock()
+        else:
+            self._promised.pop(share, None)
+            self.look_soon()
+
+    def freed(self, share: Share) -> None:
+        """Take note that a job of this database has ended."""
+        self.running -= 1
+        now = clock()
+        self._gap += (min(now - self._freed_at, AHEAD) - self._gap) * WEIGHT
+        self._freed_at = now
+        if not share.running:
+            self._recent[share] = None
+            if len(self._recent) > self._keep and (oldest := pop_first(self._recent)) is not None:
+                oldest.on_rest()
+
+    def forget(self, share: Share) -> None:
+        """Take note that a worker has ended."""
+        for each in (self._wanting, self.starting, self._promised, self._recent):
+            each.pop(share, None)
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        """Give free slots to those that wait, in the next moment."""
+        if not self._is_called and (self._wanting or self.starting):
+            self._is_called = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_called = False
+        passed: list[Share] = []
+        while self.running < self.size and (share := pop_first(self.starting)) is not None:
+            if self._start_some(share):
+                self.starting[share] = None
+            elif share.running >= share.size:
+                passed.append(share)
+        self.starting |= dict.fromkeys(passed)
+        oldest = clock() - PATIENCE
+        self._promised = {on: jobs for on, jobs in self._promised.items() if jobs[1] > oldest}
+        for share in list(self._wanting):
+            jobs = self._batch(self.room(share))
+            if jobs > 0:
+                self.promise(share, jobs)
+                share.take_turn()
+            elif share.takes_ahead:
+                break
+        if self._wanting and self._promised and self._timer is None:
+            # Those that have been promised some may not answer.
+            self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._look_again)
+
+    def _start_some(self, share: Share) -> bool:
+        """Start jobs that wait, one or a batch; return whether more of them may start."""
+        for _ in range(max(1, self.ahead // BATCH)):
+            if self.running >= self.size:
+                break
+            if share.running >= share.size or not share.start_next():
+                return False
+        return True
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self.look_soon()
+
+
+class Share(Slots):
+    """The slots of one database: `per_database` of those that are shared."""
+
+    def __init__(self, shared: SharedSlots, like: Slots) -> None:
+        super().__init__(
+            shared.per_database,
+            tasks=like.tasks,
+            is_listed=like.is_listed,
+            max_running=like.max_running,
+        )
+        self._shared = shared
+        # Whether jobs may be claimed before there is a slot for them, which is for plain ones only;
+        # whether the last call that asked for nothing else found too few of them.
+        self._has_filters = bool(self.options())
+        self._is_short = False
+        self._asked_ahead = False
+        #: Starts the next claim that waits; returns whether more may start.
+        self.start_next: Callable[[], bool] = bool
+        #: Called when it is this database's turn, and when others have had jobs more recently.
+        self.on_turn: Callable[[], None] = _nothing
+        self.on_rest: Callable[[], None] = _nothing
+        self._news: asyncio.Future[None] | None = None
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether to claim jobs that start only when a slot becomes free."""
+        return not (self._has_filters or self._is_short)
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether jobs may be asked for, now or later, without any of these ending before."""
+        return self.used < self.size + (self._shared.ahead if self.takes_ahead else 0)
+
+    @property
+    def free(self) -> int:
+        """The number of slots in which a job could start at once."""
+        return max(min(self.size - self.used, self._shared.size - self._shared.used), 0)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a claimed job must wait: for a slot, or because others' have waited longer."""
+        shared = self._shared
+        is_full = self.running >= self.size or shared.running >= shared.size
+        return is_full or bool(shared.starting)
+
+    @property
+    def wanted(self) -> int:
+        """The number of jobs to ask for now."""
+        return self._shared.wanted(self)
+
+    def take_turn(self) -> None:
+        """Ask for jobs now."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+        self.on_turn()
+
+    async def turn(self) -> None:
+        """Wait a moment for the next turn, where that makes batches larger."""
+        if self._shared.ahead and not self.wanted:
+            self._news = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._news], timeout=MOMENT)
+            self._news = None
+
+    def ask(self, jobs: int) -> None:
+        """Take note that so many jobs are being asked for."""
+        self._asked_ahead = not self.free
+        self._shared.promise(self, jobs)
+
+    def answered(self, asked: int, came: int) -> None:
+        """Take note that an answer has come, or none will."""
+        self._is_short = self._asked_ahead and came < asked
+        self._shared.promise(self, 0)
+
+    def claimed(self, jobs: int) -> None:
+        """Take note that so many jobs are claimed."""
+        self.used += jobs
+        self._shared.used += jobs
+
+    def started(self) -> None:
+        """Take note that a claimed job has started."""
+        self.running += 1
+        self._shared.begun(self)
+
+    def left(self, *, has_started: bool) -> None:
+        """Take note that a claimed job has ended, or was given back."""
+        self.used -= 1
+        self._shared.used -= 1
+        if has_started:
+            self.running -= 1
+            self._shared.freed(self)
+        self._shared.look_soon()
+
+    def waits(self) -> None:
+        """Take note that a claimed job waits for a slot."""
+        self._shared.starting.setdefault(self)
+        self._shared.look_soon()
+
+
+def pop_first(queue: dict[T, None]) -> T | None:
+    """Remove the first of a queue, and return it."""
+    for first in queue:
+        del queue[first]
+        return first
+    return None
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -1,0 +1,82 @@
+"""The state that a worker's parts share: its id, whether it is stopping, the pump's wake-up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+
+from pgdefer.errors import WorkerGone
+
+__all__ = ["WorkerState"]
+
+
+class WorkerState:
+    """The shared state. Only the worker's loop may use it; other threads may only read `id`."""
+
+    def __init__(self, max_jobs: int | None) -> None:
+        #: The worker's id in the database while it is registered.
+        self.id: int | None = None
+        self.is_stopping = False
+        self.at_once = asyncio.Event()
+        #: How many jobs it may still claim.
+        self.jobs_left = max_jobs or math.inf
+        self._waiter: asyncio.Future[bool] | None = None
+        self._was_hinted = False
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it claims no more jobs."""
+        return self.is_stopping or self.jobs_left <= 0
+
+    def registered(self) -> int:
+        """Return the worker's id. Raises WorkerGone if it has none."""
+        if self.id is None:
+            raise WorkerGone("the worker is gone")
+        return self.id
+
+    # Waking
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the pump waits for a hint."""
+        return self._waiter is not None
+
+    def hint(self) -> None:
+        """Make the pump look again, now or when it is about to wait."""
+        if self._waiter is None:
+            self._was_hinted = True
+        else:
+            _resolve(self._waiter, True)
+
+    def forget_hint(self) -> bool:
+        """Return whether there was a hint that nobody has waited for, and clear it."""
+        was_hinted, self._was_hinted = self._was_hinted, False
+        return was_hinted
+
+    async def wait(self, seconds: float | None) -> bool:
+        """Wait for a hint; return whether it came in time."""
+        if self.forget_hint():
+            return True
+        loop = asyncio.get_running_loop()
+        self._waiter = waiter = loop.create_future()
+        timer = None
+        if seconds is not None:
+            timer = loop.call_later(seconds, _resolve, waiter, False)
+        try:
+            hinted: bool = await waiter
+            return hinted
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        """Sleep, but no longer than until everything must stop at once."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.at_once.wait(), seconds)
+
+
+def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(value)

@@ -1,0 +1,118 @@
+"""Threads for handlers that are not coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import ctypes
+import math
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["Interruptible", "Threads"]
+
+T = TypeVar("T")
+
+
+class Interruptible(Generic[T]):
+    """One call, in whose thread an exception can be raised while it lasts, and never afterwards."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._is_over = False
+        self._raised: type[BaseException] | None = None
+
+    def interrupt(self, kind: type[BaseException]) -> None:
+        """Raise an exception in the call's thread, as soon as that runs Python code.
+
+        Call it from another thread.
+        """
+        with self._lock:
+            if self._thread is not None:
+                _raise_in(self._thread, kind)
+            elif not self._is_over:
+                self._raised = kind
+
+    def run(self) -> T:
+        """Call the function and return its value. Raises its errors, and that of `interrupt`."""
+        try:
+            with self._lock:
+                self._thread = threading.get_ident()
+                if self._raised is not None:
+                    raise self._raised
+            return self._function()
+        finally:
+            # The exception may be raised in here too, but only once: the next comes much later.
+            try:
+                self._end()
+            finally:
+                self._end()
+
+    def _end(self) -> None:
+        """Prevent exceptions from now on: one that has not been raised yet is dropped."""
+        with self._lock:
+            self._thread, self._is_over = None, True
+            _raise_in(threading.get_ident(), None)
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    what = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+
+
+class Threads:
+    """A pool of daemon threads, which grows as needed: a handler that never returns blocks nobody.
+
+    Call `submit` and `close` in the event loop. A submitted function returns a function, which is
+    called in the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_threads: float = math.inf) -> None:
+        self._loop = loop
+        self._max_threads = max_threads
+        self._work: queue.SimpleQueue[Callable[[], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._done: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_called = False
+        self._unfinished = 0
+        self._threads = 0
+
+    def submit(self, work: Callable[[], Callable[[], None]]) -> None:
+        """Run `work` in a thread, then call its return value in the loop. `work` must not raise."""
+        self._unfinished += 1
+        if self._threads < min(self._unfinished, self._max_threads):
+            self._threads += 1
+            name = f"pgdefer-{self._threads}"
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._work.put(work)
+
+    def close(self) -> None:
+        """Let the threads end once they have done their work."""
+        for _ in range(self._threads):
+            self._work.put(None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a submitted function has not returned yet."""
+        return self._unfinished > 0
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            self._done.append(work())
+            del work
+            # One call wakes the loop for all functions that return until it runs.
+            if not self._is_called:
+                self._is_called = True
+                try:
+                    self._loop.call_soon_threadsafe(self._drain)
+                except RuntimeError:  # the loop is closed: nobody waits any more
+                    return
+
+    def _drain(self) -> None:
+        self._is_called = False
+        while self._done:
+            self._unfinished -= 1
+            self._done.popleft()()

@@ -1,0 +1,398 @@
+"""The worker: its life, from the first connection until everything has been reported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, Unpack
+
+from pgdefer._text import logger
+from pgdefer.database import sql
+from pgdefer.database.connection import Connection, Rows
+from pgdefer.database.pool import AsyncPool, SyncPool
+from pgdefer.options import as_list
+from pgdefer.tasks.registry import Registry
+from pgdefer.worker.batch_runner import BatchRunner
+from pgdefer.worker.claim import Claim, Runner
+from pgdefer.worker.completer import Completer
+from pgdefer.worker.ending import STOPPED
+from pgdefer.worker.executor import Executor
+from pgdefer.worker.gate import Gate
+from pgdefer.worker.heartbeat import Heartbeat, HeartbeatThread, clock
+from pgdefer.worker.listener import OnlyConnection, SleepListener
+from pgdefer.worker.options import WorkerOptions, check_options
+from pgdefer.worker.prefetch import MOST
+from pgdefer.worker.probes import Answer, Probes, answer
+from pgdefer.worker.processes import Processes
+from pgdefer.worker.pump import Pump
+from pgdefer.worker.registration import Registration
+from pgdefer.worker.reporting import Reporter
+from pgdefer.worker.runners import (
+    GRACE,
+    FunctionRunner,
+    LoopRunner,
+    ProcessRunner,
+    ThreadRunner,
+)
+from pgdefer.worker.signals import run_until_signal, signals
+from pgdefer.worker.slots import parse_slots
+from pgdefer.worker.state import WorkerState
+from pgdefer.worker.supervisor import SupervisorChannel
+from pgdefer.worker.threads import Threads
+
+__all__ = ["Shared", "Worker"]
+
+log = logger("pgdefer.worker")
+
+
+@dataclasses.dataclass
+class Shared:
+    """What the workers of one process share."""
+
+    threads: Threads
+    heartbeats: HeartbeatThread
+    gate: Gate
+
+
+class Worker:
+    """Runs an app's jobs, of the queues named (patterns too; None: all).
+
+    `WorkerOptions` says what else can be set. A worker lives until `stop`, whatever becomes of the
+    database meanwhile. An error that no waiting mends, such as missing rights, ends it with an
+    exception. So does a first connection that is refused for its database, role or password, and an
+    embedded server that can't be started when it is first needed.
+    """
+
+    def __init__(
+        self, app: Registry, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]
+    ) -> None:
+        check_options(options)
+        self.app = app
+        self.queues = None if queues is None else as_list("queues", queues)
+        slots = options.get("slots") or [options.get("concurrency", 20)]
+        tasks = options.get("tasks")
+        is_listed = options.get("order") == "listed"
+        if is_listed and self.queues is None:
+            raise ValueError("order='listed' needs a list of queues")
+        self.slots = parse_slots(
+            as_list("slots", slots),
+            None if tasks is None else as_list("tasks", tasks),
+            is_listed=is_listed,
+            prefetch=options.get("prefetch", MOST),
+            max_running=options.get("max_running"),
+        )
+        self.concurrency = sum(slots.size for slots in self.slots)
+        self.name = options.get("name") or f"{socket.gethostname()}:{os.getpid()}"
+        self.shutdown_timeout = options.get("shutdown_timeout")
+        self.heartbeat_every = options.get("heartbeat_every", 10.0)
+        self.dead_after = options.get("dead_after", 30.0)
+        self.drain = options.get("drain", False)
+        self.prune_schedules = options.get("prune_schedules", False)
+        self.http = options.get("http")
+        #: What answers there while it runs.
+        self.probes: Probes | None = None
+        self.register_schedules = options.get("register_schedules", True)
+        self.jobs_per_process = options.get("jobs_per_process", 100)
+        #: The way to the supervisor, if one has started this worker.
+        self.supervisor: SupervisorChannel | None = None
+        #: What runs all jobs, where they are not for their tasks' handlers.
+        self.only_runner: Runner | None = None
+        #: What it shares with workers of other databases. Then it has one connection, and keeps
+        #: none for handlers for long.
+        self.shared: Shared | None = None
+        self.state = WorkerState(options.get("max_jobs"))
+        self._reporter = Reporter(app.hooks)
+        self.completer = Completer(self._reporter)
+        self.executor = Executor(app, self.state, self.completer, self.dead_after, self._reporter)
+        self._background: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: int | None = None
+        self._is_reconnecting = False
+
+    @property
+    def id(self) -> int | None:
+        """The worker's id in the database while it is registered."""
+        return self.state.id
+
+    @property
+    def finished(self) -> int:
+        """The number of jobs that have ended here."""
+        return self.executor.finished
+
+    @property
+    def given_back(self) -> int:
+        """The number of running jobs that were given back for a stop."""
+        return self.executor.given_back
+
+    @property
+    def unresponsive(self) -> int:
+        """The number of coroutines that did not end when told to."""
+        return self.executor.unresponsive
+
+    # Life
+
+    def run(self) -> None:
+        """Run until SIGTERM or SIGINT, then end as `stop` says; again, or SIGQUIT: at once."""
+        run_until_signal(self)
+
+    async def run_async(self, *, handle_signals: bool = False) -> None:
+        """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self.app.import_tasks()
+        self._make_parts()
+        self.executor.attach(
+            self.heartbeat, self._runner_of, makes_batches=self.only_runner is None
+        )
+        # Until all is reported: a signal more must not kill it before.
+        with self._on_signals() if handle_signals else contextlib.nullcontext():
+            try:
+                if self.http is not None:
+                    self.probes = Probes(self.http, self._answer)
+                await self._reporter.call("worker_start", self)
+                await self._pump()
+            except BaseException:
+                self.stop_at_once()
+                running = [one.coroutine for one in self.executor.running if one.coroutine]
+                if running:
+                    await asyncio.wait(running, timeout=GRACE)
+                raise
+            finally:
+                await self._end()
+
+    async def _pump(self) -> None:
+        """Pump until the end. Cancelled, it stops first, if there is a time for that."""
+        pumping = asyncio.ensure_future(self.pump.run())
+        try:
+            await asyncio.shield(pumping)
+        except asyncio.CancelledError:
+            if self.shutdown_timeout is not None and not pumping.done():
+                self.stop()
+                await asyncio.wait([pumping])
+            raise
+        finally:
+            pumping.cancel()
+            await asyncio.gather(pumping, return_exceptions=True)
+
+    def _answer(self, path: str) -> Answer:
+        """Answer a probe. Called in threads."""
+        return answer(path, self._call_soon, self._ready, self.app.metrics)
+
+    def _ready(self) -> tuple[bool, str]:
+        trouble = self.trouble()
+        return trouble is None, trouble or "ok"
+
+    def trouble(self) -> str | None:
+        """Return why the worker gets no jobs, if so. May be called from any thread."""
+        if self.state.id is None or self.state.is_stopping:
+            return "not registered, or stopping"
+        if clock() - self.heartbeat.beat_at >= self.dead_after:
+            return "no heartbeat reaches the database"
+        return None
+
+    def _make_parts(self) -> None:
+        """Make what needs the running loop. Nothing connects yet."""
+        client = self.app.client
+        source = client.source
+        assert self._loop is not None
+        shared = self.shared
+        is_only = shared is not None and source.notify_source is not None
+        kind = OnlyConnection if is_only else SleepListener
+        self.listener = kind(
+            source.notify_source or source,
+            on_work=self.state.hint,
+            on_message=self._on_message,
+            on_pause=self.executor.give_back_waiting,
+            on_connection_lost=self._on_connection_lost,
+        )
+        self._connection = self.listener if is_only else Connection(source)
+        self.heartbeat = Heartbeat(
+            source,
+            self.heartbeat_every,
+            self.dead_after,
+            on_beat=self._on_beat,
+            on_gone=self._on_worker_gone,
+            on_lost=self.executor.on_claim_lost,
+            thread=None if shared is None else shared.heartbeats,
+            over=self._beat if is_only else None,
+            is_needed=lambda: bool(self.executor.running),
+        )
+        registration = Registration(
+            self.app,
+            self.state,
+            self._connection,
+            self.heartbeat,
+            has_work=lambda: not self.executor.is_idle or bool(self.completer.unsent),
+            name=self.name,
+            queues=self.queues,
+            slots=self.slots,
+            heartbeat_every=self.heartbeat_every,
+            dead_after=self.dead_after,
+            prune_schedules=self.prune_schedules,
+            register_schedules=self.register_schedules,
+            channel=self.supervisor,
+        )
+        self.pump = Pump(
+            client=client,
+            state=self.state,
+            connection=self._connection,
+            listener=self.listener,
+            registration=registration,
+            executor=self.executor,
+            completer=self.completer,
+            queues=self.queues,
+            slots=self.slots,
+            is_drain=self.drain,
+            stop=self.stop,
+            spawn=self._spawn,
+            gate=contextlib.nullcontext if shared is None else shared.gate.entered,
+        )
+        kept = 1 if shared else self.concurrency
+        self._pool = SyncPool(source, kept)
+        self._async_pool = AsyncPool(source, kept)
+        self._pool.partner, self._async_pool.partner = self._async_pool, self._pool
+        self._threads = shared.threads if shared else Threads(self._loop, self.concurrency)
+        ended = self.executor.ended
+        self._thread_runner = ThreadRunner(self._threads, self._pool, ended)
+        self._loop_runner = LoopRunner(self._async_pool, self._thread_runner, ended)
+        self._batch_runner = BatchRunner(self._threads, self._thread_runner, ended)
+        processes = Processes(source, self.jobs_per_process)
+        self._function_runner = FunctionRunner(self._threads, self._pool, ended)
+        self._process_runner = ProcessRunner(self._threads, processes, ended)
+
+    def _runner_of(self, claim: Claim) -> Runner:
+        """Return what runs a claim."""
+        if self.only_runner is not None:
+            return self.only_runner
+        task = claim.task
+        if task is None:
+            # It may be a function of the database; if not, that sends the job back.
+            return self._function_runner
+        if claim.batch is not None:
+            return self._batch_runner
+        if task.is_async:
+            return self._loop_runner
+        if task.execution.run_in == "process":
+            return self._process_runner
+        if self.app.client.codec.how(claim.job._stored) == "async":
+            return self._loop_runner
+        return self._thread_runner
+
+    def stop(self) -> None:
+        """Claim no more; end when the running jobs have, or after `shutdown_timeout` at once.
+
+        May be called from any thread, as may `stop_at_once`.
+        """
+        if self._is_elsewhere():
+            self._call_soon(self.stop)
+            return
+        if self.state.is_stopping:
+            return
+        self.state.is_stopping = True
+        log.info("stopping, %d jobs are running", len(self.executor.running))
+        self.executor.give_back_waiting()
+        if self.shutdown_timeout is not None and self._loop is not None:
+            self._loop.call_later(self.shutdown_timeout, self.stop_at_once)
+        self.state.hint()
+
+    def stop_at_once(self) -> None:
+        """Abort the running jobs and give back those that don't end within a second."""
+        if self._is_elsewhere():
+            self._call_soon(self.stop_at_once)
+            return
+        if self.state.at_once.is_set():
+            return
+        self.state.at_once.set()
+        self.stop()
+        self.executor.abort_all(STOPPED)
+        if self._loop is not None:
+            self._loop.call_later(GRACE, self.executor.give_back_all)
+
+    def rest(self) -> None:
+        """Close the connections and processes of handlers that are not in use."""
+        self._pool.close()
+        self._async_pool.close_idle()
+        self.app.client.close_idle()
+        self._spawn(asyncio.to_thread(self._process_runner.close_idle))
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this is another thread than the worker's."""
+        return self._thread not in (None, threading.get_ident())
+
+    def _call_soon(self, function: Any, *args: Any) -> None:
+        """Call in the worker's loop; not at all where that has ended."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
+
+    async def _end(self) -> None:
+        self.executor.give_back_all()
+        await self.heartbeat.stop()
+        await self.pump.close(GRACE)
+        await self._reporter.call("worker_stop", self)
+        await self._reporter.close()
+        if self.probes is not None:
+            await asyncio.to_thread(self.probes.close)
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self.listener.close()
+        self._connection.close()
+        await asyncio.to_thread(self._process_runner.close)
+        if self.shared is None:
+            self._threads.close()
+        self._pool.close()
+        self._async_pool.close()
+
+    def _on_signals(self) -> contextlib.AbstractContextManager[None]:
+        """Turn signals into `stop`; only the main thread may."""
+
+        def on_stop() -> None:
+            # A service manager may send the supervisor's signal, too: that counts once.
+            is_alone = self.supervisor is None or self.supervisor.is_closed
+            if self.state.is_stopping and is_alone:
+                self.stop_at_once()
+            else:
+                self.stop()
+
+        return signals(on_stop, self.stop_at_once)
+
+    # What the listener and the heartbeat tell
+
+    def _on_message(self) -> None:
+        self.heartbeat.poke()
+
+    def _on_connection_lost(self) -> None:
+        """Go to sleep anew, if asleep; if busy, hear again what is meant for this worker."""
+        self.state.hint()
+        if not self._is_reconnecting:
+            self._is_reconnecting = True
+            self._spawn(self._listen_again())
+
+    async def _listen_again(self) -> None:
+        try:
+            await self.pump.listen_again()
+        finally:
+            self._is_reconnecting = False
+
+    def _on_beat(self, aborts: Sequence[tuple[int, int, str]]) -> None:
+        if aborts:
+            self.executor.abort_some(aborts)
+        self.executor.on_beat()
+
+    async def _beat(self, worker: int) -> Rows:
+        """Send a heartbeat over the worker's own connection."""
+        return await self._connection.call(sql.HEARTBEAT, worker=worker)
+
+    def _on_worker_gone(self, worker: int | None) -> None:
+        self.pump.on_worker_gone(worker)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
