@@ -1,0 +1,1 @@
+"""Bindings to other packages, each an extra: the core imports none of them."""

@@ -1,0 +1,47 @@
+"""The common part of the admin's actions: permissions, and a message for each refused row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from django.contrib import messages
+from django.contrib.auth import get_permission_codename
+from django.db import transaction
+from django.http import HttpRequest
+
+from pgdefer.contrib.django import conf
+from pgdefer.errors import PgDeferError
+
+__all__ = ["act", "act_on_each", "may"]
+
+
+def may(request: HttpRequest, model: Any, what: str) -> bool:
+    """Return whether the user has Django's permission: view, change or delete."""
+    name = get_permission_codename(what, model._meta)
+    return bool(request.user.has_perm(f"{model._meta.app_label}.{name}"))
+
+
+def act(action: Callable[[], object]) -> str | None:
+    """Run a function in its own transaction or a savepoint; return the error if it was refused."""
+    try:
+        with transaction.atomic(using=conf.read().DATABASE):
+            action()
+    except PgDeferError as error:
+        return str(error)
+    return None
+
+
+def act_on_each(
+    model_admin: Any, request: HttpRequest, rows: Iterable[Any], action: Callable[[Any], object]
+) -> None:
+    """Act on each row, and show which ones were refused."""
+    done = 0
+    for row in rows:
+        refused = act(lambda row=row: action(row))  # type: ignore[misc]
+        if refused is None:
+            done += 1
+        else:
+            model_admin.message_user(request, f"{row}: {refused}", messages.ERROR)
+    if done:
+        model_admin.message_user(request, f"Done: {done}.", messages.SUCCESS)

@@ -1,0 +1,336 @@
+"""Jobs in the admin: found by `queue.search`, one page at a time, however many there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from django.contrib import admin, messages
+from django.contrib.admin.options import ShowFacets
+from django.contrib.admin.views.main import ChangeList
+from django.core.exceptions import PermissionDenied
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import path, reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.translation import gettext_lazy as _
+
+from pgdefer.contrib.django import app
+from pgdefer.contrib.django.actions import act, act_on_each, may
+from pgdefer.contrib.django.models import Job
+from pgdefer.database import sql
+from pgdefer.errors import PgDeferError
+
+__all__ = ["JobAdmin"]
+
+BEFORE = "before"
+# How many bytes one page may read: this takes a fraction of a second.
+MAX_BYTES = 750_000
+ACTIONS: dict[str, tuple[Any, Callable[[int], object]]] = {
+    "retry": (_("Retry"), lambda id: app.job(id).retry()),
+    "cancel": (_("Cancel"), lambda id: app.job(id).cancel()),
+    "abort": (_("Cancel, or abort"), lambda id: app.job(id).cancel(abort=True)),
+    "hold": (_("Hold"), lambda id: app.job(id).hold()),
+    "unhold": (_("Unhold"), lambda id: app.job(id).unhold()),
+    "run_now": (_("Run now"), lambda id: app.job(id).reschedule()),
+    "delete": (_("Delete"), lambda id: app.job(id).delete()),
+}
+# The states in which a job's page offers an action; the database decides whether it is allowed.
+WAITING = ("scheduled", "waiting", "upstream_failed", "blocked", "ready")
+OFFERED = {
+    "retry": ("failed", "cancelled", "scheduled"),
+    "cancel": (*WAITING, "held"),
+    "abort": ("running",),
+    "hold": WAITING,
+    "unhold": ("held",),
+    "run_now": ("scheduled",),
+    "delete": (*WAITING, "held", "succeeded", "failed", "cancelled"),
+}
+
+
+class _Filter(admin.SimpleListFilter):
+    """Holds a filter's value; the list itself does the search."""
+
+    statement: ClassVar[sql.Statement]
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        del request, model_admin
+        found = app.client.call(self.statement, {"word": ""})
+        return [(name, name) for name, *_ in found]
+
+    def has_output(self) -> bool:
+        return True
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        del request
+        return queryset
+
+
+class StateFilter(_Filter):
+    """By state."""
+
+    title = "state"
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        """Return the states."""
+        del request, model_admin
+        return [(state, state) for state in Job.STATES]
+
+
+class QueueFilter(_Filter):
+    """By queue."""
+
+    title = "queue"
+    parameter_name = "queue"
+    statement = sql.QUEUES_LIKE
+
+
+class TaskFilter(_Filter):
+    """By task."""
+
+    title = "task"
+    parameter_name = "task"
+    statement = sql.TASKS_LIKE
+
+
+class JobChangeList(ChangeList):
+    """A page of jobs, newest first, and a link to older ones, without a count."""
+
+    older: str | None = None
+
+    def get_filters_params(self, params: Any = None) -> Any:
+        """Leave out the position of the page, which is not a filter."""
+        found = super().get_filters_params(params)
+        found.pop(BEFORE, None)
+        return found
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> Any:
+        """Return all jobs: actions select theirs by id."""
+        super().get_queryset(request, exclude_parameters)
+        return self.root_queryset
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Search for a page of jobs."""
+        ids, before = [], None
+        for row in self._found(request):
+            if row[0] is None:
+                before = row[-1]
+            else:
+                ids.append(row[0])
+        rows = {job.id: job for job in self.root_queryset.filter(id__in=ids)}
+        found: Any = [rows[id] for id in ids if id in rows]
+        self.result_list = found
+        self.result_count = len(self.result_list)
+        self.full_result_count = None
+        self.show_full_result_count = False
+        self.show_admin_actions = True
+        self.can_show_all = self.multi_page = False
+        self.paginator = self.model_admin.get_paginator(request, found, self.list_per_page)
+        if before is not None:
+            self.older = self.get_query_string({BEFORE: before})
+
+    def _found(self, request: HttpRequest) -> Any:
+        wanted = self.query.strip()
+        by = "path" if wanted.startswith("$") else "key" if wanted.startswith("key:") else "text"
+        if wanted.isdecimal() and len(wanted) < 19 and self.root_queryset.filter(id=int(wanted)):
+            return [(int(wanted),)]
+        before = request.GET.get(BEFORE, "")
+        parameters = {
+            "pattern": wanted.removeprefix("key:") or None,
+            "by": by,
+            "before": int(before) if before.isdecimal() else None,
+            "max_jobs": self.list_per_page,
+            "max_bytes": MAX_BYTES,
+            **{name: self.params.get(name) or None for name in ("state", "queue", "task")},
+        }
+        found: Any = []
+
+        def search() -> None:
+            found.extend(app.client.call(sql.SEARCH, parameters))
+
+        if (refused := act(search)) is not None:
+            messages.error(request, refused)
+        return found
+
+
+def _action(name: str) -> Any:
+    """Return an action on many jobs."""
+    label, function = ACTIONS[name]
+    permission = "erase" if name == "delete" else "operate"
+
+    @admin.action(description=label, permissions=[permission])
+    def action(model_admin: Any, request: HttpRequest, queryset: Any) -> None:
+        act_on_each(model_admin, request, queryset, lambda job: function(job.id))
+
+    action.__name__ = f"{name}_jobs"
+    return action
+
+
+class JobAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+    """Jobs: users who may view them see why they are not running; users who may change them act."""
+
+    change_form_template = "admin/pgdefer/job/change_form.html"
+    change_list_template = "admin/pgdefer/job/change_list.html"
+    list_display = (
+        "id",
+        "task",
+        "queue",
+        "state",
+        "priority",
+        "attempts",
+        "created_at",
+        "scheduled_at",
+        "lock",
+        "headline",
+    )
+    list_display_links = ("id", "task")
+    list_filter = (StateFilter, QueueFilter, TaskFilter)
+    list_per_page = 50
+    search_fields = ("id",)
+    search_help_text = "An id; a text of the args or description; $.a ? (@ > 1); key:lock"
+    show_facets = ShowFacets.NEVER
+    show_full_result_count = False
+    sortable_by = ()
+    ordering = ("-id",)
+    actions = tuple(_action(name) for name in ACTIONS)
+    fieldsets = (
+        (None, {"fields": ("task", "queue", "state", "why", "args", "result", "error")}),
+        (
+            "How it goes",
+            {"fields": ("attempts", "crashes", "progress", "worker_id", "history_of_attempts")},
+        ),
+        ("When", {"fields": ("created_at", "scheduled_at", "started_at", "finished_at")}),
+        (
+            "What holds it",
+            {"fields": ("priority", "deadline", "expires_at", "lock", "queueing_lock")},
+        ),
+        ("Beside others", {"fields": ("concurrency_key", "needs", "parent_id", "headers")}),
+    )
+
+    # Permissions
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Nobody defers jobs here."""
+        del request
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Disable Django's own way of deleting rows: an action deletes jobs."""
+        del request, obj
+        return False
+
+    def has_operate_permission(self, request: HttpRequest) -> bool:
+        """Return whether the user may act on jobs."""
+        return may(request, Job, "change")
+
+    def has_erase_permission(self, request: HttpRequest) -> bool:
+        """Return whether the user may delete jobs."""
+        return may(request, Job, "delete")
+
+    # Pages
+
+    def get_changelist(self, request: HttpRequest, **_options: Any) -> type[ChangeList]:
+        """Return the list that searches."""
+        del request
+        return JobChangeList
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Let the args be edited while the database allows that."""
+        every = [name for _, options in self.fieldsets for name in options["fields"]]
+        if may(request, Job, "change") and obj and obj.state not in ("running", "succeeded"):
+            every.remove("args")
+        return every
+
+    @admin.display(description="error")
+    def headline(self, job: Job) -> str:
+        """Return the first line of the error."""
+        return (job.error or "").partition("\n")[0][:100]
+
+    def why(self, job: Job) -> str:
+        """Return the reason why it is not running."""
+        try:
+            return app.job(job.id).why()
+        except PgDeferError as error:
+            return str(error)
+
+    @admin.display(description="attempts that did not succeed")
+    def history_of_attempts(self, job: Job) -> str:
+        """Return the attempts as a table, with the tracebacks."""
+        rows = (
+            (
+                one.attempt,
+                one.outcome,
+                one.finished_at,
+                (one.details or {}).get("traceback") or one.error or "",
+            )
+            for one in job.history.order_by("-claim")[:20]
+        )
+        return format_html(
+            "<table>{}</table>",
+            format_html_join(
+                "", "<tr><td>{}</td><td>{}</td><td>{}</td><td><pre>{}</pre></td></tr>", rows
+            ),
+        )
+
+    def change_view(
+        self,
+        request: HttpRequest,
+        object_id: str,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """Show a job, with the actions that its state allows."""
+        job = self.get_object(request, object_id)
+        offered = [
+            (name, label)
+            for name, (label, _function) in ACTIONS.items()
+            if job is not None and job.state in OFFERED[name] and self._may_do(request, name)
+        ]
+        context = {**(extra_context or {}), "job_actions": offered}
+        return super().change_view(request, object_id, form_url, context)
+
+    def _may_do(self, request: HttpRequest, name: str) -> bool:
+        is_delete = name == "delete"
+        return self.has_erase_permission(request) if is_delete else may(request, Job, "change")
+
+    def get_urls(self) -> list[Any]:
+        """Add the URL to which a job's page sends its actions."""
+        view = self.admin_site.admin_view(self.act_view)
+        return [
+            path("<int:id>/act/<str:name>/", view, name="pgdefer_job_act"),
+            *super().get_urls(),
+        ]
+
+    def act_view(self, request: HttpRequest, id: int, name: str) -> HttpResponse:
+        """Act on one job."""
+        if name not in ACTIONS or request.method != "POST":
+            raise Http404
+        if not self._may_do(request, name):
+            raise PermissionDenied
+        refused = act(lambda: ACTIONS[name][1](id))
+        if refused is None:
+            self.message_user(request, f"Job {id}: {name}", messages.SUCCESS)
+        else:
+            self.message_user(request, refused, messages.ERROR)
+        if name == "delete" and refused is None:
+            return HttpResponseRedirect(reverse("admin:pgdefer_job_changelist"))
+        return HttpResponseRedirect(reverse("admin:pgdefer_job_change", args=[id]))
+
+    # Changing the args
+
+    def save_model(self, request: HttpRequest, obj: Job, form: Any, change: bool) -> None:
+        """Replace the job's args by the edited ones."""
+        del change
+        if "args" not in form.changed_data:
+            return
+        parameters = {"id": obj.id, "args": json.dumps(obj.args)}
+        refused = act(lambda: app.client.call(sql.SET_ARGS, parameters))
+        request.META["pgdefer.refused"] = refused or ""
+
+    def response_change(self, request: HttpRequest, obj: Job) -> HttpResponse:
+        """Show an error if the args were refused."""
+        if refused := request.META.get("pgdefer.refused"):
+            self.message_user(request, refused, messages.ERROR)
+            return HttpResponseRedirect(reverse("admin:pgdefer_job_change", args=[obj.id]))
+        return super().response_change(request, obj)

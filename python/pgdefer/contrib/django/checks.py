@@ -1,0 +1,85 @@
+"""The system checks: invalid settings, and a database without the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.module_loading import import_string
+
+from pgdefer.contrib.django import conf
+from pgdefer.database import sql
+from pgdefer.database.callers import rows_on_django
+from pgdefer.database.install import is_at_least, offered_version
+
+__all__ = ["check_database", "check_settings"]
+
+
+def check_settings(**_options: Any) -> list[checks.CheckMessage]:
+    """Check `PGDEFER`."""
+    try:
+        settings = conf.read()
+    except (ImproperlyConfigured, TypeError) as error:
+        return [checks.Error(str(error), id="pgdefer.E001")]
+    found: list[checks.CheckMessage] = []
+    for key in ("DATABASE", "LISTEN_DATABASE"):
+        alias = getattr(settings, key)
+        if alias is None:
+            continue
+        if alias not in connections:
+            found.append(
+                checks.Error(f"PGDEFER[{key!r}] is {alias!r}, not in DATABASES", id="pgdefer.E002")
+            )
+        elif not _is_fit(connections[alias]):
+            found.append(
+                checks.Error(
+                    f"PGDEFER[{key!r}] is {alias!r}, which is not PostgreSQL with psycopg 3",
+                    hint="ENGINE is django.db.backends.postgresql; psycopg2 has to go.",
+                    id="pgdefer.E003",
+                )
+            )
+    for name in filter(None, [*settings.MIDDLEWARE, settings.HEADERS]):
+        try:
+            import_string(name)
+        except ImportError as error:
+            found.append(checks.Error(f"PGDEFER names {name}: {error}", id="pgdefer.E004"))
+    return found
+
+
+def _is_fit(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the database is PostgreSQL with psycopg 3."""
+    return connection.vendor == "postgresql" and vars(type(connection))["Database"] is psycopg
+
+
+def check_database(
+    *, databases: Sequence[str] | None = None, **_options: Any
+) -> list[checks.CheckMessage]:
+    """Check that the queue is installed in this package's version, if databases are checked."""
+    try:
+        alias = conf.read().DATABASE
+    except (ImproperlyConfigured, TypeError):
+        return []  # check_settings says so
+    if alias not in (databases or ()) or alias not in connections:
+        return []
+    if not _is_fit(connections[alias]):
+        return []
+    try:
+        ((_, tables),) = rows_on_django(connections[alias], sql.VERSION, {})
+    except DatabaseError:
+        tables = None
+    if tables is None:
+        text = f"the queue is not installed in the database {alias!r}"
+        return [checks.Warning(text, hint="manage.py migrate", id="pgdefer.W001")]
+    if not is_at_least(tables, offered_version()):
+        text = f"the queue of the database {alias!r} is {tables}, and this package has "
+        return [
+            checks.Warning(
+                text + offered_version(), hint="manage.py pgdefer upgrade", id="pgdefer.W002"
+            )
+        ]
+    return []

@@ -1,0 +1,7 @@
+"""What a worker's child process imports: the whole project, so that it has every task."""
+
+from __future__ import annotations
+
+from pgdefer.contrib.django import app
+
+app.import_tasks()

@@ -1,0 +1,94 @@
+"""The client of a Django project: it calls functions on Django's own connection."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import psycopg
+from asgiref.sync import sync_to_async
+from django.db import Error, connections, transaction
+
+from pgdefer.client.base import tasks_json
+from pgdefer.client.client import Client
+from pgdefer.contrib.django.connections import DjangoSource
+from pgdefer.database import sql
+from pgdefer.database.callers import CallersConnection, Rows, is_django
+from pgdefer.database.execute import execute
+from pgdefer.errors import sqlstate_of
+from pgdefer.options import JobOptions
+
+__all__ = ["DjangoClient"]
+
+# Calls that take effect at once, however the transaction ends, or that need psycopg's own loaders.
+_APART = (sql.EXTEND, sql.NEEDS)
+
+
+class DjangoClient(Client):
+    """Makes calls on Django's connection, as part of the request's or the handler's transaction."""
+
+    def __init__(
+        self,
+        source: DjangoSource,
+        *,
+        headers: Callable[[str], Mapping[str, Any]] | None,
+        middleware: Iterable[Any],
+    ) -> None:
+        super().__init__(source, headers=headers, middleware=tuple(middleware))
+        self.alias = source.alias
+        self.child_module = "pgdefer.contrib.django.child"
+
+    def call(
+        self,
+        statement: sql.Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None = None,
+        *,
+        tasks: Iterable[str] = (),
+    ) -> Rows:
+        """Run a statement on the caller's connection, or on this thread's Django connection."""
+        if connection is None and statement in _APART:
+            return super().call(statement, parameters, tasks=tasks)
+        used: Any = connections[self.alias] if connection is None else connection
+        if not is_django(used):
+            return super().call(statement, parameters, used, tasks=tasks)
+        if defaults := self.unregistered(tasks):
+            self._register_on(used, defaults)
+        return execute(used, statement, parameters)
+
+    async def call_async(
+        self,
+        statement: sql.Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None = None,
+        *,
+        tasks: Iterable[str] = (),
+    ) -> Rows:
+        """Do as `call`, in the thread that has Django's connection."""
+        if connection is not None and not is_django(connection):
+            return await super().call_async(statement, parameters, connection, tasks=tasks)
+        call = functools.partial(self.call, tasks=tuple(tasks))
+        return await sync_to_async(call, thread_sensitive=True)(statement, parameters, connection)
+
+    def move(
+        self, dsn: str, listen_dsn: str | None = None, *, pgbouncer: bool | None = None
+    ) -> None:
+        """Do nothing: the settings name the database, here and in a worker's processes."""
+
+    def _register_on(self, connection: Any, defaults: dict[str, JobOptions]) -> None:
+        """Register tasks in the caller's transaction; remember that if it commits."""
+        try:
+            with transaction.atomic(using=connection.alias):
+                execute(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+        except Error as error:
+            if sqlstate_of(error) != psycopg.errors.InsufficientPrivilege.sqlstate:
+                raise
+            self.forbidden_to_register()
+            return
+
+        def remember() -> None:
+            if not connection.in_atomic_block:  # as it is in a test, which rolls back
+                self._registered.update(defaults)
+
+        transaction.on_commit(remember, using=connection.alias)

@@ -1,0 +1,46 @@
+"""The project's settings: the dict `PGDEFER`. All keys are optional."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from django.conf import settings as project
+from django.core.exceptions import ImproperlyConfigured
+
+__all__ = ["Settings", "read"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The values of `PGDEFER`.
+
+    `DATABASE` is the alias of the queue's database. `PGBOUNCER` is True if that connection goes
+    through pgbouncer; `LISTEN_DATABASE` is then the alias of a direct connection to the same
+    database, on which workers listen for notifications. `IMPORTS` are modules with tasks, in
+    addition to each app's `tasks`. `DEFAULTS` are options of every task, `MIDDLEWARE` names
+    functions that surround every handler, `HEADERS` names one that returns a job's headers. `FORM`
+    is how migrations install the queue.
+    """
+
+    DATABASE: str = "default"
+    LISTEN_DATABASE: str | None = None
+    PGBOUNCER: bool = False
+    IMPORTS: Sequence[str] = ()
+    DEFAULTS: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    MIDDLEWARE: Sequence[str] = ()
+    HEADERS: str | None = None
+    FORM: str = "auto"
+
+
+def read() -> Settings:
+    """Return the present settings. Raises ImproperlyConfigured for unknown keys."""
+    given = getattr(project, "PGDEFER", {})
+    known = {field.name for field in dataclasses.fields(Settings)}
+    if not isinstance(given, Mapping) or (given.keys() - known):
+        strange = sorted(given.keys() - known) if isinstance(given, Mapping) else given
+        raise ImproperlyConfigured(
+            f"PGDEFER must be a dict with keys of {', '.join(sorted(known))}, not {strange}"
+        )
+    return Settings(**given)

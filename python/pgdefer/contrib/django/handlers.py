@@ -1,0 +1,117 @@
+"""Code around a handler: fresh connections, and a transaction that also ends the job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+from asgiref.sync import SyncToAsync, ThreadSensitiveContext
+from django.db import OperationalError, connections, transaction
+
+from pgdefer._text import logger
+from pgdefer.contrib.django.connections import close_connections, renew_connections
+from pgdefer.database.backoff import Backoff
+from pgdefer.tasks.context import JobContext, current_job
+
+__all__ = ["around_job", "atomic_handler", "without_connection"]
+
+log = logger("pgdefer.worker")
+
+
+@contextlib.contextmanager
+def around_job(job: JobContext) -> Iterator[None]:
+    """Give a handler working connections, and close those that should not be kept.
+
+    Each coroutine has its own thread for the code that Django runs in threads, as a request has.
+    """
+    del job
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        renew_connections()
+        try:
+            yield
+        finally:
+            close_connections()
+    else:
+        with _own_thread():
+            yield
+
+
+@contextlib.contextmanager
+def _own_thread() -> Iterator[None]:
+    """Do the same as asgiref's ThreadSensitiveContext, and close the thread's connections."""
+    context = ThreadSensitiveContext()
+    token = SyncToAsync.thread_sensitive_context.set(context)
+    try:
+        yield
+    finally:
+        SyncToAsync.thread_sensitive_context.reset(token)
+        executor = SyncToAsync.context_to_thread_executor.pop(context, None)
+        if executor is not None:
+            executor.submit(connections.close_all)
+            executor.shutdown(wait=False)
+
+
+@contextlib.contextmanager
+def atomic_handler(alias: str) -> Iterator[Any]:
+    """Begin the one transaction of a handler and its outcome, on Django's connection.
+
+    In a TestCase of Django it is a savepoint of the test's transaction.
+    """
+    connection = connections[alias]
+    if connection.in_atomic_block:
+        with transaction.atomic(using=alias, durable=True):
+            yield connection
+        return
+    _open(connection)
+    driver = connection.connection
+    isolation, driver.isolation_level = (
+        driver.isolation_level,
+        psycopg.IsolationLevel.READ_COMMITTED,
+    )
+    try:
+        with transaction.atomic(using=alias, durable=True):
+            yield connection
+    except Exception as error:
+        if driver.closed:
+            error.connection_invalidated = True  # type: ignore[attr-defined]
+        raise
+    finally:
+        if not driver.closed:
+            driver.isolation_level = isolation
+
+
+def _open(connection: Any) -> None:
+    """Connect. If that fails it waits, because this is not the job's fault."""
+    job = current_job()
+    waits = Backoff(last=1.0)
+    while True:
+        try:
+            connection.ensure_connection()
+        except OperationalError as error:
+            log.warning("%r waits for a connection: %s", job, error)
+        else:
+            return
+        time.sleep(waits.delay())
+        job.check_abort()
+
+
+def without_connection(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function in a form that accepts a connection; Django finds it by itself."""
+
+    @functools.wraps(function)
+    def handler(_connection: object, /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    first = inspect.Parameter("_connection", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [first, *signature.parameters.values()]
+    handler.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return handler

@@ -1,0 +1,63 @@
+"""Codecs of Django's types: model instances are stored by their keys, lazy strings as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.apps import apps
+from django.db import connections, models, router
+from django.utils.functional import Promise
+from django.utils.safestring import SafeString
+
+from pgdefer.codec import Codec
+from pgdefer.contrib.django.connections import renew_connections
+from pgdefer.errors import DecodeError, EncodeError
+
+__all__ = ["register_types"]
+
+
+def register_types(codec: Codec) -> None:
+    """Have a codec store instances of models, lazy strings and safe strings."""
+    codec.register(models.Model, "django_row", _encode_row, _decode_row, blocking=True)
+    codec.register(Promise, "django_lazy", _encode_text, _as_it_is)
+    codec.register(SafeString, "django_safe", _encode_text, SafeString)
+
+
+def _encode_row(row: models.Model) -> dict[str, Any]:
+    if row.pk is None or row._state.adding:
+        raise EncodeError(f"{row._meta.label} has not been saved yet: {row!r}")
+    alias = row._state.db
+    written = router.db_for_write(type(row), instance=row)
+    return {"model": row._meta.label_lower, "pk": row.pk} | (
+        {} if alias in (None, written) else {"database": alias}
+    )
+
+
+def _decode_row(value: dict[str, Any]) -> models.Model:
+    try:
+        model = apps.get_model(value["model"])
+    except LookupError as error:
+        raise DecodeError(f"there is no model {value['model']}: {error}") from error
+    # From the database to which it is written: a replica may not have it yet.
+    alias = value.get("database") or router.db_for_write(model)
+    connection = connections[alias]
+    was_open = connection.connection is not None
+    if was_open:
+        renew_connections()
+    try:
+        row: models.Model = model._base_manager.using(alias).get(pk=value["pk"])
+    except model.DoesNotExist as error:
+        raise DecodeError(f"the row {model._meta.label} {value['pk']!r} has gone") from error
+    else:
+        return row
+    finally:
+        if not was_open and not connection.in_atomic_block:
+            connection.close_if_unusable_or_obsolete()
+
+
+def _encode_text(text: object) -> str:
+    return "".join([*str(text)])
+
+
+def _as_it_is(text: Any) -> Any:
+    return text

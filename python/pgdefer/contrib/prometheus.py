@@ -1,0 +1,98 @@
+"""Prometheus: metrics of handlers and queues, served by a worker's `http` option.
+
+Call `instrument(app)` after `App(...)`; the extra is `pgdefer[prometheus]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+
+import prometheus_client
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pgdefer.app import App
+from pgdefer.contrib._attach import attach
+from pgdefer.tasks.context import JobContext
+from pgdefer.tasks.hooks import JobEvent
+
+__all__ = ["QueueCollector", "instrument"]
+
+STATES = ("scheduled", "waiting", "blocked", "ready", "running", "held", "failed")
+
+
+class QueueCollector(Collector):
+    """At each scrape, reads from the database how many jobs there are, by queue, task and state."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing, so that the database is not read before the first scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the present figures."""
+        jobs = GaugeMetricFamily("pgdefer_jobs", "Jobs.", labels=["queue", "task", "state"])
+        oldest = GaugeMetricFamily(
+            "pgdefer_oldest_ready_seconds",
+            "How long the oldest ready job has been due.",
+            labels=["queue", "task"],
+        )
+        for row in self._app.stats():
+            for state in STATES:
+                jobs.add_metric([row.queue, row.task, state], getattr(row, state))
+            if row.oldest_ready_for is not None:
+                oldest.add_metric([row.queue, row.task], row.oldest_ready_for.total_seconds())
+        yield jobs
+        yield oldest
+
+
+def instrument(
+    app: App,
+    *,
+    registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY,
+    queues: bool = False,
+) -> None:
+    """Measure an App's handlers; with `queues`, also its queues, which reads the database.
+
+    Handlers in child processes are measured there, and so are missing from the worker's metrics.
+    """
+    duration = prometheus_client.Histogram(
+        "pgdefer_run_seconds",
+        "How long handlers ran.",
+        ["task", "queue", "outcome"],
+        registry=registry,
+    )
+    ended = prometheus_client.Counter(
+        "pgdefer_failures",
+        "Failures, by what became of the job.",
+        ["task", "queue", "state"],
+        registry=registry,
+    )
+
+    @contextlib.contextmanager
+    def measured(job: JobContext) -> Iterator[None]:
+        start, outcome = time.perf_counter(), "failed"
+        try:
+            yield
+            outcome = "succeeded"
+        finally:
+            seconds = time.perf_counter() - start
+            duration.labels(job.task, job.queue, outcome).observe(seconds)
+
+    async def count(event: JobEvent) -> None:
+        state = "failed" if event.state == "failed" else "retried"
+        ended.labels(event.job.task, event.job.queue, state).inc()
+
+    attach(app, middleware=measured)
+    app.on("exhausted")(count)
+    app.on("retry")(count)
+    if queues:
+        registry.register(QueueCollector(app))
+    app.metrics = lambda: (
+        prometheus_client.CONTENT_TYPE_LATEST,
+        prometheus_client.generate_latest(registry),
+    )

@@ -1,0 +1,70 @@
+"""Sentry: errors with the context of their job, and check-ins of recurring tasks.
+
+Call `instrument(app)` after `App(...)` and `sentry_sdk.init(...)`; the extra is `pgdefer[sentry]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import sentry_sdk
+from sentry_sdk.crons import capture_checkin
+from sentry_sdk.integrations.logging import ignore_logger
+
+from pgdefer.app import App
+from pgdefer.contrib._attach import attach
+from pgdefer.tasks.context import JobContext
+from pgdefer.tasks.hooks import JobEvent
+
+__all__ = ["instrument"]
+
+
+def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
+    """Report jobs that have failed for good; with `retries`, also failures that will be retried.
+
+    Reports that handlers make themselves have the job's context, too. With `crons`, each run of a
+    recurring task is a check-in of the monitor with the task's name.
+    """
+    # Its records of failures would be events too.
+    ignore_logger("pgdefer.job")
+
+    @contextlib.contextmanager
+    def scoped(job: JobContext) -> Iterator[None]:
+        with sentry_sdk.isolation_scope() as scope:
+            _describe(scope, job)
+            is_run = crons and job.scheduled_for is not None
+            monitor = re.sub(r"[^\w-]+", "-", job.task)[:50]
+            checkin = capture_checkin(monitor, status="in_progress") if is_run else None
+            try:
+                yield
+            except BaseException:
+                if is_run:
+                    capture_checkin(monitor, checkin, status="error")
+                raise
+            if is_run:
+                capture_checkin(monitor, checkin, status="ok")
+
+    def report(event: JobEvent) -> None:
+        with sentry_sdk.new_scope() as scope:
+            _describe(scope, event.job)
+            scope.set_tag("pgdefer.state", event.state)
+            if event.exception is not None:
+                scope.capture_exception(event.exception)
+            else:
+                scope.capture_message(f"{event.job.task}: {event.error}", "error")
+
+    attach(app, middleware=scoped)
+    app.on("exhausted")(report)
+    if retries:
+        app.on("retry")(report)
+
+
+def _describe(scope: sentry_sdk.Scope, job: JobContext) -> None:
+    scope.set_transaction_name(job.task, source="task")
+    scope.set_tag("pgdefer.task", job.task)
+    scope.set_tag("pgdefer.queue", job.queue)
+    scope.set_context(
+        "pgdefer", {"id": job.id, "task": job.task, "queue": job.queue, "attempt": job.attempt}
+    )

@@ -1,0 +1,56 @@
+"""`python -m pgdefer.contrib.web`, and `pgdefer web`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+import uvicorn
+
+from . import asgi
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def web(  # noqa: PLR0917 (typer passes them by name)
+    dsn: Annotated[
+        str, typer.Option(envvar="PGDEFER_DSN", help="The database; else libpq's variables.")
+    ] = "",
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="The port.")] = 8080,
+    root_path: Annotated[str, typer.Option(help="The path at which a proxy serves it.")] = "",
+    role_header: Annotated[
+        str | None, typer.Option(help="The header in which a trusted proxy names the role.")
+    ] = None,
+    no_password: Annotated[
+        bool,
+        typer.Option(
+            "--no-password", help="Permit servers that require no password. Only at 127.0.0.1."
+        ),
+    ] = False,
+) -> None:
+    """Serve a web page that shows the queue and lets you act on it, as a database role."""
+    if no_password and host not in LOCAL:
+        raise typer.BadParameter("--no-password is for 127.0.0.1 only")
+    application = asgi(dsn, role_header=role_header, needs_password=not no_password)
+    uvicorn.run(
+        application,
+        host=host,
+        port=port,
+        root_path=root_path,
+        access_log=False,
+        server_header=False,
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run it, with these arguments or those of the process."""
+    command = typer.main.get_command(_cli)
+    command.main(arguments, prog_name="pgdefer web")
+
+
+_cli = typer.Typer(rich_markup_mode=None, add_completion=False)
+_cli.command()(web)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""The actions of visitors: each is a call of one public function, as their role."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import Response
+
+from . import queries
+from .database import Refused
+from .matches import asked_of, find, kept
+from .visit import BadRequest, Form, NotFound, Visit
+
+__all__ = ["ACTIONS", "JOB_ACTIONS", "MANY_ACTIONS", "JobAction"]
+
+MOST = 1_000  # ids in a call, as the functions take
+SLICE = 500  # jobs in one slice of a call on all that match
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field that a call needs in addition to the job."""
+
+    name: str
+    label: str
+    kind: str = "text"  # text, number, flag, json, moment
+    required: bool = False
+
+    def value(self, form: Form) -> Any:
+        """Return the value that was entered."""
+        if self.kind == "flag":
+            return form.flag(self.name)
+        value = form.maybe(self.name)
+        if value is None and self.required:
+            raise Refused("22023", f"{self.label} is missing")
+        if self.kind == "json" and value is not None:
+            try:
+                json.loads(value)
+            except ValueError as error:
+                raise Refused("22023", f"{self.label} is not JSON: {error}") from None
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class JobAction:
+    """A call on jobs."""
+
+    function: str
+    label: str
+    statement: str
+    fields: tuple[Field, ...] = ()
+    loses: bool = False
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether one call takes many ids."""
+        return "%(ids)s" in self.statement
+
+    def values(self, form: Form) -> dict[str, Any]:
+        """Return the values of its fields."""
+        return {field.name: field.value(form) for field in self.fields}
+
+
+def one(call: str, label: str, *fields: Field, loses: bool = False) -> JobAction:
+    """Return a call on one job, whose state it returns."""
+    function = call.partition("(")[0]
+    return JobAction(function, label, f"select queue.{call} as outcome", fields, loses)
+
+
+def many(call: str, label: str, *fields: Field, loses: bool = False) -> JobAction:
+    """Return a call on many jobs, which returns a row for each."""
+    function = call.partition("(")[0]
+    statement = f"select id, outcome, error from queue.{call}"  # noqa: S608 (the calls below)
+    return JobAction(function, label, statement, fields, loses)
+
+
+FORCE = Field("force", "also if it runs: its claim is lost", "flag")
+_ALL = [
+    many("retry(%(ids)s::bigint[], %(force)s)", "Retry", FORCE),
+    one("hold(%(id)s)", "Hold"),
+    one("unhold(%(id)s)", "Unhold"),
+    one(
+        "cancel(%(id)s, %(abort)s)",
+        "Cancel",
+        Field("abort", "also if it runs: its worker is told", "flag"),
+        loses=True,
+    ),
+    one(
+        "reschedule(%(id)s, %(at)s::timestamptz)",
+        "Reschedule",
+        Field("at", "at (UTC; empty: now)", "moment"),
+    ),
+    many(
+        "set_priority(%(ids)s::bigint[], %(priority)s::integer)",
+        "Set the priority",
+        Field("priority", "priority", "number", required=True),
+    ),
+    many(
+        "move(%(ids)s::bigint[], %(queue)s, %(force)s)",
+        "Move",
+        Field("queue", "queue", required=True),
+        FORCE,
+    ),
+    one("copy(%(id)s, %(queue)s)", "Copy", Field("queue", "queue (empty: the same)")),
+    one("set_args(%(id)s, %(args)s::jsonb)", "Edit args", Field("args", "args", "json", True)),
+    many("done(%(ids)s::bigint[])", "Mark as succeeded", loses=True),
+    many(
+        "fail_jobs(%(ids)s::bigint[], %(message)s)",
+        "Fail",
+        Field("message", "message"),
+        loses=True,
+    ),
+    many("delete(%(ids)s::bigint[], %(force)s)", "Delete", FORCE, loses=True),
+]
+JOB_ACTIONS = {action.function: action for action in _ALL}
+MANY_ACTIONS = {
+    name: action for name, action in JOB_ACTIONS.items() if name not in ("copy", "set_args")
+}
+
+Outcome = tuple[int, str, str]
+
+
+def run(visit: Visit, action: JobAction, ids: list[int]) -> list[Outcome]:
+    """Call a function on jobs, and return the outcome of each."""
+    database = visit.session.database
+    values = action.values(visit.form)
+    if action.takes_many:
+        with database.visit(writes=True) as reader:
+            rows = reader.rows(action.statement, ids=ids, **values)
+        return [(row["id"], row["outcome"] or "", row["error"] or "") for row in rows]
+    done: list[Outcome] = []
+    for id in ids:
+        try:
+            with database.visit(writes=True) as reader:
+                found = reader.one(action.statement, id=id, **values)
+        except Refused as refused:
+            if not refused.sqlstate.startswith("QJ"):
+                raise
+            done.append((id, refused.detail, refused.sqlstate))
+        else:
+            done.append((id, str(found["outcome"]) if found else "", ""))
+    return done
+
+
+def act_on_job(visit: Visit) -> Response:
+    """Act on one job."""
+    id = visit.request.path_params["id"]
+    action = JOB_ACTIONS.get(visit.request.path_params["action"])
+    if action is None:
+        raise NotFound
+    ((_, outcome, error),) = run(visit, action, [id])
+    if error:
+        raise Refused(error, f"{action.label}: the job's state does not allow this", outcome)
+    if action.function == "delete":
+        return visit.go("/jobs", done=f"job {id} was deleted")
+    if action.function == "copy":
+        return visit.go(f"/jobs/{int(outcome)}", done=f"this is the copy of job {id}")
+    return visit.go(f"/jobs/{id}", done=f"{action.label}: {outcome}")
+
+
+def act_on_jobs(visit: Visit) -> Response:
+    """Show the jobs that a call would affect; make the call once it is confirmed."""
+    action = MANY_ACTIONS.get(visit.form.text("action"))
+    if action is None:
+        raise BadRequest
+    if visit.form.text("scope") == "all":
+        return act_on_all(visit, action)
+    ids = visit.form.numbers("ids")
+    if not ids or len(ids) > MOST:
+        raise Refused("22023", "No job is selected.")
+    if not visit.form.flag("confirmed"):
+        with visit.session.database.visit() as visit.reader:
+            found = visit.read(queries.STATES_OF, ids=ids)
+            return visit.page("confirm.html", action=action, ids=ids, found=found, hidden={})
+    return visit.page("done.html", action=action, outcomes=run(visit, action, ids))
+
+
+def act_on_all(visit: Visit, action: JobAction) -> Response:
+    """Make a call on all jobs that match, one slice at a time: each form requests the next one.
+
+    A function that takes many ids changes a slice in one transaction; others, each job in its own.
+    Stopping means that the next slice is not requested.
+    """
+    form = visit.form
+    asked = asked_of(form)
+    hidden = kept(asked) | {"action": action.function, "scope": "all"}
+    is_first = not form.flag("confirmed")
+    with visit.session.database.visit() as visit.reader:
+        jobs, end = find(visit, asked, form.number("before"), MOST if is_first else SLICE)
+        ids = [job["id"] for job in jobs]
+        if is_first:
+            found = visit.read(queries.STATES_OF, ids=ids)
+            return visit.page(
+                "confirm.html", action=action, ids=ids, found=found, hidden=hidden, end=end
+            )
+    outcomes = run(visit, action, ids) if ids else []
+    refused = sum(1 for _, _, error in outcomes if error)
+    done = (form.number("done") or 0) + len(outcomes) - refused
+    refused += form.number("refused") or 0
+    hidden |= {field.name: form.text(field.name) for field in action.fields}
+    hidden |= {"done": str(done), "refused": str(refused), "confirmed": "1"}
+    if end is not None:
+        hidden["before"] = str(end["next_id"])
+    return visit.page(
+        "progress.html", action=action, done=done, refused=refused, hidden=hidden, end=end
+    )
+
+
+def call(visit: Visit, statement: str, **values: Any) -> None:
+    """Call one function."""
+    with visit.session.database.visit(writes=True) as reader:
+        reader.rows(statement, **values)
+
+
+def act_on_queue(visit: Visit) -> Response:
+    """Pause, resume or limit queues."""
+    form = visit.form
+    name = form.text("queue")
+    match form.text("action"):
+        case "pause":
+            until = form.maybe("until")
+            call(visit, "select queue.pause(%(q)s, %(u)s::timestamptz)", q=name, u=until)
+        case "resume":
+            call(visit, "select queue.resume(%(q)s)", q=name)
+        case "configure_queue":
+            options = {"max_running": form.number("max_running")}
+            call(
+                visit,
+                "select queue.configure_queue(%(q)s, %(o)s::jsonb)",
+                q=name,
+                o=json.dumps(options),
+            )
+        case _:
+            raise BadRequest
+    return visit.go("/queues")
+
+
+def act_on_schedule(visit: Visit) -> Response:
+    """Enable, disable, run or remove a schedule."""
+    name = visit.form.text("name")
+    statements = {
+        "enable": "select queue.enable_schedule(%(name)s)",
+        "disable": "select queue.enable_schedule(%(name)s, false)",
+        "run_now": "select queue.run_now(%(name)s)",
+        "unschedule": "select queue.unschedule(%(name)s)",
+    }
+    asked = visit.form.text("action")
+    if asked not in statements:
+        raise BadRequest
+    call(visit, statements[asked], name=name)
+    return visit.go("/schedules")
+
+
+ACTIONS: dict[str, Callable[[Visit], Response]] = {
+    "/jobs/act": act_on_jobs,
+    "/jobs/{id:id}/{action}": act_on_job,
+    "/queues/act": act_on_queue,
+    "/schedules/act": act_on_schedule,
+}

@@ -1,0 +1,366 @@
+"""The application: sessions, routes, and the headers of every answer."""
+
+from __future__ import annotations
+
+import importlib.resources
+import secrets
+import urllib.parse
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from .actions import ACTIONS
+from .database import ABOUT, Database, LoginRefused, Refused, Unreachable, login_with
+from .figures import Figures
+from .sessions import Session, Sessions
+from .text import path_of
+from .views import VIEWS
+from .visit import BadRequest, Form, NotFound, TooLarge, Visit, read_form, templates
+
+__all__ = ["Page", "asgi"]
+
+COOKIE = "pgdefer_session"
+LOGIN_COOKIE = "pgdefer_login"
+HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self';"
+    " img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none';"
+    " frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
+STATUS = {"QJ001": 404, "42501": 403, "57014": 504}
+Handler = Callable[[Visit], Response]
+
+
+class _Id(Convertor[int]):
+    """A job's id in a URL."""
+
+    regex = "[0-9]{1,18}"
+
+    def convert(self, value: str) -> int:
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        return str(value)
+
+
+register_url_convertor("id", _Id())
+
+
+def asgi(
+    dsn: str = "",
+    *,
+    role_header: str | None = None,
+    needs_password: bool = True,
+) -> Page:
+    """Return the page as an ASGI application, to be served or mounted under a path.
+
+    Visitors log in as roles of the database of `dsn`, by password. With `role_header`, a trusted
+    proxy passes the visitor's role in this header: the page connects as `dsn` says and switches to
+    that role by SET ROLE. Then only the proxy may be able to reach the page.
+
+    PostgreSQL must require a password. `needs_password=False` permits servers that require none;
+    use it only on your own machine.
+    """
+    return Page(dsn, role_header, needs_password=needs_password)
+
+
+class Page:
+    """The application, and its sessions."""
+
+    def __init__(self, dsn: str, role_header: str | None, *, needs_password: bool) -> None:
+        self._dsn = dsn
+        self._role_header = role_header
+        self._needs_password = needs_password
+        self._sessions = Sessions()
+        self._figures = Figures()
+        self._application = self._routed()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, with the headers of every answer."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("cache-control", "no-store")
+            elif message["type"] == "lifespan.shutdown.complete":
+                self.close()
+            await send(message)
+
+        await self._application(scope, receive, send_with_headers)
+
+    def close(self) -> None:
+        """End all sessions and close their connections."""
+        self._sessions.close()
+
+    def _routed(self) -> Starlette:
+        routes = [Route(f"/static/{name}", _static(name)) for name in STATIC]
+        routes += [Route("/login", self._login, methods=["GET", "POST"])]
+        routes += [Route("/logout", self._logout, methods=["POST"])]
+        for path, (view, *_) in VIEWS.items():
+            routes.append(Route(path, self._reads(view), methods=["GET"]))
+        for path, act in ACTIONS.items():
+            routes.append(Route(path, self._writes(act), methods=["POST"]))
+        handlers: MutableMapping[Any, Any] = {
+            404: _failed(404, "There is no such page."),
+            405: _failed(405, "This page does not allow this method."),
+            500: _failed(500, "The page failed. Its log says why."),
+        }
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    def _reads(self, view: Handler) -> Callable[[Request], Any]:
+        def read(visit: Visit) -> Response:
+            with visit.session.database.visit() as visit.reader:
+                return view(visit)
+
+        async def answer(request: Request) -> Response:
+            return await self._answer(request, Form({}), read)
+
+        return answer
+
+    def _writes(self, act: Handler) -> Callable[[Request], Any]:
+        def write(visit: Visit) -> Response:
+            if not visit.session.has_sent(visit.form.text("token")):
+                return _failure(
+                    visit.request, 403, "This form is out of date. Open the page again."
+                )
+            return act(visit)
+
+        async def answer(request: Request) -> Response:
+            if not _is_own(request):
+                return _failure(request, 403, "The form comes from another site.")
+            try:
+                form = await read_form(request)
+            except TooLarge:
+                return _failure(request, 413, "The form is too large.")
+            except BadRequest:
+                return _failure(request, 400, "The form can't be read.")
+            return await self._answer(request, form, write)
+
+        return answer
+
+    async def _answer(self, request: Request, form: Form, handler: Handler) -> Response:
+        return await run_in_threadpool(self._answer_now, request, form, handler)
+
+    def _answer_now(self, request: Request, form: Form, handler: Handler) -> Response:
+        try:
+            session = self._session(request)
+            if session is None:
+                return self._to_login(request)
+            fields = urllib.parse.parse_qs(request.url.query, errors="replace", max_num_fields=100)
+            can_log_out = self._role_header is None
+            visit = Visit(request, session, form, Form(fields), can_log_out, self._figures)
+            response = handler(visit)
+        except LoginRefused:
+            return self._to_login(request)
+        except Exception as error:
+            answer = _told(request, error)
+            if answer is None:
+                raise
+            return answer
+        if self._role_header is not None:
+            _set_cookie(request, response, COOKIE, session.name)
+        return response
+
+    def _to_login(self, request: Request) -> Response:
+        if self._role_header is not None:
+            return _failure(request, 403, "The proxy has named no role that may see this page.")
+        query = {"next": _below(request)} if request.method == "GET" else {}
+        tail = f"?{urllib.parse.urlencode(query)}" if query else ""
+        return RedirectResponse(f"{_root(request)}/login{tail}", 303)
+
+    def _session(self, request: Request) -> Session | None:
+        session = self._sessions.get(request.cookies.get(COOKIE, ""))
+        if self._role_header is None:
+            return session
+        role = request.headers.get(self._role_header, "")
+        if role in ("", "none") or "\0" in role:  # "none" would mean the role that connects
+            return None
+        if session is None or session.role != role:
+            session = self._begin(Database(self._dsn, role=role))
+        return session
+
+    def _begin(self, database: Database) -> Session:
+        """Return a session for a visitor that PostgreSQL has accepted."""
+        with database.visit() as reader:
+            about = reader.one(ABOUT)
+        assert about is not None
+        if not about["views"]:
+            database.close()
+            raise Refused("42501", "This role has no rights on the queue.")
+        session = Session(
+            secrets.token_urlsafe(32),
+            database,
+            about["role"],
+            about["is_standby"],
+            frozenset(about["functions"]),
+            frozenset(about["views"]),
+        )
+        self._sessions.add(session)
+        return session
+
+    async def _login(self, request: Request) -> Response:
+        if self._role_header is not None:
+            return RedirectResponse(f"{_root(request)}/", 303)
+        if request.method == "GET":
+            return _login_page(request)
+        try:
+            form = await read_form(request)
+        except (TooLarge, BadRequest):
+            return _failure(request, 400, "The form can't be read.")
+        token = request.cookies.get(LOGIN_COOKIE, "")
+        if (
+            not _is_own(request)
+            or not token
+            or not secrets.compare_digest(token.encode(), form.text("token").encode())
+        ):
+            return _login_page(request, "This form was out of date. Try again.", 403, form)
+        return await run_in_threadpool(self._log_in, request, form)
+
+    def _log_in(self, request: Request, form: Form) -> Response:
+        role, password = form.text("role"), form.text("password")
+
+        def again(told: str, status: int) -> Response:
+            return _login_page(request, told, status, form)
+
+        if not self._sessions.may_try():
+            return again("Too many logins were refused. Wait a minute.", 429)
+        # with an empty password, libpq would use one of this process
+        if not role or not password or "\0" in role + password:
+            return again("Enter a database role and its password.", 403)
+        values = {"role": role, "password": password}
+        try:
+            session = self._begin(login_with(self._dsn, values, asks=self._needs_password))
+        except LoginRefused:
+            self._sessions.note_refused()
+            return again("The server does not accept this role and password.", 403)
+        except Unreachable:
+            return again("The database can't be reached just now.", 503)
+        except Refused as refused:
+            return again(refused.message, 403)
+        target = form.text("next")
+        path = target if target.startswith("/") and not target.startswith(("//", "/\\")) else "/"
+        response = RedirectResponse(f"{_root(request)}{path}", 303)
+        _set_cookie(request, response, COOKIE, session.name)
+        response.delete_cookie(LOGIN_COOKIE, path=_root(request) or "/")
+        return response
+
+    async def _logout(self, request: Request) -> Response:
+        form = await read_form(request)
+        session = self._sessions.get(request.cookies.get(COOKIE, ""))
+        if session is not None and session.has_sent(form.text("token")):
+            self._sessions.drop(session)
+        response = RedirectResponse(f"{_root(request)}/login", 303)
+        response.delete_cookie(COOKIE, path=_root(request) or "/")
+        return response
+
+
+def _static(name: str) -> Callable[[Request], Any]:
+    body = importlib.resources.files(__package__ or "").joinpath("static", name).read_bytes()
+    headers = {"cache-control": "max-age=3600"}
+
+    async def answer(_request: Request) -> Response:
+        return Response(body, media_type=STATIC[name], headers=headers)
+
+    return answer
+
+
+def _root(request: Request) -> str:
+    return str(request.scope.get("root_path", "")).rstrip("/")
+
+
+def _below(request: Request) -> str:
+    path = path_of(request)
+    return f"{path}?{request.url.query}" if request.url.query else path
+
+
+def _is_own(request: Request) -> bool:
+    """Whether the form comes from a page of this site, as far as the browser says."""
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return False
+    origin = request.headers.get("origin")
+    return origin is None or urllib.parse.urlsplit(origin).netloc == request.url.netloc
+
+
+def _set_cookie(request: Request, response: Response, name: str, value: str) -> None:
+    response.set_cookie(
+        name,
+        value,
+        path=_root(request) or "/",
+        httponly=True,
+        samesite="lax" if name == COOKIE else "strict",
+        secure=request.url.scheme == "https",
+    )
+
+
+def _login_page(
+    request: Request, told: str = "", status: int = 200, sent: Form | None = None
+) -> Response:
+    """Return the form. After a refusal it still leads to the page that was asked for."""
+    token = secrets.token_urlsafe()
+    target = sent.text("next") if sent else request.query_params.get("next", "/")
+    role = sent.text("role") if sent else ""
+    body = templates.get_template("login.html").render(
+        root=_root(request), told=told, token=token, next=target, role=role
+    )
+    response = HTMLResponse(body, status)
+    _set_cookie(request, response, LOGIN_COOKIE, token)
+    return response
+
+
+def _told(request: Request, error: Exception) -> Response | None:
+    """Return the text to show for an error that is not the page's fault."""
+    match error:
+        case NotFound():
+            return _failure(request, 404, "This does not exist, or your role may not see it.")
+        case BadRequest():
+            return _failure(request, 400, "The address or the form can't be read.")
+        case Refused():
+            status = STATUS.get(error.sqlstate, 400 if error.sqlstate < "42" else 409)
+            return _failure(request, status, error.message, error.detail, error.hint)
+        case Unreachable() if request.method == "GET":
+            return _failure(
+                request, 503, "The database can't be reached.", "This page tries again.", again=True
+            )
+        case Unreachable():
+            return _failure(
+                request,
+                503,
+                "The connection to the database was lost.",
+                "It is unknown whether the call was made. Check before you send it again.",
+            )
+    return None
+
+
+def _failure(
+    request: Request,
+    status: int,
+    message: str,
+    detail: str = "",
+    hint: str = "",
+    *,
+    again: bool = False,
+) -> Response:
+    body = templates.get_template("error.html").render(
+        root=_root(request), message=message, detail=detail, hint=hint, again=again
+    )
+    return HTMLResponse(body, status)
+
+
+def _failed(status: int, message: str) -> Callable[[Request, Exception], Any]:
+    async def answer(request: Request, _error: Exception) -> Response:
+        return _failure(request, status, message)
+
+    return answer

@@ -1,0 +1,191 @@
+"""Reads and calls of visitors, as their own database roles."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import dict_row
+from psycopg.types.string import TextLoader
+
+__all__ = ["Database", "LoginRefused", "Reader", "Refused", "Unreachable"]
+
+Row = dict[str, Any]
+Connection = psycopg.Connection[Row]
+
+CONNECT_TIMEOUT = 5  # s
+STATEMENT_TIMEOUT = 5_000  # ms
+STALE_AFTER = 2.0  # s; after that a connection is tested before it is used
+SETTINGS = {
+    "statement_timeout": str(STATEMENT_TIMEOUT),
+    "lock_timeout": "2000",
+    "idle_in_transaction_session_timeout": "10000",
+    "timezone": "UTC",
+    "datestyle": "ISO, MDY",
+    "intervalstyle": "postgres",
+    "search_path": "pg_catalog",
+}
+# Authentication methods that require a password. Any other would accept whatever role is named.
+PASSWORDS = "scram-sha-256,md5,password"
+
+ABOUT = """
+select current_user::text as role, pg_is_in_recovery() as is_standby,
+  array(select p.proname::text from pg_proc p where p.pronamespace = 'queue'::regnamespace
+    and has_function_privilege(p.oid, 'execute')) as functions,
+  array(select c.relname::text from pg_class c where c.relnamespace = 'queue'::regnamespace
+    and c.relkind = 'v' and has_table_privilege(c.oid, 'select')) as views
+"""
+
+
+class Unreachable(Exception):  # noqa: N818 (what it says)
+    """The server can't be reached, or the connection was lost."""
+
+
+class LoginRefused(Exception):  # noqa: N818
+    """The server does not accept this role with this password."""
+
+
+class Refused(Exception):  # noqa: N818
+    """The server refused a call or a value: its message, without internals of the page."""
+
+    def __init__(self, sqlstate: str, message: str, detail: str = "", hint: str = "") -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+        self.message = message
+        self.detail = detail
+        self.hint = hint
+
+
+class Reader:
+    """One visit: its statements are kept with their values, to be shown."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.statements: list[tuple[str, dict[str, Any]]] = []
+
+    def rows(self, statement: str, **values: Any) -> list[Row]:
+        """Run a statement and return its rows."""
+        self.statements.append((statement.strip(), values))
+        return self._connection.execute(statement.encode(), values).fetchall()
+
+    def one(self, statement: str, **values: Any) -> Row | None:
+        """Return the first row, or None if there is none."""
+        return next(iter(self.rows(statement, **values)), None)
+
+
+class Database:
+    """Connections to one database as one role. At most one stays open while idle."""
+
+    def __init__(self, conninfo: str, *, role: str | None = None, **login: str) -> None:
+        self._idle: Connection | None = None
+        self._idle_since = 0.0
+        self._role = role
+        self._conninfo = make_conninfo(
+            conninfo, connect_timeout=CONNECT_TIMEOUT, application_name="pgdefer page", **login
+        )
+
+    @contextlib.contextmanager
+    def visit(self, *, writes: bool = False) -> Iterator[Reader]:
+        """Run statements in one transaction, read-only unless it writes."""
+        connection = self._take()
+        try:
+            connection.read_only = not writes
+            connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+            with translated(), connection.transaction():
+                yield Reader(connection)
+        finally:
+            self._give(connection)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the idle connection."""
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            idle.close()
+
+    def rest(self, seconds: float) -> None:
+        """Close a connection that has been idle for too long."""
+        if time.monotonic() - self._idle_since > seconds:
+            self.close()
+
+    def _take(self) -> Connection:
+        idle, self._idle = self._idle, None
+        if idle is not None and time.monotonic() - self._idle_since > STALE_AFTER:
+            try:
+                idle.execute("select")
+                idle.rollback()
+            except psycopg.Error:
+                idle.close()
+                idle = None
+        return idle or self._connect()
+
+    def _give(self, connection: Connection) -> None:
+        if connection.closed or self._idle is not None:
+            connection.close()
+        else:
+            self._idle_since = time.monotonic()
+            self._idle = connection
+
+    def _connect(self) -> Connection:
+        try:
+            connection = psycopg.connect(self._conninfo, row_factory=dict_row)
+        except psycopg.OperationalError as error:
+            # libpq's text names hosts, and does not distinguish the reasons
+            raise (LoginRefused if is_refusal(error) else Unreachable) from None
+        # as text: infinity, and years that Python does not support
+        for name in ("timestamptz", "interval", "date", "timestamp"):
+            connection.adapters.register_loader(name, TextLoader)
+        try:
+            with translated():
+                for name, value in SETTINGS.items():
+                    connection.execute("select set_config(%s, %s, false)", (name, value))
+                if self._role is not None:
+                    connection.execute("select set_config('role', %s, false)", (self._role,))
+                connection.commit()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def is_refusal(error: psycopg.OperationalError) -> bool:
+    """Whether a server answered, and did not accept the role or the password."""
+    connection = error.pgconn
+    if connection is not None and (connection.used_password or connection.needs_password):
+        return True
+    text = str(error)
+    return "authentication" in text or "role " in text
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Raise the errors of this module in place of psycopg's."""
+    try:
+        yield
+    except psycopg.Error as error:
+        state = error.sqlstate
+        if state is None and isinstance(error, (psycopg.DataError, psycopg.ProgrammingError)):
+            raise Refused("22000", "PostgreSQL can't store this text.") from None
+        if state is None or (state[:2] in ("08", "57") and state != "57014"):
+            raise Unreachable from None
+        diag = error.diag
+        raise Refused(
+            state,
+            diag.message_primary or "refused",
+            diag.message_detail or "",
+            diag.message_hint or "",
+        ) from None
+
+
+def login_with(conninfo: str, values: Mapping[str, str], *, asks: bool) -> Database:
+    """Return the database, with a role that logs in by its password."""
+    login = {"user": values["role"], "password": values["password"]}
+    if asks:
+        login["require_auth"] = PASSWORDS
+    return Database(conninfo, **login)

@@ -1,0 +1,134 @@
+"""The statements of the pages: they read public views and functions."""
+
+from __future__ import annotations
+
+HEALTH = "select name, status, detail, fix from queue.health()"
+
+METRICS = """
+select queue, paused = 1 as is_paused, ready, running, blocked, scheduled, waiting,
+  upstream_failed, held, failed, round(oldest_ready_seconds) as oldest, succeeded_5m, failed_5m,
+  cancelled_5m, workers
+from queue.metrics order by running + ready desc, queue limit 500
+"""
+
+SERIES = """
+select at, succeeded, failed, cancelled, failures,
+  extract(epoch from wait_p50)::float8 as wait_p50,
+  extract(epoch from wait_p95)::float8 as wait_p95,
+  extract(epoch from run_p50)::float8 as run_p50,
+  extract(epoch from run_p95)::float8 as run_p95
+from queue.series(within => '6 hours', step => '5 minutes') order by at
+"""
+
+JOBS = """
+select id, queue_name as queue, task_name as task, job_state as state, reason, priority, attempts,
+  created_at, left(description, 200) as description, left(excerpt, 200) as excerpt, next_id
+from queue.search(pattern => %(pattern)s, queue => %(queue)s, state => %(state)s,
+  max_bytes => %(max_bytes)s, by => %(by)s, task => %(task)s,
+  before => %(before)s, max_jobs => %(n)s)
+"""
+
+JOB = """
+select id, task, queue, state, reason, priority, lock, queueing_lock, concurrency_key, needs,
+  parent, deadline, scheduled_at, expires_at, created_at, started_at, finished_at, attempts,
+  failures, crashes, claim, worker_id, left(error, 20001) as error,
+  left(description, 2001) as description, left(jsonb_pretty(args), 20001) as args,
+  left(jsonb_pretty(result), 20001) as result, left(jsonb_pretty(headers), 20001) as headers
+from queue.jobs where id = %(id)s
+"""
+
+ATTEMPTS = """
+select attempt, worker_id, started_at, finished_at, outcome, left(error, 2001) as error,
+  left(details ->> 'traceback', 10001) as traceback
+from queue.attempts where job_id = %(id)s order by finished_at desc limit 50
+"""
+
+WHY = "select queue.why(%(id)s) as why"
+
+GRAPH = """
+select job_id, need_id, depth, task, state from queue.graph(%(id)s)
+order by depth, job_id, need_id limit 200
+"""
+
+AUDIT_OF_JOB = """
+select at, role, login, call, left(args::text, 500) as args, left(before::text, 500) as before
+from queue.audit where ids @> array[%(id)s::bigint] order by id desc limit 50
+"""
+
+QUEUES = """
+select name, ready, running, max_running, rate_limit, rate_per, retain, paused_until
+from queue.queues order by name limit 1000
+"""
+
+LOCKS = """
+select lock, job_id, running, waiting, has_mutex from queue.locks
+order by waiting desc, lock limit 500
+"""
+
+SEMAPHORES = """
+select kind, key, "limit", used, ready, waiting from queue.semaphores
+order by waiting desc, used desc, kind, key limit 500
+"""
+
+SCHEDULES = """
+select name, cron, timezone, task, enabled, next_run_at, last_run_at, last_job_id, reason,
+  left(args::text, 500) as args, source
+from queue.schedules order by name limit 500
+"""
+
+NEXT_RUNS = """
+select n.run_at::text as utc, (n.run_at at time zone s.timezone)::text as local
+from queue.schedules s, queue.next_runs(s.cron, s.timezone) as n (run_at) where s.name = %(name)s
+"""
+
+SCHEDULE = """
+select name, cron, timezone, task, enabled, next_run_at, last_run_at, last_job_id, reason,
+  left(jsonb_pretty(args), 20001) as args, left(jsonb_pretty(options), 20001) as options,
+  catch_up, overlap, max_delay, source, created_at, changed_at
+from queue.schedules where name = %(name)s
+"""
+
+RUNS = """
+select run_at, job_id, skipped, left(detail, 500) as detail, manual from queue.schedule_runs
+where name = %(name)s order by run_at desc limit 50
+"""
+
+WORKERS = """
+select id, name, array_to_string(queues, ', ') as queues, registered_at, last_seen_at, dead_after,
+  is_alive, running, left(info::text, 500) as info
+from queue.workers order by is_alive desc, running desc, id limit 500
+"""
+
+RUNNING = """
+select id, worker_id, task, queue, started_at from queue.jobs
+where state = 'running' and worker_id = %(worker)s order by id desc limit 50
+"""
+
+TASKS = """
+select name, left(defaults::text, 2000) as defaults from queue.tasks order by name limit 1000
+"""
+
+TASK_STATS = """
+select task, succeeded, failed, cancelled, failures, failure_rate::float8 as failure_rate,
+  extract(epoch from wait_p50)::float8 as wait_p50,
+  extract(epoch from wait_p95)::float8 as wait_p95,
+  extract(epoch from run_p50)::float8 as run_p50,
+  extract(epoch from run_p95)::float8 as run_p95
+from queue.task_stats(within => '1 day')
+order by succeeded + failed + cancelled + failures desc, task limit 500
+"""
+
+AUDIT = """
+select id, at, role, login, call, left(args::text, 500) as args, cardinality(ids) as jobs,
+  ids[1:5] as ids, array_to_string(queues, ', ') as queues, left(before::text, 500) as before
+from queue.audit
+where (%(before)s::bigint is null or id < %(before)s)
+  and (%(role)s::text is null or role = %(role)s)
+  and (%(call)s::text is null or call = %(call)s)
+order by id desc limit 51
+"""
+
+STATES_OF = """
+select state, queue, count(*) as jobs from queue.jobs where id = any (%(ids)s::bigint[])
+group by state, queue order by jobs desc, state, queue limit 50
+"""

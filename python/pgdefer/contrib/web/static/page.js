@@ -1,0 +1,29 @@
+"use strict";
+// All boxes of a table at once.
+document.addEventListener("change", (event) => {
+  const name = event.target.dataset.all;
+  if (!name) return;
+  for (const box of event.target.form.querySelectorAll(`input[name="${name}"]`)) box.checked = event.target.checked;
+});
+// Fresh figures while the page is seen and nobody reads: not in the background, not while something in it is
+// selected or has the focus, and not further down, so that nothing moves under the reader's eyes.
+const main = document.querySelector("main[data-refresh]");
+const live = document.getElementById("live");
+let busy = false;
+async function refresh() {
+  const selected = document.getSelection();
+  if (busy || document.hidden || !live.checked || main.contains(document.activeElement)
+      || (selected && !selected.isCollapsed) || window.scrollY > 100) return;
+  busy = true;
+  try {
+    const answer = await fetch(location.href, { redirect: "error", signal: AbortSignal.timeout(10000) });
+    if (!answer.ok) return;
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
+    if (fresh && !main.contains(document.activeElement)) main.replaceChildren(...fresh.childNodes);
+  } catch { /* the next one may */ } finally { busy = false; }
+}
+if (main) setInterval(refresh, Number(main.dataset.refresh) * 1000);
+
+// The next slice of a call on all jobs that match, unless somebody stops it.
+const next = document.querySelector("form[data-continue]");
+if (next) setTimeout(() => next.requestSubmit(), 500);

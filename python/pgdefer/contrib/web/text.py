@@ -1,0 +1,40 @@
+"""Texts of jobs, shown as text whatever they contain."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from starlette.requests import Request
+
+__all__ = ["cut", "moment", "path_of", "plain"]
+
+# Control characters, and those that change the direction or hide what follows.
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+
+
+def plain(value: Any) -> str:
+    """Return a text in which every character can be seen."""
+    return "" if value is None else HIDDEN.sub(_visible, str(value))
+
+
+def _visible(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else f"\\u{code:04x}"
+
+
+def cut(value: Any, size: int) -> str:
+    """Return at most so many characters of a text, and say so if there are more."""
+    text = plain(value)
+    return text if len(text) <= size else f"{text[:size]}\n… (cut)"
+
+
+def moment(value: str | None) -> str:
+    """Return a time as the pages show it: UTC, to the second."""
+    return "" if value is None else re.sub(r"(\.\d+)?\+00$", "", value)
+
+
+def path_of(request: Request) -> str:
+    """Return the path below the one under which the page is mounted."""
+    root = str(request.scope.get("root_path", ""))
+    return request.url.path.removeprefix(root) or "/"

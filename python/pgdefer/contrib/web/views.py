@@ -1,0 +1,147 @@
+"""Pages that only show something."""
+
+from __future__ import annotations
+
+import urllib.parse
+
+from starlette.responses import Response
+
+from . import plots, queries
+from .actions import JOB_ACTIONS, MANY_ACTIONS
+from .matches import asked_of, find, kept
+from .visit import NotFound, Visit, templates
+
+__all__ = ["VIEWS"]
+
+PAGE = 50
+NEAR, FAR = 3_000_000, 50_000_000  # bytes that a search reads
+STATES = (
+    "ready running scheduled waiting blocked held upstream_failed succeeded failed cancelled"
+).split()
+
+
+def now(visit: Visit) -> Response:
+    """Show the state of the queue at a glance."""
+    may = visit.session
+    return visit.page(
+        "now.html",
+        sees_health=may.sees("health"),
+        health=visit.figure(queries.HEALTH) if may.sees("health") else None,
+        metrics=visit.figure(queries.METRICS) if may.sees("metrics") else None,
+        series=visit.figure(queries.SERIES) if may.sees("series") else None,
+    )
+
+
+def jobs(visit: Visit) -> Response:
+    """List and search jobs, newest first."""
+    asked = asked_of(visit.query)
+    looks = FAR if visit.query.flag("far") else NEAR
+    rows, end = find(visit, asked, visit.query.number("before"), PAGE, looks)
+    return visit.page(
+        "jobs.html",
+        jobs=rows,
+        asked=asked,
+        states=STATES,
+        end=end,
+        link=lambda **more: "?" + urllib.parse.urlencode({**kept(asked), **more}),
+        actions=[a for a in MANY_ACTIONS.values() if visit.session.may(a.function)],
+        done=visit.query.maybe("done"),
+    )
+
+
+def job(visit: Visit) -> Response:
+    """Show a job: its times, attempts, why it is not running, its needs, and who changed it."""
+    id = visit.request.path_params["id"]
+    found = next(iter(visit.read(queries.JOB, id=id)), None)
+    if found is None:
+        raise NotFound
+    may = visit.session
+    return visit.page(
+        "job.html",
+        job=found,
+        why=visit.read(queries.WHY, id=id)[0]["why"] if may.sees("why") else None,
+        attempts=visit.read(queries.ATTEMPTS, id=id),
+        graph=visit.read(queries.GRAPH, id=id) if may.sees("graph") else [],
+        audit=visit.read(queries.AUDIT_OF_JOB, id=id) if may.sees("audit") else [],
+        actions=[a for a in JOB_ACTIONS.values() if may.may(a.function)],
+        done=visit.query.maybe("done"),
+    )
+
+
+def queues(visit: Visit) -> Response:
+    """List queues, with their limits."""
+    return visit.page("queues.html", queues=visit.read(queries.QUEUES), done=None)
+
+
+def locks(visit: Visit) -> Response:
+    """List locks and limits: their holders, and how many jobs wait."""
+    return visit.page(
+        "locks.html", locks=visit.read(queries.LOCKS), semaphores=visit.read(queries.SEMAPHORES)
+    )
+
+
+def schedules(visit: Visit) -> Response:
+    """List schedules."""
+    return visit.page("schedules.html", schedules=visit.read(queries.SCHEDULES))
+
+
+def schedule(visit: Visit) -> Response:
+    """Show a schedule: its next runs, and its past runs."""
+    name = visit.query.text("name")
+    found = next(iter(visit.read(queries.SCHEDULE, name=name)), None)
+    if found is None:
+        raise NotFound
+    return visit.page(
+        "schedule.html",
+        schedule=found,
+        next_runs=visit.read(queries.NEXT_RUNS, name=name),
+        runs=visit.read(queries.RUNS, name=name) if visit.session.sees("schedule_runs") else [],
+    )
+
+
+def workers(visit: Visit) -> Response:
+    """List workers."""
+    return visit.page("workers.html", workers=visit.read(queries.WORKERS))
+
+
+def tasks(visit: Visit) -> Response:
+    """List tasks: their defaults, and what happened within a day."""
+    return visit.page(
+        "tasks.html",
+        tasks=visit.read(queries.TASKS),
+        stats=visit.figure(queries.TASK_STATS) if visit.session.sees("task_stats") else None,
+    )
+
+
+def audit(visit: Visit) -> Response:
+    """List who changed what."""
+    query = visit.query
+    asked = {"role": query.maybe("role"), "call": query.maybe("call")}
+    rows = visit.read(queries.AUDIT, before=query.number("before"), **asked)
+    more = (
+        urllib.parse.urlencode({**kept(asked), "before": rows[49]["id"]})
+        if len(rows) > PAGE
+        else None
+    )
+    return visit.page("audit.html", audit=rows[:PAGE], asked=asked, more=more)
+
+
+# The path and name of each page, and what the role must be able to read to see it offered.
+VIEWS = {
+    "/": (now, "Now", "jobs"),
+    "/jobs": (jobs, "Jobs", "search"),
+    "/queues": (queues, "Queues", "queues"),
+    "/locks": (locks, "Locks and limits", "locks"),
+    "/workers": (workers, "Workers", "workers"),
+    "/schedules": (schedules, "Schedules", "schedules"),
+    "/tasks": (tasks, "Tasks", "tasks"),
+    "/audit": (audit, "Audit", "audit"),
+    "/jobs/{id:id}": (job, None, "jobs"),
+    "/schedule": (schedule, None, "schedules"),
+}
+
+templates.globals |= {"bars": plots.bars, "lines": plots.lines}
+templates.filters["lasting"] = plots.lasting
+templates.globals["places"] = [
+    (path, label, needs) for path, (_, label, needs) in VIEWS.items() if label is not None
+]

@@ -1,0 +1,146 @@
+"""One request: the visitor, the form, and the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from . import text
+from .database import Reader
+from .figures import Figures
+from .sessions import Session
+
+__all__ = ["BadRequest", "Form", "NotFound", "TooLarge", "Visit", "read_form", "templates"]
+
+LARGEST_FORM = 4_000_000  # bytes
+LARGEST_ID = 2**63 - 1
+
+templates = jinja2.Environment(
+    loader=jinja2.PackageLoader("pgdefer.contrib.web"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+templates.filters |= {"plain": text.plain, "cut": text.cut, "moment": text.moment}
+
+
+class BadRequest(Exception):  # noqa: N818 (what it says)
+    """The URL or the form contains something that no page sends."""
+
+
+class NotFound(Exception):  # noqa: N818
+    """There is no such thing, or this role may not see it."""
+
+
+class TooLarge(Exception):  # noqa: N818
+    """The form is too large."""
+
+
+class Form:
+    """The fields of a form or a URL."""
+
+    def __init__(self, fields: Mapping[str, Sequence[str]]) -> None:
+        self._fields = fields
+
+    def text(self, name: str) -> str:
+        """Return a field, empty if it is missing."""
+        return next(iter(self._fields.get(name, ())), "")
+
+    def maybe(self, name: str) -> str | None:
+        """Return a field, None if it is missing or empty."""
+        return self.text(name) or None
+
+    def number(self, name: str) -> int | None:
+        """Return a field that is a number, None if it is missing or empty."""
+        value = self.maybe(name)
+        return None if value is None else whole(value)
+
+    def numbers(self, name: str) -> list[int]:
+        """Return all fields of a name as numbers, each once."""
+        return sorted({whole(value) for value in self._fields.get(name, ())})
+
+    def flag(self, name: str) -> bool:
+        """Return whether a box is checked."""
+        return self.text(name) != ""
+
+    def all(self) -> list[tuple[str, str]]:
+        """Return all fields."""
+        return [(name, value) for name, values in self._fields.items() for value in values]
+
+
+def whole(value: str) -> int:
+    """Return a number that fits into a bigint."""
+    if not (value.isascii() and value.isdigit() and len(value) <= 19 and int(value) <= LARGEST_ID):
+        raise BadRequest
+    return int(value)
+
+
+async def read_form(request: Request) -> Form:
+    """Return the fields of a form, unless it is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_FORM:
+            raise TooLarge
+    try:
+        fields = urllib.parse.parse_qs(
+            body.decode("ascii"), keep_blank_values=True, max_num_fields=2_000, errors="replace"
+        )
+    except ValueError:
+        raise BadRequest from None
+    return Form(fields)
+
+
+@dataclasses.dataclass
+class Visit:
+    """A request of a visitor who is logged in."""
+
+    request: Request
+    session: Session
+    form: Form
+    query: Form
+    can_log_out: bool
+    figures: Figures
+    reader: Reader | None = None
+
+    @property
+    def root(self) -> str:
+        """Return the path under which the page is mounted."""
+        return str(self.request.scope.get("root_path", "")).rstrip("/")
+
+    def read(self, statement: str, **values: Any) -> list[dict[str, Any]]:
+        """Return the rows of a statement of this visit."""
+        assert self.reader is not None
+        return self.reader.rows(statement, **values)
+
+    def figure(self, statement: str) -> list[dict[str, Any]] | None:
+        """Return figures that may be cached; None if they take too long."""
+        assert self.reader is not None
+        self.reader.statements.append((statement.strip(), {}))
+        return self.figures.read(self.session, statement)
+
+    def page(self, name: str, status: int = 200, **values: Any) -> Response:
+        """Return a page."""
+        statements = [] if self.reader is None else self.reader.statements
+        body = templates.get_template(name).render(
+            root=self.root,
+            session=self.session,
+            can_log_out=self.can_log_out,
+            path=text.path_of(self.request),
+            statements=statements,
+            query=self.query,
+            **values,
+        )
+        return HTMLResponse(body, status)
+
+    def go(self, path: str, **query: str) -> Response:
+        """Redirect the visitor to another page."""
+        tail = f"?{urllib.parse.urlencode(query)}" if query else ""
+        return RedirectResponse(f"{self.root}{path}{tail}", 303)
