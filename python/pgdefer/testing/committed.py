@@ -1,0 +1,107 @@
+"""A queue that commits its jobs, and runs them with a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from pgdefer.database import sql
+from pgdefer.database.callers import CallersConnection, Rows
+from pgdefer.database.sql import Statement
+from pgdefer.errors import JobFailed
+from pgdefer.options import JobOptions
+from pgdefer.testing.asking import AskingQueue
+from pgdefer.testing.connections import run_apart
+from pgdefer.testing.jobs import DeferredJob
+from pgdefer.worker.worker import Worker
+
+__all__ = ["CommittedTestQueue"]
+
+
+class CommittedTestQueue(AskingQueue):
+    """The queue in the App's own database, with a worker that runs until nothing is due.
+
+    Use it for tests that a rolled-back transaction does not allow: of commits, processes, timeouts,
+    several connections. The jobs deferred in the block are removed at its end, and the App's
+    recurring tasks are not registered.
+    """
+
+    def __enter__(self) -> Self:
+        self.app.import_tasks()
+        ((self._after,),) = self.app.client.call(sql.LAST_ID, {})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if ids := [job.id for job in self.deferred()]:
+            self.app.client.call(sql.DELETE, {"ids": ids, "force": True})
+        self.app.close()
+
+    async def __aenter__(self) -> Self:
+        self.app.import_tasks()
+        ((self._after,),) = await self.app.client.call_async(sql.LAST_ID, {})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if ids := [job.id for job in await self.deferred_async()]:
+            await self.app.client.call_async(sql.DELETE, {"ids": ids, "force": True})
+        await self.app.close_async()
+
+    async def _call(
+        self,
+        statement: Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None,
+        defaults: Mapping[str, JobOptions],
+    ) -> Rows:
+        del connection, defaults
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self.app.client.call(statement, parameters)
+        return await self.app.client.call_async(statement, parameters)
+
+    def run(
+        self,
+        queues: Sequence[str] | None = None,
+        *,
+        max_jobs: int = 1000,
+        raise_errors: bool = True,
+    ) -> list[DeferredJob]:
+        """Let a worker run the jobs that are due until none is left; return the test's jobs.
+
+        Raises JobFailed if one has failed for good, unless `raise_errors` is false; AssertionError
+        if there are more after `max_jobs`.
+        """
+        run_apart(self._work(queues, max_jobs, keep_open=False))
+        # Apart from that event loop: Django refuses to fetch rows, as arguments, within one.
+        return _checked(self.deferred(), raise_errors=raise_errors)
+
+    async def run_async(
+        self,
+        queues: Sequence[str] | None = None,
+        *,
+        max_jobs: int = 1000,
+        raise_errors: bool = True,
+    ) -> list[DeferredJob]:
+        """Let a worker run the jobs that are due: as `run`."""
+        await self._work(queues, max_jobs, keep_open=True)
+        return _checked(await self.deferred_async(), raise_errors=raise_errors)
+
+    async def _work(self, queues: Sequence[str] | None, max_jobs: int, *, keep_open: bool) -> None:
+        worker = Worker(
+            self.app, queues, drain=True, max_jobs=max_jobs + 1, register_schedules=False
+        )
+        await worker.run_async()
+        if worker.finished > max_jobs:
+            raise AssertionError(f"{max_jobs} jobs have run, and there may be more")
+        if not keep_open:
+            await self.app.close_async()
+
+
+def _checked(jobs: list[DeferredJob], *, raise_errors: bool) -> list[DeferredJob]:
+    """Return jobs. Raises JobFailed if one has failed for good."""
+    for job in jobs if raise_errors else ():
+        if job.state == "failed":
+            raise JobFailed(job.id, job.error)
+    return jobs

@@ -1,0 +1,187 @@
+"""The test's own connection: its savepoints, and the form in which handlers get it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, Self, TypeVar, cast
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from pgdefer.database.callers import CallersConnection, is_sqlalchemy
+
+__all__ = [
+    "AsyncOverSync",
+    "at_once",
+    "check_in_transaction",
+    "driver_of",
+    "is_asynchronous",
+    "run_apart",
+    "savepoint",
+    "unwrapped",
+]
+
+T = TypeVar("T")
+
+
+def is_asynchronous(connection: CallersConnection) -> bool:
+    """Whether its calls are awaited."""
+    return isinstance(connection, psycopg.AsyncConnection) or is_sqlalchemy(
+        connection, "AsyncConnection", "AsyncSession", "async_scoped_session"
+    )
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that waits for nothing, and return its value."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return cast("T", done.value)
+    coroutine.close()
+    raise RuntimeError("this coroutine waits for something")
+
+
+def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of a handler in an event loop of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    ended: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            ended.append(asyncio.run(coroutine))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return ended[0]
+
+
+def driver_of(connection: CallersConnection) -> Any:
+    """Return psycopg's connection, or None if the driver is another one or must be awaited."""
+    if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
+        return connection
+    found: Any = connection
+    if is_asynchronous(connection):
+        found = getattr(found, "sync_connection", None)
+    elif is_sqlalchemy(connection, "Session", "scoped_session"):
+        found = found.connection()
+    return getattr(getattr(found, "connection", None), "driver_connection", None)
+
+
+def check_in_transaction(connection: CallersConnection) -> None:
+    """Raise ValueError if the effects of a statement would not be rolled back."""
+    if (
+        isinstance(connection, psycopg.Connection | psycopg.AsyncConnection)
+        and connection.info.transaction_status == TransactionStatus.IDLE
+    ):
+        raise ValueError(
+            "the test's connection is in no transaction, so that nothing could be rolled back: "
+            "open it without autocommit, or within `with connection.transaction(...)`"
+        )
+
+
+@contextlib.asynccontextmanager
+async def savepoint(connection: CallersConnection, *, keep: bool = False) -> AsyncIterator[None]:
+    """Roll back a block if it raises; with `keep`, only if the database requires that."""
+    caught: BaseException | None = None
+    async with contextlib.AsyncExitStack() as stack:
+        if is_asynchronous(connection):
+            other: Any = connection
+            within = (
+                other.transaction()
+                if isinstance(connection, psycopg.AsyncConnection)
+                else other.begin_nested()
+            )
+            await stack.enter_async_context(within)
+        else:
+            stack.enter_context(_nested(connection))
+        try:
+            yield
+        except BaseException as error:
+            if not keep or _is_broken(connection):
+                raise
+            caught = error
+    if caught is not None:
+        raise caught
+
+
+def _nested(connection: Any) -> contextlib.AbstractContextManager[Any]:
+    if isinstance(connection, psycopg.Connection):
+        return connection.transaction()
+    nested: contextlib.AbstractContextManager[Any] = connection.begin_nested()
+    return nested
+
+
+def _is_broken(connection: CallersConnection) -> bool:
+    """Whether the transaction refuses further statements."""
+    driver = driver_of(connection)
+    if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
+        return True
+    return driver.info.transaction_status == TransactionStatus.INERROR
+
+
+class AsyncOverSync:
+    """A synchronous psycopg connection, in the form that asynchronous `transactional` tasks need.
+
+    Each await is complete at once. Cursors are wrapped in the same way.
+    """
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._wrapped, name)
+        if name in ("transaction", "pipeline"):
+            return lambda *args, **kwargs: _AsyncBlock(found(*args, **kwargs))
+        if name == "cursor":
+            return lambda *args, **kwargs: AsyncOverSync(found(*args, **kwargs))
+        if name in ("info", "adapters", "pgconn", "row_factory", "rowcount", "description"):
+            return found
+        if not callable(found):
+            return found
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            done = found(*args, **kwargs)
+            return AsyncOverSync(done) if isinstance(done, psycopg.Cursor) else done
+
+        return call
+
+    async def __aenter__(self) -> Self:
+        self._wrapped.__enter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> Any:
+        return self._wrapped.__exit__(*error)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        rows: Iterator[Any] = iter(self._wrapped)
+        for row in rows:
+            yield row
+
+
+def unwrapped(connection: Any) -> CallersConnection:
+    """Return the connection behind the asynchronous form that a handler got."""
+    found: CallersConnection = getattr(connection, "_wrapped", connection)
+    return found
+
+
+class _AsyncBlock:
+    def __init__(self, block: Any) -> None:
+        self._block = block
+
+    async def __aenter__(self) -> Any:
+        return self._block.__enter__()
+
+    async def __aexit__(self, *error: object) -> Any:
+        return self._block.__exit__(*error)

@@ -1,0 +1,115 @@
+"""A fake job, for handlers that are called directly."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from pgdefer.client.client import Client
+from pgdefer.tasks.context import JobContext, enter_job, leave_job
+from pgdefer.tasks.need import Need
+
+__all__ = ["FakeJob", "fake_job"]
+
+
+class FakeJob(JobContext):
+    """A JobContext without a database: `extend` and `needs` return values that the test sets."""
+
+    __slots__ = ("_max_attempts", "_needs", "leases")
+
+    def __init__(self, row: Sequence[Any], needs: Sequence[Need], max_attempts: int | None) -> None:
+        super().__init__(cast("Client", None), row)
+        self._max_attempts = max_attempts
+        self._needs = list(needs)
+        #: The leases that the handler has requested.
+        self.leases: list[dt.timedelta] = []
+
+    def abort(self, reason: str = "cancelled") -> None:
+        """Make `should_abort` true."""
+        self._abort_reason = reason
+
+    def needs(self) -> list[Need]:
+        """Return the needs that the test passed."""
+        return list(self._needs)
+
+    async def needs_async(self) -> list[Need]:
+        """Return the needs that the test passed."""
+        return list(self._needs)
+
+    def max_attempts(self) -> int | None:
+        """Return the number that the test passed."""
+        return self._max_attempts
+
+    async def max_attempts_async(self) -> int | None:
+        """Return the number that the test passed."""
+        return self._max_attempts
+
+    def is_last_attempt(self) -> bool:
+        """Whether its attempt is the last one of that number."""
+        return self._max_attempts is not None and self.attempt >= self._max_attempts
+
+    async def is_last_attempt_async(self) -> bool:
+        """Whether its attempt is the last one of that number."""
+        return self.is_last_attempt()
+
+    def extend(self, lease: dt.timedelta) -> dt.datetime:
+        """Record a lease; return its end by this process's clock."""
+        self.leases.append(lease)
+        return dt.datetime.now(dt.UTC) + lease
+
+    async def extend_async(self, lease: dt.timedelta) -> dt.datetime:
+        """Record a lease; return its end by this process's clock."""
+        return self.extend(lease)
+
+
+@contextlib.contextmanager
+def fake_job(
+    *,
+    id: int = 1,
+    task: str = "task",
+    queue: str = "default",
+    priority: int = 0,
+    lock: str | None = None,
+    attempt: int = 1,
+    max_attempts: int | None = 1,
+    scheduled_at: dt.datetime | None = None,
+    scheduled_for: dt.datetime | None = None,
+    deadline: dt.datetime | None = None,
+    timeout: dt.timedelta | None = None,
+    headers: Mapping[str, Any] | None = None,
+    parent: int | None = None,
+    needs: Sequence[Need] = (),
+    abort: str | None = None,
+) -> Iterator[FakeJob]:
+    """Make `current_job()` return this job in the block, so that a handler can be called.
+
+    With `abort`, a reason, `should_abort` is true from the start.
+    """
+    args = {} if scheduled_for is None else {"scheduled_for": scheduled_for.isoformat()}
+    row = (
+        id,
+        1,
+        task,
+        f" {json.dumps(args)}",
+        queue,
+        priority,
+        lock,
+        attempt,
+        scheduled_at,
+        deadline,
+        timeout,
+        None if headers is None else f" {json.dumps(headers)}",
+        parent,
+        None,
+    )
+    job = FakeJob(row, needs, max_attempts)
+    if abort is not None:
+        job.abort(abort)
+    token = enter_job(job)
+    try:
+        yield job
+    finally:
+        leave_job(token)

@@ -1,0 +1,95 @@
+"""Jobs as a test sees them: deferred ones, and runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pgdefer.client.client import Client
+from pgdefer.tasks.task import Task
+
+__all__ = ["DeferredJob", "RanJob", "arguments", "deferred_job", "found", "is_of", "name_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeferredJob:
+    """A job at the time of the test's call: as in queue.jobs, with its arguments decoded.
+
+    `app.job(deferred)` returns its Job.
+    """
+
+    id: int
+    task: str
+    args: Mapping[str, Any]
+    queue: str
+    priority: int
+    lock: str | None
+    queueing_lock: str | None
+    concurrency_key: str | None
+    state: str
+    reason: str | None
+    scheduled_at: dt.datetime | None
+    deadline: dt.datetime | None
+    attempts: int
+    error: str | None
+    description: str | None
+    headers: Mapping[str, Any]
+    parent: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RanJob:
+    """One run of a job: how its handler ended, and the job's state afterwards."""
+
+    id: int
+    task: str
+    attempt: int
+    state: str
+    result: Any = None
+    error: BaseException | None = None
+
+
+def deferred_job(client: Client, row: Sequence[Any]) -> DeferredJob:
+    """Return the job of a row of sql.DEFERRED."""
+    loads = client.codec.loads
+    values = dict(zip((field.name for field in dataclasses.fields(DeferredJob)), row, strict=True))
+    values["args"] = loads(values["args"])
+    values["headers"] = {} if values["headers"] is None else loads(values["headers"])
+    return DeferredJob(**values)
+
+
+def name_of(task: Task[..., Any] | str) -> str:
+    """Return a task's name."""
+    return task if isinstance(task, str) else task.name
+
+
+def arguments(
+    task: Task[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return expected arguments by name; a call may leave some out."""
+    if isinstance(task, str):
+        if args:
+            raise TypeError(f"name the arguments of {task!r}: its function is not known here")
+        return kwargs
+    parameters = task.parameters
+    bound = dict(parameters.signature.bind_partial(*args, **kwargs).arguments)
+    if parameters.rest in bound:
+        bound[str(parameters.rest)] = list(bound[str(parameters.rest)])
+    if parameters.keywords in bound:
+        bound |= bound.pop(str(parameters.keywords))
+    return bound
+
+
+def is_of(job: DeferredJob, expected: Mapping[str, Any]) -> bool:
+    """Whether a job has these arguments, and perhaps others."""
+    args = job.args
+    return all(name in args and args[name] == value for name, value in expected.items())
+
+
+def found(
+    jobs: Iterable[DeferredJob], task: Task[..., Any] | str, expected: Mapping[str, Any]
+) -> list[DeferredJob]:
+    """Return the jobs of a task with these arguments."""
+    return [job for job in jobs if job.task == name_of(task) and is_of(job, expected)]

@@ -1,0 +1,241 @@
+"""Running the handler of a claimed job in the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import psycopg
+
+from pgdefer.client.client import Client
+from pgdefer.database.callers import CallersConnection, is_django
+from pgdefer.database.execute import execute
+from pgdefer.database.execute_async import execute_async
+from pgdefer.errors import ClaimLost, JobNotFound
+from pgdefer.tasks.batch import BatchJob
+from pgdefer.tasks.context import (
+    JobContext,
+    JobTimeout,
+    RetryLater,
+    enter_job,
+    leave_job,
+)
+from pgdefer.tasks.task import Task
+from pgdefer.testing.connections import (
+    AsyncOverSync,
+    driver_of,
+    is_asynchronous,
+    run_apart,
+    savepoint,
+)
+from pgdefer.worker.ending import outcome_of, success
+from pgdefer.worker.handler import decode_args_async, middleware, middleware_async
+from pgdefer.worker.invoke import call_handler
+from pgdefer.worker.invoke_async import call_handler_async
+from pgdefer.worker.invoke_batch import run_batch
+from pgdefer.worker.invoke_batch_async import run_batch_async
+from pgdefer.worker.transaction import Session, last_statements
+
+__all__ = ["Ended", "claimed", "normal", "perform", "perform_batch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a handler ended; `outcome` is None if its own transaction has written that."""
+
+    outcome: str | None
+    result: object = None
+    error: BaseException | None = None
+
+
+def claimed(client: Client, row: Sequence[Any]) -> JobContext:
+    """Return the job in a row of queue.fetch, as any driver loads it."""
+    return JobContext(client, normal(row))
+
+
+def normal(row: Sequence[Any]) -> list[Any]:
+    """Return a row of queue.fetch as a worker's connection loads it."""
+    values = [f" {json.dumps(value)}" if isinstance(value, dict | list) else value for value in row]
+    for index in (3, 11, 13):  # args, headers and steps, where they came as text
+        if isinstance(values[index], str) and values[index][:1] == "{":
+            values[index] = f" {values[index]}"
+    return values
+
+
+async def perform(
+    job: JobContext, task: Task[..., Any], connection: CallersConnection, *, waits: bool
+) -> Ended:
+    """Run a handler in a savepoint of the test's connection.
+
+    With `waits`, coroutines are awaited here, and functions run in a thread, as in a worker.
+    Without it nothing is awaited: coroutines run in an event loop of their own, functions are just
+    called.
+    """
+    token = enter_job(job)
+    try:
+        async with savepoint(connection, keep=True):
+            if waits and not task.is_async:
+                return await asyncio.to_thread(_at_once, job, task, connection)
+            if task.is_async and not waits:
+                return run_apart(_perform(job, task, connection))
+            return await _perform(job, task, connection)
+    except (Exception, asyncio.CancelledError, JobTimeout) as error:
+        if isinstance(error, asyncio.CancelledError) and job._abort_reason is None:
+            raise
+        return Ended(outcome_of(job, task.failure_policy, error), error=error)
+    finally:
+        leave_job(token)
+
+
+class _HasFailures(Exception):  # noqa: N818
+    """Some job of a batch has failed: a broken transaction must be rolled back."""
+
+
+async def perform_batch(
+    jobs: Sequence[BatchJob[Any]],
+    task: Task[..., Any],
+    connection: CallersConnection,
+    *,
+    waits: bool,
+) -> list[Ended]:
+    """Run a handler of batches in a savepoint, as `perform` does with one job."""
+    outcomes: list[str] = []
+    with contextlib.suppress(_HasFailures):
+        async with savepoint(connection, keep=True):
+            if task.is_async and waits:
+                outcomes = await run_batch_async(task, jobs, decode_args_async)
+            elif task.is_async:
+                outcomes = run_apart(run_batch_async(task, jobs, decode_args_async))
+            else:
+                context = contextvars.copy_context()
+                call = functools.partial(run_batch, task, jobs, _decoded)
+                outcomes = await asyncio.to_thread(call) if waits else context.run(call)
+            if any(job._error is not None for job in jobs):
+                raise _HasFailures
+    return [
+        Ended(outcome, None if isinstance(job.result, RetryLater) else job.result, job._error)
+        for job, outcome in zip(jobs, outcomes, strict=True)
+    ]
+
+
+def _decoded(job: JobContext) -> dict[str, Any]:
+    args: dict[str, Any] = job.client.codec.decode_stored(job._stored)
+    return args
+
+
+def _at_once(job: JobContext, task: Task[..., Any], connection: CallersConnection) -> Ended:
+    """Run a function in a thread of its own."""
+    coroutine = _perform(job, task, connection)
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        ended: Ended = done.value
+        return ended
+    coroutine.close()
+    raise AssertionError("a function waits for nothing")
+
+
+async def _perform(job: JobContext, task: Task[..., Any], connection: CallersConnection) -> Ended:
+    args = (
+        await decode_args_async(job)
+        if task.is_async
+        else job.client.codec.decode_stored(job._stored)
+    )
+    positional, named = task.unbind(args)
+    maker = task.execution.transactional
+    async with contextlib.AsyncExitStack() as stack:
+        if task.is_async:
+            await stack.enter_async_context(middleware_async(job, task.middleware))
+        else:
+            stack.enter_context(middleware(job, task.middleware))
+        if not maker:
+            result = await _call(task, positional, named)
+        elif callable(maker):
+            result = await _in_session(job, task, maker, positional, named)
+        else:
+            result = await _in_transaction(job, task, connection, positional, named)
+        job.result = result
+    if maker:
+        return Ended(None, result)
+    outcome = success(job, task.failure_policy, result)
+    return Ended(outcome, None if isinstance(result, RetryLater) else result)
+
+
+async def _call(task: Task[..., Any], positional: list[Any], named: dict[str, Any]) -> object:
+    if task.is_async:
+        return await call_handler_async(task, positional, named)
+    return call_handler(task, positional, named)
+
+
+async def _in_transaction(
+    job: JobContext,
+    task: Task[..., Any],
+    connection: CallersConnection,
+    positional: list[Any],
+    named: dict[str, Any],
+) -> object:
+    """Call a handler with psycopg's connection, and write its outcome, in one savepoint."""
+    driver = driver_of(connection)
+    given = driver
+    if isinstance(driver, psycopg.Connection) and task.is_async:
+        given = AsyncOverSync(driver)
+    elif not isinstance(driver, psycopg.AsyncConnection if task.is_async else psycopg.Connection):
+        raise TypeError(
+            f"the transactional task {task.name!r} can't use the test's connection, "
+            f"a {type(driver or connection).__qualname__}: run it by a CommittedTestQueue"
+        )
+    async with job.steps.storing_async() as take_steps, savepoint(driver):
+        result = await _call(task, [given, *positional], named)
+        for statement, parameters in last_statements(job, result, take_steps):
+            if is_asynchronous(driver):
+                await execute_async(driver, statement, parameters)
+            else:
+                execute(driver, statement, parameters)
+    return result
+
+
+async def _in_session(
+    job: JobContext, task: Task[..., Any], maker: Any, positional: list[Any], named: dict[str, Any]
+) -> object:
+    """Call a handler with a session, or with Django's connection, which must be the test's."""
+    async with (
+        job.steps.storing_async() as take_steps,
+        _session(maker, is_async=task.is_async) as session,
+    ):
+        result = await _call(task, [session, *positional], named)
+        last = last_statements(job, result, take_steps)
+        try:
+            if task.is_async:
+                await session.flush()
+            elif isinstance(session, Session):
+                session.flush()
+            for statement, parameters in last:
+                if task.is_async:
+                    await execute_async(session, statement, parameters)
+                else:
+                    execute(session, statement, parameters)
+        except (ClaimLost, JobNotFound) as error:
+            raise RuntimeError(
+                f"the session of the task {task.name!r} is not on the test's connection: bind its "
+                "sessionmaker to that, with join_transaction_mode='create_savepoint'"
+            ) from error
+    return result
+
+
+@contextlib.asynccontextmanager
+async def _session(maker: Any, *, is_async: bool) -> AsyncIterator[Any]:
+    async with contextlib.AsyncExitStack() as stack:
+        if is_async:
+            session = await stack.enter_async_context(maker())
+            await stack.enter_async_context(session.begin())
+        else:
+            session = stack.enter_context(maker())
+            if not is_django(session):  # Django's has already begun
+                stack.enter_context(session.begin())
+        yield session

@@ -1,0 +1,273 @@
+"""The queue inside one test's transaction."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+from pgdefer.app import App
+from pgdefer.client.base import tasks_json
+from pgdefer.database import sql
+from pgdefer.database.callers import CallersConnection, Rows
+from pgdefer.database.execute import execute
+from pgdefer.database.execute_async import execute_async
+from pgdefer.database.sql import Statement
+from pgdefer.errors import JobCancelled, JobFailed
+from pgdefer.options import JobOptions
+from pgdefer.tasks.batch import BatchJob
+from pgdefer.tasks.context import JobContext, running_job
+from pgdefer.testing.asking import AskingQueue
+from pgdefer.testing.connections import (
+    at_once,
+    check_in_transaction,
+    is_asynchronous,
+    savepoint,
+    unwrapped,
+)
+from pgdefer.testing.jobs import RanJob
+from pgdefer.testing.perform import Ended, claimed, normal, perform, perform_batch
+
+__all__ = ["TestQueue"]
+
+T = TypeVar("T")
+
+_DEFERS = (
+    sql.DEFER,
+    sql.DEFER_WITH_TIME,
+    sql.DEFER_WITHOUT_OPTIONS,
+    sql.DEFER_MANY,
+    sql.DEFER_GROUP,
+    sql.DEFER_CHAIN,
+)
+
+
+class TestQueue(AskingQueue):
+    """The queue as one test sees it: all calls of the App use the test's own connection.
+
+    `connection` is a psycopg connection, or an SQLAlchemy connection or session, in the transaction
+    that the test rolls back. For an asynchronous one use `async with`, and await the methods named
+    ..._async; a synchronous one serves both kinds of tests.
+
+    No worker runs. `run` runs the jobs that are due, here and now, in the order in which a worker
+    would claim them; the database makes all decisions. Timeouts are not enforced, and changes that
+    a handler makes through other connections are not rolled back.
+    """
+
+    __test__ = False  # pytest need not collect it
+
+    def __init__(self, app: App, connection: CallersConnection, *, immediate: bool = False) -> None:
+        super().__init__(app)
+        self.connection = connection
+        self._is_immediate = immediate
+        self._registered: dict[str, JobOptions] = {}
+        self._worker: int | None = None
+        self._is_running = False
+
+    def __enter__(self) -> Self:
+        self._at_once(self.__aenter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.app.client.stand_in = None
+
+    async def __aenter__(self) -> Self:
+        self.app.import_tasks()
+        rows = await self._execute(self.connection, sql.LAST_ID, {})
+        check_in_transaction(self.connection)
+        self._after = rows[0][0]
+        self.app.client.stand_in = self
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.app.client.stand_in = None
+
+    def _at_once(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine that waits for nothing, and return its value."""
+        if is_asynchronous(self.connection):
+            coroutine.close()
+            raise RuntimeError(
+                "the test's connection is asynchronous: await the method named ..._async"
+            )
+        return at_once(coroutine)
+
+    # The calls of the App
+
+    def call(
+        self,
+        statement: Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None = None,
+        defaults: Mapping[str, JobOptions] | None = None,
+    ) -> Rows:
+        """Run a statement on the test's connection, or on the caller's."""
+        rows = self._at_once(self._call(statement, parameters, connection, defaults or {}))
+        if self._runs_after(statement):
+            self.run()
+        return rows
+
+    async def call_async(
+        self,
+        statement: Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None = None,
+        defaults: Mapping[str, JobOptions] | None = None,
+    ) -> Rows:
+        """Run a statement on the test's connection, or on the caller's."""
+        rows = await self._call(statement, parameters, connection, defaults or {})
+        if self._runs_after(statement):
+            await self.run_async()
+        return rows
+
+    async def _call(
+        self,
+        statement: Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection | None,
+        defaults: Mapping[str, JobOptions],
+    ) -> Rows:
+        new = {
+            name: options
+            for name, options in defaults.items()
+            if self._registered.get(name) is not options
+        }
+        async with contextlib.AsyncExitStack() as stack:
+            if connection is None:
+                # A refused statement must not end the test's transaction.
+                await stack.enter_async_context(savepoint(self.connection))
+            used = self.connection if connection is None else unwrapped(connection)
+            if new:
+                await self._execute(used, sql.REGISTER_TASKS, {"tasks": tasks_json(new)})
+            rows = await self._execute(used, statement, parameters)
+        self._registered.update(new)
+        return rows
+
+    async def _execute(
+        self, connection: CallersConnection, statement: Statement, parameters: Mapping[str, Any]
+    ) -> Rows:
+        if is_asynchronous(connection):
+            return await execute_async(connection, statement, parameters)  # type: ignore[arg-type]
+        return execute(connection, statement, parameters)  # type: ignore[arg-type]
+
+    def result(self, id: int) -> Any:
+        """Return the result of a job that has run. Raises JobFailed, JobCancelled, TimeoutError."""
+        return self._at_once(self.result_async(id))
+
+    async def result_async(self, id: int) -> Any:
+        """Return the result of a job that has run. Raises JobFailed, JobCancelled, TimeoutError."""
+        ((state, result, error),) = await self._call(sql.RESULT_TEXT, {"id": id}, None, {})
+        match state:
+            case "succeeded":
+                return None if result is None else self.app.codec.loads(result)
+            case "failed":
+                raise JobFailed(id, error)
+            case "cancelled":
+                raise JobCancelled(id, error)
+        raise TimeoutError(f"job {id} is {state}: no worker runs in a test, call run() first")
+
+    # Running
+
+    @contextlib.contextmanager
+    def immediate(self) -> Iterator[None]:
+        """Run the jobs that the block defers, each before `defer` returns."""
+        before, self._is_immediate = self._is_immediate, True
+        try:
+            yield
+        finally:
+            self._is_immediate = before
+
+    def _runs_after(self, statement: Statement) -> bool:
+        return self._is_immediate and not self._is_running and statement in _DEFERS
+
+    def run(
+        self,
+        queues: list[str] | None = None,
+        *,
+        max_jobs: int = 1000,
+        raise_errors: bool = True,
+    ) -> list[RanJob]:
+        """Run the jobs that are due, and the jobs that they defer, until none is left.
+
+        Returns a `RanJob` for each run. If a job fails for good, its error is raised, unless
+        `raise_errors` is false: then the returned run has it. A job that will be retried waits for
+        its time: use `travel`. Raises AssertionError if there are more after `max_jobs`.
+        """
+        return self._at_once(self._run(queues, max_jobs, raise_errors=raise_errors, waits=False))
+
+    async def run_async(
+        self,
+        queues: list[str] | None = None,
+        *,
+        max_jobs: int = 1000,
+        raise_errors: bool = True,
+    ) -> list[RanJob]:
+        """Run due jobs, as `run`: coroutines in the running event loop, functions in threads."""
+        return await self._run(queues, max_jobs, raise_errors=raise_errors, waits=True)
+
+    async def _run(
+        self, queues: list[str] | None, max_jobs: int, *, raise_errors: bool, waits: bool
+    ) -> list[RanJob]:
+        if self._is_running:
+            raise RuntimeError(f"{running_job()!r} can't run other jobs: the test runs them")
+        ran: list[RanJob] = []
+        self._is_running = True
+        try:
+            while some := await self._run_some(queues, waits=waits):
+                ran += some
+                for one in some if raise_errors else ():
+                    if one.state == "failed" and one.error is not None:
+                        raise one.error
+                if len(ran) >= max_jobs:
+                    raise AssertionError(
+                        f"{max_jobs} jobs have run, and there may be more: does {ran[-1].task} "
+                        "defer itself? If not, pass run(max_jobs=...)"
+                    )
+        finally:
+            self._is_running = False
+        return ran
+
+    async def _rehearse(self) -> None:
+        await self._call(sql.REHEARSE, {}, None, {})
+
+    async def _run_some(self, queues: list[str] | None, *, waits: bool) -> list[RanJob]:
+        """Run the next job, or those of the next batch; return how they ended."""
+        if self._worker is None:
+            info = json.dumps({"test": True, "dead_after": "1 day"})
+            new = {"name": "test", "queues": None, "info": info}
+            ((self._worker,),) = await self._call(sql.REGISTER_WORKER, new, None, {})
+        await self._rehearse()
+        rows = await self._fetch(queues, 1, None)
+        if not rows:
+            await self._rehearse()
+            return []
+        job = claimed(self.app.client, rows[0])
+        task = self.app.get(job.task)
+        jobs: Sequence[JobContext] = [job]
+        if task.execution.batch is None:
+            await self._rehearse()
+            ends = [await perform(job, task, self.connection, waits=waits)]
+        else:
+            if task.execution.batch > 1:
+                names = json.dumps({"tasks": [task.name, *task.aliases]})
+                rows = [*rows, *await self._fetch(queues, task.execution.batch - 1, names)]
+            await self._rehearse()
+            jobs = batch = [BatchJob[Any](self.app.client, normal(row)) for row in rows]
+            ends = await perform_batch(batch, task, self.connection, waits=waits)
+        ran = []
+        for one, ended in zip(jobs, ends, strict=True):
+            state = await self._finish(one.id, ended)
+            ran.append(RanJob(one.id, one.task, one.attempt, state, ended.result, ended.error))
+        return ran
+
+    async def _fetch(self, queues: list[str] | None, max_jobs: int, options: str | None) -> Rows:
+        asked = {"worker": self._worker, "queues": queues, "max_jobs": max_jobs, "options": options}
+        return await self._call(sql.FETCH, asked, None, {})
+
+    async def _finish(self, id: int, ended: Ended) -> str:
+        if ended.outcome is None:
+            ((state,),) = await self._call(sql.STATE, {"id": id}, None, {})
+            return str(state)
+        outcomes = {"outcomes": f"[{ended.outcome}]"}
+        ((_, _, state, error),) = await self._call(sql.FINISH_MANY, outcomes, None, {})
+        return str(state or error)
