@@ -1,10 +1,13 @@
-"""What the tests in Python, the tests in SQL and the benchmarks share."""
+"""Code common to the tests in Python, the tests in SQL and the benchmarks."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psycopg
@@ -12,16 +15,16 @@ import sqlalchemy as sa
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgdefer._server import EmbeddedServer, sql_folder
 from pgdefer.cli._pg import find_program
+from pgdefer.database.server import UNSAFE_SPEED, EmbeddedServer, sql_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def server_program(server: EmbeddedServer, name: str) -> str | None:
-    """Return a client program: the server's own, or another that can talk to it.
+    """Return a client program: the server's own, or another that fits.
 
-    pg_dump and its like refuse servers that are newer than they.
+    pg_dump and the like refuse newer servers.
     """
     own = server.bin_dir / name
     if own.exists():
@@ -44,12 +47,12 @@ def has_extension(connection: psycopg.Connection) -> bool:
     return connection.execute(available).rowcount == 1
 
 
-# A role that is no superuser and shall own the queue; else the superuser does.
+# A role without superuser rights that owns the queue; without it the superuser does.
 OWNER = os.environ.get("PGDEFER_TEST_OWNER", "")
 
-# What tests write down is short: workers and claims count from 1, not from the clock. A worker that
-# a test plays by hand shows no life: unless the test says when it is dead, a machine that is slow
-# must not have it given up.
+# Tests contain short numbers: workers and claims count from 1, not from the clock. A worker that a
+# test plays by hand sends no heartbeats: on a slow machine it must not die, unless the test says
+# when.
 HELPERS = """
 create schema test;
 grant usage on schema test to public;
@@ -68,6 +71,16 @@ begin
 end $$;
 create trigger stay_alive before insert on queue.worker
 for each row execute function test.stay_alive();
+create function test.refusal(call text) returns text language plpgsql as $$
+declare
+  v_hint text;
+begin
+  execute call;
+  return 'accepted';
+exception when others then
+  get stacked diagnostics v_hint = pg_exception_hint;
+  return sqlstate || case when v_hint = '' then ' without a hint' else '' end;
+end $$;
 create function test.install_anew() returns void language plpgsql as $$
 begin
   perform queue.uninstall(true);
@@ -78,12 +91,30 @@ end $$;
 
 
 def make_base(server: EmbeddedServer, name: str, owner: str = OWNER) -> str:
-    """Make a database for tests to copy, with pgdefer and helpers of theirs; say which form."""
+    """Create a database for tests to copy, with pgdefer and the tests' helpers; return the form."""
     create_database(server, name)
     form = install(server, name, owner)
     with psycopg.connect(server.dsn(name), autocommit=True) as connection:
         connection.execute(HELPERS)
     return form
+
+
+@contextlib.contextmanager
+def server_like(data: Path, settings: Mapping[str, str]) -> Iterator[EmbeddedServer]:
+    """Run a server with a copy of a stopped one's data for the block."""
+    with tempfile.TemporaryDirectory(prefix="pgdefer-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        subprocess.run(["cp", "-a", data, folder / "data"], check=True)
+        server = EmbeddedServer(
+            folder, settings=UNSAFE_SPEED | dict(settings), database="postgres", linger=0
+        )
+        server._is_temporary = True  # it goes too if this process is killed
+        try:
+            server.ensure_running()
+            yield server
+        finally:
+            server.stop("immediate")
 
 
 def count_from_one(dsn: str) -> None:
@@ -93,9 +124,9 @@ def count_from_one(dsn: str) -> None:
 
 
 def install(server: EmbeddedServer, database: str, owner: str = "") -> str:
-    """Install pgdefer: as an extension where there are its files, else by psql -f; say which.
+    """Install pgdefer: as an extension if its files exist, else by psql -f; return the form.
 
-    With an owner, a role without rights that is made if it is missing, as that one.
+    With an owner install as that role, which has no rights, and is created if it is missing.
     """
     dsn = server.dsn(database)
     if owner:

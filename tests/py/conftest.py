@@ -1,14 +1,15 @@
 """Servers and databases for the tests.
 
-One server a session, of the binaries in $PGDEFER_PG_BIN or the embedded ones; a database of its own
-for every test, copied from one with pgdefer installed. After every test all invariants must hold:
-`select * from queue.check()` is empty. $PGDEFER_TEST_OWNER names a role that is no superuser and
-shall own the queue; the tests' own sessions are those of a superuser.
+One server per session, of the binaries in $PGDEFER_PG_BIN or the embedded ones. Every test has its
+own database, copied from one with pgdefer installed. After every test all invariants must hold:
+`select * from queue.check()` is empty. $PGDEFER_TEST_OWNER names a role without superuser rights
+that owns the queue; the tests' own sessions are those of a superuser.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,16 +21,16 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 from pytest_postgresql import factories
 
-from pgdefer._server import EmbeddedServer, temporary_server
+from pgdefer.database.server import EmbeddedServer
 from support import count_from_one, make_base
 
-# Nothing here is judged by how fast the machine is.
+# No test judges how fast the machine is.
 settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any")
 
 
-# Where a shell runs the tests in the background they, and the programs that they start, would
-# ignore these, by which some of those are ended.
+# If a shell runs the tests in the background they, and the programs that they start, would
+# ignore these signals, which end some of those.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
@@ -45,17 +46,23 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[EmbeddedServer]:
-    """The session's server. A test that stops or kills one makes its own by temporary_server."""
-    settings = {"max_connections": "200", "max_prepared_transactions": "10", "jit": "off"}
-    with temporary_server(settings=settings) as running:
-        yield running
+@pytest.fixture(autouse=True)
+def _log() -> Iterator[None]:
+    """Undo what a test does to the log: a command that it calls sets that up as for a process."""
+    names = None, "pgdefer", "pgdefer.job"
+    before = {name: logging.getLogger(name).level for name in names}
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    yield
+    for name, level in before.items():
+        logging.getLogger(name).setLevel(level)
+    for added in set(root.handlers).difference(handlers):
+        root.removeHandler(added)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Base:
-    """The session's server and a database to copy, as pytest-postgresql wants to see them."""
+    """The session's server and a database to copy, in the form for pytest-postgresql."""
 
     host: str
     template_dbname: str
@@ -84,7 +91,7 @@ _blank_database = factories.postgresql("_blank")
 
 
 def _take(connection: psycopg.Connection[Any]) -> str:
-    """Return the DSN of a fixture's connection, which is closed: nothing idles beside the test."""
+    """Return the DSN of a fixture's connection, and close that: nothing idles beside the test."""
     info = connection.info
     dsn = make_conninfo(host=info.host, port=info.port, user=info.user, dbname=info.dbname)
     connection.close()

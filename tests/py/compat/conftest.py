@@ -1,4 +1,4 @@
-"""What the tests of upgrades, dumps and roles share."""
+"""Code common to the tests of upgrades, dumps and roles."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pgdefer._server import EmbeddedServer
+from pgdefer.database.server import EmbeddedServer
 from releases import Releases
 
 
 @pytest.fixture(scope="session")
 def shared_folder() -> Iterator[Path]:
-    """A folder that the server's user can read, which pytest's own is not for root."""
+    """A folder that the server's user can read; for root pytest's own is not."""
     made = Path(tempfile.mkdtemp(prefix="pgdefer-compat-"))
     made.chmod(0o755)
     yield made

@@ -1,13 +1,15 @@
-"""A role without any right in the queue holds every advisory lock that the queue has a name for.
+"""A role without any right in the queue holds every advisory lock for which the queue has a name.
 
-No decision hangs on one. The latch (1885824102, 1 and 2) is a hint: who holds it in bad faith costs
-others notifications, or has workers poll; no job is lost, and none starts later than 5 s.
+No decision depends on one. The sleep locks (1885824102, 1 and 2) are hints: a role that holds one
+in bad faith causes notifications, or makes workers poll. No job is lost, and none starts later than
+5 s.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import itertools
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +32,7 @@ HOLD = ["", "_shared"]
 
 @pytest.fixture
 def hostile(conn: Connection, dsn: str) -> Iterator[Connection]:
-    """A session of a role that may do nothing but connect."""
+    """A session of a role that may only connect."""
     conn.execute("create role hostile_holder login")
     try:
         with psycopg.connect(make_conninfo(dsn, user="hostile_holder"), autocommit=True) as session:
@@ -74,17 +76,18 @@ def test_no_decision_hangs_on_one(conn: Connection, hostile: Connection) -> None
 
 
 def test_the_code_names_no_other() -> None:
-    """Of the queue's advisory locks there is the latch, and no other."""
+    """The sleep locks are the queue's only advisory locks."""
     found = subprocess.run(
-        ["grep", "-rhoE", r"pg_(try_)?advisory\w*\([^)]*\)", ROOT / "extension" / "sql"],
+        ["grep", "-rhoE", r"pg_(try_)?advisory\w*\([^)]*\)", ROOT / "build" / "pgdefer.sql"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split("\n")
-    assert {call.split("(")[1] for call in found if call} == {f"{KEY}, 1)", f"{KEY}, 2)"}
+    calls = {re.sub(r"/\*.*?\*/", "", call.split("(")[1]) for call in found if call}
+    assert calls == {f"{KEY}, 1)", f"{KEY}, 2)"}
 
 
-# What of the latch is held, and how: each alone, and both.
+# The sleep locks that are held, and how: each alone, and both.
 HELD = [
     *([f"pg_advisory_lock{how}{FIRST}"] for how in HOLD),
     *([f"pg_advisory_lock{how}{SECOND}"] for how in HOLD),
@@ -99,7 +102,7 @@ HELD = [
 def test_the_latch_survives_who_holds_it(
     conn: Connection, connect: Connect, hostile: Connection, held: list[str]
 ) -> None:
-    """Two workers go to sleep. Then a job comes: one hears of it, or looks within a second."""
+    """Two workers go to sleep. Then a job comes: one is notified, or fetches within a second."""
     workers = [connect(), connect()]
     ids = []
     for lock in held:
@@ -125,9 +128,9 @@ def test_the_latch_survives_who_holds_it(
 def test_the_latch_survives_who_takes_it_and_goes(
     conn: Connection, connect: Connect, hostile: Connection
 ) -> None:
-    """The worst that can be done: to play the sentinel, and leave without a word.
+    """The worst attack: a role takes the lead sleeper's lock, and disappears.
 
-    Nobody is notified then, and whoever sleeps looks again after 5 s.
+    Nobody is notified then, and sleeping workers fetch again after 5 s.
     """
     worker = connect()
     row = worker.execute("select queue.register_worker('w')").fetchone()
@@ -140,14 +143,14 @@ def test_the_latch_survives_who_takes_it_and_goes(
     assert not hears(worker)
     # which is what it would do after that time
     assert worker.execute("select task from queue.fetch(%s)", row).fetchall() == [("t",)]
-    # and from the next time that it is asked on all is as it was
+    # and from the next call on everything is as before
     assert sleep(worker, row[0]) <= dt.timedelta(seconds=5)
     conn.execute("select queue.defer('t')")
     assert hears(worker)
 
 
 def hears(worker: Connection) -> bool:
-    """Tell whether the worker's session has been notified of something since it last listened."""
+    """Whether the worker's session has received a notification since it last listened."""
     heard: list[Any] = []
     worker.add_notify_handler(heard.append)
     worker.execute("select")
@@ -156,7 +159,7 @@ def hears(worker: Connection) -> bool:
 
 
 def sleep(worker: Connection, id_: int, times: int = 1) -> dt.timedelta:
-    """Go to sleep as a worker does, that many times unless it may; return how long it would."""
+    """Go to sleep as a worker does, at most this many times until it may; return the time."""
     while True:
         row = worker.execute(
             "select may_sleep, wait_for from queue.before_sleep(%s)", [id_]

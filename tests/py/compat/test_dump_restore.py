@@ -1,4 +1,4 @@
-"""Dump and restore, and pg_upgrade: every job comes back as it was, and workers carry on."""
+"""Dump and restore, and pg_upgrade: every job comes back unchanged, and workers continue."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer._server import EmbeddedServer, sql_folder, temporary_server
+from pgdefer.database.server import EmbeddedServer, sql_folder, temporary_server
 from releases import catalog, difference
 from support import ROOT, create_database, server_program
 
+pytestmark = pytest.mark.long
+
 ROLES = ["dumped_producer", "dumped_worker", "dumped_limited"]
 
-# Jobs in every state, by every gate; the task says what is to become of it.
+# Jobs in every state, by every gate; the task names the expected outcome.
 FILL = """
 do $fill$
 declare
@@ -65,6 +67,7 @@ begin
   perform queue.defer('slots', options => '{"concurrency": [{"key": "k", "limit": 1}, {"key": "l", "limit": 2}]}');
   perform queue.defer('limited', queue => 'limited') from generate_series(1, 3);
   perform queue.defer('unique', queueing_lock => 'u', options => '{"unique_until": "finish"}');
+  perform queue.defer('once', options => '{"idempotency_key": "k"}');
   perform queue.defer('scheduled', scheduled_at => '2199-01-01');
   perform queue.defer('held', options => '{"held": true}');
   perform queue.defer('paused', queue => 'paused');
@@ -98,7 +101,7 @@ begin
 end $fill$
 """
 
-# Transaction ids of the source lie far ahead of a new cluster's.
+# Transaction ids of the source are far ahead of a new cluster's.
 BURN = """
 do $$
 begin
@@ -114,10 +117,10 @@ STATES = {
     "upstream_failed", "blocked", "held",
 }  # fmt: skip
 
-# What runs once everything is let go, with how often.
+# The tasks that run once everything is released, and how often.
 EXPECTED = {
     "running": 1, "blocked by running": 1, "after the handover": 1, "ordered 1": 1, "ordered 2": 1,
-    "mutex 1": 1, "mutex 2": 1, "slot": 3, "slots": 1, "limited": 3, "unique": 1, "paused": 1,
+    "mutex 1": 1, "mutex 2": 1, "slot": 3, "slots": 1, "limited": 3, "unique": 1, "once": 1, "paused": 1,
     "held": 1, "expires": 1, "ready": 1, "registered": 1, "needed": 1, "needs": 1, "proceeds": 1,
     "backlog": 30, "not admitted": 2,
 }  # fmt: skip
@@ -130,7 +133,7 @@ where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r' and c.relname <
 
 @dataclasses.dataclass
 class Contents:
-    """All that a database holds of the queue."""
+    """All of the queue in a database."""
 
     jobs: list[Any]
     views: dict[str, list[Any]]
@@ -143,7 +146,8 @@ def look(connection: psycopg.Connection[Any]) -> Contents:
     def rows(statement: str) -> list[Any]:
         return connection.execute(statement.encode()).fetchall()
 
-    views = ["attempts", "queues", "tasks", "locks", "semaphores", "schedules", "schedule_runs"]
+    views = ["attempts", "audit", "queues", "tasks", "locks", "semaphores", "shares", "schedules"]
+    views += ["schedule_runs"]
     return Contents(
         rows("select to_jsonb(j) from queue.jobs j order by id"),
         {v: rows(f"select to_jsonb(x) from queue.{v} x order by to_jsonb(x)::text") for v in views},
@@ -167,12 +171,13 @@ def fill(connection: psycopg.Connection[Any]) -> None:
     states = {row[0] for row in connection.execute("select distinct state from queue.jobs")}
     assert states == STATES
     for table in (
-        "handover",
+        "pending_settlement",
         "backlog_part",
         "lease",
         "need",
         "expiry",
         "queueing_lock",
+        "idempotency_key",
         "semaphore",
     ):
         row = connection.execute(f"select count(*) > 0 from queue.{table}".encode()).fetchone()
@@ -181,19 +186,24 @@ def fill(connection: psycopg.Connection[Any]) -> None:
 
 
 def carry_on(connection: psycopg.Connection[Any]) -> None:
-    """Let everything go, run it, and see that each job ran as often as it should, in order."""
+    """Release everything, run it, and check that each job ran as often as it should, in order."""
     connection.execute("set pgdefer.notify = off")
     row = connection.execute(
-        "select max(id), (select max(claim) from queue.live) from queue.job"
+        "select max(id), (select max(claim) from queue.active_job) from queue.job"
     ).fetchone()
     assert row
     largest, last_claim = row
     row = connection.execute("select queue.defer('new')").fetchone()
     assert row
     assert row[0] > largest
+    row = connection.execute(
+        "select queue.defer('once', options => '{\"idempotency_key\": \"k\"}') = id"
+        " from queue.jobs where task = 'once'"
+    ).fetchone()
+    assert row == (True,)
     connection.execute("select queue.resume('paused'), queue.resume(task => 'mutex 2')")
     connection.execute("select queue.unhold(id) from queue.jobs where task = 'held'")
-    # The worker of before has died: its claim ends, and nobody else's.
+    # The earlier worker has died: its claim ends, and no other's.
     connection.execute(
         "update queue.worker set last_seen_at = now() - interval '1 hour', dead_after = '0' where name = 'dead'"
     )
@@ -202,9 +212,9 @@ def carry_on(connection: psycopg.Connection[Any]) -> None:
     worker = connection.execute("select queue.register_worker('runner')").fetchone()
     assert worker
     ran: list[str] = []
-    for options in [None] * 60 + ['{"alone": true}'] * 3:
+    for _ in range(63):
         for id, claim, task in connection.execute(
-            "select id, claim, task from queue.fetch(%s, null, 5, %s)", (*worker, options)
+            "select id, claim, task from queue.fetch(%s, null, 5)", worker
         ).fetchall():
             assert claim > last_claim
             ran.append(task)
@@ -363,7 +373,7 @@ def older(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
 def test_into_a_later_version(
     older: EmbeddedServer, server: EmbeddedServer, blank_dsn: str, scratch: Path, method: str
 ) -> None:
-    """Another cluster, whose transaction ids are far behind those that are stored."""
+    """Another cluster, whose transaction ids are far behind the stored ones."""
     make_roles(older)
     make_roles(server)
     source = f"source_{METHODS.index(method)}"
@@ -377,7 +387,7 @@ def test_into_a_later_version(
         round_trip(older.dsn(source), blank_dsn, server, method, "plain", scratch)
         with psycopg.connect(blank_dsn, autocommit=True) as connection:
             after = look(connection)
-            # PostgreSQL's own way of saying things differs between versions.
+            # PostgreSQL's messages differ between versions.
             before.catalog = after.catalog
             compare(before, after)
             carry_on(connection)

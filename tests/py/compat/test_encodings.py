@@ -1,4 +1,4 @@
-"""Databases in other encodings than UTF8: every outcome is stored, as best as can be."""
+"""Databases in encodings other than UTF8: every outcome is stored, as well as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from pgdefer import App, Retry, RetryLater
-from pgdefer._server import EmbeddedServer
+from pgdefer.database.server import EmbeddedServer
 from support import install
 
 pytestmark = pytest.mark.client
@@ -82,9 +82,9 @@ def test_outcomes(database: str, encoding: str) -> None:
     )
     assert [row["state"] for row in shown[1:4]] == ["succeeded"] * 3
     assert shown[1]["result"] == "é"
-    # a result is as it was, or there is none
+    # a result is unchanged, or there is none
     note = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
     assert shown[2]["result"] == ("5 €" if is_lossless else note)
     assert yielded == {"error": "é → €" if is_lossless else r"é \u2192 \u20ac"}
-    # there the outcome is a part of the transaction, which is taken back
+    # there the outcome is part of the transaction, which is rolled back
     assert shown[4]["state"] == ("succeeded" if is_lossless else "failed")

@@ -1,7 +1,7 @@
-"""No pair (id, claim) and no id of a worker is given out twice, whatever the server has forgotten.
+"""No pair (id, claim) and no worker id is used twice, whatever the server has lost.
 
-In each test a worker claims jobs, the server loses what it knew of that, or goes back, and others
-claim. The first worker has lived through it: nothing that it says is taken for another's word.
+In each test a worker claims jobs, the server loses these transactions, or goes back in time, and
+others claim. The first worker is still alive: none of its reports is taken for another worker's.
 """
 
 from __future__ import annotations
@@ -19,57 +19,20 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer._server import EmbeddedServer, sql_folder
+from clusters import Cluster, running
+from pgdefer.database.server import EmbeddedServer, sql_folder
 from support import server_program
 
-pytestmark = pytest.mark.client
+pytestmark = [pytest.mark.client, pytest.mark.long]
 
 Connection = psycopg.Connection[Any]
 Pairs = dict[int, int]
 
-# What has been committed without waiting for the disk stays away from it until a checkpoint.
+# Transactions committed without a wait for the disk stay away from it until a checkpoint.
 FORGETFUL = (
     "synchronous_commit = off\nwal_writer_delay = 10s\nwal_writer_flush_after = 2GB\n"
     "bgwriter_lru_maxpages = 0\n"
 )
-
-
-class Cluster:
-    """A server of its own, of the tests' binaries."""
-
-    def __init__(self, folder: Path, programs: EmbeddedServer, port: int = 5432) -> None:
-        self.folder, self.port, self._programs = folder, port, programs
-        self.data = folder / f"data{port}"
-        self._options = programs._as_user() | {"cwd": folder}
-
-    def run(self, program: str, *arguments: str | Path) -> None:
-        path = server_program(self._programs, program) or self._programs.bin_dir / program
-        done = subprocess.run(
-            [path, *arguments], capture_output=True, text=True, check=False, **self._options
-        )
-        if done.returncode:
-            log = self.folder / "log"
-            pytest.fail(f"{program}: {done.stdout}{done.stderr}{log.read_text()[-3000:]}")
-
-    def initdb(self, settings: str = "") -> None:
-        self.run("initdb", "-D", self.data, "-U", "postgres", "-A", "trust", "-E", "UTF8",
-                 "--locale=C.UTF-8", "--no-sync")  # fmt: skip
-        with (self.data / "postgresql.conf").open("a") as file:
-            file.write(f"listen_addresses = ''\nunix_socket_directories = '{self.folder}'\n")
-            file.write(f"max_prepared_transactions = 5\n{settings}")
-
-    def start(self) -> None:
-        self.run("pg_ctl", "-w", "-D", self.data, "-l", self.folder / "log",
-                 "-o", f"-p {self.port}", "start")  # fmt: skip
-
-    def stop(self, mode: str = "fast") -> None:
-        self.run("pg_ctl", "-w", "-D", self.data, "-m", mode, "stop")
-
-    def dsn(self, database: str = "postgres") -> str:
-        return f"host={self.folder} port={self.port} user=postgres dbname={database}"
-
-    def connect(self, database: str = "postgres") -> Connection:
-        return psycopg.connect(self.dsn(database), autocommit=True)
 
 
 @pytest.fixture
@@ -78,17 +41,6 @@ def folder() -> Iterator[Path]:
     made.chmod(0o777)
     yield made
     shutil.rmtree(made, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def running(*clusters: Cluster) -> Iterator[None]:
-    """Stop for good, afterwards, those that still run."""
-    try:
-        yield
-    finally:
-        for cluster in clusters:
-            if (cluster.data / "postmaster.pid").exists():
-                cluster.stop("immediate")
 
 
 def install(connection: Connection, task: str) -> None:
@@ -124,11 +76,13 @@ def refused(connection: Connection, call: str, *parameters: int) -> str:
 def look_for_the_dead(
     connection: Connection, old: int, pairs: Pairs, by: int | None = None
 ) -> None:
-    """Others claim, and what the old worker says of its own claims is not taken for theirs.
+    """Others claim, and the old worker's reports on its own claims are not taken for theirs.
 
-    The worker `by`, if given, has been there before. A crash may forget less than all.
+    The worker `by`, if any, existed before. A crash may lose only a part.
     """
-    remembered = connection.execute("select id, claim from queue.live where claim > 0").fetchall()
+    remembered = connection.execute(
+        "select id, claim from queue.active_job where claim > 0"
+    ).fetchall()
     pairs = dict(pairs.items() - dict(remembered).items())
     if not pairs:
         pytest.skip("the crash has forgotten nothing")
@@ -169,7 +123,7 @@ def test_a_standby_that_was_behind(
         if not (server.bin_dir / "pg_basebackup").exists():
             pytest.skip(f"{server.bin_dir} has no pg_basebackup")
         primary.run("pg_basebackup", "-d", primary.dsn(), "-D", standby.data, "-R", "-c", "fast")
-        if has_restarted:  # so that the standby does not even know of the era
+        if has_restarted:  # so that the standby does not even know the era
             primary.stop("immediate")
             primary.start()
         with primary.connect() as connection:
@@ -177,7 +131,7 @@ def test_a_standby_that_was_behind(
         primary.stop("immediate")
         standby.start()
         with standby.connect() as reader:
-            # a session that was there before, and may only read
+            # a session from before, which may only read
             assert refused(reader, "select queue.register_worker('w')") == "25006"
             assert refused(reader, "select queue.fetch(%s)", old) == "25006"
             standby.run("pg_ctl", "-w", "-D", standby.data, "promote")
@@ -185,7 +139,7 @@ def test_a_standby_that_was_behind(
 
 
 def test_both_go_on(folder: Path, server: EmbeddedServer) -> None:
-    """The old primary has not been stopped: workers of both never mean each other's jobs."""
+    """The old primary was not stopped: workers of either server never affect the other's jobs."""
     one, two = Cluster(folder, server), Cluster(folder, server, 5433)
     one.initdb()
     with running(one, two):
@@ -202,7 +156,7 @@ def test_both_go_on(folder: Path, server: EmbeddedServer) -> None:
             look_for_the_dead(second, old, pairs)
             assert refused(second, "select queue.heartbeat(%s)", old) == "QJ007"
             _, later = claim(first, old)
-            held = dict(second.execute("select id, claim from queue.live where claim > 0"))
+            held = dict(second.execute("select id, claim from queue.active_job where claim > 0"))
             assert not later.items() & held.items()
 
 
@@ -316,7 +270,7 @@ def _copy_owned(source: str, target: str) -> str:
 
 
 def _own(folder: Path, like: Path) -> None:
-    """Give the copy of a cluster's files to the user whose the others are."""
+    """Give the copy of a cluster's files to the owner of the others."""
     of = like.stat()
     for path in (folder, *folder.rglob("*")):
         os.chown(path, of.st_uid, of.st_gid, follow_symlinks=False)

@@ -1,6 +1,6 @@
-"""Roles that are limited to some queues: nothing of the others is read or changed by any function or view.
+"""Roles that are restricted to some queues: no function or view reads or changes anything of the others.
 
-The calls are made from the catalog, so that a new function cannot be forgotten.
+The catalog gives the calls, so a new function can't be forgotten.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import psycopg
 import pytest
 from psycopg import sql
 
+pytestmark = pytest.mark.long
+
 KINDS = ("producer", "worker", "operator", "reader")
 OWN = ["a*", "exact"]
 
-# What a function's parameters may be given that concerns other queues, by their names. `ids` and
-# such stand for what the setup made.
+# The values of parameters, by name, that refer to other queues. `ids` and the like stand for jobs
+# of the setup.
 FOREIGN: dict[str, list[Any]] = {
     "task": ["secret task"],
     "args": ["{}"],
@@ -53,17 +55,32 @@ FOREIGN: dict[str, list[Any]] = {
     "by": ["text"],
     "max_bytes": [None],
     "info": ["{}"],
+    "steps": ['[{"name": "a"}]'],
     "policy": ["{}"],
     "failures": [1],
     "cron": ["@daily"],
     "timezone": ["UTC"],
-    "after": ["2030-01-01"],
+    "after": [None],
     "after_id": [None],
     "within": ["1 minute"],
+    "step": ["1 minute"],
     "deadline": [None],
     "queueing_lock": [None, "secret key"],
     "concurrency_key": [None],
     "concurrency_limit": [None],
+    "payload": ["{}"],
+    "value": ["1"],
+    "fingerprint": [None],
+    "from_step": [None, "s"],
+    "signal": ["s"],
+    "event": [None],
+    "stream": ["s"],
+    "percent": [50],
+    "timeout": [None],
+    "retain": [None],
+    "on_end": [None],
+    "on_success": [None],
+    "on_failure": [None],
 }
 
 SETUP = """
@@ -150,7 +167,7 @@ def become(connection: psycopg.Connection[Any], role: str) -> None:
 
 
 def outcome(connection: psycopg.Connection[Any], statement: str, *arguments: Any) -> str:
-    """Return what a call returned, or its error with all that it tells."""
+    """Return the result of a call, or its error with all its fields."""
     try:
         with connection.transaction():
             return str(connection.execute(statement.encode(), arguments or None).fetchall())
@@ -165,7 +182,7 @@ def values_of(
     ids = [job for job, _ in jobs]
     if name == "worker":
         return [worker]
-    if name == "id":
+    if name in {"id", "job"}:
         return [*ids]
     if name == "ids":
         return [[id] for id in ids]
@@ -192,7 +209,12 @@ def values_of(
         ] + ["[]"]
     if name == "options":
         if function in ("fetch", "finish_and_fetch"):
-            return [None, json.dumps({"ids": ids}), '{"tasks": ["secret task"]}', '{"alone": true}']
+            return [
+                None,
+                json.dumps({"ids": ids}),
+                '{"tasks": ["secret task"]}',
+                '{"functions": true}',
+            ]
         if function == "defer":
             return [None, '{"on_conflict": "replace"}', json.dumps({"parent": ids[0]})]
         return [None]
@@ -208,15 +230,15 @@ select c.relname from pg_class c
 where c.relnamespace = 'queue'::regnamespace and c.relkind = 'v' and has_table_privilege(c.oid, 'select')
 """
 
-# Errors that no call of a public function may end with.
+# Errors that no call of a public function may raise.
 BROKEN = ("42601", "42883", "42703", "42P01", "XX000", "22P02")
 
-# What changes state that belongs to no queue, by rules that no caller can bend.
+# Functions that change state that belongs to no queue, by rules that no caller can change.
 MAINTENANCE = {"tick", "reap"}
 
 
 def leaks_of(owner: psycopg.Connection[Any], role: str) -> list[tuple[Any, ...]]:
-    """Call every function that a role may, about other queues; return what was read or changed."""
+    """Call every function that a role may, on other queues; return everything that was read or changed."""
     owner.execute(SETUP.encode())
     owner.execute("select queue.tick()")
     rows = owner.execute("select id, claim from queue.jobs where queue like 'b%' order by id")
@@ -243,7 +265,7 @@ def leaks_of(owner: psycopg.Connection[Any], role: str) -> list[tuple[Any, ...]]
             after = owner.execute(DIGEST.encode()).fetchone()
             owner.execute("rollback")
             assert said[:5] not in BROKEN, (function, said)
-            # What the caller himself named may come back.
+            # Names that the caller itself passed may come back.
             shown = said
             for word in ("secret task", "secret key"):
                 if any(word in str(argument) for argument in arguments):
@@ -269,7 +291,7 @@ def test_nothing_of_other_queues_is_read_or_changed(
 def test_an_unlimited_role_reads_and_changes_them(
     owner: psycopg.Connection[Any], roles: dict[str, str]
 ) -> None:
-    """So that the test above can fail: nearly all functions that have to do with jobs are in it."""
+    """The test above can fail: nearly all functions on jobs are in it."""
     owner.execute("select queue.grant_access(%s, 'operator')", (roles["operator"],))
     owner.execute("select queue.grant_access(%s, 'worker')", (roles["operator"],))
     leaks = leaks_of(owner, roles["operator"])
@@ -343,7 +365,7 @@ def test_a_limited_worker(owner: psycopg.Connection[Any], roles: dict[str, str])
 
 
 def test_kinds_are_siblings(owner: psycopg.Connection[Any]) -> None:
-    """A worker of some queues that is an operator of all serves these, and may end any claim."""
+    """A worker of some queues that is also an operator of all serves these, and may end any claim."""
     owner.execute("create role limits_both")
     try:
         owner.execute("select queue.grant_access('limits_both', 'worker', '{a}')")
@@ -383,6 +405,37 @@ def test_the_queueing_lock_of_a_job_that_is_not_seen(
         )
         assert said.startswith("QJ004"), (way, said)
         assert "secret" not in said
+    owner.execute("reset session authorization")
+
+
+def test_the_idempotency_key_of_a_job_that_is_not_seen(
+    owner: psycopg.Connection[Any], roles: dict[str, str]
+) -> None:
+    """A restricted producer does not learn its id, also once the job was removed or moved."""
+    defer = "select queue.defer('t', queue => %s, options => '{\"idempotency_key\": \"k\"}')"
+    (secret,) = owner.execute(defer.encode(), ["b secret"]).fetchone() or ()
+
+    def refused() -> bool:
+        become(owner, roles["producer"])
+        said = outcome(owner, defer, "a")
+        owner.execute("reset session authorization")
+        assert str(secret) not in said
+        assert "secret" not in said
+        return said.startswith("QJ004 already queued")
+
+    assert refused()
+    owner.execute("select queue.delete(array[%s]::bigint[])", [secret])
+    assert refused()
+    # its own key, whether the job still exists or not
+    own = "select queue.defer('own', queue => 'a', options => '{\"idempotency_key\": \"k\"}')"
+    become(owner, roles["producer"])
+    ids = {owner.execute(own.encode()).fetchone() for _ in range(2)}
+    owner.execute("reset session authorization")
+    owner.execute("select queue.delete(array[%s]::bigint[])", ids.copy().pop())
+    become(owner, roles["producer"])
+    ids.add(owner.execute(own.encode()).fetchone())
+    assert len(ids) == 1
+    assert outcome(owner, own.replace("'a'", "'b'")) == f"[({ids.pop()[0]},)]"
     owner.execute("reset session authorization")
 
 
@@ -446,7 +499,7 @@ def test_why_names_other_queues_jobs_without_their_state(
 
 
 def test_the_barrier_holds(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None:
-    """A reader's own condition sees no row that is not shown."""
+    """A reader's own condition sees no hidden row."""
     owner.execute("select queue.defer('secret', queue => 'b')")
     owner.execute("select queue.defer('open', queue => 'a')")
     owner.execute("select queue.tick()")
@@ -485,7 +538,7 @@ def test_who_is_asked(owner: psycopg.Connection[Any], roles: dict[str, str]) -> 
         assert outcome(owner, "select queue.defer('t', queue => 'a')")[0] == "["
         become(owner, "limits_both")
         assert outcome(owner, deferred)[0] == "["
-        # He who gives a wider role up for a limited one is limited.
+        # A role that gives up a wider role for a restricted one is restricted.
         owner.execute("set role limited_producer")
         assert outcome(owner, deferred).startswith("42501")
         owner.execute("reset role")
@@ -495,10 +548,10 @@ def test_who_is_asked(owner: psycopg.Connection[Any], roles: dict[str, str]) -> 
         owner.execute("set role limits_free")
         assert outcome(owner, deferred)[0] == "["
         owner.execute("reset role")
-        # Once limits are in use a right needs a row of queue.access.
+        # Once restrictions are in use, a right needs a row of queue.access.
         become(owner, "limits_by_hand")
         assert outcome(owner, deferred).startswith("42501")
-        # A limited role's function gives nobody, and so not himself, what the role has not.
+        # A restricted role's function gives nobody, not even that role, rights that the role lacks.
         become(owner, "limited_producer")
         owner.execute(
             "create function limits.defer() returns bigint language sql security definer as"
@@ -508,7 +561,7 @@ def test_who_is_asked(owner: psycopg.Connection[Any], roles: dict[str, str]) -> 
         become(owner, "limits_nobody")
         assert outcome(owner, "select limits.defer()").startswith("42501")
         assert outcome(owner, deferred).startswith("42501")
-        # Settings cannot pretend.
+        # Settings can't fake a role.
         become(owner, "limited_producer")
         assert outcome(owner, "set role = 'limits_free'").startswith("42501")
         owner.execute("reset session authorization")
@@ -516,7 +569,7 @@ def test_who_is_asked(owner: psycopg.Connection[Any], roles: dict[str, str]) -> 
         owner.execute("set role limited_producer")
         assert outcome(owner, deferred).startswith("42501")
         owner.execute("reset role")
-        # A role that is given another name loses its rights, but gains none.
+        # A renamed role loses its rights, but gains none.
         owner.execute("alter role limited_producer rename to limits_renamed")
         become(owner, "limits_renamed")
         assert outcome(owner, deferred).startswith("42501")
@@ -529,7 +582,7 @@ def test_who_is_asked(owner: psycopg.Connection[Any], roles: dict[str, str]) -> 
 
 
 def test_triggers(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None:
-    """A trigger defers by its table's owner's rights, or by those of whoever writes."""
+    """A trigger defers with the rights of its table's owner, or of the writing role."""
     for role in ("limits_app", "limits_writer"):
         owner.execute(f"create role {role}".encode())
     owner.execute("select queue.grant_access('limits_app', 'producer')")
@@ -557,7 +610,7 @@ def test_triggers(owner: psycopg.Connection[Any], roles: dict[str, str]) -> None
             assert outcome(owner, "insert into limits.own_a values (1) returning 1")[0] == "["
             said = outcome(owner, "insert into limits.own_b values (1) returning 1")
             assert said.startswith("42501"), said
-        # what the owner's job may need or have for parent, it may whoever writes
+        # needs or a parent that the owner's job may have, it may have whoever writes
         owner.execute("reset session authorization")
         (parent,) = (
             owner.execute("select min(id) from queue.jobs where queue = 'b'").fetchone() or ()
@@ -601,7 +654,7 @@ def test_schedules_run_whoever_ticks(owner: psycopg.Connection[Any], roles: dict
 def test_limits_come_and_go(owner: psycopg.Connection[Any]) -> None:
     def marks() -> tuple[bool, int]:
         row = owner.execute(
-            "select to_regclass('queue.unlimited') is null, (select count(*) from pg_class c where"
+            "select to_regclass('queue.unrestricted') is null, (select count(*) from pg_class c where"
             " c.relnamespace = 'queue'::regnamespace and 'security_barrier=true' = any (c.reloptions))"
         ).fetchone()
         assert row
@@ -613,11 +666,11 @@ def test_limits_come_and_go(owner: psycopg.Connection[Any]) -> None:
         owner.execute("select queue.grant_access('limits_some', 'worker')")
         assert marks() == (False, 0)
         owner.execute("select queue.grant_access('limits_some', 'producer', '{a}')")
-        assert marks() == (True, 5)
+        assert marks() == (True, 8)
         become(owner, "limits_some")
         assert outcome(owner, "select queue.defer('t')").startswith("42501")
         owner.execute("select queue.register_worker('w')")
-        # Its worker's rights are unlimited, and so is what both kinds have in common.
+        # Its rights as a worker are unrestricted, and so are rights that both kinds have.
         owner.execute("select queue.register_task('t')")
         owner.execute("reset session authorization")
         owner.execute("select queue.grant_access('limits_some', 'producer')")
@@ -628,7 +681,7 @@ def test_limits_come_and_go(owner: psycopg.Connection[Any]) -> None:
         owner.execute("select queue.grant_access('limits_some', 'producer', '{*}')")
         assert marks() == (False, 0)
         owner.execute("select queue.grant_access('limits_some', 'operator', '{a}')")
-        assert marks() == (True, 5)
+        assert marks() == (True, 8)
         owner.execute("select queue.revoke_access('limits_some')")
         assert marks() == (False, 0)
         for bad in ("{}", "{NULL}", '{""}', "{{a,b},{c,d}}"):
@@ -645,18 +698,18 @@ def test_limits_come_and_go(owner: psycopg.Connection[Any]) -> None:
             "select queue.grant_access('limits_other', 'reader', '{a}')",
             "select queue.revoke_access('limits_other')",
         ),
-        # All that concerns the plans; grant_access changes the schema's rights, too, after which
-        # all plans are made anew.
+        # Everything about plans; grant_access also changes the schema's rights, after which
+        # all plans are remade.
         (
-            "drop view queue.unlimited",
-            "create view queue.unlimited as select 1",
+            "drop view queue.unrestricted",
+            "create view queue.unrestricted as select 1",
         ),
     ],
 )
 def test_a_limit_holds_at_once_where_plans_were_made_without_one(
     owner: psycopg.Connection[Any], dsn: str, limit: LiteralString, unlimit: LiteralString
 ) -> None:
-    """The calls of every job keep in their plans that nobody is limited, until somebody is."""
+    """The plans of the calls of every job contain that nobody is restricted, until somebody is."""
     outcomes = (
         "jsonb_build_array(jsonb_build_object('id', %s, 'claim', %s, 'outcome', 'succeeded'))"
     )
@@ -782,7 +835,7 @@ def test_a_dropped_role_leaves_nothing_to_the_next_of_its_name(
 def test_an_upgrade_gives_a_new_role_nothing_of_an_old_one(
     owner: psycopg.Connection[Any], is_alone: bool
 ) -> None:
-    """But all roles theirs where the tables were restored without the schema's rights."""
+    """But all roles keep theirs if the tables were restored without the schema's rights."""
     for role in ("limits_eve", "limits_team"):
         owner.execute(f"create role {role}".encode())
         owner.execute("select queue.grant_access(%s, 'operator', '{a}')", (role,))
@@ -866,14 +919,14 @@ def test_uninstalling_takes_back_what_was_given(owner: psycopg.Connection[Any]) 
         drop(owner, "limits_kept")
 
 
-WITH_BARRIER = ("jobs", "attempts", "queues", "workers", "metrics")
+WITH_BARRIER = ("jobs", "attempts", "queues", "workers", "metrics", "audit")
 
 
 @pytest.mark.parametrize("view", WITH_BARRIER)
 def test_a_reader_that_stays_open_stops_nobody_but_the_first_limit(
     owner: psycopg.Connection[Any], dsn: str, view: str
 ) -> None:
-    """Views get a barrier with the first limit: those who read one meanwhile wait for moments."""
+    """Views become barriers with the first restriction, which waits briefly for open readers."""
     owner.execute("create role limits_first")
     owner.execute("select queue.defer('t')")
     try:
@@ -894,7 +947,7 @@ def test_a_reader_that_stays_open_stops_nobody_but_the_first_limit(
                     other.execute(f"select * from queue.{each}".encode()).fetchall()
             reader.rollback()
             granting.join()
-        assert owner.execute("select to_regclass('queue.unlimited')").fetchone() == (None,)
+        assert owner.execute("select to_regclass('queue.unrestricted')").fetchone() == (None,)
     finally:
         drop(owner, "limits_first")
 

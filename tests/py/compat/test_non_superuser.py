@@ -1,4 +1,4 @@
-"""As on a managed server: whoever owns the queue has no right but CREATE on the database."""
+"""As on a managed server: the queue's owner has no right except CREATE on the database."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgdefer import App, Retry, Worker
-from pgdefer._install import Form, install
+from pgdefer.database.install import Form, install
 
 Connection = psycopg.Connection[Any]
 KINDS = {"web": "producer", "hand": "worker", "oncall": "operator", "grafana": "reader"}
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unchecked("ends without a queue")
 
 
 class Managed:
-    """A database whose superuser has made roles and gone."""
+    """A database whose superuser has created roles and left."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
@@ -104,7 +104,7 @@ async def test_everything(managed: Managed, form: Form) -> None:
 
 
 async def work(managed: Managed) -> None:
-    """Defer as a producer, run as a worker, look as a reader."""
+    """Defer as a producer, run as a worker, read as a reader."""
     web, hand = App(managed.dsn("web")), App(managed.dsn("hand"))
     tried: list[int] = []
 
@@ -165,7 +165,7 @@ def operate(managed: Managed, role: str) -> None:
 
 
 def be_refused(managed: Managed) -> None:
-    """Whoever was given nothing may do nothing, nor may the others do more."""
+    """A role without grants may do nothing, and the others may not exceed theirs."""
     for role, query in {
         "stranger": "select queue.defer('t')",
         "web": "select * from queue.jobs",

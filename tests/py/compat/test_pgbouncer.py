@@ -1,17 +1,13 @@
-"""Through the real pgbouncer in transaction mode: by polling, or hearing past it."""
+"""Through a real pgbouncer in transaction mode: by polling, or with a direct connection."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,29 +16,13 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from sqlalchemy.ext import asyncio as sa_async
 
+from bouncer import PROGRAM, Bouncer, bouncing
 from pgdefer import App, RetryLater, Worker, current_job
 from support import url_of
 
 Connection = psycopg.Connection[Any]
-PROGRAM = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
-CONFIGURATION = """
-[databases]
-* = host={host} port={port} user=postgres
-
-[pgbouncer]
-pool_mode = transaction
-default_pool_size = 3
-max_client_conn = 200
-listen_port = 6432
-unix_socket_dir = {folder}
-auth_type = any
-logfile = {folder}/log
-pidfile = {folder}/pid
-"""
-
 if PROGRAM is None and os.environ.get("PGDEFER_TEST_STRICT"):
     pytest.fail("there is no pgbouncer here", pytrace=False)
 pytestmark = [
@@ -51,59 +31,10 @@ pytestmark = [
 ]
 
 
-class Bouncer:
-    """pgbouncer in front of the tests' server, with three connections to each database."""
-
-    def __init__(self, folder: Path, dsn: str) -> None:
-        given = conninfo_to_dict(dsn)
-        self._configuration = folder / "pgbouncer.ini"
-        self._configuration.write_text(
-            CONFIGURATION.format(folder=folder, host=given["host"], port=given.get("port", 5432))
-        )
-        self._folder = folder
-        self._options: dict[str, Any] = {}
-        if os.geteuid() == 0:
-            # Neither runs as root; the server's socket is its user's alone.
-            owner = Path(str(given["host"])).stat()
-            self._options = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
-            os.chown(folder, owner.st_uid, owner.st_gid)
-        self.dsn = make_conninfo(host=str(folder), port=6432, user="any", dbname=given["dbname"])
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        assert PROGRAM is not None
-        self._process = subprocess.Popen(
-            [PROGRAM, "-q", self._configuration], cwd="/", **self._options
-        )
-        end = time.monotonic() + 300
-        while True:
-            try:
-                psycopg.connect(self.dsn, connect_timeout=5).close()
-            except psycopg.OperationalError:
-                log = self._folder / "log"
-                text = log.read_text() if log.exists() else ""
-                assert self._process.poll() is None, text
-                assert time.monotonic() < end, text
-                time.sleep(0.02)
-            else:
-                return
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGQUIT)  # at once
-            self._process.wait(300)
-
-
 @pytest.fixture
 def bouncer(dsn: str) -> Iterator[Bouncer]:
-    folder = Path(tempfile.mkdtemp(prefix="pgdefer-bouncer-"))
-    bouncer = Bouncer(folder, dsn)
-    try:
-        bouncer.start()
+    with bouncing(dsn) as bouncer:
         yield bouncer
-    finally:
-        bouncer.stop()
-        shutil.rmtree(folder)
 
 
 @contextlib.asynccontextmanager
@@ -126,7 +57,7 @@ async def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
 
 
 def held(conn: Connection) -> int:
-    """How many advisory locks are held: only sleeping listeners hold any."""
+    """The number of held advisory locks: only sleeping listeners hold any."""
     ((count,),) = conn.execute(
         "select count(*) from pg_locks l join pg_database d on d.oid = l.database"
         " where l.locktype = 'advisory' and d.datname = current_database()"
@@ -189,7 +120,7 @@ async def test_everything(dsn: str, bouncer: Bouncer, conn: Connection, hears: b
         assert states(conn) == {"succeeded"}
         found = conn.execute("select n from done order by n").fetchall()
         assert found == [(n,) for n in range(20)]
-        # Asleep: nothing that belongs to a session was left in one that others use.
+        # Asleep: no session state was left in a connection that others use.
         if hears:
             await until(lambda: held(conn) == 1)
         else:
@@ -222,12 +153,12 @@ async def test_it_is_woken_past_pgbouncer(dsn: str, bouncer: Bouncer, conn: Conn
 
     async with running(app) as worker:
         await until(lambda: worker.id)
-        listener = worker._listener
+        listener = worker.listener
         on_work, on_message = listener._on_work, listener._on_message
         listener._on_work = lambda: (heard.append("work"), on_work())  # type: ignore[assignment]
         listener._on_message = lambda: (heard.append("message"), on_message())  # type: ignore[assignment]
         for _ in range(5):
-            await until(lambda: listener.is_latched and worker._waiter is not None)
+            await until(lambda: listener.holds_sleep_lock and worker.state.is_waiting)
             assert held(conn) == 1
             heard.clear()
             await (await quick.defer_async()).result_async(300)

@@ -1,6 +1,6 @@
-"""Every function works under every setting that a caller can make, and says the same.
+"""Every function works under every setting of its caller, and returns the same.
 
-The settings are those that pg_settings lists as the user's; each gets all its values, or its ends.
+pg_settings lists the settings that users may change. Each gets all its values, or its ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import psycopg
 import pytest
 
-# What a session does to itself: it ends, is cut off in time, or can read or write nothing.
+pytestmark = pytest.mark.long
+
+# Settings that affect the session itself: it ends, times out, or can read or write nothing.
 LEFT_OUT = set(
     """
     backtrace_functions client_connection_check_interval default_table_access_method
@@ -50,7 +52,7 @@ begin
   for v_table in
     select c.relname from pg_class c
     where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
-      and c.relname not in ('installation', 'admission', 'cursor', 'horizon')
+      and c.relname not in ('installation', 'admission', 'cursor', 'minute_cursor', 'horizon')
   loop
     execute format('delete from queue.%I', v_table.relname);
   end loop;
@@ -74,10 +76,10 @@ def changes(
 ) -> list[dict[str, str]]:
     """Return what to set, together or apart.
 
-    Texts and enumerations decide how values are read and written. Switches and numbers are mostly
-    the planner's, at their one end and at their other. If it is fine, each of those alone, and ten
-    at once of these; else the first value of each of those, the second of each, and so on, which
-    tells as well that something is wrong, but not what.
+    Texts and enumerations decide how values are read and written. Switches and numbers mostly
+    concern the planner, and get both of their ends. If `is_fine`, each of the former alone, and ten
+    of the latter at once. Otherwise the first value of each of the former, then the second, and so
+    on: this finds the same errors, but not their causes.
     """
     alone, low, high = [], [], []
     for name, kind, now, least, most, enum in settings:
@@ -86,7 +88,7 @@ def changes(
         if name in STRINGS:
             alone += [{name: value} for value in STRINGS[name]]
         elif kind == "enum":
-            # Of levels of logging, and the like, the ends.
+            # For levels of logging, and the like, only the ends.
             alone += [{name: enum[n]} for n in {0, len(enum) - 1} if enum[n] != now]
             alone += [{name: value} for value in enum[1:-1] if value != now and len(enum) < 5]
         elif kind == "bool":
@@ -109,7 +111,7 @@ def changes(
 
 
 def play(connection: psycopg.Connection[Any]) -> Iterator[object]:
-    """Make the round of calls, yielding what each returns, or why it does not."""
+    """Make all calls, yielding the result of each, or its error."""
     for statement in statements():
         try:
             cursor = connection.execute(statement.encode())
@@ -144,7 +146,7 @@ def prepared(conn: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]
 def test_every_setting(prepared: psycopg.Connection[Any], is_fine: bool) -> None:
     def begin() -> None:
         prepared.execute("reset all")
-        # Compiling changes no answer, but takes minutes where plans cost as much.
+        # Compiling changes no answer, but takes minutes at such plan costs.
         prepared.execute("set client_min_messages = error; set jit = off")
         prepared.execute(RESET)
 
@@ -161,10 +163,10 @@ def test_every_setting(prepared: psycopg.Connection[Any], is_fine: bool) -> None
     for change in changes(settings, is_fine):
         begin()
         for name, value in change.items():
-            with contextlib.suppress(psycopg.Error):  # it can't be had here
+            with contextlib.suppress(psycopg.Error):  # this setting is not available here
                 prepared.execute("select set_config(%s, %s, false)", (name, value))
                 tried += 1
-        is_refused = False  # then what follows differs
+        is_refused = False  # then the later results differ
         for want, found in zip(expected, play(prepared), strict=True):
             if found != want and not (
                 is_refused := found[1] in map(REFUSED.get, change) or is_refused

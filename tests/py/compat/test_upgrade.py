@@ -1,4 +1,4 @@
-"""Upgrades: the result is that of a fresh installation, and nobody stops for them."""
+"""Upgrades: the result equals a fresh installation, and nobody has to stop."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from pgdefer import App, Worker, _install
-from pgdefer._server import EmbeddedServer
+from pgdefer import App, Worker
+from pgdefer.database import install
+from pgdefer.database.server import EmbeddedServer
 from releases import Releases, catalog, difference
 from support import create_database
 
 pytestmark = pytest.mark.client
 
-# Kept low for machines that do other things; `-m soak` takes a table that matters.
+# Small, for busy machines; `-m soak` takes a table of realistic size.
 JOBS = 50_000
 SOAK_JOBS = 10_000_000
 
@@ -76,7 +77,7 @@ def test_an_upgrade_is_a_fresh_installation(
     releases.install(blank, form, wanted)
     upgraded = catalog(blank)
     assert difference(upgraded, fresh) == {}
-    # The diff sees differences, of each kind that the second release has.
+    # The comparison sees differences of each kind that the second release has.
     seen = {key[0] for key in difference(first, fresh)}
     assert {"function", "column", "index", "relation", "sequence", "constraint"} <= seen
     assert ("function", "queue.autoscale_hint(interval)") not in upgraded
@@ -131,7 +132,7 @@ def test_the_extension_made_anew_keeps_the_roles(
 def test_code_of_the_next_release_works_on_the_tables(
     blank: psycopg.Connection, releases: Releases, form: str
 ) -> None:
-    """Between ALTER EXTENSION and queue.migrate() nobody is stopped; further apart they hear."""
+    """Between ALTER EXTENSION and queue.migrate() nobody stops; distant releases get an error."""
     if form == "plain":
         pytest.skip("the plain file migrates in the same transaction")
     releases.install(blank, form, releases.first)
@@ -145,7 +146,7 @@ def test_code_of_the_next_release_works_on_the_tables(
     assert len(claims) == 1
     blank.execute("select queue.succeed(%s, %s)", claims[0])
     blank.execute(f"alter extension pgdefer update to '{releases.third}'".encode())
-    with pytest.raises(psycopg.Error, match="do not fit") as raised:
+    with pytest.raises(psycopg.Error, match="are incompatible") as raised:
         blank.execute("select queue.register_worker('w')")
     assert raised.value.sqlstate == "QJ090"
     assert "queue.migrate()" in (raised.value.diag.message_hint or "")
@@ -157,7 +158,7 @@ def test_older_code_on_later_tables(
     blank: psycopg.Connection, releases: Releases, form: str
 ) -> None:
     releases.install(blank, "plain", releases.third)
-    with pytest.raises(psycopg.Error, match="no migration leads") as raised:
+    with pytest.raises(psycopg.Error, match="there is no migration") as raised:
         releases.install(blank, "plain", releases.first)
     assert raised.value.sqlstate == "QJ090"
 
@@ -180,11 +181,11 @@ def test_an_incompatible_client_ends_with_its_own_code(
     releases.install(blank, "plain", releases.third)
     done = run_worker("--drain")
     assert done.returncode == 5, done.stderr
-    assert "client and schema do not fit" in done.stderr
+    assert "client and schema are incompatible" in done.stderr
 
 
 class Producer(threading.Thread):
-    """Defers one job after the other and notes how long the longest took."""
+    """Defers one job after the other and records the longest time."""
 
     def __init__(self, dsn: str) -> None:
         super().__init__(daemon=True)
@@ -222,7 +223,7 @@ async def test_upgrade_under_load(
     form: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Workers of the first release run on: no job is lost, none runs twice, no error stops one."""
+    """Workers of the first release keep running: each job runs once, no error stops one."""
     caplog.set_level(logging.WARNING)
     releases.install(blank, form, releases.first)
     app = App(blank_dsn)
@@ -303,7 +304,7 @@ def fill(connection: psycopg.Connection, number: int) -> None:
 @pytest.fixture
 def longest_of(blank_dsn: str) -> Callable[[Callable[[], object]], tuple[float, float]]:
     def measure(action: Callable[[], object]) -> tuple[float, float]:
-        """Run it beside two who defer; return the longest defer, and how long it took."""
+        """Run it while two sessions defer; return the longest defer, and its own duration."""
         producers = [Producer(blank_dsn) for _ in range(2)]
         for producer in producers:
             producer.start()
@@ -336,7 +337,7 @@ def test_nobody_who_defers_waits_long(  # noqa: PLR0917
 
     def upgrade() -> None:
         if blocked:
-            # A transaction that has deferred and stays open for a while: migrate must get by.
+            # A transaction that has deferred and stays open for a while: migrate must succeed.
             holder.execute("select queue.defer('open')")
             timer = threading.Timer(2.0, holder.rollback)
             timer.start()
@@ -347,7 +348,7 @@ def test_nobody_who_defers_waits_long(  # noqa: PLR0917
     longest, took = longest_of(upgrade)
     holder.close()
     index, took_index = 0.0, 0.0
-    # 16 MB is what is built at once.
+    # Indexes of tables up to 16 MB are built at once.
     row = blank.execute("select pg_relation_size('queue.log') > 16777216").fetchone()
     is_large = row == (True,)
     statements = [row[0] for row in blank.execute("select statement from queue.migration()")]
@@ -408,8 +409,8 @@ def test_pgdefer_upgrade_builds_large_indexes(
 ) -> None:
     releases.install(blank, "plain", releases.first)
     make_large(blank)
-    monkeypatch.setattr(_install, "_script", lambda: releases.plain[releases.second])
-    done = _install.install(blank_dsn)
+    monkeypatch.setattr(install, "_script", lambda: releases.plain[releases.second])
+    done = install.install(blank_dsn)
     assert (done.before, done.version) == (releases.first, releases.second)
     assert blank.execute("select * from queue.migration()").fetchall() == []
     row = blank.execute(
@@ -429,7 +430,7 @@ def test_a_large_index_is_left_to_the_operator(
     assert any(text.startswith("a large index is missing") for text in notices), notices
     rows = blank.execute("select statement from queue.migration()").fetchall()
     assert len(rows) == 1
-    # One that was interrupted is left broken: it is dropped first.
+    # An interrupted build leaves an invalid index: it is dropped first.
     blank.execute("set statement_timeout = '1ms'")
     with pytest.raises(psycopg.errors.QueryCanceled):
         blank.execute(rows[0][0])

@@ -1,4 +1,4 @@
-"""What the tests of workers share."""
+"""Code common to the tests of workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def app(dsn: str) -> Iterator[App]:
 
 @contextlib.asynccontextmanager
 async def running(app: App, *arguments: Any, **options: Any) -> AsyncIterator[Worker]:
-    """A worker that runs beside the test and is stopped gracefully after it."""
+    """A worker that runs during the test and is stopped gracefully after it."""
     worker = Worker(app, *arguments, **options)
     task = asyncio.create_task(worker.run_async())
     try:
@@ -38,7 +38,7 @@ async def running(app: App, *arguments: Any, **options: Any) -> AsyncIterator[Wo
 
 
 async def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """Wait until the condition holds, and return what it gave."""
+    """Wait until the condition holds, and return its value."""
     async with asyncio.timeout(seconds):
         while not (found := condition()):  # noqa: ASYNC110 (it may lie in the database)
             await asyncio.sleep(0.005)
@@ -55,8 +55,8 @@ def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
 
 
 def give_up(conn: psycopg.Connection[Any]) -> None:
-    """Have all workers taken for dead."""
-    with conn.transaction():  # or a heartbeat comes between
+    """Make all workers dead."""
+    with conn.transaction():  # otherwise a heartbeat comes between
         conn.execute(
             "update queue.worker set last_seen_at = last_seen_at - interval '1 h', dead_after = '0'"
         )
@@ -76,8 +76,10 @@ class Jobs:
         return {row["id"]: row["state"] for row in self()}
 
     def attempts(self) -> list[dict[str, Any]]:
+        """All but those that never started: a slow worker gives back what it has claimed ahead."""
         return self._cursor.execute(
-            "select * from queue.attempts order by job_id, claim"
+            "select * from queue.attempts where outcome <> 'released' or details is not null"
+            " order by job_id, claim"
         ).fetchall()
 
     async def end(self, *ids: int, seconds: float = 300.0) -> list[dict[str, Any]]:

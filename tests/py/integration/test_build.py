@@ -1,7 +1,8 @@
-"""What the build makes installs in both forms, as whoever may create schemas, and only there."""
+"""The build installs in both forms, for any role that may create schemas, and only there."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from types import ModuleType
 import psycopg
 import pytest
 
-from pgdefer._server import EmbeddedServer, sql_folder
+from pgdefer.database.server import EmbeddedServer, sql_folder
 from releases import load_build
 from support import ROOT
 
@@ -24,7 +25,7 @@ DROP_FUNCTIONS = re.findall(
     re.DOTALL | re.MULTILINE,
 )[0]
 
-# Everything that the code consists of, in either form.
+# All of the code, in either form.
 CODE = """
 select p.oid::regprocedure::text, pg_get_functiondef(p.oid), obj_description(p.oid, 'pg_proc'),
   p.proacl::text
@@ -129,7 +130,7 @@ def test_a_schema_of_another_role_is_refused(
 def test_a_schema_that_others_may_create_in_is_refused(
     blank: psycopg.Connection, owner: str, form: str, whose: str
 ) -> None:
-    """A function beside ours, that fits a call better, would run with the owner's rights."""
+    """A function beside the queue's that fits a call better would run with the owner's rights."""
     blank.execute(f"set role {owner}")
     blank.execute("create schema queue")
     blank.execute("reset role")
@@ -143,7 +144,7 @@ def test_a_schema_that_others_may_create_in_is_refused(
         blank.execute("rollback")
         blank.execute("set role test_evil")
         blank.execute(
-            "create function queue._limits(text) returns text[] language sql as"
+            "create function queue._allowed_queues(text) returns text[] language sql as"
             " 'select null::text[]'"
         )
         blank.execute("reset role")
@@ -153,7 +154,7 @@ def test_a_schema_that_others_may_create_in_is_refused(
             install(blank, form)
         blank.execute("rollback")
         blank.execute("reset role")
-        blank.execute("drop function queue._limits(text)")
+        blank.execute("drop function queue._allowed_queues(text)")
         blank.execute(f"set role {owner}")
         install(blank, form)
         assert blank.execute("select * from queue.check()").fetchall() == []
@@ -199,7 +200,7 @@ def test_a_schema_of_ones_group_is_taken(blank: psycopg.Connection, owner: str) 
         blank.execute("drop role test_member")
 
 
-# The build itself
+# The build
 
 
 @pytest.fixture(scope="module")
@@ -210,30 +211,36 @@ def build() -> ModuleType:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """The smallest sources that build."""
-    for folder in ("sql", "tables", "upgrades"):
+    for folder in ("base", "tables", "work", "upgrades"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "manifest").write_text("sql/10_a.sql  # first\n@tables\nsql/20_b.sql\n")
-    (tmp_path / "sql" / "10_a.sql").write_text("-- a\n")
-    (tmp_path / "sql" / "20_b.sql").write_text("-- b @VERSION@\n")
-    (tmp_path / "tables" / "20_u.sql").write_text("create table u ();\n")
-    (tmp_path / "tables" / "10_t.sql").write_text("create table t ();\n")
+    (tmp_path / "manifest").write_text(
+        "base/a.sql  # first\ntables/u.sql\ntables/t.sql\nwork/b.sql\n"
+    )
+    (tmp_path / "macros").write_text(
+        "one = 1  # the first\ntwo = 2\nboth = one | two\npair = 7, 8\nsay := return 'so';\n"
+    )
+    (tmp_path / "base" / "a.sql").write_text("-- a\n")
+    (tmp_path / "work" / "b.sql").write_text("-- b @VERSION@\n")
+    (tmp_path / "tables" / "u.sql").write_text("create table u ();\n")
+    (tmp_path / "tables" / "t.sql").write_text("create table t ();\n")
     (tmp_path / "pgdefer.control").write_text("default_version = '@VERSION@'\n")
     return tmp_path
 
 
 def test_build_puts_the_parts_in_order(build: ModuleType, source: Path, tmp_path: Path) -> None:
-    build.build(source, tmp_path / "out")
-    text = (tmp_path / "out" / "pgdefer.sql").read_text()
-    parts = ["-- a\n", "create table t", "create table u", "end\n$pgdefer_tables$;", "-- b "]
+    out = tmp_path.with_name("out")
+    build.build(source, out)
+    text = (out / "pgdefer.sql").read_text()
+    parts = ["-- a\n", "create table u", "create table t", "end\n$pgdefer_tables$;", "-- b "]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert f"-- b {build.version()}\n" in text
-    names = {path.name for path in (tmp_path / "out" / "extension").iterdir()}
+    names = {path.name for path in (out / "extension").iterdir()}
     assert names == {"pgdefer.control", f"pgdefer--{build.version()}.sql"}
 
 
 def test_build_removes_what_is_stale(build: ModuleType, source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out = tmp_path.with_name("out")
     step = source / "upgrades" / f"pgdefer--0.0.1--{build.version()}.sql"
     step.write_text("-- a step\n")
     build.build(source, out)
@@ -241,6 +248,28 @@ def test_build_removes_what_is_stale(build: ModuleType, source: Path, tmp_path: 
     step.unlink()
     build.build(source, out)
     assert not list(out.rglob("*--0.0.1--*.sql"))
+
+
+def test_all_files_state_the_same_version(build: ModuleType) -> None:
+    meta = json.loads((ROOT / "META.json").read_text("utf-8"))
+    (provided,) = meta["provides"].values()
+    assert {meta["version"], provided["version"]} == {build.version()}
+    assert (ROOT / provided["file"]).name == f"pgdefer--{build.version()}.sql"
+    assert (ROOT / provided["file"]).is_file()
+    assert f"\nversion: {build.version()}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\n## {build.version()} (" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_make_install_copies_the_extension(build: ModuleType, tmp_path: Path) -> None:
+    config = tmp_path / "pg_config"
+    config.write_text("#!/bin/sh\n[ $1 = --sharedir ] && echo '/usr/share/a server'\n", "utf-8")
+    config.chmod(0o755)
+    subprocess.run(
+        ["make", "install", f"PG_CONFIG={config}", f"DESTDIR={tmp_path}/root"], cwd=ROOT, check=True
+    )
+    installed = tmp_path / "root/usr/share/a server/extension"
+    made = {path.name: path.read_bytes() for path in (build.BUILD / "extension").iterdir()}
+    assert {path.name: path.read_bytes() for path in installed.iterdir()} == made
 
 
 def test_the_wheel_carries_each_form_once(build: ModuleType, tmp_path: Path) -> None:
@@ -291,7 +320,7 @@ def test_build_leads_from_each_release_to_this(build: ModuleType, source: Path) 
         ({("0.1.0", "0.3.0"): "-- @table\n"}, "each section once, of code, concurrently, tables"),
         ({("0.1.0", "0.3.0"): "-- @code\n-- @code\n"}, "each section once"),
         ({("0.1.0", "0.3.0"): "select 1;\n-- @code\n"}, "before the first section"),
-        ({("0.1.0", "0.3.0"): "-- @code\n\\echo\n"}, "psql's commands"),
+        ({("0.1.0", "0.3.0"): "-- @code\n\\echo\n"}, "psql commands"),
         (
             {("0.1.0", "0.3.0"): "-- @concurrently\ncreate index a on queue.b (c);"},
             "not of the form",
@@ -314,7 +343,7 @@ def test_a_release_is_frozen(build: ModuleType, source: Path) -> None:
     assert path.read_text() == build.render(source, "1.2.3")[path.name]
     assert "@VERSION@" not in path.read_text()
     build.freeze(source, "1.2.3")
-    (source / "sql" / "10_a.sql").write_text("-- changed\n")
+    (source / "base" / "a.sql").write_text("-- changed\n")
     with pytest.raises(build.BuildError, match="is frozen and differs"):
         build.freeze(source, "1.2.3")
     build.freeze(source, "1.2.3", force=True)
@@ -330,14 +359,19 @@ def test_what_is_released_has_not_changed(build: ModuleType) -> None:
     assert rendered == path.read_text("utf-8")
 
 
+ALL = "base/a.sql\ntables/t.sql\ntables/u.sql\nwork/b.sql\n"
+
+
 @pytest.mark.parametrize(
     ("manifest", "complaint"),
     [
-        ("@tables\nsql/10_a.sql\n", "does not list sql/20_b.sql"),
-        ("sql/10_a.sql\nsql/20_b.sql\n", "lacks the line @tables"),
-        ("@tables\nsql/10_a.sql\nsql/20_b.sql\nsql/30_c.sql\n", "30_c.sql is listed"),
-        ("@tables\nsql/10_a.sql\nsql/20_b.sql\nsql/10_a.sql\n", "names sql/10_a.sql twice"),
-        ("@tables\nsql/10_a.sql\nsql/20_b.sql\n../secret.sql\n", "cannot read the entry"),
+        ("tables/t.sql\ntables/u.sql\nbase/a.sql\n", "does not list work/b.sql"),
+        ("tables/t.sql\nbase/a.sql\nwork/b.sql\n", "does not list tables/u.sql"),
+        ("base/a.sql\nwork/b.sql\n", "must name the files of tables/"),
+        ("tables/t.sql\nbase/a.sql\ntables/u.sql\nwork/b.sql\n", "one after another"),
+        (f"{ALL}work/c.sql\n", "c.sql is listed"),
+        (f"{ALL}base/a.sql\n", "names base/a.sql twice"),
+        (f"{ALL}../secret.sql\n", "cannot read the entry"),
     ],
 )
 def test_build_refuses(build: ModuleType, source: Path, manifest: str, complaint: str) -> None:
@@ -348,6 +382,28 @@ def test_build_refuses(build: ModuleType, source: Path, manifest: str, complaint
 
 
 def test_build_refuses_psql_commands(build: ModuleType, source: Path) -> None:
-    (source / "sql" / "10_a.sql").write_text("-- a\n\\set x 1\n")
-    with pytest.raises(build.BuildError, match=r"10_a\.sql:2: psql commands"):
+    (source / "base" / "a.sql").write_text("-- a\n\\set x 1\n")
+    with pytest.raises(build.BuildError, match=r"a\.sql:2: psql commands"):
         build.build(source, source / "out")
+
+
+def test_build_puts_macros_in(build: ModuleType, source: Path) -> None:
+    (source / "base" / "a.sql").write_text("{{both}} {{one}} ({{pair}}) {{say}}\n")
+    text = build.render(source, "1.0.0")["pgdefer.sql"]
+    assert "3/* both */ 1/* one */ (7, 8/* pair */) return 'so';\n" in text
+
+
+@pytest.mark.parametrize(
+    ("macros", "complaint"),
+    [
+        ("one = 1\n", "two.* is not defined in"),
+        ("two = 2\ntwo = 3\n", "names two twice"),
+        ("two = one | 1\n", "two names 'one', which is not a bit"),
+        ("two\n", "cannot read 'two'"),
+    ],
+)
+def test_build_refuses_macros(build: ModuleType, source: Path, macros: str, complaint: str) -> None:
+    (source / "macros").write_text(macros)
+    (source / "base" / "a.sql").write_text("{{two}}\n")
+    with pytest.raises(build.BuildError, match=complaint):
+        build.render(source, "1.0.0")

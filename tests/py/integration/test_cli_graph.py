@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pgdefer._connect import Connection
 from pgdefer.cli import Exit, _graph
 from pgdefer.cli._base import cli, out
+from pgdefer.database.source import PsycopgConnection
 
 pytestmark = pytest.mark.client
 
@@ -29,14 +29,14 @@ def invoke(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda *words: CliRunner().invoke(cli, ["graph", *map(str, words)])
 
 
-def defer(conn: Connection, needs: list[list[int]], task: str = "t") -> None:
+def defer(conn: PsycopgConnection, needs: list[list[int]], task: str = "t") -> None:
     """Defer jobs 1, 2, ... that need these."""
     for each in needs:
         conn.execute("select queue.defer(%s, needs => %s)", [task, each or None])
 
 
 def random_needs(count: int, seed: int, at_most: int = 3) -> list[list[int]]:
-    """Return what each job needs: everything hangs together."""
+    """Return the needs of each job: one connected graph."""
     dice = random.Random(seed)
     found: list[list[int]] = [[]]
     for id in range(2, count + 1):
@@ -50,14 +50,14 @@ def edges_of(needs: list[list[int]]) -> Edges:
 
 
 def rows_of(needs: list[list[int]], task: str = "t") -> Iterator[dict[str, Any]]:
-    """What queue.graph returns."""
+    """The rows of queue.graph."""
     for id, each in enumerate(needs, 1):
         for need in each or [None]:  # type: ignore[list-item]
             yield {"job_id": id, "need_id": need, "depth": 1 - id, "task": task, "state": "ready"}
 
 
 def traced(lines: list[str]) -> Edges:
-    """Follow the rails of a drawing from every job down to those that it leads to."""
+    """Follow the rails of a drawing from every job down to those that they reach."""
     marks = {}  # (line, column) -> id
     for at, line in enumerate(lines):
         if found := re.match(r"([│ ]*)[●○]([│ ]*)(\d+) ", line):
@@ -120,7 +120,7 @@ def test_rails_lead_where_they_should(seed: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 10, 200])
-def test_graphs(invoke: Any, conn: Connection, count: int) -> None:
+def test_graphs(invoke: Any, conn: PsycopgConnection, count: int) -> None:
     needs = random_needs(count, seed=count)
     defer(conn, needs, task=ODD)
     id = count  # all are before the last, or beside those
@@ -173,7 +173,7 @@ def test_graphs(invoke: Any, conn: Connection, count: int) -> None:
         assert "&quot;quoted&quot; \\n &lt;b&gt;{x}" in picture
 
 
-def test_a_wide_graph_is_listed(invoke: Any, conn: Connection, monkeypatch: Any) -> None:
+def test_a_wide_graph_is_listed(invoke: Any, conn: PsycopgConnection, monkeypatch: Any) -> None:
     monkeypatch.setattr(out, "_width", 80)
     defer(conn, [[], *([1] for _ in range(40)), list(range(2, 42))])
     lines = invoke(42).stdout.splitlines()
@@ -183,7 +183,7 @@ def test_a_wide_graph_is_listed(invoke: Any, conn: Connection, monkeypatch: Any)
     assert lines[-1].endswith("…"), "the last need does not fit"
 
 
-def test_what_is_gone_and_what_is_not_there(invoke: Any, conn: Connection) -> None:
+def test_what_is_gone_and_what_is_not_there(invoke: Any, conn: PsycopgConnection) -> None:
     defer(conn, [[], [1], [2]])
     conn.execute("select queue.delete('{1}', true)")
     assert invoke(2).stdout.splitlines() == [
@@ -194,7 +194,7 @@ def test_what_is_gone_and_what_is_not_there(invoke: Any, conn: Connection) -> No
     assert invoke(99).exit_code == Exit.NOT_FOUND
 
 
-def test_a_terminal_is_not_controlled_by_a_name(conn: Connection, invoke: Any) -> None:
+def test_a_terminal_is_not_controlled_by_a_name(conn: PsycopgConnection, invoke: Any) -> None:
     conn.execute("select queue.defer(E'\\x1b[31mred')")
     for form in ("text", "mermaid", "dot"):
         assert "\x1b" not in invoke(1, "--as", form).stdout

@@ -25,11 +25,12 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from typer.testing import CliRunner
 
-from pgdefer import App, _sql
-from pgdefer._connect import Connection
-from pgdefer._server import EmbeddedServer
+from pgdefer import App
 from pgdefer.cli import Exit, _job
 from pgdefer.cli._base import cli
+from pgdefer.database import sql
+from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.source import PsycopgConnection
 from support import server_program
 
 from .conftest import Jobs
@@ -50,7 +51,7 @@ NAMES = [
 
 @dataclasses.dataclass
 class Done:
-    """How a command ended, and what it printed."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -66,7 +67,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Run a command in this process; a failure that is no clean end is the test's."""
+    """Run a command in this process; an exception other than a clean exit fails the test."""
     monkeypatch.setenv("PGDEFER_DSN", dsn)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -82,13 +83,13 @@ def run(dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def claim(conn: Connection) -> Callable[[], dict[int, int]]:
-    """Claim all that is ready: id -> claim."""
+def claim(conn: PsycopgConnection) -> Callable[[], dict[int, int]]:
+    """Claim all ready jobs: id -> claim."""
     row = conn.execute("select queue.register_worker('test')").fetchone()
     assert row
 
     def claim() -> dict[int, int]:
-        for _ in range(3):  # a fetch that takes long on a busy machine may end without a claim
+        for _ in range(3):  # on a busy machine a long fetch may end without a claim
             cursor = conn.execute("select id, claim from queue.fetch(%s, null, 100)", row)
             if found := dict(cursor.fetchall()):
                 return found
@@ -136,15 +137,15 @@ def test_defer(run: Run, jobs: Jobs) -> None:
 def test_queues(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert run("queue", "ls").err == "There are no queues.\n"
     assert run("queue", "create", "q").out == "q: made\n"
-    assert run("queue", "create", "q").out == "q: is there already\n"
+    assert run("queue", "create", "q").out == "q: exists already\n"
     assert run("queue", "create", "q", "--json").json == [{"is_new": False}]
     assert run("queue", "create", "p", "--paused").code == 0
     first = defer(run, "t", "-q", "p")
     defer(run, "t", "-q", "p")
     assert claim() == {}
-    assert run("queue", "resume", "p").out == "2 jobs are concerned\n"
+    assert run("queue", "resume", "p").out == "2 jobs affected\n"
     assert len(claim()) == 2
-    assert run("queue", "pause", "p").out == "0 jobs are concerned\n"
+    assert run("queue", "pause", "p").out == "0 jobs affected\n"
     assert jobs.states()[first] == "running", "pausing lets it run"
     assert run("queue", "pause", "p", "--json").json == [{"jobs": 0}]
     assert run("queue", "pause", "--all", "--until", "2999-01-01").code == 0
@@ -210,10 +211,10 @@ def test_odd_names(run: Run, jobs: Jobs, name: str) -> None:
     assert run("queue", "delete", "--yes", "--", name).code == 0
 
 
-# Looking at jobs
+# Reading jobs
 
 
-def test_listing(run: Run, conn: Connection) -> None:
+def test_listing(run: Run, conn: PsycopgConnection) -> None:
     assert run("job", "ls").err == "No such jobs.\n"
     conn.execute("select queue.defer('t' || n, queue => 'q' || n % 2) from generate_series(1, 5) n")
     conn.execute("select queue.cancel(2)")
@@ -230,7 +231,7 @@ def test_listing(run: Run, conn: Connection) -> None:
 
 
 def test_a_list_does_not_look_at_everything(
-    run: Run, conn: Connection, monkeypatch: pytest.MonkeyPatch
+    run: Run, conn: PsycopgConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rare = defer(run, "t", "-q", "rare")
     conn.execute("select queue.defer('t') from generate_series(1, 50)")
@@ -245,7 +246,7 @@ def test_a_list_does_not_look_at_everything(
     assert run("job", "ls", "-q", "rare", "--no-limit", "--json").json[0]["id"] == rare
 
 
-def test_showing(run: Run, conn: Connection, claim: Claim) -> None:
+def test_showing(run: Run, conn: PsycopgConnection, claim: Claim) -> None:
     secret = {"__pgdefer__": "bytes", "value": "AAECAw=="}
     args = {"n": 1, "data": secret, "long": "x" * 1000, "escape": "\x1b[31m[bold]red"}
     id = defer(run, "t", json.dumps(args))
@@ -271,7 +272,7 @@ def test_showing(run: Run, conn: Connection, claim: Claim) -> None:
     assert run("job", "why", 99).code == Exit.NOT_FOUND
 
 
-def test_large_args(run: Run, conn: Connection, jobs: Jobs) -> None:
+def test_large_args(run: Run, conn: PsycopgConnection, jobs: Jobs) -> None:
     done = run("defer", "t", "-", input=json.dumps({"data": "0123456789" * 1_000_000}))
     id = int(done.out)
     shown = run("job", "show", id)
@@ -313,6 +314,7 @@ def test_get_tells_apart(run: Run) -> None:
     assert run("job", "get", "items", 99).code == Exit.NOT_FOUND
 
 
+@pytest.mark.long
 def test_get_raw(run: Run, app: App) -> None:
     args: dict[str, Any] = {
         "to": 'Ünn "A"\t',
@@ -357,7 +359,8 @@ def test_get_raw_what_was_written_by_hand(run: Run) -> None:
     assert "the value is malformed" in malformed.err
 
 
-def test_search(run: Run, conn: Connection) -> None:
+@pytest.mark.long
+def test_search(run: Run, conn: PsycopgConnection) -> None:
     a = defer(run, "t", '{"name": "needle", "n": 5}', "--lock", "the lock")
     b = defer(run, "t", '{"name": "hay", "n": 50}', "-q", "other")
     ids = lambda *words: [row["id"] for row in run("job", "search", *words, "--json").json]  # noqa: E731
@@ -383,7 +386,7 @@ def test_search(run: Run, conn: Connection) -> None:
     assert run("job", "search", "x", "--path", "--key").code == Exit.USAGE
 
 
-def test_tail(run: Run, conn: Connection, claim: Claim) -> None:
+def test_tail(run: Run, conn: PsycopgConnection, claim: Claim) -> None:
     ids = [defer(run, "t", "-q", f"q{n}") for n in range(3)]
     for id, number in claim().items():
         conn.execute("select queue.succeed(%s, %s)", [id, number])
@@ -398,7 +401,7 @@ def test_tail(run: Run, conn: Connection, claim: Claim) -> None:
     assert [row["id"] for row in rows] == ids
 
 
-def test_tail_follows(run: Run, conn: Connection, claim: Claim) -> None:
+def test_tail_follows(run: Run, conn: PsycopgConnection, claim: Claim) -> None:
     command = [sys.executable, "-m", "pgdefer", "job", "tail", "-n", "0", "--json"]
     with subprocess.Popen([*command, "--interval", "0.05"], stdout=subprocess.PIPE) as process:
         assert process.stdout
@@ -419,12 +422,12 @@ def test_tail_follows(run: Run, conn: Connection, claim: Claim) -> None:
 
 
 def test_tail_shows_each_end_once(
-    run: Run, conn: Connection, claim: Claim, monkeypatch: pytest.MonkeyPatch
+    run: Run, conn: PsycopgConnection, claim: Claim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However slow its looks are, and whatever becomes of the last that it has shown."""
+    """However slow its queries are, and whatever happens to the last job that it has shown."""
 
     def end(ago: float) -> int:
-        """End a job, as if that was so many seconds ago."""
+        """End a job, as if that had happened this many seconds ago."""
         id = defer(run, "t")
         ((_, number),) = claim().items()
         conn.execute("select queue.fail(%s, %s, 'no')", [id, number])
@@ -458,7 +461,7 @@ def test_tail_shows_each_end_once(
 # Changing jobs
 
 
-def test_move(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
+def test_move(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> None:
     retry = '{"retry": {"max_attempts": 5}}'
     id = defer(run, "t", '{"n": 1}', "--options", retry)
     ((_, number),) = claim().items()
@@ -481,7 +484,7 @@ def test_move(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
     assert run("job", "move", id, "--to", "x*").code == Exit.USAGE
 
 
-def test_restart(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
+def test_restart(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> None:
     failed, running = defer(run, "t"), defer(run, "t")
     claims = claim()
     conn.execute("select queue.fail(%s, %s, 'no')", [failed, claims[failed]])
@@ -507,7 +510,7 @@ def test_more_jobs_than_one_call_may_change(run: Run, monkeypatch: pytest.Monkey
     assert len(run("job", "restart", *ids, "--dry-run").out.splitlines()) == 5
     found = [row["id"] for row in run("job", "restart", "--failed", "-n", 3, "--json").json]
     assert found == ids[:3]
-    # those that are refused are met once
+    # refused jobs are read once
     run("job", "fail", defer(run, "t", "--queueing-lock", "k"), "--yes")
     defer(run, "t", "--queueing-lock", "k")
     done = run("job", "restart", "--failed")
@@ -529,7 +532,7 @@ def test_restart_where_another_has_the_queueing_lock(run: Run, jobs: Jobs) -> No
     assert jobs.states() == {first: "ready"}
 
 
-def test_fail(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
+def test_fail(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> None:
     retry = '{"retry": {"max_attempts": 10}}'
     need = defer(run, "t", "--options", retry)
     dependent = defer(run, "t", "--needs", need)
@@ -550,7 +553,7 @@ def test_fail(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
 
 
 @pytest.fixture
-def zoo(run: Run, conn: Connection, claim: Claim) -> dict[str, int]:
+def zoo(run: Run, conn: PsycopgConnection, claim: Claim) -> dict[str, int]:
     """A job of each state: name -> id."""
     retry = '{"retry": {"max_attempts": 2, "base": "1 day"}}'
     ids = {
@@ -589,7 +592,7 @@ def test_done_on_each_state(run: Run, jobs: Jobs, zoo: dict[str, int]) -> None:
     assert run("job", "done", *zoo.values(), "--yes").code == Exit.WRONG_STATE
 
 
-# The commands that change jobs, and on which states each does what it says.
+# The commands that change jobs, and the states in which each works.
 CHANGES = {
     "move --to q": set(),
     "restart": {"failed", "succeeded", "cancelled", "retrying"},
@@ -599,7 +602,7 @@ CHANGES = {
 }
 REFUSED = {
     "move --to q": {"running"},
-    # what another needs is deleted together with that
+    # needs are deleted together with their dependents
     "delete --yes": {"running"},
     "fail --yes": {"failed", "succeeded", "cancelled"},
     "priority 3": set(),
@@ -639,7 +642,7 @@ def test_a_mixed_list(run: Run, jobs: Jobs, claim: Claim) -> None:
 
 
 def test_asking(dsn: str, run: Run, jobs: Jobs) -> None:
-    """On a terminal destructive commands ask."""
+    """On a terminal destructive commands ask for confirmation."""
     id = defer(run, "t")
 
     def ask(answer: bytes) -> int:
@@ -699,15 +702,16 @@ def test_copy(run: Run, jobs: Jobs) -> None:
     assert run("job", "copy", 99).code == Exit.NOT_FOUND
 
 
-# What all commands have in common
+# Common to all commands
 
 
-def everything(conn: Connection) -> list[Any]:
+def everything(conn: PsycopgConnection) -> list[Any]:
     views = "jobs", "queues", "schedules", "attempts"
     return [conn.execute(f"select * from queue.{view} order by 1").fetchall() for view in views]
 
 
-def test_dry_runs(run: Run, conn: Connection, zoo: dict[str, int]) -> None:
+@pytest.mark.long
+def test_dry_runs(run: Run, conn: PsycopgConnection, zoo: dict[str, int]) -> None:
     assert run("schedule", "add", "nightly", "0 3 * * *", "report").code == 0
     assert run("queue", "create", "other").code == 0
     before = everything(conn)
@@ -760,7 +764,7 @@ def test_dry_runs(run: Run, conn: Connection, zoo: dict[str, int]) -> None:
         "pg restore",
     ],
 )
-def test_what_destroys_asks(run: Run, conn: Connection, words: str) -> None:
+def test_what_destroys_asks(run: Run, conn: PsycopgConnection, words: str) -> None:
     defer(run, "t")
     assert run("schedule", "add", "nightly", "0 3 * * *", "report").code == 0
     before = everything(conn)
@@ -770,6 +774,7 @@ def test_what_destroys_asks(run: Run, conn: Connection, words: str) -> None:
     assert everything(conn) == before
 
 
+@pytest.mark.long
 def test_json_everywhere(run: Run, zoo: dict[str, int]) -> None:
     assert run("schedule", "add", "nightly", "0 3 * * *", "report", "--json").json
     one = zoo["ready"]
@@ -826,7 +831,7 @@ def test_json_everywhere(run: Run, zoo: dict[str, int]) -> None:
 
 
 def test_what_went_wrong_is_in_the_exit_code(
-    run: Run, conn: Connection, blank_dsn: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, conn: PsycopgConnection, blank_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = "postgresql://127.0.0.1:1/nowhere?connect_timeout=1"
     codes = {
@@ -890,14 +895,14 @@ def test_a_dsn_that_cannot_be_read(run: Run, arguments: list[object]) -> None:
 
 
 @pytest.mark.unchecked("the tables are of no version that there is")
-def test_a_database_of_another_version(run: Run, conn: Connection) -> None:
+def test_a_database_of_another_version(run: Run, conn: PsycopgConnection) -> None:
     conn.execute("update queue.installation set version = '999.0.0'")
     done = run("install")
     assert done.code == Exit.INCOMPATIBLE, done.err
 
 
 def complete(dsn: str, line: str) -> list[str]:
-    """Return what bash would offer."""
+    """Return the completions that bash would offer."""
     words = line.split(" ")
     given = {"_PGDEFER_COMPLETE": "complete_bash", "COMP_WORDS": line, "PGDEFER_DSN": dsn}
     done = subprocess.run(
@@ -914,7 +919,8 @@ def complete(dsn: str, line: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_completion(dsn: str, conn: Connection) -> None:
+@pytest.mark.long
+def test_completion(dsn: str, conn: PsycopgConnection) -> None:
     conn.execute("select queue.create_queue('mail'), queue.create_queue('mad')")
     conn.execute("select queue.register_task('main', '{}')")
     assert complete(dsn, "pgdefer job re") == ["restart", "reschedule"]
@@ -925,10 +931,10 @@ def test_completion(dsn: str, conn: Connection) -> None:
     assert complete("postgresql://127.0.0.1:1/x?connect_timeout=1", "pgdefer queue pause m") == []
 
 
-# Taking jobs by hand
+# Claiming jobs by hand
 
 
-def test_next(run: Run, jobs: Jobs, conn: Connection) -> None:
+def test_next(run: Run, jobs: Jobs, conn: PsycopgConnection) -> None:
     assert run("job", "next").code == Exit.NOTHING
     one, two = defer(run, "t", "-q", "q", "-p", 1), defer(run, "t", "-q", "q")
     before = conn.execute("select * from queue.jobs order by id").fetchall()
@@ -944,11 +950,11 @@ def test_next(run: Run, jobs: Jobs, conn: Connection) -> None:
     assert run("job", "next", "--ack", "--peek").code == Exit.USAGE
 
 
-def test_peek_changes_nothing_when_killed(run: Run, dsn: str, conn: Connection) -> None:
+def test_peek_changes_nothing_when_killed(run: Run, dsn: str, conn: PsycopgConnection) -> None:
     for _ in range(3):
         defer(run, "t")
     conn.execute("select queue.tick()")
-    tables = "live", "job", "lane", "cursor", "waiting", "worker", "attempt"
+    tables = "active_job", "job", "lane", "cursor", "waiting", "worker", "attempt"
 
     def contents() -> list[Any]:
         return [
@@ -958,7 +964,7 @@ def test_peek_changes_nothing_when_killed(run: Run, dsn: str, conn: Connection) 
 
     before = contents()
     with psycopg.connect(dsn) as peeking:
-        assert len(peeking.execute(_sql.PEEK.psycopg, {"queues": None, "n": 3}).fetchall()) == 3
+        assert len(peeking.execute(sql.PEEK.psycopg, {"queues": None, "n": 3}).fetchall()) == 3
         pid = peeking.info.backend_pid
         conn.execute("select pg_terminate_backend(%s, 5000)", [pid])
         peeking.close()
@@ -966,7 +972,7 @@ def test_peek_changes_nothing_when_killed(run: Run, dsn: str, conn: Connection) 
     assert len(run("job", "ls", "-s", "ready", "--json").json) == 3
 
 
-def test_next_ack_by_fifty_callers(dsn: str, conn: Connection, jobs: Jobs) -> None:
+def test_next_ack_by_fifty_callers(dsn: str, conn: PsycopgConnection, jobs: Jobs) -> None:
     conn.execute("select queue.defer('t', queue => 'q') from generate_series(1, 200)")
     taken: list[int] = []
     failures: list[BaseException] = []
@@ -977,7 +983,7 @@ def test_next_ack_by_fifty_callers(dsn: str, conn: Connection, jobs: Jobs) -> No
             with psycopg.connect(dsn, autocommit=True) as connection:
                 begin.wait()
                 asked = {"queues": ["q"], "ack": True, "lease": "1 minute"}
-                while row := connection.execute(_sql.NEXT.psycopg, asked).fetchone():
+                while row := connection.execute(sql.NEXT.psycopg, asked).fetchone():
                     taken.append(row[0])
         except BaseException as error:
             failures.append(error)
@@ -995,7 +1001,7 @@ def test_next_ack_by_fifty_callers(dsn: str, conn: Connection, jobs: Jobs) -> No
 # The database
 
 
-def test_upkeep(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
+def test_upkeep(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> None:
     id = defer(run, "t")
     health = run("db", "health")
     assert (health.code, "1 alive" in health.out) == (0, True)
@@ -1026,17 +1032,17 @@ def test_upkeep(run: Run, jobs: Jobs, conn: Connection, claim: Claim) -> None:
 
 
 @pytest.mark.unchecked("breaks an invariant on purpose")
-def test_check_says_what_is_wrong(run: Run, conn: Connection) -> None:
+def test_check_says_what_is_wrong(run: Run, conn: PsycopgConnection) -> None:
     id = defer(run, "t")
     conn.execute("select queue.tick()")
-    conn.execute("delete from queue.live")
+    conn.execute("delete from queue.active_job")
     broken = run("db", "check")
     assert broken.code == Exit.UNHEALTHY
     assert f"{id}" in broken.out
     assert run("db", "check", "--json").code == Exit.UNHEALTHY
 
 
-def test_workers(run: Run, conn: Connection) -> None:
+def test_workers(run: Run, conn: PsycopgConnection) -> None:
     assert run("worker", "ls").err == "There are no workers.\n"
     conn.execute("select queue.register_worker('the worker', '{a,b*}')")
     (row,) = run("worker", "ls", "--json").json
@@ -1076,13 +1082,14 @@ def test_top(run: Run, claim: Claim) -> None:
     assert "mail" in shown
 
 
+@pytest.mark.long
 def test_backup_and_restore(
     run: Run, server: EmbeddedServer, dsn: str, blank_dsn: str, tmp_path: Path
 ) -> None:
     if server_program(server, "pg_dump") is None:
         pytest.skip(f"there is no pg_dump for PostgreSQL {server.major}")
     with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("drop trigger stay_alive on queue.worker")  # the tests' own
+        connection.execute("drop trigger stay_alive on queue.worker")  # the tests' own database
     id = defer(run, "t", '{"kept": true}')
     command = [sys.executable, "-m", "pgdefer", "pg"]
     with (tmp_path / "dump").open("wb") as file:
@@ -1155,7 +1162,7 @@ def test_no_password_on_a_command_line(
     tmp_path: Path,
     server: EmbeddedServer,
 ) -> None:
-    """Seen while the program runs: psql sleeps, pg_dump waits for a lock, pg_restore for input."""
+    """Checked while they run: psql sleeps, pg_dump waits for a lock, pg_restore for input."""
     name = {"--": "psql", "backup": "pg_dump", "restore": "pg_restore"}[command[1]]
     if server_program(server, name) is None or not Path("/proc/self/cmdline").exists():
         pytest.skip(f"there is no {name}, or no /proc")

@@ -1,4 +1,4 @@
-"""What the command line shows in a terminal: tmux plays it."""
+"""The command line's output in a terminal, played by tmux."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pgdefer._connect import Connection
+from pgdefer.database.source import PsycopgConnection
 
 TMUX = shutil.which("tmux")
 pytestmark = [
@@ -33,7 +33,7 @@ select queue.pause('reports');
 select queue.defer('last', needs => '{1,2}', queue => repeat('long name ', 50));
 select queue.register_worker('web-1.example.com:4711', '{mail,reports*}');
 """
-# Words that must be seen whole on each screen, whatever its width.
+# Words that must be completely visible on each screen, whatever its width.
 SCREENS = {
     "job ls": ["id", "state", "scheduled", "14", "shop."],
     "job ls -n 5": ["There may be more: --before 10"],
@@ -84,7 +84,7 @@ class Terminal:
         return self._run("capture-pane", "-p")
 
     def until(self, condition: Callable[[str], object], seconds: float = 300.0) -> str:
-        """Wait until the screen is as it should be, and return it."""
+        """Wait until the screen satisfies the condition, and return it."""
         end = time.monotonic() + seconds
         while not condition(screen := self.screen):
             assert time.monotonic() < end, screen
@@ -92,7 +92,7 @@ class Terminal:
         return screen
 
     def run(self, command: str) -> str:
-        """Return what a command shows."""
+        """Return the screen after a command."""
         self._count += 1
         self.type(f"clear; {command}; echo END{self._count}:$?", "Enter")
         end = re.compile(rf"^END{self._count}:\d+$", re.MULTILINE)
@@ -120,8 +120,9 @@ def terminal(dsn: str, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         each.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [80, 120])
-def test_screens(terminal: Callable[..., Terminal], conn: Connection, width: int) -> None:
+def test_screens(terminal: Callable[..., Terminal], conn: PsycopgConnection, width: int) -> None:
     conn.execute(FILL)
     conn.execute("select queue.tick()")
     on = terminal(width, 50)
@@ -132,13 +133,13 @@ def test_screens(terminal: Callable[..., Terminal], conn: Connection, width: int
         for word in words:
             assert " ".join(word.split()) in flat, f"{command}: {word}\n{screen}"
         lines = screen.rstrip().splitlines()
-        # a table is no wider than the terminal: nothing of it is broken by the terminal itself
+        # a table is no wider than the terminal, so the terminal wraps no line
         if any(re.fullmatch("─+", line) for line in lines):
             assert max(len(line) for line in lines if re.fullmatch("─+", line)) <= width, screen
             assert not any(re.match("  +─", line) for line in lines), screen
 
 
-def test_top(terminal: Callable[..., Terminal], conn: Connection) -> None:
+def test_top(terminal: Callable[..., Terminal], conn: PsycopgConnection) -> None:
     conn.execute("select queue.defer('t', queue => 'invoices')")
     on = terminal(80, 24)
     on.type("clear; pgdefer top --interval 0.2; echo END:$?", "Enter")
@@ -148,10 +149,10 @@ def test_top(terminal: Callable[..., Terminal], conn: Connection) -> None:
     conn.execute("select queue.register_worker('the worker')")
     conn.execute("select queue.defer('t', queue => 'letters ' || n) from generate_series(1, 40) n")
     conn.execute("select from queue.fetch(1, '{invoices}')")
-    screen = on.until(lambda screen: "letters" in screen and "1 running" in screen)
-    lines = screen.rstrip().splitlines()
-    assert len(lines) <= 24
-    assert "the worker" in screen, "queues leave room for the workers"
+    # The queues leave room for the workers.
+    shown = ("letters", "1 running", "the worker")
+    screen = on.until(lambda screen: all(text in screen for text in shown))
+    assert len(screen.rstrip().splitlines()) <= 24
     assert re.search(r"^… and \d+ more$", screen, re.MULTILINE)
     on.resize(40, 12)
     screen = on.until(lambda screen: max(map(len, screen.splitlines())) <= 40)
@@ -162,7 +163,7 @@ def test_top(terminal: Callable[..., Terminal], conn: Connection) -> None:
     assert on.run("stty -a | grep -o '.icanon'").split() == ["icanon"], "the terminal is as before"
 
 
-def test_top_is_interrupted(terminal: Callable[..., Terminal], conn: Connection) -> None:
+def test_top_is_interrupted(terminal: Callable[..., Terminal], conn: PsycopgConnection) -> None:
     conn.execute("select queue.defer('t', queue => 'invoices')")
     on = terminal()
     on.type("clear; pgdefer top; echo END:$?", "Enter")
@@ -172,7 +173,9 @@ def test_top_is_interrupted(terminal: Callable[..., Terminal], conn: Connection)
     assert on.run("stty -a | grep -o '.icanon'").split() == ["icanon"]
 
 
-def test_top_says_that_the_server_went(terminal: Callable[..., Terminal], conn: Connection) -> None:
+def test_top_says_that_the_server_went(
+    terminal: Callable[..., Terminal], conn: PsycopgConnection
+) -> None:
     conn.execute("select queue.defer('t', queue => 'invoices')")
     on = terminal()
     on.type("clear; pgdefer top --interval 0.2; echo END:$?", "Enter")

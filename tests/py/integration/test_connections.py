@@ -1,4 +1,4 @@
-"""How many connections are opened, and what becomes of jobs where none can be had."""
+"""The number of connections, and the fate of jobs if no connection is available."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def narrow(dsn: str, conn: Connection) -> Iterator[str]:
 
 
 async def test_a_job_waits_for_the_connection_of_its_transaction(narrow: str, jobs: Jobs) -> None:
-    """It is no fault of the job's: the worker has three already."""
+    """The job is not to blame: the worker already has three."""
     app = App(narrow)
 
     @app.task(transactional=True, name="sync")
@@ -85,7 +85,7 @@ async def test_many_calls_at_once_share_connections(narrow: str, jobs: Jobs) -> 
 
 
 async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs: Jobs) -> None:
-    """All that may wait do, for jobs that are yet to be deferred."""
+    """As many as possible wait, for jobs that are yet to be deferred."""
     few = App(app.source.conninfo(), max_connections=1)
 
     @few.task(name="outer")
@@ -105,7 +105,7 @@ async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs:
 def test_a_role_whose_transactions_are_of_another_level(
     narrow: str, jobs: Jobs, conn: Connection, level: str
 ) -> None:
-    """What sees no new rows in each statement can't be in a queue: so all sessions set theirs."""
+    """A queue needs each statement to see new rows, so all sessions set their level."""
     conn.execute(f"alter role narrow set default_transaction_isolation to '{level}'")
     conn.execute("alter role narrow set default_transaction_deferrable to on")
     app = App(narrow)

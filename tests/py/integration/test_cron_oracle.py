@@ -1,7 +1,7 @@
 """queue.next_runs against cronsim, croniter and the definition itself.
 
-Where the two libraries depart from each other and from us is listed in docs/recurring.md, and held
-fast by test_known_differences. Everywhere else all must agree.
+docs/recurring.md lists where the two libraries differ from each other and from the queue, and
+test_known_differences tests it. Everywhere else all must agree.
 """
 
 import calendar
@@ -17,7 +17,7 @@ import pytest
 from croniter import croniter
 from cronsim import CronSim
 
-pytestmark = pytest.mark.client
+pytestmark = [pytest.mark.client, pytest.mark.long]
 
 SEED = 20240229
 RUNS = 4
@@ -66,7 +66,7 @@ class Change:
 
     @property
     def is_plain(self) -> bool:
-        """An hour, forth or back, on the hour, and not at midnight."""
+        """An hour, forward or back, on the hour, and not at midnight."""
         shown = self.at + self.old
         return (
             abs(self.new - self.old) == HOUR
@@ -109,7 +109,7 @@ def changes_between(zone: str, low: datetime, high: datetime) -> list[Change]:
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """A cron expression and, apart from its text, what it means."""
+    """A cron expression and, apart from its text, its meaning."""
 
     fields: tuple[str, ...]
     seconds: frozenset[int]
@@ -118,7 +118,7 @@ class Expression:
     days: frozenset[int]
     months: frozenset[int]
     weekdays: frozenset[int]
-    # which of a weekday's dates in a month: None is all, -1 the last one
+    # which of a weekday's dates in a month: None means all, -1 the last one
     nth: int | None
 
     @property
@@ -200,7 +200,7 @@ def field(
 
 
 def expression(pick: random.Random) -> Expression:
-    """A random expression that has a date; hours near those at which clocks are changed."""
+    """A random expression that has a date; hours near those at which clocks change."""
     anything = {"day": frozenset(range(1, 32)), "week": frozenset(range(7))}
     seconds = ("0", frozenset([0]))
     if pick.random() < 0.25:
@@ -297,7 +297,7 @@ def by_croniter(case: Case) -> list[datetime]:
 
 @cache
 def clock(zone: str, low: datetime, high: datetime) -> list[tuple[datetime, datetime]]:
-    """Every minute from `low` to `high`, and what the zone's clocks show then."""
+    """Every minute from `low` to `high`, and the local time of the zone then."""
     found = []
     while low < high:
         found.append((low, (low + offset(low, zone)).replace(tzinfo=None)))
@@ -308,9 +308,9 @@ def clock(zone: str, low: datetime, high: datetime) -> list[tuple[datetime, date
 def by_definition(case: Case, low: datetime, high: datetime) -> list[datetime]:
     """The runs until `high`, by watching the zone's clocks minute by minute from `low` on.
 
-    With fixed times, a local time runs when clocks reach it for the first time, all those that
-    they leap over when they have leapt; an expression that follows elapsed time runs when clocks
-    show a matching time.
+    With fixed times, a local time runs when clocks first reach it, and those that clocks skip run
+    right after the change. An expression that follows elapsed time runs whenever clocks show a
+    matching time.
     """
     expression = case.expression
     found = set()
@@ -348,7 +348,7 @@ def croniter_is_right(case: Case, near: list[Change]) -> bool:
 
 @pytest.fixture
 def zones(conn) -> list[str]:
-    """The zones whose changes PostgreSQL knows as Python does."""
+    """The zones for which PostgreSQL and Python know the same changes."""
     query = """
         select extract(epoch from (i at time zone %s) - (i at time zone 'UTC'))::int
         from unnest(%s::timestamptz[]) with ordinality as x(i, n) order by n"""
@@ -364,7 +364,7 @@ def zones(conn) -> list[str]:
     return same
 
 
-# How many cases: the long form takes a minute of computing.
+# The number of cases: the long form takes a minute of computing.
 many = pytest.mark.parametrize("n", [4, pytest.param(20, marks=pytest.mark.soak)])
 
 
@@ -415,7 +415,7 @@ def test_agrees_with_the_definition_around_changes(conn, zones, n):
 
 
 def by(library: str, cron: str, zone: str, after: str) -> list[str]:
-    """The next two runs as a library sees them, in UTC, or the name of its error."""
+    """The next two runs according to a library, in UTC, or the name of its error."""
     at = datetime.fromisoformat(after + "Z").astimezone(ZoneInfo(zone))
     try:
         if library == "cronsim":
@@ -429,7 +429,7 @@ def by(library: str, cron: str, zone: str, after: str) -> list[str]:
     return [run.astimezone(UTC).strftime("%m-%d %H:%M:%S") for run in runs]
 
 
-# Expression, zone, start; the next two runs: ours, cronsim's and croniter's, None where like ours
+# Expression, zone, start; the next two runs: ours, cronsim's and croniter's, None if as ours
 DIFFERENCES = {
     "a fixed time that comes twice": (
         ("30 2 * * *", "Europe/Paris", "2024-10-26 12:00"),
@@ -543,7 +543,7 @@ DIFFERENCES = {
 
 
 def by_us(conn, cron: str, zone: str, after: str) -> list[str]:
-    """The same of ours."""
+    """The same according to the queue."""
     query = "select queue.next_runs(%s, %s, %s::timestamptz, 2)"
     try:
         runs = [run.astimezone(UTC) for (run,) in conn.execute(query, [cron, zone, after + "Z"])]

@@ -1,4 +1,4 @@
-"""What the documentation shows is typed in and run, and prints what it says."""
+"""The documentation's examples are typed in and run, and print the documented output."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 import pgdefer
-from pgdefer._options import ARGUMENTS
-from pgdefer._server import EmbeddedServer
+from pgdefer.database.server import EmbeddedServer
+from pgdefer.options import ARGUMENTS
 from support import ROOT, server_program
 
 pytestmark = pytest.mark.client
@@ -44,12 +44,12 @@ def blocks(path: str) -> list[Block]:
 
 
 class Reader:
-    """Somebody who types in a page, with a terminal for each kind of block."""
+    """A reader who types in a page, with a terminal for each kind of block."""
 
     def __init__(self, folder: Path, server: EmbeddedServer, environment: dict[str, str]) -> None:
         self.folder = folder
         tools = (Path(sys.executable).parent, server.bin_dir)
-        # Where the tests run from the sources, so do the programs.
+        # If the tests run from the sources, so do the programs.
         sources = str(ROOT / "python")
         path = os.pathsep.join([*map(str, tools), os.environ["PATH"]])
         self.environment = os.environ | {"PATH": path, "PYTHONPATH": sources} | environment
@@ -58,7 +58,7 @@ class Reader:
         self._background: list[tuple[str, subprocess.Popen[str]]] = []
 
     def type_in(self, block: Block) -> str:
-        """Return what is printed."""
+        """Return the output."""
         first, _, rest = block.text.partition("\n")
         match block.language:
             case "python" if first.startswith("# shop.py"):
@@ -104,7 +104,7 @@ class Reader:
         return done.stdout
 
     def _sql(self, text: str) -> str:
-        """Type into the one session of psql."""
+        """Type into the single psql session."""
         if self._session is None:
             self._session = subprocess.Popen(
                 [self._psql, "-X", "-q", "-v", "ON_ERROR_STOP=1"],
@@ -132,7 +132,7 @@ class Reader:
         )
 
     def _merge(self, text: str) -> None:
-        """Set in alembic.ini what a block shows of it."""
+        """Apply the lines of a block to alembic.ini."""
         path = self.folder / "alembic.ini"
         file, shown = configparser.RawConfigParser(), configparser.RawConfigParser()
         file.read(path)
@@ -144,7 +144,7 @@ class Reader:
             file.write(opened)
 
     def _configure(self, text: str) -> None:
-        """Give the options that a block shows to each call of context.configure in env.py."""
+        """Add the options of a block to each call of context.configure in env.py."""
         (options,) = re.findall(
             r"^context\.configure\(\n    \.\.\.,\n(.*?)^\)", text, re.MULTILINE | re.DOTALL
         )
@@ -155,7 +155,7 @@ class Reader:
         path.write_text(imports + page)
 
     def _restart(self) -> None:
-        """Start again what has imported the module: it knows nothing of what was added since."""
+        """Restart programs that have imported the module: they do not know later additions."""
         for number, (command, process) in enumerate(self._background):
             process.terminate()
             process.wait(300)
@@ -180,7 +180,7 @@ def reader(server: EmbeddedServer, tmp_path: Path) -> Iterator[Reader]:
 
 
 def squeezed(text: str) -> list[str]:
-    """Return the lines, blanks at their ends and the widths of columns aside."""
+    """Return the lines without trailing blanks, whatever the widths of columns."""
     lines = (re.sub(r"-+", "-", re.sub(r" +", " ", line)).strip() for line in text.splitlines())
     return [line for line in lines if line]
 
@@ -195,7 +195,7 @@ def test_the_tutorial(reader: Reader) -> None:
                 continue
             end = time.monotonic() + 10
             while before and before.text.startswith("select queue.why") and time.monotonic() < end:
-                # Nobody types as fast as this: workers may not have looked at the job yet.
+                # Nobody types this fast: workers may not have seen the job yet.
                 if squeezed(output) == squeezed(block.text):
                     break
                 output = reader.type_in(before)
@@ -221,15 +221,19 @@ session.commit()
 def test_the_readme(reader: Reader) -> None:
     reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
     reader.type_in(Block(0, "sql", BEFORE_SQL))
+    output = ""
     for block in blocks("README.md"):
+        if block.language == "text":
+            assert squeezed(output) == squeezed(block.text), block.line
+            continue
         before, after = (BEFORE_PYTHON, AFTER_PYTHON) if block.language == "python" else ("", "")
-        reader.type_in(block._replace(text=before + block.text + after))
+        output = reader.type_in(block._replace(text=before + block.text + after))
     reader.type_in(Block(0, "sql", "insert into customer values (1);"))
     found = reader.type_in(Block(0, "sql", "select task, queue, lock from queue.jobs order by id;"))
     assert squeezed(found)[2:] == [
-        "send_receipt | default | account:1",
-        "send_receipt | default | account:1",
-        "send_receipt | default | account:1",
+        "receipt | default | account:1",
+        "receipt | default | account:1",
+        "receipt | default | account:1",
         "welcome | mail |",
         "(4 rows)",
     ]
@@ -254,12 +258,40 @@ def test_the_page_on_python(reader: Reader) -> None:
         "outer | succeeded | 1",
         "resize | scheduled | 1",
         "resize | succeeded | 9",
-        "(6 rows)",
+        "visit | failed | 1",
+        "visit | succeeded | 2",
+        "(8 rows)",
     ]
 
 
+def test_the_page_on_durable_jobs(reader: Reader) -> None:
+    output = ""
+    for block in blocks("docs/durable.md"):
+        if block.language == "text":
+            said = re.sub(r"until \d.*", "until TIME", output)
+            assert squeezed(said) == squeezed(block.text), block.line
+        else:
+            output = reader.type_in(block)
+    found = reader.type_in(Block(0, "sh", "psql -At -c 'select * from parcel'"))
+    assert found.strip() == "1|1.5"
+
+
+def test_the_page_on_many_databases(reader: Reader, server: EmbeddedServer) -> None:
+    output = ""
+    try:
+        for block in blocks("docs/many-databases.md"):
+            if block.language == "text":
+                assert squeezed(output) == squeezed(block.text), block.line
+            else:
+                output = reader.type_in(block)
+    finally:
+        with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+            connection.execute("drop database if exists tenant_a with (force)")
+            connection.execute("drop database if exists tenant_b with (force)")
+
+
 def words(path: str) -> set[str]:
-    """Return what a page says as code."""
+    """Return the words that a page marks as code."""
     page = re.sub(
         r"^```.*?^```$", "", (ROOT / path).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
     )
@@ -303,12 +335,12 @@ def test_the_page_on_alembic(reader: Reader) -> None:
     reader.type_in(Block(0, "python", MODELS))
     for block in blocks("docs/alembic.md"):
         if "version_locations" in block.text:
-            # The other way begins: as somebody who has not gone the first.
+            # The other way begins: for a reader who has not followed the first.
             reader.type_in(Block(0, "sh", "rm migrations/versions/*.py"))
             reader.type_in(Block(0, "sh", "dropdb --force shop && createdb shop"))
         if "--sql" in block.text:
             reader.type_in(block._replace(text=block.text.replace("head", "heads")))
-            # What it writes makes the same as what is there.
+            # Its output makes the same as the existing files.
             reader.type_in(Block(0, "sh", "dropdb --force shop && createdb shop"))
             reader.type_in(Block(0, "sh", "psql -q -v ON_ERROR_STOP=1 -f upgrade.sql"))
         else:

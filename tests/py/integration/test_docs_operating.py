@@ -1,4 +1,4 @@
-"""What docs/operating.md shows is typed in, and prints what it says there."""
+"""The examples of docs/operating.md are typed in, and print the documented output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import psycopg
 import pytest
 
-from pgdefer._server import EmbeddedServer
+from pgdefer.database.server import EmbeddedServer
 from support import server_program
 
 from .test_docs import Block, Reader, blocks, reader, squeezed
@@ -33,7 +33,7 @@ def test_operating(reader: Reader, server: EmbeddedServer) -> None:
         for block in blocks("docs/operating.md"):
             where = f"docs/operating.md:{block.line}"
             if block.language == "sh":
-                # what goes to stderr is seen in a terminal, too
+                # stderr also appears in a terminal
                 output = reader.type_in(block._replace(text=f"exec 2>&1\n{block.text}"))
             elif block.language == "sql":
                 output = reader.type_in(block)

@@ -1,4 +1,4 @@
-"""What is told to drain ends when nothing is left that would start by itself, not before."""
+"""Draining ends when no job is left that would start by itself, and not before."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from psycopg import Connection
 
 from pgdefer import App, Worker
+from pgdefer.worker.pump import Pump
 
 from .conftest import Jobs, until
 
@@ -25,7 +26,7 @@ FETCH_WAITS = """
 
 
 def some(conn: Connection[Any], count: int, **keys: str) -> None:
-    """Defer that many jobs, all alike."""
+    """Defer that many identical jobs."""
     job = json.dumps({"task": "t", **keys})
     conn.execute(
         "select queue.defer_many((select jsonb_agg(%s::jsonb) from generate_series(1, %s)))",
@@ -34,7 +35,7 @@ def some(conn: Connection[Any], count: int, **keys: str) -> None:
 
 
 def drain(app: App, how: str, queues: list[str] | None) -> None:
-    """Drain the queues, by a worker or a stream."""
+    """Drain the queues, with a worker or a stream."""
 
     @app.task(name="t")
     def task() -> None: ...
@@ -56,7 +57,7 @@ def test_behind_many_in_the_future(app: App, jobs: Jobs, conn: Connection[Any], 
 
 
 def test_behind_many_of_another_queue(app: App, jobs: Jobs, conn: Connection[Any]) -> None:
-    """They are admitted before, in slices, for as long as that takes."""
+    """Those are admitted first, in slices, for as long as that takes."""
     some(conn, 5_000, queue="other", scheduled_at="2999-01-01Z")
     conn.execute("select queue.pause('other')")
     job = app.defer("t", queue="mine")
@@ -78,16 +79,16 @@ async def test_where_a_fetch_has_no_time_to_look(
 
     some(conn, 200, task=task.name)
     busy = connect(autocommit=False)
-    real = Worker._pump_connected
+    real = Pump.run_connected
 
-    async def pump(self: Worker) -> None:
+    async def pump(self: Pump) -> None:
         busy.execute("lock table queue.lane in access exclusive mode")
         await real(self)
 
-    monkeypatch.setattr(Worker, "_pump_connected", pump)
+    monkeypatch.setattr(Pump, "run_connected", pump)
     ended = asyncio.create_task(Worker(app, drain=True).run_async())
     await until(lambda: conn.execute(FETCH_WAITS).fetchone())
-    await asyncio.sleep(0.2)  # longer than a fetch goes on: that it is slow is what is tested
+    await asyncio.sleep(0.2)  # longer than a fetch continues: the test is about slowness
     busy.rollback()
     await ended
     await app.close_async()
@@ -112,7 +113,7 @@ async def test_while_another_admits(
 
 
 def test_without_the_listening_connection(dsn: str, jobs: Jobs) -> None:
-    """To drain nothing has to be heard."""
+    """Draining needs no notifications."""
     app = App(dsn, listen_dsn="host=/nowhere")
     job = app.defer("t")
     drain(app, "worker", None)
@@ -121,7 +122,7 @@ def test_without_the_listening_connection(dsn: str, jobs: Jobs) -> None:
 
 
 def test_what_a_limit_holds_back(app: App, jobs: Jobs, conn: Connection[Any]) -> None:
-    """It starts without anybody's help, so it is waited for."""
+    """It starts without help, so the worker waits for it."""
     conn.execute(
         """select queue.configure_queue('slow', '{"rate": {"limit": 1, "per": "300 ms"}}')"""
     )
@@ -131,7 +132,7 @@ def test_what_a_limit_holds_back(app: App, jobs: Jobs, conn: Connection[Any]) ->
 
 
 def test_what_a_dead_worker_has_left(app: App, jobs: Jobs, conn: Connection[Any]) -> None:
-    """Its claims are reaped, and what has crashed is run alone, before the end."""
+    """Its claims are reaped, and crashed jobs run alone, before the end."""
     some(conn, 3)
     conn.execute("select queue.register_worker('dead')")
     conn.execute("select queue.fetch((select max(id) from queue.workers), null, 3)")
@@ -160,7 +161,7 @@ def test_what_needs_help_is_left(app: App, jobs: Jobs, conn: Connection[Any]) ->
 
 
 def test_jobs_that_no_slot_takes(app: App, jobs: Jobs, conn: Connection[Any]) -> None:
-    """Slots for urgent jobs only: the others are not waited for."""
+    """Slots for urgent jobs only: the worker does not wait for the others."""
 
     @app.task(name="t")
     def task() -> None: ...
@@ -175,7 +176,7 @@ def test_jobs_that_no_slot_takes(app: App, jobs: Jobs, conn: Connection[Any]) ->
 async def test_while_others_defer_all_the_time(
     app: App, jobs: Jobs, connect: Callable[..., psycopg.Connection[Any]]
 ) -> None:
-    """Jobs of other queues keep nobody."""
+    """Jobs of other queues do not keep the worker."""
     is_over = threading.Event()
 
     def produce() -> None:

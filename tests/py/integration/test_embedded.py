@@ -1,4 +1,4 @@
-"""Without a DSN: the embedded server is started, has the queue installed, and comes back."""
+"""Without a DSN: the embedded server starts, gets the queue, and comes back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 from pgdefer import App
-from pgdefer._connect import _is_usable
-from pgdefer._server import ServerError, temporary_server
+from pgdefer.database.pool import is_usable
+from pgdefer.database.server import ServerError, temporary_server
 
 from .conftest import running, until
 
@@ -30,8 +30,8 @@ async def test_nothing_needs_to_be_set_up() -> None:
         pid = server.status().pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        (idle,) = app._pool._idle.items
-        await until(lambda: not _is_usable(idle))
+        (idle,) = app.client.pool._idle.items
+        await until(lambda: not is_usable(idle))
         second = add.defer(3, 4)
         await app.run_worker_async(drain=True)
         await app.close_async()
@@ -40,6 +40,7 @@ async def test_nothing_needs_to_be_set_up() -> None:
         assert rows == [(first.id, "succeeded", 3), (second.id, "succeeded", 7)]
 
 
+@pytest.mark.long
 async def test_a_server_that_cannot_be_started_again_is_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -54,7 +55,7 @@ async def test_a_server_that_cannot_be_started_again_is_waited_for(
 
         async with running(app, heartbeat_every=1.0) as worker:
             job = wait.defer()
-            await until(lambda: worker._running)
+            await until(lambda: worker.executor.running)
             settings = server.data_folder / "postgresql.auto.conf"
             before = settings.read_text()
             settings.write_text("shared_buffers = 'never'")

@@ -9,11 +9,11 @@ import psycopg
 import pytest
 
 from pgdefer import App, current_job
-from pgdefer._connect import FIRST, LAST, Source
+from pgdefer.database.source import FIRST, LAST, Source
 
 from .conftest import running, until
 
-Connection = psycopg.Connection[Any]
+PsycopgConnection = psycopg.Connection[Any]
 
 
 @pytest.mark.parametrize("binary", [False, True])
@@ -36,7 +36,7 @@ def test_it_is_read(dsn: str, moment: str, found: dt.datetime, binary: bool, zon
         assert cursor.fetchone() == (found, None)
 
 
-async def test_a_worker_goes_on(app: App, conn: Connection) -> None:
+async def test_a_worker_goes_on(app: App, conn: PsycopgConnection) -> None:
     seen = []
 
     @app.task(name="t")
@@ -49,6 +49,6 @@ async def test_a_worker_goes_on(app: App, conn: Connection) -> None:
     assert seen == [LAST]
 
 
-def jobs_states(conn: Connection) -> list[str]:
+def jobs_states(conn: PsycopgConnection) -> list[str]:
     """Not by the fixture `jobs`, whose connection can't read these deadlines."""
     return [row[0] for row in conn.execute("select state from queue.jobs order by id")]

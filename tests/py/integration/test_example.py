@@ -1,4 +1,4 @@
-"""The example application, over HTTP, with a worker beside it."""
+"""The example application, over HTTP, with a worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Connection = psycopg.Connection[Any]
 @pytest.fixture(params=["psycopg", "asyncpg"])
 def environment(dsn: str, request: pytest.FixtureRequest) -> dict[str, str]:
     if request.param == "asyncpg":
-        # libpq reads its URLs too, so that one is enough for the engine and the queue.
+        # libpq reads its URLs too, so one is enough for the engine and the queue.
         url = url_of(dsn, "asyncpg").render_as_string(hide_password=False)
     else:
         url = url_of(dsn).render_as_string(hide_password=False)
@@ -37,7 +37,7 @@ def environment(dsn: str, request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture
 def client(environment: dict[str, str], tmp_path: Path) -> Iterator[httpx.Client]:
-    """A client of the application, served on a port of its own."""
+    """A client of the application, served on a separate port."""
     log = tmp_path / "log"
     with socket.create_server(("127.0.0.1", 0)) as listening, log.open("w") as errors:
         fd = listening.fileno()
@@ -103,11 +103,11 @@ def test_an_order_and_its_job(client: httpx.Client, worker: None, jobs: Jobs) ->
 def test_a_request_that_rolls_back_leaves_no_job(
     client: httpx.Client, jobs: Jobs, conn: Connection
 ) -> None:
-    assert order(client, 6).status_code == 409  # five there are
+    assert order(client, 6).status_code == 409  # five exist
     assert order(client, 0).status_code == 422
     assert jobs() == []
     assert conn.execute('select * from "order"').fetchall() == []
-    # It had come as far as deferring: the ids it took are not given again.
+    # It had got as far as deferring: its ids are not used again.
     assert order(client, 5).status_code == 201
     (job,) = jobs()
     assert (job["id"], job["state"]) == (2, "ready")
@@ -115,6 +115,7 @@ def test_a_request_that_rolls_back_leaves_no_job(
     assert client.get("/orders/99").status_code == 404
 
 
+@pytest.mark.long
 def test_many_at_once(client: httpx.Client, worker: None, jobs: Jobs, conn: Connection) -> None:
     conn.execute("update product set stock = 20")
     answers = [order(client, 1, f"customer {n % 3}").status_code for n in range(25)]

@@ -1,4 +1,4 @@
-"""Locks, queueing locks and concurrency keys as an application meets them."""
+"""Locks, queueing locks and concurrency keys from the application's side."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_four_letters(dsn: str, tmp_path: Path, jobs: Jobs, lock: str | No
             if lock:
                 await asyncio.sleep("dcba".index(letter) * 0.02)
             else:
-                # each waits for the next, so that they have to run beside each other
+                # each waits for the next, so they have to run at the same time
                 await until(lambda: letter == "d" or chr(ord(letter) + 1) in read())
             await asyncio.to_thread(append, letter)
             at_work.remove(letter)
@@ -100,7 +100,7 @@ async def test_the_next_one_starts_at_once_on_another_worker(
         first = await task.configure(queue="first", **holds).defer_async(1)
         await until(lambda: jobs.states()[first.id] == "running")
         second = await task.configure(queue="second", **holds).defer_async(2)
-        # the other worker has looked at it and sleeps
+        # the other worker has seen it and sleeps
         await until(lambda: jobs.states()[second.id] == "blocked")
         may_end.set()
         one, other = await jobs.end()
@@ -178,7 +178,7 @@ async def test_a_trigger_fills_them_too(account_app: App, conn: Connection, jobs
     assert conn.execute("select queue.why(%s)", [first.id + 1]).fetchone() == (
         f"its lock account:7 is held by job {first.id} (ready)",
     )
-    # what already waits keeps the row from being inserted; a transaction that cares asks first
+    # a waiting job prevents the insert of the row; a transaction that must not fail asks first
     with pytest.raises(psycopg.Error) as caught:
         conn.execute("insert into movement values (8, 'other', 'y', 3)")
     assert caught.value.sqlstate == "QJ004"
@@ -227,7 +227,7 @@ async def test_each_of_several_keys_is_filled(app: App, jobs: Jobs, conn: Connec
                 await visit.defer_async(user, host)
         rows = await jobs.end()
     assert [row["state"] for row in rows] == ["succeeded"] * 12
-    # the groups of one template are apart from each other: each user, and up to two on each host
+    # the groups of one template are separate: each user, and up to two on each host
     assert most == {f"user:{n}": 1 for n in range(4)} | {"host:a": 2, "host:b": 2}
 
 
@@ -240,7 +240,7 @@ async def test_each_of_several_keys_is_filled(app: App, jobs: Jobs, conn: Connec
         ({"concurrency": [{"key": "{account}", "limit": 1}]}, "account"),
         ({"lock": "{n}:{}"}, ""),
         ({"lock": "{note}"}, "note"),  # has a default, which is not sent
-        ({"lock": "{rows}"}, "rows"),  # is no scalar
+        ({"lock": "{rows}"}, "rows"),  # is not a scalar
     ],
 )
 def test_a_field_that_is_missing(

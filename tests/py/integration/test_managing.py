@@ -1,4 +1,4 @@
-"""Managing jobs: what the methods of Job and App say and do, and in whose transaction."""
+"""Managing jobs: the results and effects of the methods of Job and App, and their transactions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.client
 Connection = psycopg.Connection[Any]
 Call = Callable[..., Awaitable[Any]]
 LATER = dt.datetime(2999, 1, 1, tzinfo=dt.UTC)
-# Each method of a job's but `result`, with arguments.
+# Each method of a job except `result`, with arguments.
 METHODS: dict[str, tuple[Any, ...]] = {
     "state": (),
     "why": (),
@@ -46,6 +46,7 @@ METHODS: dict[str, tuple[Any, ...]] = {
     "hold": (),
     "unhold": (),
     "set_priority": (5,),
+    "set_deadline": (LATER,),
     "set_args": ({"n": 5},),
     "delete": (),
 }
@@ -59,7 +60,7 @@ def twin(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(params=["sync", "async"])
 async def call(request: pytest.FixtureRequest, app: App) -> AsyncIterator[Call]:
-    """Calls a method of the app's or of a job's, or its twin."""
+    """Calls a method of the app or of a job, or its twin."""
 
     async def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if request.param == "sync":
@@ -71,7 +72,7 @@ async def call(request: pytest.FixtureRequest, app: App) -> AsyncIterator[Call]:
 
 
 def claim(conn: Connection) -> tuple[int, int]:
-    """Claim the next job, and return what succeed takes."""
+    """Claim the next job, and return the arguments for succeed."""
     (row,) = conn.execute(
         "select id, claim from queue.fetch(queue.register_worker('w'), null, 1)"
     ).fetchall()
@@ -80,12 +81,12 @@ def claim(conn: Connection) -> tuple[int, int]:
 
 def test_each_method_has_its_twin() -> None:
     public = {name for name, _ in inspect.getmembers(Job, inspect.isfunction) if name[0] != "_"}
-    names = {*METHODS, "result"}
+    names = {*METHODS, "cancel_children", "fork", "result", "signal", "stream"}
     assert public == names | {f"{name}_async" for name in names}
     for kind, name in [*((Job, name) for name in names), (App, "pause"), (App, "resume")]:
         plain, other = (inspect.signature(getattr(kind, n)) for n in (name, f"{name}_async"))
         assert [*plain.parameters] == [*other.parameters]
-        if name != "result":
+        if name in METHODS:
             assert plain.parameters["connection"].annotation == "AnyConnection | None"
             assert other.parameters["connection"].annotation == "AnyAsyncConnection | None"
 
@@ -102,7 +103,7 @@ async def test_what_each_does(app: App, jobs: Jobs, call: Call) -> None:
     assert await call(job.hold) == "held"
     assert now("state") == ("held",)
     assert await call(job.state) == "held"
-    assert await call(job.why) == "it is held; queue.unhold lets it go on"
+    assert await call(job.why) == "it is held; queue.unhold releases it"
     assert await call(job.unhold) == "ready"
     assert now("state") == ("ready",)
     assert await call(job.reschedule, LATER) == "scheduled"
@@ -138,7 +139,7 @@ async def test_an_id_that_is_none(app: App, call: Call) -> None:
             await call(getattr(app.job(999), name), *args)
         assert raised.value.detail == "id: 999"
         said.append(str(raised.value))
-    # Those that the database refuses in a row have its words.
+    # Refusals in rows have the words of the database.
     assert len(said) == len(METHODS)
     assert len(set(said)) == 1
 
@@ -232,7 +233,7 @@ async def test_whatever_has_an_id(app: App, dsn: str, jobs: Jobs, call: Call) ->
     job = task.defer()
     theirs = other.job(job)
     assert (theirs, hash(theirs), int(theirs)) == (job, hash(job), job.id)
-    assert theirs.app is other
+    assert theirs.client is other.client
     with pytest.raises(AttributeError):
         theirs.id = 2  # type: ignore[misc]
     assert await call(theirs.hold) == "held"
@@ -285,7 +286,7 @@ async def test_pausing(app: App, conn: Connection, jobs: Jobs, call: Call) -> No
 
 @contextlib.asynccontextmanager
 async def opened(kind: str, dsn: str) -> AsyncIterator[Any]:
-    """A connection of some library's, in a transaction."""
+    """A connection of each library, in a transaction."""
     is_async = kind.startswith("async")
     if kind == "psycopg":
         with psycopg.connect(dsn) as connection:
@@ -326,7 +327,7 @@ KINDS = [
 async def test_in_the_callers_transaction(
     app: App, dsn: str, jobs: Jobs, kind: str, is_committed: bool
 ) -> None:
-    # It must never be asked for.
+    # It must never be used.
     nowhere = App("postgresql://nowhere.invalid/x")
     cases: list[tuple[str, tuple[Any, ...], str | None]] = [
         ("cancel", (), "cancelled"),
@@ -335,6 +336,7 @@ async def test_in_the_callers_transaction(
         ("hold", (), "held"),
         ("unhold", (), "ready"),
         ("set_priority", (5,), "ready"),
+        ("set_deadline", (LATER,), "ready"),
         ("set_args", ({"n": 5},), "ready"),
         ("delete", (), None),
     ]
@@ -372,6 +374,7 @@ async def test_in_the_callers_transaction(
     }
     assert made["delete"].id not in rows
     assert rows[made["set_priority"].id]["priority"] == 5
+    assert rows[made["set_deadline"].id]["deadline"] == LATER
     assert rows[made["set_args"].id]["args"] == {"n": 5}
     assert rows[made["reschedule"].id]["scheduled_at"] == LATER
     assert [row["reason"] for row in rows.values() if row["queue"] == "mail"] == ["paused"]

@@ -1,4 +1,4 @@
-"""What surrounds handlers, and the headers of jobs: `App(middleware=..., headers=...)`."""
+"""Middleware around handlers, and headers of jobs: `App(middleware=..., headers=...)`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ trace: contextvars.ContextVar[str] = contextvars.ContextVar("trace")
 
 
 class Notes:
-    """Middleware that notes when it is entered and left, where, and with which error."""
+    """Middleware that records when it is entered and left, where, and with which error."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -283,7 +283,7 @@ async def test_it_is_entered_in_the_process(
 
 
 async def test_headers_go_with_every_job(dsn: str, jobs: Jobs) -> None:
-    """A trace of the caller's reaches the handler, and through it the jobs that it defers."""
+    """A trace of the caller reaches the handler, and through it the jobs that it defers."""
     seen: list[tuple[str, str, bool]] = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The models: they are what the views are, they are read, and they are not written."""
+"""The models match the views. They can be read, but not written."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fetch(conn: Connection, worker: int, n: int = 100) -> dict[int, int]:
     return dict(conn.execute(f"select id, claim from queue.fetch({worker}, null, {n})").fetchall())
 
 
-# What the views are
+# The views
 
 COLUMNS = """
     select c.relname, a.attname, format_type(a.atttypid, a.atttypmod)
@@ -82,7 +82,7 @@ def test_the_columns_are_those_of_the_public_views(conn: Connection) -> None:
 
 
 def test_everything_is_typed() -> None:
-    """The annotation of each column agrees with the type that is loaded, and with NULL."""
+    """The annotation of each column agrees with the loaded type, and with NULL."""
     for model in MODELS:
         hints = typing.get_type_hints(model)
         for column in model.__table__.columns:
@@ -99,7 +99,7 @@ def test_everything_is_typed() -> None:
 
 
 def fill(conn: Connection) -> None:
-    """Make rows of every kind, so that each column that may be NULL is so somewhere."""
+    """Create rows of every kind, so that each nullable column is NULL in one of them."""
 
     def query(text: str) -> list[tuple[Any, ...]]:
         cursor = conn.execute(text)
@@ -108,6 +108,8 @@ def fill(conn: Connection) -> None:
     query("select queue.register_task('t', '{\"priority\": 1}')")
     query('select queue.configure_queue(\'limited\', \'{"max_running": 1, "retain": "1 day"}\')')
     query('select queue.configure_queue(\'rated\', \'{"rate": {"limit": 1, "per": "1 h"}}\')')
+    query("select queue.defer('t', options => '{\"share\": \"a\"}', priority => -9)")
+    query("select queue.open_group('g')")
     query("select queue.pause('paused')")
     query("select queue.create_queue('paused')")
     ((worker,),) = query("select queue.register_worker('w', null, '{}')")
@@ -119,12 +121,18 @@ def fill(conn: Connection) -> None:
     defer(conn, queueing_lock="'q'", scheduled_at="'2090-01-01'", options=full)
     defer(conn, needs=f"array[{first}]", options=f"'{{\"parent\": {first}}}'")
     claims = fetch(conn, worker)
+    rate = '{"concurrency": [{"key": "r", "rate": {"limit": 1, "per": "1 s"}}]}'
+    defer(conn, options=f"'{rate}'")
     limited = [defer(conn, concurrency_key="'k'", concurrency_limit=1) for _ in range(3)]
     defer(conn, queue="'limited'")
     defer(conn, queue="'paused'")
     failed, yielded = defer(conn, "fails"), defer(conn, "yields")
     claims |= fetch(conn, worker)
     query(f"select queue.fail({failed}, {claims[failed]}, 'no', '{{\"a\": 1}}')")
+    step = f"{yielded}, {claims[yielded]}"
+    query(f"select queue.begin_step({step}, 'a', 'v1')")
+    query(f"select queue.finish_step({step}, 'a', '1')")
+    query(f"select queue.finish_step({step}, 'b'), queue.set_progress({step}, 50, 'half')")
     query(f"select queue.retry_later({yielded}, {claims[yielded]}, '2090-01-01')")
     query(f"select queue.succeed({claims and limited[0]}, {claims[limited[0]]}, '[1]')")
     released = defer(conn, "released")
@@ -137,9 +145,12 @@ def fill(conn: Connection) -> None:
     query(f"select queue.schedule('hourly', '@hourly', 't', options => '{late}')")
     query("select queue.run_now('hourly')")
     query("select queue.run_now('hourly')")
+    with conn.transaction():
+        query("select queue._lock_admission(true)")
+        query("select queue._count_minutes('1 minute', '0')")
 
 
-# NULL only where it takes long to show: a job claimed by hand, a run that was skipped.
+# NULL only in cases that take long to create: a job claimed by hand, a run that was skipped.
 SELDOM = {"attempts.worker_id", "schedule_runs.detail", "schedule_runs.job_id"}
 
 
@@ -170,7 +181,7 @@ def test_what_has_no_end(conn: Connection, session: orm.Session, zone: str) -> N
     early = defer(conn, deadline="'0001-01-03 00:00+00'")
     usual = defer(conn, deadline="'2030-01-01 00:00+00'")
     assert session.get_one(Queue, "p").paused_until == LAST
-    assert session.get_one(Job, id).deadline == LAST
+    assert session.get_one(Job, id).deadline is None
     assert session.get_one(Job, early).deadline == dt.datetime(1, 1, 3, tzinfo=dt.UTC)
     assert session.get_one(Job, usual).deadline == dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
     assert session.get_one(Job, usual).expires_at is None
@@ -220,7 +231,7 @@ def test_from_a_job_to_its_attempts_needs_and_worker(
             assert [[needed.id for needed in one.needed_jobs] for one in found] == [[], [], [a, b]]
             assert [len(one.history) for one in found] == [len(job.history), 0, 0]
             assert [one.worker and one.worker.name for one in found][1:] == ["w", None]
-    # What a page about failures asks for.
+    # The query of a page about failures.
     query = sa.select(Job.id, Attempt.error).join(Job.history).where(Attempt.outcome == "failed")
     assert set(session.execute(query.where(Attempt.error != "x"))) == {
         (a, "one"),
@@ -241,7 +252,7 @@ def test_from_a_schedule_to_its_runs(conn: Connection, session: orm.Session) -> 
 
 
 def test_a_job_is_found_by_its_index(conn: Connection, session: orm.Session) -> None:
-    """The models add nothing that keeps the planner from the jobs that are asked for."""
+    """The models add nothing that keeps the planner from an index."""
     conn.execute(
         'select queue.defer_many(jsonb_agg(\'{"task": "t"}\'::jsonb)) from generate_series(1, 5000)'
     )
@@ -265,7 +276,7 @@ async def test_async(conn: Connection, dsn: str) -> None:
         async with sa_async.AsyncSession(engine) as session:
             query = sa.select(Job).options(orm.selectinload(Job.needed_jobs)).order_by(Job.id)
             first, second = (await session.scalars(query)).all()
-            assert (first.id, first.deadline, first.args) == (a, LAST, {})
+            assert (first.id, first.deadline, first.args) == (a, None, {})
             assert (second.id, second.needed_jobs) == (b, [first])
             assert (await session.get_one(Worker, worker)).queues == ["a"]
         await engine.dispose()
@@ -304,7 +315,7 @@ def test_an_application_keeps_its_own(conn: Connection, engine: sa.Engine) -> No
     class Own(orm.DeclarativeBase):
         pass
 
-    class Job(Own):  # a name that the models have, too
+    class Job(Own):  # also a name that the models have
         __tablename__ = "jobs"
         id: orm.Mapped[int] = orm.mapped_column(primary_key=True)
         queue_job_id: orm.Mapped[int | None]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pgdefer._connect import Connection
+from pgdefer.database.source import PsycopgConnection
 
 pytestmark = pytest.mark.client
 
@@ -21,9 +21,9 @@ ROWS = """
     from pg_stat_xact_user_tables where schemaname = 'queue'
 """
 LIST = "select * from queue.jobs where id < 15000 order by id desc limit 50"
-# Where few or none are in a state; those that run are looked for among all that have not ended.
+# States with few or no jobs; running jobs are searched among all unfinished ones.
 STATES = "scheduled waiting upstream_failed ready held failed cancelled".split()
-# As `pgdefer job tail` asks.
+# The query of `pgdefer job tail`.
 TAIL = """
     select id, state from queue.jobs
     where finished_at > now() - interval '1 second' order by finished_at desc limit 10
@@ -44,14 +44,17 @@ CALLS = [
     "select * from queue.graph(10000)",
     *(f"select * from queue.search(state => '{each}', max_jobs => 50)" for each in STATES),
 ]
-# This looks among the newest 20,000.
+# This searches the newest 20,000.
 AMONG_MANY = ["select * from queue.search(state => 'blocked', max_jobs => 50)"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["succeeded", "ready", "scheduled", "blocked"])
 @pytest.mark.parametrize("is_analyzed", [True, False])
 @pytest.mark.parametrize("jobs", [JOBS, pytest.param(SOAK, marks=pytest.mark.soak)])
-def test_pages_read_few_rows(conn: Connection, state: str, is_analyzed: bool, jobs: int) -> None:
+def test_pages_read_few_rows(
+    conn: PsycopgConnection, state: str, is_analyzed: bool, jobs: int
+) -> None:
     more = {
         "scheduled": """'{"scheduled_at": "2999-01-01"}'""",
         "blocked": """jsonb_build_object('lock', 'l' || n % 100)""",
@@ -67,7 +70,7 @@ def test_pages_read_few_rows(conn: Connection, state: str, is_analyzed: bool, jo
         pass
     if state == "succeeded":
         conn.execute("""
-            with gone as (delete from queue.live returning id)
+            with gone as (delete from queue.active_job returning id)
             insert into queue.finished (id, finished_at, attempts, state)
             select id, now() - interval '1 hour', 1,
               case when id % 1000 = 0 then 'failed' else 'succeeded' end
@@ -75,7 +78,7 @@ def test_pages_read_few_rows(conn: Connection, state: str, is_analyzed: bool, jo
         """)
     if is_analyzed:
         conn.execute("vacuum analyze")
-    # the ranges of finished_at are known after a vacuum
+    # a vacuum makes the ranges of finished_at known
     calls = CALLS + ([TAIL] if is_analyzed else []) + (AMONG_MANY if jobs == SOAK else [])
     for call in calls:
         with conn.transaction():

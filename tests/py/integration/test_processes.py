@@ -1,4 +1,4 @@
-"""Jobs in processes of their own: whatever becomes of one, the worker and the others live."""
+"""Jobs in separate processes: whatever happens to one, the worker and the others live."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer import App, DecodeError, JobContext, Worker, _child
-from pgdefer._connect import Source
-from pgdefer._processes import Processes, _Process
+from pgdefer import App, DecodeError, JobContext, Worker
+from pgdefer.database.source import Source
+from pgdefer.worker import process_main
+from pgdefer.worker.processes import ChildProcess, Processes
 
 from .conftest import Jobs, give_up, running, until, wait_for
 
 pytestmark = pytest.mark.client
 
-Connection = psycopg.Connection[Any]
+PsycopgConnection = psycopg.Connection[Any]
 
 MODULE = """
 import contextvars, ctypes, datetime as dt, os, subprocess, sys, time, uuid
@@ -162,7 +163,7 @@ _numbers = iter(range(1000))
 
 @pytest.fixture
 def tasks(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module above, with tasks of an app of its own."""
+    """The module above, with tasks of a separate app."""
     name = f"process_tasks_{next(_numbers)}"
     (tmp_path / f"{name}.py").write_text(MODULE.format(dsn=dsn))
     monkeypatch.syspath_prepend(tmp_path)
@@ -294,14 +295,14 @@ async def test_what_a_handler_started_does_not_hide_its_death(
 
 @pytest.mark.parametrize("when", ["before", "at the same time"])
 async def test_a_process_that_died_while_idle(tasks: Any, app: App, jobs: Jobs, when: str) -> None:
-    """The job that it should have run next is not charged."""
+    """The job that it was to run next is not charged."""
     async with running(app) as worker:
         first = await (await tasks.pid.defer_async()).result_async(300)
         os.kill(first, signal.SIGKILL if when == "before" else signal.SIGSTOP)
         second = await tasks.pid.defer_async()
         if when != "before":
-            # The job has been sent, and will not be read.
-            await until(lambda: jobs.states()[second.id] == "running" and worker._running)
+            # The job has been sent, but will not be read.
+            await until(lambda: jobs.states()[second.id] == "running" and worker.executor.running)
             os.kill(first, signal.SIGKILL)
         assert await second.result_async(300) != first
         await jobs.end()
@@ -313,7 +314,7 @@ async def test_processes_that_cannot_live(
 ) -> None:
     async with running(app) as worker:
         with monkeypatch.context() as patch:
-            patch.setattr("pgdefer._child.main", operator.eq)  # which ends at once
+            patch.setattr("pgdefer.worker.process_main.main", operator.eq)  # which ends at once
             await tasks.echo.configure(retry={"on_crash": "fail"}).defer_async(1)
             (row,) = await jobs.end()
         assert (row["state"], row["reason"]) == ("failed", "crashed")
@@ -340,7 +341,7 @@ async def test_memory(tasks: Any, app: App, jobs: Jobs) -> None:
 
 
 async def test_timeouts_and_aborts(
-    tasks: Any, app: App, jobs: Jobs, conn: Connection, tmp_path: Path
+    tasks: Any, app: App, jobs: Jobs, conn: PsycopgConnection, tmp_path: Path
 ) -> None:
     deaf_is_running, polite_is_running = tmp_path / "deaf", tmp_path / "polite"
     async with running(app):
@@ -397,7 +398,9 @@ async def test_a_graceful_stop(tasks: Any, app: App, jobs: Jobs, tmp_path: Path)
     assert multiprocessing.active_children() == []
 
 
-async def test_transactions_and_leases(tasks: Any, app: App, jobs: Jobs, conn: Connection) -> None:
+async def test_transactions_and_leases(
+    tasks: Any, app: App, jobs: Jobs, conn: PsycopgConnection
+) -> None:
     conn.execute("create table effect (n integer)")
     async with running(app):
         inserted = await tasks.insert.defer_async(7)
@@ -458,7 +461,7 @@ async def test_a_program_that_is_its_own_module(dsn: str, tmp_path: Path, jobs: 
 
 @pytest.mark.parametrize("how", ["busy", "no thread may run"])
 def test_a_worker_that_is_killed_leaves_no_orphan(
-    dsn: str, tmp_path: Path, jobs: Jobs, conn: Connection, how: str
+    dsn: str, tmp_path: Path, jobs: Jobs, conn: PsycopgConnection, how: str
 ) -> None:
     if how == "no thread may run" and sys.platform != "linux":
         pytest.skip("only Linux tells a process of its parent's death")
@@ -489,24 +492,24 @@ def test_a_worker_that_is_killed_leaves_no_orphan(
 
 def test_what_is_said_to_a_job_is_not_heard_by_the_next() -> None:
     ours, theirs = multiprocessing.Pipe()
-    line = _child._Line(theirs)
+    line = process_main._Inbox(theirs)
     reader = threading.Thread(target=line.read)
     reader.start()
-    first, second = (JobContext(None, (id, id, "t", b"", "q", 0, *[None] * 7)) for id in (1, 2))  # type: ignore[arg-type]
+    first, second = (JobContext(None, (id, id, "t", b"", "q", 0, *[None] * 8)) for id in (1, 2))  # type: ignore[arg-type]
     received = line.jobs()
     ours.send("first")
     assert next(received) == "first"
-    assert isinstance(ours.recv(), _child.Begun)
+    assert isinstance(ours.recv(), process_main.Started)
     line.begin(first)
-    line.end(_child.Answer(None, may_go_on=True))
-    ours.send(_child.Word(first.claim, "too late"))
+    line.end(process_main.Result(None, may_go_on=True))
+    ours.send(process_main.AbortRequest(first.claim, "too late"))
     ours.send("second")
     assert next(received) == "second"
     line.begin(second)
-    assert (first._abort, second._abort) == (None, None)
-    ours.send(_child.Word(second.claim, "in time"))
-    wait_for(lambda: second._abort == "in time")
-    line.end(_child.Answer(None, may_go_on=True))
+    assert (first._abort_reason, second._abort_reason) == (None, None)
+    ours.send(process_main.AbortRequest(second.claim, "in time"))
+    wait_for(lambda: second._abort_reason == "in time")
+    line.end(process_main.Result(None, may_go_on=True))
     ours.close()
     reader.join()
     theirs.close()
@@ -519,7 +522,10 @@ def test_what_cannot_run_in_a_process() -> None:
 
     def inner() -> None: ...
 
-    for function, message in [(coroutine, "no coroutines"), (inner, "top level of a module")]:
+    for function, message in [
+        (coroutine, "not for coroutine functions"),
+        (inner, "top level of a module"),
+    ]:
         with pytest.raises(ValueError, match=message):
             app.task(run_in="process")(function)
     with pytest.raises(ValueError, match="max_memory needs run_in='process'"):
@@ -528,9 +534,9 @@ def test_what_cannot_run_in_a_process() -> None:
 
 def test_idle_processes_end_all_at_once(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that do not end in time share that time, and are killed after it."""
-    monkeypatch.setattr("pgdefer._processes.LINGER", 5.0)
+    monkeypatch.setattr("pgdefer.worker.processes.LINGER", 5.0)
     processes = Processes(Source(dsn), 100)
-    idle = [_Process(dsn) for _ in range(4)]
+    idle = [ChildProcess(dsn) for _ in range(4)]
     processes._idle = list(idle)
     for process in idle:
         assert process._process.pid is not None

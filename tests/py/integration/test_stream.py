@@ -1,4 +1,4 @@
-"""Jobs for a loop of one's own: `app.stream_jobs()`."""
+"""Jobs for an application's own loop: `app.stream_jobs()`."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_ctrl_c_gives_back_all_that_is_under_way(app: App, jobs: Jobs) -> None:
 
 
 def test_ctrl_c_just_when_a_job_comes(app: App, jobs: Jobs, monkeypatch: Any) -> None:
-    """The job is in nobody's hands."""
+    """Nobody has the job yet."""
     app.defer("any")
 
     def loop() -> None:
@@ -170,7 +170,7 @@ def test_ctrl_c_just_when_a_job_comes(app: App, jobs: Jobs, monkeypatch: Any) ->
 
 
 def test_threads_that_end_jobs_while_the_block_is_left(app: App, jobs: Jobs) -> None:
-    """Each ends as its thread has said, or as left in between."""
+    """Each ends with its thread's outcome, or as left by the block."""
     for turn in range(20):
         before = len(jobs())
         app.defer_many([app.prepare("any") for _ in range(30)])
@@ -194,8 +194,10 @@ def test_what_is_no_longer_to_be_run_is_not_handed_out(
         with next(taken) as job:
             assert job.args == {"n": 0}
         conn.execute("select queue.cancel(2, true)")
-        wait_for(lambda: any(claim.should_abort() for claim in stream._worker._running))
-        wait_for(lambda: sum(claim.should_abort() for claim in stream._worker._running) == 2)
+        wait_for(lambda: any(claim.job.should_abort() for claim in stream._worker.executor.running))
+        wait_for(
+            lambda: sum(claim.job.should_abort() for claim in stream._worker.executor.running) == 2
+        )
         with next(taken) as job:
             assert job.args == {"n": 2}
         app.defer("any", {"n": 4})
@@ -237,7 +239,7 @@ def test_a_stream_that_is_not_open(app: App) -> None:
 
 
 def test_a_job_that_is_dropped_fails(app: App, jobs: Jobs) -> None:
-    """Or a loop that ends none would wait for ever once it has as many as it may."""
+    """A loop that ends none would otherwise wait forever once it has as many as it may."""
     for n in range(10):
         app.defer("any", {"n": n})
     with app.stream_jobs(concurrency=3, drain=True) as stream:

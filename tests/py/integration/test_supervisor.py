@@ -1,4 +1,4 @@
-"""`pgdefer worker --processes`: what becomes of workers, and of their jobs, that are killed."""
+"""`pgdefer worker --processes`: the fate of workers that are killed, and of their jobs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Supervise = Callable[..., "Supervisor"]
 
 
 class Supervisor:
-    """`pgdefer worker` as a process of its own."""
+    """`pgdefer worker` as a separate process."""
 
     def __init__(self, folder: Path, options: Sequence[str]) -> None:
         self._log = folder / "log"
@@ -75,7 +75,7 @@ class Supervisor:
         self.send = self.process.send_signal
 
     def log(self) -> str:
-        """What it and its workers have logged."""
+        """The log of it and its workers."""
         return self._log.read_text()
 
     def code(self) -> int:
@@ -108,13 +108,13 @@ def supervise(folder: Path, conn: Connection) -> Iterator[Supervise]:
 
 
 def pids(conn: Connection) -> list[int]:
-    """The processes of the workers that are registered."""
+    """The process ids of the registered workers."""
     rows = conn.execute("select info -> 'pid' from queue.workers where is_alive order by id")
     return [row[0] for row in rows]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs: not even a zombie is left of one that a supervisor has waited for."""
+    """Whether it runs: a supervisor leaves not even a zombie of a process that has ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -146,6 +146,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_jobs_run_again_at_once(
     assert pids(conn) == []
 
 
+@pytest.mark.long
 def test_a_job_that_kills_its_worker_fails_in_the_end(
     supervise: Supervise, jobs: Jobs, app: App
 ) -> None:
@@ -173,6 +174,7 @@ def test_workers_whose_supervisor_is_killed_end_when_their_jobs_have(
     wait_for(lambda: not any(is_alive(pid) for pid in before))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGQUIT])
 def test_to_stop_waits_and_to_stop_twice_does_not(
     supervise: Supervise,
@@ -186,7 +188,7 @@ def test_to_stop_waits_and_to_stop_twice_does_not(
     wait_for(lambda: set(jobs.states().values()) == {"running"} and len(pids(conn)) == 2)
     supervisor.send(signal.SIGTERM)
     (busy,) = wait_for(lambda: len(found := pids(conn)) == 1 and found)
-    # such as systemd sends to all processes of a service
+    # as systemd sends to all processes of a service
     os.kill(busy, signal.SIGTERM)
     app.defer("note")
     assert jobs.states()[1] == "running"
@@ -207,12 +209,13 @@ def test_the_timeout_of_a_stop(supervise: Supervise, jobs: Jobs, app: App) -> No
 def test_keys_of_a_terminal_reach_the_supervisor_alone(
     supervise: Supervise, conn: Connection
 ) -> None:
-    """Its process group is what a terminal sends SIGINT to: a worker would get it twice."""
+    """A terminal sends SIGINT to its process group: a worker would get it twice."""
     supervisor = supervise("--processes", "1")
     (pid,) = wait_for(lambda: pids(conn))
     assert os.getpgid(pid) != os.getpgid(supervisor.pid)
 
 
+@pytest.mark.long
 def test_workers_that_end_after_some_jobs_are_replaced(
     supervise: Supervise, conn: Connection, jobs: Jobs, app: App
 ) -> None:
@@ -242,10 +245,11 @@ def test_to_drain_although_a_worker_dies(supervise: Supervise, jobs: Jobs, app: 
     assert jobs.states() == {1: "failed", 2: "succeeded"}
 
 
+@pytest.mark.long
 def test_a_first_process_that_is_killed_is_tried_once_more(
     supervise: Supervise, jobs: Jobs, app: App, folder: Path
 ) -> None:
-    """By the kernel, maybe, where there is no memory: that is no fault of how it is set up."""
+    """Perhaps the kernel did, for lack of memory: then its setup is not to blame."""
     app.defer("note")
     (folder / "deadly").write_text("")
     supervisor = supervise("--processes", "1", "--drain")
@@ -260,7 +264,7 @@ def test_a_first_process_that_is_killed_is_tried_once_more(
 def test_an_exit_code_of_0_that_was_no_end(
     supervise: Supervise, jobs: Jobs, app: App, folder: Path
 ) -> None:
-    """A handler ended the process: there is a job left, which its successor runs."""
+    """A handler ended the process: one job is left, which the successor runs."""
     app.defer("vanish")
     supervisor = supervise("--processes", "1", "--drain")
     assert supervisor.code() == Exit.DONE, supervisor.log()
@@ -271,6 +275,7 @@ def test_an_exit_code_of_0_that_was_no_end(
     assert supervisor.code() == Exit.ERROR, supervisor.log()
 
 
+@pytest.mark.long
 def test_modules_of_the_folder_do_not_hide_those_of_python(
     supervise: Supervise, jobs: Jobs, app: App, folder: Path
 ) -> None:
@@ -290,7 +295,7 @@ def test_a_connection_that_is_lost_while_a_death_is_reported(
     wait_for(lambda: set(jobs.states().values()) == {"running"})
     (pid,) = pids(conn)
     with conn.transaction():
-        # whoever reports the death waits for this, and is cut off
+        # the session that reports the death waits for this, and is cut off
         conn.execute("select from queue.worker for update")
         os.kill(pid, signal.SIGKILL)
         cut = (
@@ -304,7 +309,7 @@ def test_a_connection_that_is_lost_while_a_death_is_reported(
 
 @contextlib.contextmanager
 def running_program(text: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program of Python for the block."""
+    """Run a Python program for the block."""
     program = subprocess.Popen([sys.executable, "-c", text], cwd=folder)
     try:
         yield program
@@ -313,22 +318,23 @@ def running_program(text: str, folder: Path) -> Iterator[subprocess.Popen[bytes]
         program.wait()
 
 
+@pytest.mark.long
 def test_a_worker_that_shows_no_life_is_killed_and_replaced(
     conn: Connection, jobs: Jobs, app: App, folder: Path
 ) -> None:
-    """As one is whose handler keeps Python's lock. Who has begun may be silent for 3 s here."""
+    """Like one whose handler holds Python's lock. One that has begun may be silent for 3 s here."""
     program = """
 import sys
-from pgdefer import _supervisor
+from pgdefer.worker import supervisor
 
-class Process(_supervisor._Process):
+class Process(supervisor.WorkerProcess):
     def _on_told(self):
         super()._on_told()
         self._misses = 30 if self.worker is None else 3
 
-_supervisor._Process = Process
+supervisor.WorkerProcess = Process
 command = [sys.executable, "-m", "pgdefer", "worker", "-A", "mod"]
-sys.exit(_supervisor.Supervisor(command, ["--dead-after", "3600"], 1).run())
+sys.exit(supervisor.Supervisor(command, ["--dead-after", "3600"], 1).run())
 """
     with running_program(program, folder) as supervisor:
         (frozen,) = wait_for(lambda: pids(conn))
@@ -339,7 +345,7 @@ sys.exit(_supervisor.Supervisor(command, ["--dead-after", "3600"], 1).run())
         wait_for(lambda: set(jobs.states().values()) == {"succeeded"})
         assert not is_alive(frozen)
         assert [row["outcome"] for row in jobs.attempts()] == ["crashed"]
-        # it was stopped itself, for longer: that is not the worker's silence
+        # the supervisor itself was stopped, for longer: the worker was not silent
         (busy,) = pids(conn)
         supervisor.send_signal(signal.SIGSTOP)
         conn.execute("select pg_sleep(5)")
@@ -358,11 +364,13 @@ def test_heartbeats(supervise: Supervise, conn: Connection) -> None:
     wait_for(lambda: conn.execute(f"{seen} where last_seen_at > %s", [first]).fetchone())
 
 
+@pytest.mark.long
 def test_a_worker_may_show_no_life_for_as_long_as_dead_after(
     conn: Connection, folder: Path
 ) -> None:
     program = (
-        "import sys; from pgdefer import _supervisor, cli; _supervisor.MISSES = 1;"
+        "import sys; from pgdefer import cli; from pgdefer.worker import supervisor;"
+        "supervisor.MISSES = 1;"
         "sys.argv = ['pgdefer', 'worker', '-A', 'mod', '--processes', '1', '--dead-after', '60'];"
         "cli.main()"
     )
@@ -375,13 +383,14 @@ def test_a_worker_may_show_no_life_for_as_long_as_dead_after(
         assert supervisor.wait(300) == Exit.DONE
 
 
+@pytest.mark.long
 def test_what_no_new_process_mends_ends_the_supervisor(
     supervise: Supervise, conn: Connection, folder: Path
 ) -> None:
     (folder / "broken").write_text("3")
     supervisor = supervise("--processes", "3")
     assert supervisor.code() == 3, supervisor.log()
-    # once one has worked, others are tried again for such
+    # once one has worked, others are tried again in this case
     (folder / "broken").unlink()
     supervisor = supervise("--processes", "1")
     wait_for(lambda: "serves all queues" in supervisor.log())
@@ -397,6 +406,7 @@ def test_what_no_new_process_mends_ends_the_supervisor(
     assert supervisor.code() == Exit.NO_APP, supervisor.log()
 
 
+@pytest.mark.long
 def test_options_that_do_not_go_together(supervise: Supervise) -> None:
     supervisor = supervise("--processes", "1", "--drain", "--max-jobs", "5")
     assert supervisor.code() == Exit.USAGE

@@ -1,4 +1,4 @@
-"""Transactional tasks: what a handler writes and how its job ends commit together, or neither."""
+"""Transactional tasks: a handler's writes and its job's end commit together, or neither."""
 
 from __future__ import annotations
 
@@ -265,13 +265,13 @@ async def test_sessions(app: App, jobs: Jobs, conn: Connection, url: sa.URL) -> 
     assert "IntegrityError" in rows[-1]["error"]
 
 
-# The example of mode `any`: a sort whose jobs partition, and wait for whichever part comes first
+# The example of mode `any`: a sort whose jobs partition, and wait for the part that comes first
 
 
 async def test_quicksort(app: App, jobs: Jobs, conn: Connection) -> None:
-    """Partitions are sorted by jobs that make more jobs; a job's end is its part's.
+    """Jobs sort partitions and defer more jobs; a part has ended when its job has.
 
-    One that is woken looks which of its parts are done: it runs while others are not yet.
+    A job that is woken checks which of its parts are done: it may run while others are not.
     """
     conn.execute(
         "create table part (id bigint primary key, numbers int[], is_sorted bool not null)"

@@ -1,4 +1,4 @@
-"""Workers run jobs: what they are given, how they end, when they start."""
+"""Workers run jobs: the arguments, the ends, the times of starts."""
 
 from __future__ import annotations
 
@@ -83,6 +83,8 @@ async def test_failures(app: App, jobs: Jobs) -> None:
 
 
 async def test_what_cannot_be_run_fails_at_once(app: App, jobs: Jobs) -> None:
+    jobs._cursor.execute('select queue.configure(\'{"unknown_task_grace": "0 s"}\')')
+
     @app.task(name="t", retry=Retry(None))
     async def task(a: int) -> None: ...
 
@@ -102,10 +104,55 @@ async def test_what_cannot_be_run_fails_at_once(app: App, jobs: Jobs) -> None:
     assert [row["state"] for row in rows] == ["failed"] * 4
     assert [row["attempts"] for row in rows] == [1] * 4
     errors = [row["error"] for row in rows]
-    assert errors[0].startswith("UnknownTask: the task 'unknown' isn't known to this worker")
+    assert errors[0].startswith("no worker knows the task unknown: ")
     assert errors[1] == "DecodeError: the task needs the argument a"
     assert errors[2] == "DecodeError: the task takes no argument b"
     assert errors[3].startswith("DecodeError: unknown tag 'nothing'")
+
+
+async def test_unknown_tasks_go_to_a_worker_that_knows_them(app: App, jobs: Jobs) -> None:
+    await app.defer_async("later")
+    async with running(app, name="old"):
+        await until(jobs.attempts)
+    assert [row["attempts"] for row in jobs()] == [0]
+    assert [row["details"] for row in jobs.attempts()] == [{"unknown_task": "later"}]
+
+    @app.task(name="later")
+    async def later() -> int:
+        return 5
+
+    async with running(app, name="new"):
+        rows = await jobs.end()
+    assert [(row["state"], row["attempts"], row["result"]) for row in rows] == [("succeeded", 1, 5)]
+
+
+async def test_functions_of_the_database(app: App, jobs: Jobs) -> None:
+    jobs._cursor.execute(
+        "create function public.adds(args jsonb) returns integer language sql as "
+        "$$ select (args ->> 'a')::integer + 1 $$"
+    )
+    jobs._cursor.execute(
+        "create function public.sleeps(jsonb) returns void language sql as "
+        "$$ select pg_sleep(60) $$"
+    )
+    for name in ("adds", "sleeps"):
+        jobs._cursor.execute(
+            "select queue.register_task(%s, jsonb_build_object('function', %s::text))",
+            (name, f"public.{name}"),
+        )
+    await app.defer_async("adds", {"a": 1})
+    await app.defer_async("adds", {"a": "x"})
+    jobs._cursor.execute("select queue.defer('sleeps', options => '{\"timeout\": \"0.5 s\"}')")
+    async with running(app):
+        rows = await jobs.end()
+    assert [(row["state"], row["result"]) for row in rows] == [
+        ("succeeded", 2),
+        ("failed", None),
+        ("failed", None),
+    ]
+    assert rows[1]["error"].startswith("invalid input syntax for type integer")
+    assert jobs.attempts()[0]["details"]["type"] == "22P02"
+    assert jobs.attempts()[1]["outcome"] == "timed_out"
 
 
 async def test_code_that_nobody_would_run_does_not_succeed(app: App, jobs: Jobs) -> None:
@@ -292,7 +339,7 @@ async def test_retries_follow_the_registered_policy(app: App, jobs: Jobs) -> Non
     assert row["state"] == "succeeded"
     assert [attempt for attempt, _ in attempts] == [1, 2, 3]
     pauses = [b[1] - a[1] for a, b in itertools.pairwise(attempts)]
-    assert all(0.04 < pause < 4.0 for pause in pauses)  # it polls each 5 s
+    assert all(0.04 < pause < 4.0 for pause in pauses)  # it polls every 5 s
 
 
 async def test_yielding(app: App, jobs: Jobs) -> None:
@@ -370,7 +417,7 @@ async def test_aborts(app: App, jobs: Jobs, conn: Connection) -> None:
         for job in made:
             conn.execute("select queue.cancel(%s, abort => true)", (job.id,))
         rows = await jobs.end()
-        assert time.monotonic() - begun < 8  # a heartbeat tells of it within 10 s
+        assert time.monotonic() - begun < 8  # a heartbeat reports it within 10 s
     assert [row["state"] for row in rows] == ["cancelled", "cancelled", "succeeded"]
     assert rows[2]["result"] == "done all the same"
     assert [a["outcome"] for a in jobs.attempts()] == ["aborted", "aborted"]
@@ -438,7 +485,9 @@ async def test_an_idle_worker_is_woken(app: App, jobs: Jobs) -> None:
     delays = []
     async with running(app) as worker:
         for _ in range(5):
-            await until(lambda: worker.id and worker._listener.is_latched and worker._waiter)
+            await until(
+                lambda: worker.id and worker.listener.holds_sleep_lock and worker.state.is_waiting
+            )
             begun = time.monotonic()
             job = await task.defer_async()
             await until(lambda job=job: job.id in started)
@@ -479,7 +528,7 @@ async def test_draining(app: App, jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("options", [{"concurrency": 4}, {"slots": ["2:1h", 3]}])
 async def test_ending_after_so_many_jobs(app: App, jobs: Jobs, options: Any) -> None:
-    """No job is claimed beyond them, so none is given back, and all that were claimed are run."""
+    """No job is claimed beyond them, so none is given back, and all claimed jobs run."""
 
     @app.task(name="t")
     async def task() -> None:

@@ -1,4 +1,4 @@
-"""Workers stop as asked, and carry on whatever becomes of the database or the line to it."""
+"""Workers stop when asked, and survive faults of the database and of the connection."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ import sqlalchemy.ext.asyncio as sa_async
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from sqlalchemy import orm
 
-from pgdefer import App, Job, JobTimeout, Retry, Worker, WorkerOptions, _outcome, current_job
-from pgdefer._link import Listener, Sleep, clock
-from pgdefer._server import EmbeddedServer, temporary_server
+from pgdefer import App, Job, JobTimeout, Retry, Worker, WorkerOptions, current_job
+from pgdefer.client.client import Client
+from pgdefer.database.server import EmbeddedServer, temporary_server
+from pgdefer.tasks.registry import Registry
+from pgdefer.worker import outcomes
+from pgdefer.worker.claim import Claim
+from pgdefer.worker.executor import Executor
+from pgdefer.worker.heartbeat import clock
+from pgdefer.worker.listener import Sleep, SleepListener
+from pgdefer.worker.pump import Pump
 from support import install, url_of
 
 from .conftest import Jobs, give_up, running, until, wait_for
@@ -77,7 +84,7 @@ async def test_a_graceful_stop_lets_jobs_end(app: App, jobs: Jobs) -> None:
 async def test_a_stop_while_the_database_refuses_all(
     app: App, dsn: str, conn: Connection, is_first: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after a failover to a standby: what nothing is left to be said of ends at once."""
+    """As after a failover to a standby: a worker with nothing left to report ends at once."""
 
     def refuse() -> None:
         conn.execute(f'alter database "{conn.info.dbname}" set default_transaction_read_only = on')
@@ -103,12 +110,12 @@ async def test_a_stop_while_the_database_refuses_all(
 
 async def test_a_stop_from_another_thread(app: App) -> None:
     async with running(app) as worker:
-        await until(lambda: worker._waiter is not None)
+        await until(lambda: worker.state.is_waiting)
         other = threading.Thread(target=worker.stop)
         other.start()
         other.join()
-        # All that the worker keeps belongs to its own thread, which has yet to come to it.
-        assert not worker._is_stopping
+        # The worker's state belongs to its own thread, which has not got there yet.
+        assert not worker.state.is_stopping
         await until(lambda: worker.id is None)
 
 
@@ -123,13 +130,13 @@ async def test_what_did_not_begin_goes_back(app: App, jobs: Jobs) -> None:
     await app.close_async()
     states = list(jobs.states().values())
     assert states.count("succeeded") + states.count("ready") == 500
-    # none that ran was given back
+    # no running job was given back
     assert (states.count("ready") > 0, worker.given_back) == (True, 0)
     assert {row["attempts"] for row in jobs() if row["state"] == "ready"} == {0}
 
 
 async def test_no_claim_is_lost_by_a_stop(app: App, jobs: Jobs, conn: Connection) -> None:
-    """Whenever it comes: before, while and after jobs are asked for."""
+    """At any moment: before, while and after jobs are fetched."""
     seen: list[int] = []
 
     @app.task
@@ -206,21 +213,21 @@ async def test_jobs_that_go_back_leave_locks_and_slots_in_order(
 async def test_a_worker_that_stops_wakes_those_that_sleep_beside_it(
     app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Producers notify only while somebody says that he sleeps, which one does for all."""
+    """Producers notify only while a lead sleeper sleeps, and one sleeps for all."""
 
     @app.task
     async def task() -> None: ...
 
-    real = Listener.before_sleep
+    real = SleepListener.before_sleep
 
-    async def before_sleep(self: Listener, *arguments: Any) -> Sleep:
+    async def before_sleep(self: SleepListener, *arguments: Any) -> Sleep:
         sleep = await real(self, *arguments)
         return sleep if sleep.seconds < 1 else Sleep(60.0)
 
     def is_asleep(worker: Worker) -> bool:
-        return bool(worker.id and worker._listener.is_latched and worker._waiter)
+        return bool(worker.id and worker.listener.holds_sleep_lock and worker.state.is_waiting)
 
-    monkeypatch.setattr(Listener, "before_sleep", before_sleep)
+    monkeypatch.setattr(SleepListener, "before_sleep", before_sleep)
     first = Worker(app)
     stopping = asyncio.create_task(first.run_async())
     await until(lambda: is_asleep(first))
@@ -228,7 +235,7 @@ async def test_a_worker_that_stops_wakes_those_that_sleep_beside_it(
         await until(lambda: is_asleep(second))
         first.stop()
         await stopping
-        connection = second._listener._connection
+        connection = second.listener._connection
         assert connection is not None
         sentinel = (
             "select pid from pg_locks where locktype = 'advisory' and mode = 'ExclusiveLock'"
@@ -293,7 +300,7 @@ async def test_jobs_that_do_not_end_go_back(app: App, jobs: Jobs, how: str) -> N
     assert (unwound, asked) == ([1], [1])
     assert worker.given_back == 4
     release.set()
-    is_over = True  # the deaf one would keep the loop from ending
+    is_over = True  # the one that ignores the cancel would keep the loop from ending
 
 
 PROGRAM = """
@@ -398,11 +405,12 @@ def test_signals_that_stop_at_once(
     assert process.stdout.readline() == "started\n"
     for number in numbers:
         process.send_signal(number)
-        time.sleep(0.1)  # or the kernel makes one of two
+        time.sleep(0.1)  # or the kernel merges the two
     assert process.wait(300) == 0  # the job would take an hour
     assert list(jobs.states().values()) == ["ready"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "death", [("kill -9", -9), ("os._exit", 3), ("segfault", -signal.SIGSEGV)], ids=lambda x: x[0]
 )
@@ -441,7 +449,7 @@ def test_a_job_that_kills_its_worker(
         culprit: ("ready", None, 1, 1),
         behind: ("ready", None, 0, 0),
     }
-    # Those that have crashed run alone, so that only the culprit does so again.
+    # Jobs that have crashed run alone, so only the culprit does so again.
     later.touch()
     process, says = start(concurrency=2)
     assert process.wait(300) == code
@@ -462,7 +470,7 @@ def test_a_job_that_kills_its_worker(
 
 
 async def test_out_of_memory(app: App, jobs: Jobs) -> None:
-    """What the kernel does where it has none left is "kill -9" above."""
+    """The kernel's reaction when memory runs out is "kill -9" above."""
     release = asyncio.Event()
 
     @app.task
@@ -505,7 +513,7 @@ async def test_a_graceful_stop_goes_on_to_say_that_it_lives(app: App, jobs: Jobs
     job = await slow.defer_async()
     await begun.wait()
     worker.stop()
-    async with running(app, ["other"], heartbeat_every=0.3):  # reaps what is dead
+    async with running(app, ["other"], heartbeat_every=0.3):  # reaps dead workers
         await task
     (row,) = jobs()
     assert (row["id"], row["state"], row["attempts"]) == (job.id, "succeeded", 1)
@@ -522,7 +530,7 @@ async def test_a_graceful_stop_goes_on_to_say_that_it_lives(app: App, jobs: Jobs
 async def test_an_event_loop_that_is_blocked(
     app: App, jobs: Jobs, conn: Connection, seconds: float, options: WorkerOptions
 ) -> None:
-    """It is not taken for dead: the heart has a thread of its own."""
+    """It is not declared dead: heartbeats have a thread of their own."""
     is_over = False
 
     @app.task
@@ -554,6 +562,7 @@ async def test_an_event_loop_that_is_blocked(
     ]
 
 
+@pytest.mark.long
 def test_a_zombie_that_wakes_late(app: App, jobs: Jobs, program: Program) -> None:
     options = {"heartbeat_every": 0.3, "dead_after": 1.5, "concurrency": 2}
     zombie = program(**options)
@@ -588,7 +597,7 @@ def test_a_zombie_that_wakes_late(app: App, jobs: Jobs, program: Program) -> Non
 
 
 class Runs:
-    """Which runs of a handler there are, and how many of them there were at once at most."""
+    """The runs of a handler, and the greatest number of simultaneous ones."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -604,10 +613,12 @@ class Runs:
 
 
 def past(conn: psycopg.Connection[Any], job: Job, seconds: float) -> None:
-    """Have a job's attempt have begun earlier, as the database sees it."""
+    """Move the beginning of a job's attempt back, in the database."""
     by = f"interval '{seconds} s'"
     with conn.transaction():
-        conn.execute(f"update queue.live set claimed_at = claimed_at - {by} where id = {job.id}")
+        conn.execute(
+            f"update queue.active_job set claimed_at = claimed_at - {by} where id = {job.id}"
+        )
         conn.execute(f"update queue.lease set expires_at = expires_at - {by} where id = {job.id}")
 
 
@@ -619,10 +630,18 @@ async def test_a_handler_that_outlives_its_timeout(
     app: App, jobs: Jobs, conn: Connection, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps its claim, lock and slot until it ends: no second run begins beside it."""
-    monkeypatch.setattr("pgdefer._link.LOOK", 0.1)
-    monkeypatch.setattr("pgdefer._worker.LATE", 0.1)
+    monkeypatch.setattr("pgdefer.worker.heartbeat.LOOK", 0.1)
+    monkeypatch.setattr("pgdefer.worker.executor.LATE", 0.1)
     runs = Runs()
     release = threading.Event()
+    aborted = threading.Event()
+    abort = Executor.abort
+
+    def abort_and_tell(self: Executor, claim: Claim, reason: str) -> None:
+        abort(self, claim, reason)
+        aborted.set()
+
+    monkeypatch.setattr(Executor, "abort", abort_and_tell)
     options: Any = {
         "timeout": dt.timedelta(seconds=0.5),
         "retry": Retry(2),
@@ -657,10 +676,12 @@ async def test_a_handler_that_outlives_its_timeout(
             health = "select status from queue.health() where name = 'timeouts'"
             assert conn.execute(health).fetchone() == ("warn",)
             assert list(jobs.states().values()) == ["running", "blocked"]
+            if how != "blocked loop":
+                wait_for(aborted.is_set)
         finally:
             release.set()
 
-    app.register(conn)
+    app.client.register(conn)
     job = app.defer(how)
     app.defer(how)
     async with running(app):
@@ -668,7 +689,7 @@ async def test_a_handler_that_outlives_its_timeout(
         await jobs.end()
         await watching
     first, second = jobs()
-    # where the loop is blocked the job ends before anything could tell it of its timeout
+    # if the loop is blocked the job ends before anything could report its timeout
     failures = 0 if how == "blocked loop" else 1
     assert (first["state"], first["failures"]) == ("succeeded", failures)
     assert second["state"] == "succeeded"
@@ -707,6 +728,7 @@ async def test_a_timeout_is_raised_in_a_thread(app: App, jobs: Jobs) -> None:
     assert [a["outcome"] for a in jobs.attempts()] == ["timed_out", "timed_out"]
 
 
+@pytest.mark.long
 async def test_a_timeout_is_raised_in_no_other_job(app: App, jobs: Jobs) -> None:
     """Jobs that end as their timeout passes, one after another in one thread."""
 
@@ -730,9 +752,10 @@ async def test_a_timeout_is_raised_in_no_other_job(app: App, jobs: Jobs) -> None
     assert len(rows) == 300
 
 
-# The line to the database
+# The connection to the database
 
 
+@pytest.mark.long
 async def test_connections_that_are_cut(app: App, jobs: Jobs, conn: Connection) -> None:
     runs: dict[int, int] = {}
 
@@ -756,7 +779,7 @@ async def test_connections_that_are_cut(app: App, jobs: Jobs, conn: Connection) 
     assert [tuple(row[name] for name in names) for row in rows] == [
         (job.id, n, "succeeded", 1, 0) for n, job in enumerate(made)
     ]
-    # A claim whose answer was cut off is given back and made again; no job runs twice for it.
+    # A claim whose answer was cut off is given back and made again; no job runs twice.
     assert runs == dict.fromkeys(range(1000), 1)
 
 
@@ -765,24 +788,24 @@ async def test_a_connection_that_is_cut_at_the_start(
 ) -> None:
     cuts = []
 
-    def cutting(name: str) -> None:
-        real = getattr(App, name)
+    def cutting(kind: type, name: str) -> None:
+        real = getattr(kind, name)
 
-        async def cut(self: App, connection: Any, **options: Any) -> Any:
+        async def cut(self: Any, connection: Any, **options: Any) -> Any:
             if cuts.count(name) < 2:
                 cuts.append(name)
                 conn.execute("select pg_terminate_backend(%s)", (connection.info.backend_pid,))
             return await real(self, connection, **options)
 
-        monkeypatch.setattr(App, name, cut)
+        monkeypatch.setattr(kind, name, cut)
 
     @app.recurring("@yearly", name="s")
     @app.task
     async def task() -> None: ...
 
     job = await task.defer_async()
-    cutting("register_async")
-    cutting("schedule_async")
+    cutting(Client, "register_async")
+    cutting(Registry, "register_schedules_async")
     async with running(app):
         await jobs.end()
     assert len(cuts) == 4
@@ -790,27 +813,53 @@ async def test_a_connection_that_is_cut_at_the_start(
     assert conn.execute("select name from queue.schedules").fetchall() == [("s",)]
 
 
+async def test_a_worker_that_cannot_say_that_it_is_busy(
+    dsn: str, conn: psycopg.Connection[Any], jobs: Jobs
+) -> None:
+    app = App(make_conninfo(dsn, options="-c lock_timeout=50ms"))
+    may_end = asyncio.Event()
+
+    @app.task(name="waiting")
+    async def waiting() -> None:
+        await may_end.wait()
+
+    async with running(app, concurrency=1) as worker:
+        await until(lambda: worker.id is not None and worker.listener.is_first)
+        session = worker.listener._connection
+        with conn.transaction():
+            conn.execute("lock table queue.sleeper in access exclusive mode")
+            with psycopg.connect(dsn, autocommit=True) as producer:
+                producer.execute("select queue.defer('waiting')")
+            # The session has gone, and its lock with it.
+            await until(lambda: worker.listener._connection is not session)
+        may_end.set()
+        assert [row["state"] for row in await jobs.end()] == ["succeeded"]
+        app.defer("waiting")
+        assert [row["state"] for row in await jobs.end()] == ["succeeded"] * 2
+
+
 async def test_going_to_sleep_while_the_connection_is_cut(
     app: App, conn: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session that listens is the one that the database took note of."""
+    """The session that listens is the one that called before_sleep."""
     (worker,) = conn.execute("select queue.register_worker('w')").fetchone() or ()
-    real, cuts = Listener.listen, []
+    real, cuts = SleepListener.listen, []
 
-    async def listen(self: Listener, channel: str) -> None:
+    async def listen(self: SleepListener, channel: str) -> None:
         if len(cuts) < 2:
             cuts.append(channel)
             assert self._connection is not None
             session = [self._connection.info.backend_pid]
             self.close()
-            # until its session has ended it keeps the latch from the next
+            # until its session has ended it keeps the sleep lock from the next one
             alive = "select from pg_stat_activity where pid = %s"
             await until(lambda: conn.execute(alive, session).fetchone() is None)
         await real(self, channel)
 
-    monkeypatch.setattr(Listener, "listen", listen)
-    ignored = dict.fromkeys(["on_work", "on_message", "on_deaf"], lambda: None)
-    listener = Listener(app.source, **ignored)
+    monkeypatch.setattr(SleepListener, "listen", listen)
+    names = ["on_work", "on_message", "on_pause", "on_connection_lost"]
+    ignored = dict.fromkeys(names, lambda: None)
+    listener = SleepListener(app.source, **ignored)
     await listener.before_sleep(worker, None)
     assert len(cuts) == 2
     assert listener._connection is not None
@@ -838,7 +887,7 @@ async def test_a_listening_connection_that_is_cut(
         await asyncio.sleep(60)
 
     def session() -> int | None:
-        connection = worker._listener._connection
+        connection = worker.listener._connection
         return None if connection is None else connection.info.backend_pid
 
     async with running(app, concurrency=1, heartbeat_every=60.0, dead_after=300.0) as worker:
@@ -846,24 +895,26 @@ async def test_a_listening_connection_that_is_cut(
             job = await slow.defer_async()
             await started.wait()
         else:
-            await until(lambda: worker.id and worker._listener.is_latched and worker._waiter)
+            await until(
+                lambda: worker.id and worker.listener.holds_sleep_lock and worker.state.is_waiting
+            )
         first = session()
         assert first is not None
         conn.execute("select pg_terminate_backend(%s)", (first,))
         await until(lambda: session() not in (None, first))
         if not is_busy:
-            await until(lambda: worker._listener.is_latched and worker._waiter)
+            await until(lambda: worker.listener.holds_sleep_lock and worker.state.is_waiting)
             job = await slow.defer_async()
             await started.wait()
-        # The next heartbeat is a minute away: only a notification tells of this.
-        await until(lambda: len(worker._listener._channels) == 2)
+        # The next heartbeat is a minute away: only a notification reports this.
+        await until(lambda: len(worker.listener._channels) == 2)
         conn.execute("select queue.cancel(%s, abort => true)", (job.id,))
         await jobs.end()
     assert jobs.states() == {job.id: "cancelled"}
 
 
 class Line:
-    """A socket between worker and server that can hold back or drop what passes."""
+    """A socket between worker and server that can hold back or drop data."""
 
     def __init__(self, server: Path, folder: Path) -> None:
         self._server = server
@@ -950,7 +1001,7 @@ async def test_a_half_open_connection(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("pgdefer._link.CALL_LIMIT", 0.5)
+    monkeypatch.setattr("pgdefer.database.watchdog.CALL_TIMEOUT", 0.5)
     app = through(line, conn.info.dsn)
 
     @app.task(name="t")
@@ -999,10 +1050,11 @@ async def test_a_worker_given_up_for_dead_registers_again(
         conn.execute("select queue.cancel(%s, true)", (job["id"],))
         again = await slow.defer_async(0)
         await jobs.end(again.id)
-    # The late outcome of the first claim was refused: the job was not ended by it.
+    # The late outcome of the first claim was refused: it did not end the job.
     assert next(a["outcome"] for a in jobs.attempts() if a["job_id"] == job["id"]) == "crashed"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "restarted"])
 async def test_a_server_that_goes_comes_back(how: str) -> None:
     with temporary_server(durable=True) as server:
@@ -1037,7 +1089,7 @@ async def test_a_server_that_goes_comes_back(how: str) -> None:
                 " from queue.jobs order by id"
             ).fetchall()
             assert conn.execute("select * from queue.check()").fetchall() == []
-    # No job is lost and none runs twice: its worker lives, and its claims with it.
+    # No job is lost and none runs twice: the worker is alive, and its claims are valid.
     assert shown == [(job.id, n, "succeeded", 1, 0) for n, job in enumerate(made)]
     assert runs == dict.fromkeys(range(210), 1)
 
@@ -1080,12 +1132,12 @@ async def test_an_outcome_that_cannot_be_stored_spoils_no_other(
     async def bad() -> int:
         return 2
 
-    real = _outcome.succeeded
+    real = outcomes.succeeded
 
     def spoilt(id: int, claim: int, result: str | None = None) -> str:
         return real(id, claim, '"\\u0000"' if result == "2" else result)
 
-    monkeypatch.setattr(_outcome, "succeeded", spoilt)
+    monkeypatch.setattr(outcomes, "succeeded", spoilt)
     app.defer_many([(bad if n == 7 else good).prepare() for n in range(20)])
     async with running(app):
         rows = await jobs.end()
@@ -1093,21 +1145,20 @@ async def test_an_outcome_that_cannot_be_stored_spoils_no_other(
     ends = {row["task"]: (row["state"], row["result"], row["error"]) for row in rows}
     assert ends == {
         "good": ("succeeded", 1, None),
-        "bad": ("succeeded", note, None),  # what it did stands
+        "bad": ("succeeded", note, None),  # its writes remain
     }
 
 
 @pytest.mark.parametrize("how", ["sync", "async", "session", "async session"])
-async def test_a_half_open_connection_of_a_handler(  # noqa: PLR0917
+async def test_a_half_open_connection_of_a_handler(
     jobs: Jobs,
     line: Line,
     conn: Connection,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     how: str,
 ) -> None:
     """Its last statement has a time limit: the transaction is lost then, and the job runs again."""
-    monkeypatch.setattr("pgdefer._link.CALL_LIMIT", 0.5)
+    monkeypatch.setattr("pgdefer.database.watchdog.CALL_TIMEOUT", 0.5)
     app = through(line, conn.info.dsn)
     runs: list[int] = []
     url = url_of(app.source.conninfo())
@@ -1134,9 +1185,9 @@ async def test_a_half_open_connection_of_a_handler(  # noqa: PLR0917
     }
     function: Any = coroutine if "async" in how else sync
     app.task(function, name="t", transactional=makers.get(how, True))
-    async with running(app):
+    async with running(app) as worker:
         conn.execute("select queue.defer('t')")
-        await until(lambda: "lost in the handler's transaction" in caplog.text)
+        await until(lambda: worker.finished)
         line.is_open.set()
         await jobs.end()
     engine.dispose()
@@ -1150,7 +1201,7 @@ async def test_a_half_open_connection_of_a_handler(  # noqa: PLR0917
 async def test_a_server_that_can_not_end_a_transaction(
     app: App, jobs: Jobs, conn: Connection, when: str, is_async: bool
 ) -> None:
-    """As on a full disk: that is no failure of the job's."""
+    """As with a full disk: this does not count as a failure of the job."""
     conn.execute(
         """
         create sequence public.tries;
@@ -1188,7 +1239,7 @@ async def test_a_server_that_can_not_end_a_transaction(
 def test_a_worker_that_wakes_starts_nothing_that_others_have_done(
     app: App, jobs: Jobs, conn: Connection, connect: Connect, program: Program
 ) -> None:
-    """It was frozen while the answer to a fetch was under way."""
+    """It was frozen while the answer to a fetch was on its way."""
     process = program(heartbeat_every=0.3, dead_after=6)
     registered = "select max(id) from queue.workers where is_alive"
     wait_for(lambda: conn.execute(registered).fetchone() != (None,))
@@ -1206,7 +1257,7 @@ def test_a_worker_that_wakes_starts_nothing_that_others_have_done(
     done = f"""
         select queue.finish_many(jsonb_build_array(
             jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded')))
-        from queue.fetch({other}, null, 1, '{{"alone": true}}') f
+        from queue.fetch({other}) f
     """
     for _ in ids:
         conn.execute(done)
@@ -1223,31 +1274,32 @@ def test_a_worker_that_wakes_starts_nothing_that_others_have_done(
 async def test_what_was_claimed_waits_for_a_heartbeat(
     app: App, jobs: Jobs, connect: Connect, conn: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where that is long ago; where it is answered the jobs start after all."""
+    """If the last one is long ago; once it is answered the jobs start after all."""
 
     @app.task(name="t")
     async def task() -> None: ...
 
     late = 0.0
-    monkeypatch.setattr("pgdefer._worker.clock", lambda: clock() + late)
+    for module in ("executor", "pump", "registration"):
+        monkeypatch.setattr(f"pgdefer.worker.{module}.clock", lambda: clock() + late)
     app.defer("t")
     async with running(app) as worker:
         await jobs.end()
         late = 31.0
-        monkeypatch.setattr(worker._heart, "poke", lambda: None)
+        monkeypatch.setattr(worker.heartbeat, "poke", lambda: None)
         app.defer("t")
-        await until(lambda: worker._claimed)
-        assert not worker._running
+        await until(lambda: worker.executor.claimed)
+        assert not worker.executor.running
         monkeypatch.undo()
         late = 0.0
-        worker._heart.poke()
+        worker.heartbeat.poke()
         await jobs.end()
 
 
 async def test_an_outcome_that_cannot_be_stored_spoils_no_other_at_the_end(
     app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is the worker's leave-taking forgotten for it."""
+    """It does not prevent the worker from deregistering, either."""
     begun = []
 
     @app.task(name="t")
@@ -1257,12 +1309,12 @@ async def test_an_outcome_that_cannot_be_stored_spoils_no_other_at_the_end(
             await asyncio.sleep(60)
         return n
 
-    real = _outcome.succeeded
+    real = outcomes.succeeded
 
     def spoilt(id: int, claim: int, result: str | None = None) -> str:
         return real(id, claim, '"\\u0000"' if result == "2" else result)
 
-    monkeypatch.setattr(_outcome, "succeeded", spoilt)
+    monkeypatch.setattr(outcomes, "succeeded", spoilt)
     task.defer_many([{"n": n} for n in range(1, 4)])
     stopping = asyncio.create_task(Worker(app).run_async())
     await until(lambda: len(begun) == 3)
@@ -1289,16 +1341,17 @@ async def test_what_was_told_to_abort_before_it_starts(
         runs.append(1)
 
     late = 0.0
-    monkeypatch.setattr("pgdefer._worker.clock", lambda: clock() + late)
+    for module in ("executor", "pump", "registration"):
+        monkeypatch.setattr(f"pgdefer.worker.{module}.clock", lambda: clock() + late)
     async with running(app) as worker:
         await until(lambda: worker.id)
         late = 31.0
-        monkeypatch.setattr(worker._heart, "poke", lambda: None)
+        monkeypatch.setattr(worker.heartbeat, "poke", lambda: None)
         job = await app.defer_async("t")
-        await until(lambda: worker._is_held)
+        await until(lambda: worker.executor._is_held)
         conn.execute("select queue.cancel(%s, abort => true)", (job.id,))
         monkeypatch.undo()
-        worker._heart.poke()
+        worker.heartbeat.poke()
         await jobs.end()
     assert (jobs.states(), runs) == ({job.id: "cancelled"}, [])
 
@@ -1309,9 +1362,9 @@ async def test_what_waited_past_its_timeout_does_not_start(
     """As in a worker that was frozen after its fetch: others may have ended the claim by now."""
     delays = [7.0]
     late = 0.0
-    real = Worker._take
+    real = Pump._take
 
-    def take(self: Worker, rows: Any, *arguments: Any) -> int:
+    def take(self: Pump, rows: Any, *arguments: Any) -> int:
         nonlocal late
         if rows and delays:
             late += delays.pop()
@@ -1320,8 +1373,9 @@ async def test_what_waited_past_its_timeout_does_not_start(
     @app.task(name="t", timeout=dt.timedelta(seconds=1))
     async def task() -> None: ...
 
-    monkeypatch.setattr(Worker, "_take", take)
-    monkeypatch.setattr("pgdefer._worker.clock", lambda: clock() + late)
+    monkeypatch.setattr(Pump, "_take", take)
+    for module in ("executor", "pump", "registration"):
+        monkeypatch.setattr(f"pgdefer.worker.{module}.clock", lambda: clock() + late)
     await app.defer_async("t")
     async with running(app):
         (row,) = await jobs.end()
@@ -1333,8 +1387,8 @@ async def test_what_waited_past_its_timeout_does_not_start(
 async def test_a_claim_that_was_ended_before_it_could_be_kept(
     dsn: str, jobs: Jobs, conn: Connection, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its handler is told to end, though no heartbeat comes by."""
-    monkeypatch.setattr("pgdefer._link.LOOK", 0.1)
+    """Its handler is told to end, although no heartbeat arrives."""
+    monkeypatch.setattr("pgdefer.worker.heartbeat.LOOK", 0.1)
     ended = []
     app = App(dsn, pgbouncer=True)
 
@@ -1355,24 +1409,57 @@ async def test_a_claim_that_was_ended_before_it_could_be_kept(
 
     job = await app.defer_async(how)
     async with running(app, heartbeat_every=60.0, dead_after=300.0) as worker:
-        await until(lambda: worker._running)
+        await until(lambda: worker.executor.running)
         past(conn, job, 3700)
         # its own first tick may be the one that ends it
         await until(
             lambda: conn.execute("select queue.reap()") and jobs.states()[job.id] == "failed"
         )
-        (running_job,) = worker._running
-        worker._heart.limits[running_job] = clock()
+        (running_job,) = worker.executor.running
+        worker.heartbeat.keep_after[running_job] = clock()
         await until(lambda: ended == [how])
-        await until(lambda: not worker._running)
+        await until(lambda: not worker.executor.running)
     app.close()
+
+
+async def test_an_outcome_for_which_there_is_no_room(
+    app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a full disk: the worker sends it until the server takes it."""
+    monkeypatch.setattr("pgdefer.worker.completer.TRIES", 2)
+    conn.execute(
+        """
+        create sequence public.tries;
+        grant all on sequence public.tries to public;
+        create function public.refuse() returns trigger language plpgsql as $$
+        begin
+          if nextval('public.tries') <= 5 then
+            raise exception 'no space left on device' using errcode = '53100';
+          end if;
+          return new;
+        end $$
+        """
+    )
+    conn.execute(
+        "create trigger refuse before insert on queue.finished "
+        "for each row execute function public.refuse()"
+    )
+
+    @app.task(name="t")
+    async def task() -> None: ...
+
+    app.defer("t")
+    async with running(app):
+        (row,) = await jobs.end()
+    assert (row["state"], row["attempts"], row["crashes"]) == ("succeeded", 1, 0)
+    conn.execute("drop trigger refuse on queue.finished")
 
 
 async def test_an_outcome_that_is_refused_for_ever(
     app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its claim ends all the same, by a lease."""
-    monkeypatch.setattr("pgdefer._worker.TRIES", 3)
+    """Its claim ends nevertheless, by a lease."""
+    monkeypatch.setattr("pgdefer.worker.completer.TRIES", 3)
     conn.execute(
         """
         create function public.refuse() returns trigger language plpgsql as $$

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 
 
 def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """Wait until the condition holds, and return what it gave."""
+    """Wait until the condition holds, and return its value."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         if time.monotonic() > end:
@@ -29,21 +30,34 @@ class Claimed:
     id: int
     task: str
     at: float
-    after: str  # what came before: busy, notified, polled or timed out
+    after: str  # the previous event: busy, notified, polled or timed out
+
+
+@dataclasses.dataclass
+class Sleep:
+    asked_at: float
+    answered_at: float
+    seconds: float
+
+    def ends_on_a_second(self) -> bool:
+        """Whether the answer may have meant a whole second of the clock, to 20 ms."""
+        earliest, latest = self.asked_at + self.seconds, self.answered_at + self.seconds
+        return math.ceil(earliest - 0.02) <= latest + 0.02
 
 
 class Sleeper(threading.Thread):
-    """A worker that runs nothing: it claims, notes when, and says that it succeeded."""
+    """A worker without handlers: it claims, records the time, and reports success."""
 
-    def __init__(self, dsn: str, name: str, info: dict[str, Any] | None = None) -> None:
+    def __init__(self, dsn: str, name: str, info: dict[str, Any], in_line: bool) -> None:
         super().__init__(name=name, daemon=True)
         self._dsn = dsn
-        self._info = info or {}
+        self._info = info
+        self._in_line = in_line
         self._is_stopping = False
         self.error: BaseException | None = None
         self.claimed: list[Claimed] = []
         self.polls: list[float] = []
-        self.sleeps = 0
+        self.sleeps: list[Sleep] = []
         self.is_asleep = False
 
     def run(self) -> None:
@@ -73,12 +87,18 @@ class Sleeper(threading.Thread):
                     has_slept = False
                 after = "busy"
                 continue
+            asked_at = time.time()
             row = listener.execute(
-                "select * from queue.before_sleep(%s, null)", (worker,)
+                "select may_sleep, wait_for, channels, look_after"
+                " from queue.before_sleep(%s, null, jsonb_build_object('in_line', %s::boolean))",
+                (worker, self._in_line),
             ).fetchone()
             assert row is not None
-            may_sleep, wait_for, channels, _ = row
+            may_sleep, wait_for, channels, look_after = row
             has_slept = True
+            for channel in listened - set(channels):
+                listener.execute(f'unlisten "{channel}"')
+                listened.discard(channel)
             for channel in set(channels) - listened:
                 listener.execute(f'listen "{channel}"')
                 listened.add(channel)
@@ -88,10 +108,12 @@ class Sleeper(threading.Thread):
                 continue
             seconds = wait_for.total_seconds()
             if may_sleep:
-                self.sleeps += 1
+                self.sleeps.append(Sleep(asked_at, time.time(), seconds))
                 self.is_asleep = True
                 heard = list(listener.notifies(timeout=seconds, stop_after=1))
                 self.is_asleep = False
+                if heard and heard[0].channel == "pgdefer":
+                    time.sleep(look_after.total_seconds())
                 after = "notified" if heard else "timed out"
             else:
                 self.polls.append(seconds)
@@ -120,11 +142,11 @@ class Sleeper(threading.Thread):
 
 @pytest.fixture
 def start_sleepers(dsn: str) -> Iterator[Callable[..., list[Sleeper]]]:
-    """Start sleepers; after the test they are stopped, and none may have failed."""
+    """Start sleepers; they are stopped after the test, and none may have failed."""
     started: list[Sleeper] = []
 
-    def start(n: int, **info: Any) -> list[Sleeper]:
-        new = [Sleeper(dsn, f"sleeper {len(started) + i}", info) for i in range(n)]
+    def start(n: int, *, in_line: bool = False, **info: Any) -> list[Sleeper]:
+        new = [Sleeper(dsn, f"sleeper {len(started) + i}", info, in_line) for i in range(n)]
         for sleeper in new:
             sleeper.start()
         started.extend(new)

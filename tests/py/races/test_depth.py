@@ -1,6 +1,6 @@
-"""Deep and wide: what one call sets going ends, however long the chain, under the default stack depth.
+"""Deep and wide: the effects of one call end, however long the chain, with the default stack depth.
 
-Each test builds one shape of DEPTH jobs and ends what holds it up. Nothing may raise, nothing may stay behind.
+Each test builds one shape of DEPTH jobs and ends the job that blocks it. Nothing may raise, and no job may remain.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.client
 
 Connection = psycopg.Connection[Any]
 DEPTH = 10_000
-SECONDS = 300  # of one statement, on a busy machine
-# What makes one call a job takes the whole depth in the long form only.
+SECONDS = 300  # seconds for one statement, on a busy machine
+# Shapes that need a call per job have the full depth only in the long form.
 wide = pytest.mark.parametrize("depth", [1200, pytest.param(DEPTH, marks=pytest.mark.soak)])
 deep = pytest.mark.parametrize("depth", [400, pytest.param(DEPTH, marks=pytest.mark.soak)])
 FULL = {"concurrency_key": "K", "concurrency_limit": 1}
@@ -42,7 +42,7 @@ CHAIN = """
 
 @pytest.fixture(autouse=True)
 def within_time(conn: Connection) -> None:
-    """No statement takes longer than SECONDS; the stack is as deep as by default."""
+    """No statement takes longer than SECONDS; the stack depth limit is the default."""
     assert conn.execute(
         "select boot_val, reset_val from pg_settings where name = 'max_stack_depth'"
     )
@@ -61,7 +61,7 @@ def ask(conn: Connection, query: str, *parameters: Any) -> Any:
 
 
 def ask_all(conn: Connection, query: str, ids: list[int]) -> int:
-    """Ask for a count, of all the ids, as many by one call as it may change."""
+    """Count over all ids, with as many ids per call as it may change."""
     return sum(ask(conn, query, ids[at : at + 1000]) for at in range(0, len(ids), 1000))
 
 
@@ -71,7 +71,7 @@ def defer(conn: Connection, *jobs: dict[str, Any]) -> list[int]:
 
 
 def fetch(conn: Connection, worker: int, n: int = 1) -> list[tuple[int, int]]:
-    """Claim what is ready, once everything is admitted, by as many answers as it takes."""
+    """Claim all ready jobs, once everything is admitted, in as many answers as necessary."""
     admit(conn)
     pairs: list[tuple[int, int]] = []
     query = "select id, claim from queue.fetch(%s, null, %s)"
@@ -92,7 +92,7 @@ def finish(conn: Connection, pairs: list[tuple[int, int]], **outcome: Any) -> No
 
 
 def admit(conn: Connection) -> None:
-    """Tick until there is nothing new any more."""
+    """Tick until nothing new is left."""
     while ask(conn, "select t.admitted from queue.tick() t"):
         pass
 
@@ -103,7 +103,7 @@ def states(conn: Connection) -> dict[str, int]:
 
 
 def settled(conn: Connection, **expected: int) -> None:
-    """What is in which state, when ticks change nothing any more; functions that walk everything work."""
+    """The states of all jobs, when ticks change nothing any more; functions that read everything work."""
     admit(conn)
     found = states(conn)
     while found != expected:
@@ -117,7 +117,7 @@ def settled(conn: Connection, **expected: int) -> None:
     ask(conn, "select queue.resume()")
 
 
-# The circle of lock, slot and end
+# The cycle of lock, slot and end
 
 
 @pytest.mark.parametrize("n", [300, pytest.param(DEPTH, marks=pytest.mark.soak)])
@@ -133,7 +133,7 @@ def test_a_producer_alone(conn: Connection, n: int) -> None:
 @pytest.mark.parametrize("modes", ["ordered", "mutex", "ordered mutex"])
 @wide
 def test_members_of_a_lock_with_discard(conn: Connection, depth: int, modes: str) -> None:
-    """Their lock's holder ends while another has the slot."""
+    """The holder of their lock ends while another job has the slot."""
     worker = register(conn)
     _, head = defer(conn, {"task": "a"} | FULL, {"task": "head", "lock": "L"})
     pairs = fetch(conn, worker, 2)
@@ -250,7 +250,7 @@ def test_locks_that_lead_to_one_another(conn: Connection, depth: int) -> None:
 
 @deep
 def test_keys_that_are_shut_in_turn(conn: Connection, depth: int) -> None:
-    """Half of the jobs come to k1 first, half to k2; each is full, then opens while the other is shut."""
+    """Half of the jobs reach k1 first, half k2; each is full, then opens while the other is full."""
     worker = register(conn)
 
     def keys(*names: str) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def test_keys_that_are_shut_in_turn(conn: Connection, depth: int) -> None:
     for holder, other in ((one, "k1"), (two, "k2")):
         assert fetch(conn, worker) == []
         finish(conn, [(holder, claims[holder])])
-        if holder == one:  # the other one is shut still: shut this again
+        if holder == one:  # the other one is still full: fill this one again
             assert fetch(conn, worker) == []
             (one,) = defer(conn, {"task": "a", "priority": 1, "options": keys(other)})
             claims |= dict(fetch(conn, worker))
@@ -425,7 +425,7 @@ def test_many_that_need_one(conn: Connection, depth: int, outcome: str) -> None:
 
 @wide
 def test_a_chain_within_a_lock_and_a_key(conn: Connection, depth: int) -> None:
-    """All edges at once: each member of the lock is needed by the next, and discarded where it proceeds."""
+    """All edges at once: each member of the lock is needed by the next, and discarded when it proceeds."""
     worker = register(conn)
     defer(conn, {"task": "a"} | FULL)
     fetch(conn, worker)

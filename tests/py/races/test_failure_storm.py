@@ -1,8 +1,8 @@
 """Every way for a claim to end, at once: nothing is lost, run twice at a time, or left behind.
 
 Workers claim jobs with locks, keys, needs, queueing locks, timeouts and expiries, and end them in
-all ways, in time or as zombies; operators cancel, abort, hold, retry and prune; reapers reap what
-was given up for dead. A ledger outside the database knows each claim, and who has ended it.
+all ways, in time or as zombies. Operators cancel, abort, hold, retry and prune. Reapers end the
+claims of dead workers. A ledger outside the database knows each claim, and which worker ended it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.client
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
 
-# What may be said to whoever is late, or asks for what can't be done.
+# The refusals that a late or an impossible call may get.
 POLITE = {"QJ001", "QJ002", "QJ003", "QJ004", "QJ005", "QJ007"}
 
 
 class Ledger:
-    """Which claims were made, and which were ended by those who held them: each once."""
+    """The claims, and which of them their holders have ended: each once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ class Ledger:
 
 
 class Actor(threading.Thread):
-    """One connection that does something over and over, until the time is over."""
+    """One connection that repeats its work until the time is over."""
 
     def __init__(self, conn: Connection, ledger: Ledger, seed: int, end: float) -> None:
         super().__init__(daemon=True)
@@ -78,7 +78,7 @@ class Actor(threading.Thread):
             self.error = error
 
     def begin(self) -> None:
-        """Prepare, and start anew after being told that the worker is gone."""
+        """Prepare; start again after an error says that the worker is gone."""
 
     def act(self) -> None:
         raise NotImplementedError
@@ -135,12 +135,10 @@ class Worker(Actor):
     def act(self) -> None:
         dice = self.dice
         if len(self.held) < 8:
-            alone = not self.held and dice.random() < 0.5
             jobs = self.ask(
-                "select id, claim from queue.fetch(%s, null, %s, %s)",
+                "select id, claim from queue.fetch(%s, null, %s)",
                 self.worker,
                 dice.randint(1, 4),
-                '{"alone": true}' if alone else None,
             )
             for job in jobs:
                 self.ledger.made(*job)
@@ -163,7 +161,7 @@ class Worker(Actor):
         elif chance < 0.4:
             self.end_in_own_transaction(mine)
         elif chance < 0.45:
-            self.begin()  # forgets what it holds: a worker that hangs
+            self.begin()  # forgets its claims, like a worker that hangs
         else:
             self.finish_many(mine)
 
@@ -183,7 +181,7 @@ class Worker(Actor):
                 ]
             )
         if kind == "retry_later" and self.dice.random() < 0.3:
-            # One that is younger may wait for this one at their lock: that would be for ever.
+            # A younger job may wait for this one at their lock, which would be forever.
             more["needs"] = [self.dice.randint(1, id)]
         return {"outcome": kind} | more
 
@@ -268,7 +266,7 @@ def storm(connect: Connect, seconds: float, seed: int) -> None:
 
 
 def drain(conn: Connection) -> None:
-    """Run what is left to its end: nothing may be stuck, but behind a need that has failed."""
+    """Run the rest to its end: nothing may be stuck, except behind a failed need."""
     conn.execute(
         "update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0'"
     )
@@ -278,14 +276,11 @@ def drain(conn: Connection) -> None:
         "select * from queue.register_worker('drain', null, %s)", (patient,)
     ).fetchone()
     assert row is not None
-    fetch = "select id, claim from queue.fetch(%s, null, %s, %s)"
+    fetch = "select id, claim from queue.fetch(%s, null, %s)"
     end = time.monotonic() + 300
     while time.monotonic() < end:
         conn.execute("select * from queue.tick()")
-        while jobs := (
-            conn.execute(fetch, (*row, 500, None)).fetchall()
-            or conn.execute(fetch, (*row, 1, '{"alone": true}')).fetchall()
-        ):
+        while jobs := conn.execute(fetch, (*row, 500)).fetchall():
             outcomes = [{"id": id, "claim": claim, "outcome": "succeeded"} for id, claim in jobs]
             conn.execute("select * from queue.finish_many(%s)", (json.dumps(outcomes),))
         left = conn.execute("select id, reason from queue.waiting").fetchall()
@@ -302,7 +297,7 @@ def drain(conn: Connection) -> None:
         "where state not in ('succeeded', 'failed', 'cancelled') order by id limit 10"
     ).fetchall()
     assert not stuck
-    assert conn.execute("select count(*) from queue.live").fetchone() == (0,)
+    assert conn.execute("select count(*) from queue.active_job").fetchone() == (0,)
     assert conn.execute("select count(*) from queue.lease").fetchone() == (0,)
     assert conn.execute("select count(*) from queue.lock_member").fetchone() == (0,)
     assert conn.execute("select coalesce(sum(used), 0) from queue.semaphore").fetchone() == (0,)

@@ -1,14 +1,15 @@
-"""Clients that freeze at their worst instant keep nobody else from fetching."""
+"""Clients that freeze at the worst moment keep nobody else from fetching."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
+
+from .conftest import until
 
 Connection = psycopg.Connection[Any]
 
@@ -30,14 +31,6 @@ def register(connection: Connection, dead_after: str = "1 day") -> int:
     return int(row[0])
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 300
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited for 300 s"
-        time.sleep(0.01)
-    return found
-
-
 def has_claims(connection: Connection, worker: int) -> bool:
     """Whether a fetch whose answer nobody reads has committed its claims."""
     row = connection.execute(
@@ -46,6 +39,7 @@ def has_claims(connection: Connection, worker: int) -> bool:
     return row == (True,)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bytes_each", "jobs"), [(300_000, 20), (1_900, 500), (10_000_000, 5)])
 def test_a_worker_that_freezes_while_it_receives_a_fetch(
     connect: Callable[..., Connection], bytes_each: int, jobs: int
@@ -56,7 +50,7 @@ def test_a_worker_that_freezes_while_it_receives_a_fetch(
             "select queue.defer('large', jsonb_build_object('data', repeat('x', %s)))", [bytes_each]
         )
     freezes, works = register(frozen, "1 s"), register(other)
-    # it sends its calls, one after the other, and reads none of the answers to the end
+    # it sends its calls, one after the other, and reads no answer to its end
     for _ in range(2):
         frozen.pgconn.send_query(
             f"select * from queue.fetch({freezes}, max_jobs => {jobs})".encode()
@@ -67,22 +61,22 @@ def test_a_worker_that_freezes_while_it_receives_a_fetch(
             break
         while frozen.pgconn.get_result() is not None:
             pass
-    # others go on at once, also with what is new
+    # others continue at once, also with new jobs
     other.execute("set statement_timeout = '60 s'")
     conn.execute("select queue.defer('small', priority => 1)")
     ((id, claim, task),) = until(lambda: fetch(other, works, 1))
     assert task == "small"
     other.execute("select queue.succeed(%s, %s)", [id, claim])
-    # and once the frozen worker is given up its jobs are others'
+    # and once the frozen worker is declared dead others get its jobs
     until(lambda: other.execute("select sum(reaped) > 0 from queue.tick()").fetchone() == (True,))
     found: set[int] = set()
 
     def all_found() -> bool:
         other.execute("select from queue.tick()")
         found.update(row[0] for row in fetch(other, works, jobs))
-        # what was handed out counts as crashed, and is given to somebody who runs nothing beside it
-        alone = "select id from queue.fetch(%s, options => '{\"alone\": true}')"
-        found.update(row[0] for row in other.execute(alone, [works]).fetchall())
+        # claims that were handed out count as crashed, and go to a worker that runs nothing beside them
+        alone = "select id from queue.fetch(queue.register_worker('alone'))"
+        found.update(row[0] for row in other.execute(alone).fetchall())
         return len(found) == jobs
 
     until(all_found)
@@ -98,14 +92,14 @@ def test_an_operator_that_freezes_while_it_receives_an_answer(
         'select count(*) from queue.defer_many((select jsonb_agg(\'{"task": "t"}\'::jsonb)'
         " from generate_series(1, 1000)))"
     )
-    # as long an answer as it can become
+    # the longest possible answer
     conn.execute("update queue.log set id = id + 8000000000000000000")
     worker = register(conn)
     ids = "array(select id from queue.jobs order by id)"
     frozen.pgconn.send_query(f"select * from queue.{call % ids}".encode())
     conn.execute("select queue.defer('first', priority => 1)")
     conn.execute("set statement_timeout = '60 s'")
-    # it waits for the call, and not for its client
+    # it waits for the call, but not for its client
     assert conn.execute("select task from queue.fetch(%s)", [worker]).fetchone() == ("first",)
     until(
         lambda: (
@@ -166,10 +160,10 @@ def test_who_waits_for_a_transaction_does_not_look_again_and_again(
     conn.execute("select queue.defer('need')")
     ((need, claim, _),) = fetch(conn, worker)
     handler.execute("select queue.succeed(%s, %s)", [need, claim])
-    # its end was not to be handed over when it was deleted: nothing tells of its commit
+    # its end was not to be settled when it was deleted: nothing shows its commit
     conn.execute("select queue.defer('dependent', needs => array[%s]::bigint[])", [need])
     conn.execute("select from queue.tick()")
-    handed = conn.execute("select xid::text, seq from queue.handover").fetchall()
+    handed = conn.execute("select xid::text, seq from queue.pending_settlement").fetchall()
     assert len(handed) == 1
     before = other.execute("select pg_snapshot_xmax(pg_current_snapshot())::text").fetchone()
     for _ in range(5):
@@ -179,7 +173,7 @@ def test_who_waits_for_a_transaction_does_not_look_again_and_again(
         ).fetchone()
         assert row == (True,), "nobody looks 100 times a second"
         conn.execute("select queue.after_sleep(%s)", [worker])
-    assert conn.execute("select xid::text, seq from queue.handover").fetchall() == handed
+    assert conn.execute("select xid::text, seq from queue.pending_settlement").fetchall() == handed
     after = other.execute("select pg_snapshot_xmax(pg_current_snapshot())::text").fetchone()
     assert before is not None
     assert after is not None
@@ -194,8 +188,8 @@ def test_a_multixact_is_not_taken_for_a_transaction(connect: Callable[..., Conne
 
     def until_of(xid: str) -> str:
         row = conn.execute(
-            "select case queue._until(cast(%s as xid)) when pg_current_xact_id() then 'own'"
-            " else queue._until(cast(%s as xid))::xid::text end",
+            "select case queue._row_locker(cast(%s as xid)) when pg_current_xact_id() then 'own'"
+            " else queue._row_locker(cast(%s as xid))::xid::text end",
             [xid, xid],
         ).fetchone()
         assert row is not None
@@ -204,7 +198,7 @@ def test_a_multixact_is_not_taken_for_a_transaction(connect: Callable[..., Conne
     row = long.execute("select pg_current_xact_id()::xid::text").fetchone()
     assert row is not None
     (xid,) = row
-    conn.execute("select pg_current_xact_id()")  # so that a snapshot names the one before
+    conn.execute("select pg_current_xact_id()")  # so that a snapshot names the previous one
     assert until_of(xid) == xid
     assert until_of("2") == "own", "one that has ended"
     # up to the multixact of this very number, whose members are under way: each row is locked, then deleted in a savepoint

@@ -1,6 +1,6 @@
-"""No wake-up is lost, and nobody pays for those that are not needed.
+"""No wake-up is lost, and no unnecessary wake-up is sent.
 
-A lost one shows as a job that waits for the poll that is the net under notifications, 5 s.
+A lost one shows as a job that waits for the next poll, up to 5 s.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LATCH = """
     where locktype = 'advisory' and classid = 1885824102 and objid = 1 and mode = 'ExclusiveLock'
       and granted and database = (select oid from pg_database where datname = current_database())
 """
-# What a busy machine may add.
+# The delay that a busy machine may add.
 SLACK = 0.9
 
 
 class Producer:
-    """Defers in transactions that linger before they commit, or are rolled back."""
+    """Defers in transactions that wait before they commit, or are rolled back."""
 
     def __init__(self, conn: Connection, seed: int) -> None:
         self._conn = conn
@@ -57,9 +57,10 @@ class Producer:
         return row[0], time.monotonic()
 
 
-def test_no_wake_up_is_lost(connect: Connect, start_sleepers: StartSleepers) -> None:
-    """Bursts of overlapping transactions, each with silence after it in which none may lie."""
-    sleepers = start_sleepers(4)
+@pytest.mark.parametrize("in_line", [False, True])
+def test_no_wake_up_is_lost(in_line: bool, connect: Connect, start_sleepers: StartSleepers) -> None:
+    """Bursts of overlapping transactions, each followed by silence in which no job may wait."""
+    sleepers = start_sleepers(4, in_line=in_line)
     producers = [Producer(connect(autocommit=False), seed) for seed in range(3)]
     committed: dict[int, float] = {}
     end = time.monotonic() + 4
@@ -72,7 +73,7 @@ def test_no_wake_up_is_lost(connect: Connect, start_sleepers: StartSleepers) -> 
     claimed = [claim for s in sleepers for claim in s.claimed]
     assert sorted(c.id for c in claimed) == sorted(committed)
     assert sum(p.rolled_back for p in producers) > 10
-    # It was not polling alone that found them.
+    # Polling alone did not find them.
     assert sum(c.after == "notified" for c in claimed) > 20
     latencies = sorted(c.at - committed[c.id] for c in claimed)
     p50, p99 = (latencies[int(len(latencies) * part)] * 1e3 for part in (0.5, 0.99))
@@ -84,7 +85,8 @@ import sys, psycopg
 main = psycopg.connect(sys.argv[1], autocommit=True)
 listener = psycopg.connect(sys.argv[1], autocommit=True)
 worker = main.execute("select * from queue.register_worker('sentinel')").fetchone()[0]
-listener.execute("select * from queue.before_sleep(%s)", (worker,))
+options = '{"in_line": true}' if sys.argv[2:] else None
+listener.execute("select * from queue.before_sleep(%s, null, %s)", (worker, options))
 listener.execute("listen pgdefer")
 print(listener.info.backend_pid, flush=True)
 for _ in listener.notifies():
@@ -93,12 +95,16 @@ for _ in listener.notifies():
 
 
 @pytest.fixture
-def sentinel(dsn: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of its own that holds the latch."""
+def sentinel(
+    dsn: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[subprocess.Popen[str]]:
+    """A separate process that holds the sleep lock; with a parameter, it is first in the line."""
     program = tmp_path / "sentinel.py"
     program.write_text(SENTINEL)
     with subprocess.Popen(
-        [sys.executable, str(program), dsn], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(program), dsn, *getattr(request, "param", ())],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert int(process.stdout.readline()) > 0
@@ -131,7 +137,7 @@ def test_a_frozen_sentinel_stops_nobody_from_being_woken(
         assert latency(sleepers, defer_one(conn)) < SLACK
     assert {c.after for s in sleepers for c in s.claimed} <= {"notified", "busy"}
     assert [p for s in sleepers for p in s.polls] == []
-    # Killed, it leaves the latch to no one until another looks again, and that within 5 s.
+    # If it is killed, nobody has the sleep lock until another worker tries again, within 5 s.
     until(lambda: all(s.is_asleep for s in sleepers))
     sentinel.kill()
     until(lambda: not conn.execute(LATCH).fetchall())
@@ -139,6 +145,33 @@ def test_a_frozen_sentinel_stops_nobody_from_being_woken(
     until(lambda: all(s.is_asleep for s in sleepers))
     assert len(conn.execute(LATCH).fetchall()) == 1
     assert latency(sleepers, defer_one(conn)) < SLACK
+
+
+IN_LINE = """
+    select w.name from queue.sleeper s join queue.worker w on w.id = s.worker_id
+    order by s.is_busy, s.place
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("sentinel", [["in line"]], indirect=True)
+def test_the_deputy_finds_what_the_first_leaves(
+    end: signal.Signals,
+    conn: Connection,
+    sentinel: subprocess.Popen[str],
+    start_sleepers: StartSleepers,
+) -> None:
+    """The first in the line is frozen or killed: the deputy, and those behind it, lose no time."""
+    sleepers = start_sleepers(4, in_line=True)
+    until(lambda: len(conn.execute(IN_LINE).fetchall()) == 5)
+    assert conn.execute(IN_LINE).fetchall()[0] == ("sentinel",)
+    os.kill(sentinel.pid, end)
+
+    def is_passed_over() -> bool:
+        assert latency(sleepers, defer_one(conn)) < 1 + SLACK
+        return ("sentinel",) not in conn.execute(IN_LINE).fetchall()
+
+    until(is_passed_over)
 
 
 def test_a_long_producer_makes_sleepers_poll_ever_less(
@@ -153,8 +186,8 @@ def test_a_long_producer_makes_sleepers_poll_ever_less(
     assert max(latencies) < 1 + SLACK
     for sleeper in sleepers:
         assert sleeper.polls[:7] == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0]
-        # Not more often than it takes: from the start anew only after some work.
-        assert sleeper.sleeps == 0
+        # Not more often than necessary: the backoff starts again only after some work.
+        assert sleeper.sleeps == []
     long.commit()
     assert latency(sleepers, (held[0], time.monotonic())) < 1 + SLACK
     until(lambda: all(s.is_asleep for s in sleepers))
@@ -175,7 +208,7 @@ def test_rolled_back_defers_notify_nobody(
     producer.execute("select * from queue.defer('t')")
     producer.execute("rollback to s")
     producer.commit()
-    # What commits afterwards is heard first.
+    # The first notification is for commits after that.
     conn.execute("notify pgdefer, 'after all of them'")
     first = next(listener.notifies(timeout=5))
     assert first.payload == "after all of them"
@@ -237,7 +270,7 @@ def test_nobody_pays_while_nobody_sleeps(conn: Connection, connect: Connect) -> 
 def test_notifications_switched_off(
     dsn: str, conn: Connection, connect: Connect, start_sleepers: StartSleepers
 ) -> None:
-    """Off for the whole database, as two-phase commit wants it: polling finds everything."""
+    """Off for the whole database, as two-phase commit requires: polling finds everything."""
     conn.execute(
         sql.SQL("alter database {} set pgdefer.notify = off").format(
             sql.Identifier(conn.info.dbname)
@@ -246,7 +279,7 @@ def test_notifications_switched_off(
     listener, producer = connect(), connect()
     listener.execute("listen pgdefer")
     sleepers = start_sleepers(2)
-    until(lambda: sum(s.sleeps for s in sleepers) >= 2)
+    until(lambda: sum(len(s.sleeps) for s in sleepers) >= 2)
     for _ in range(2):
         assert latency(sleepers, defer_one(producer)) < 1 + SLACK
     xid = producer.xid(1, "latch", "a")

@@ -1,12 +1,12 @@
-"""A storm from outside: limited roles, an owner that is no superuser, and a ledger that only the clients write.
+"""A storm from outside: restricted roles, an owner who is no superuser, and a ledger that only the clients write.
 
 Producers (savepoints, rollbacks, REPEATABLE READ, defer_many, two-phase commits), workers (each way to fetch and to
 finish, in a transaction of the handler's too), clients that freeze with a fetch unread or a transaction open, and an
-operator talk to the queue by public functions alone. Each notes what it sends before it sends it, and what was answered
-afterwards; the ledger is appended to, and judged when all is over. What it may forbid follows from the order of these
-notes: a claim is certain from its answer on, until something was sent that may end it.
+operator use only public functions of the queue. Each records a call before it sends it, and the answer afterwards. The
+ledger is only appended to, and judged at the end. The order of these records decides what counts as an error: a claim is
+certain from its answer on, until a call was sent that may end it.
 
-The seed decides what each client does, not how they meet. When something is wrong the folder named in the message holds
+The seed decides the actions of each client, not how they interleave. After an error the folder named in the message has
 the ledger and all tables.
 """
 
@@ -31,8 +31,8 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgdefer._install import install
-from pgdefer._server import EmbeddedServer
+from pgdefer.database.install import install
+from pgdefer.database.server import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
 NEVER = float("inf")
@@ -40,7 +40,7 @@ FREEZE = 3.0  # s
 PRODUCERS, WORKERS = 3, 4
 DEAD_AFTER = 1.0
 ENOUGH = 100  # claims
-PATIENCE = 300  # s, of which a fault may make use
+PATIENCE = 300  # s; a fault may take this long
 BACKLOG = 200  # unfinished jobs, at which producers wait
 MAX_RUNNING = 2
 RATE, PER = 5, 0.25
@@ -59,7 +59,7 @@ class Claim:
     claim: int
     queue: str
     sent: float  # the fetch
-    got: float  # its answer
+    got: float  # the answer
     serial: int
     may_end: float = NEVER
     starts_at: float | None = None  # by the database's clock, of the rated queue
@@ -82,14 +82,14 @@ class Job:
     committed: float = NEVER
     may_end: float = NEVER  # for good
     may_succeed: float = NEVER
-    is_done: bool = False  # an answer said that it has succeeded
+    is_done: bool = False  # an answer said that it succeeded
     may_be_gone: bool = False
     touched: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)
     claims: list[Claim] = dataclasses.field(default_factory=list)
 
 
 class Ledger:
-    """Notes of what was sent and answered; nothing in it comes from the tables."""
+    """Records of calls and answers; nothing in it comes from the tables."""
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
@@ -124,7 +124,7 @@ class Ledger:
 
 
 class Judge:
-    """What must not be, by the ledger alone."""
+    """Errors that the ledger alone shows."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -235,7 +235,7 @@ class Storm:
         self.serials = itertools.count(1)
         self.rated = 0
         self.prepared: list[tuple[float, str, bool, list[Job], list[int]]] = []
-        self.is_over = threading.Event()  # nothing more is deferred nor operated
+        self.is_over = threading.Event()  # no more jobs are deferred or operated on
         self.is_drained = threading.Event()
 
     def connect(self, role: str) -> Connection:
@@ -310,7 +310,7 @@ class Storm:
         while self.goes_on(end) and not self.is_over.is_set():
             way = r.random()
             rolls_back = r.random() < 0.15
-            # one that notifies can't be prepared
+            # a transaction that notifies can't be prepared
             is_prepared = way > 0.85 and len(self.prepared) < 6
             jobs: list[Job] = []
             serials: list[int] = []
@@ -329,7 +329,7 @@ class Storm:
                 continue
             if is_prepared:
                 name = f"storm {n} {next(self.serials)}"
-                self.register(jobs)  # a replacement of one may be sent by others from its commit on
+                self.register(jobs)  # from its commit on, others may send a replacement of it
                 conn.execute(f"prepare transaction '{name}'")
                 self.prepared.append(
                     (time.monotonic() + r.random(), name, rolls_back, jobs, serials)
@@ -354,7 +354,7 @@ class Storm:
             return sum(job.may_end == NEVER for job in self.ledger.jobs.values())
 
     def conclude(self, conn: Connection, r: random.Random, n: int) -> None:
-        """Commit what others have prepared, or roll it back; their authors may wait for its keys."""
+        """Commit transactions that others have prepared, or roll them back; their authors may wait for their keys."""
         while not self.is_over.is_set() or self.prepared:
             for item in [item for item in self.prepared if item[0] < time.monotonic()]:
                 self.end_prepared(conn, item)
@@ -422,7 +422,7 @@ class Storm:
                 if (mode, failure) == ("all", "block"):
                     kept["needs"] = tuple(needs)
             if not has_key and r.random() < 0.15:
-                # at most one of a transaction: they wait for each other, as keys do
+                # at most one per transaction: they wait for each other, as keys do
                 has_key = True
                 spec["queueing_lock"] = f"q{r.randrange(4)}"
                 spec["options"]["unique_until"] = "start"
@@ -434,7 +434,7 @@ class Storm:
                 ((before,),) = conn.execute(
                     "select max(id) from (values (queue.defer('high', '{\"n\": 0}'))) v (id)"
                 )
-                conn.execute("rollback to savepoint s")  # an id that is given to no job
+                conn.execute("rollback to savepoint s")  # an id that no job gets
                 ((id,),) = conn.execute("select queue.defer_many(%s)", [json.dumps([spec])])
             except psycopg.Error as error:
                 if error.sqlstate not in {"QJ001", "QJ004"}:
@@ -454,7 +454,7 @@ class Storm:
                 self.ledger.counts["ignored or replaced"] += 1
 
     def spec(self, r: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A job as defer_many takes it, and what the ledger keeps of it."""
+        """A job in the form of defer_many, and its entry in the ledger."""
         queue = r.choices([*QUEUES, FAT], [5, 5, 1, 1, 0.4])[0]
         if queue == "b.rated" and self.rated > RATE / PER / 3 * (time.monotonic() - self.started):
             queue = "b"
@@ -537,7 +537,7 @@ class Storm:
                 self.operation(conn, way, [r.choice(ids)], more)
 
     def operation(self, conn: Connection, call: str, ids: list[int], more: list[Any]) -> None:
-        """Call one of many ids, or of one; note what it may have ended before it is sent."""
+        """Call one function on many ids, or on one; first record the claims that it may end."""
         ledger = self.ledger
         sent = time.time()
         ledger.note(call, ids, more)
@@ -569,7 +569,7 @@ class Storm:
                 ledger.fault(f"{call}: {answers}")
         for id, (_, error) in answers.items():
             job = ledger.jobs[id]
-            # refused: it has changed nothing, though it is not told from what was sent before
+            # refused: it has changed nothing, although its record stays
             job.touched[touches[id]] = (sent, time.time(), f"{call} refused" if error else call)
             ledger.counts[f"{call} refused" if error else call] += 1
         ledger.note("answered", answers)
@@ -600,7 +600,7 @@ class Storm:
                     Worker(self, mine, owner, r, queues).live()
 
     def freeze_unread(self, conn: Connection, r: random.Random, n: int) -> None:
-        """Send a fetch of more than the socket holds, and read its answer late."""
+        """Send a fetch whose answer exceeds the socket's buffer, and read it late."""
         while not self.is_over.wait(self.freeze * (0.5 + 2 * r.random())):
             with contextlib.closing(self.connect("hand")) as mine:
                 worker = Worker(self, mine, mine, r, [FAT])
@@ -669,7 +669,7 @@ class Storm:
     # The end
 
     def drain(self, conn: Connection) -> None:
-        """Let go of everything, and wait until all has ended."""
+        """Release everything, and wait until all jobs have ended."""
         conn.execute("select queue.resume(), queue.resume(task => 'u')")
         best, since = None, time.monotonic()
         changed = since
@@ -698,7 +698,7 @@ class Storm:
             time.sleep(0.05)
 
     def inspect(self, conn: Connection) -> None:
-        """Compare the ledger with what the database shows at the end."""
+        """Compare the ledger with the database's state at the end."""
         ledger = self.ledger
         if found := conn.execute("select * from queue.check()").fetchall():
             ledger.fault(f"check: {found[:20]}")
@@ -720,7 +720,9 @@ class Storm:
         effects = conn.execute("select id, claim from effect").fetchall()
         if sorted(effects) != sorted(ledger.effects):
             ledger.fault(f"effects: {sorted(set(effects) ^ ledger.effects)}, {len(effects)}")
-        for table in "live waiting lock_member handover queueing_lock expiry lease".split():
+        for (
+            table
+        ) in "active_job waiting lock_member pending_settlement queueing_lock expiry lease".split():
             if rows := conn.execute(f"select to_jsonb(t) from queue.{table} t").fetchall():
                 ledger.fault(f"left in {table}: {rows[:10]}")
         if rows := conn.execute("select * from queue.semaphore where used <> 0").fetchall():
@@ -728,7 +730,7 @@ class Storm:
 
 
 class Worker:
-    """One registration, and what it has claimed."""
+    """One registration, and its claims."""
 
     def __init__(
         self,
@@ -762,7 +764,7 @@ class Worker:
         self.call("select queue.deregister_worker(%s)", self.id)
 
     def dies(self) -> None:
-        """From now on, or before, its claims may be others'."""
+        """From now on, or before, others may have its claims."""
         self.ledger.note("dies", self.id, [claim.id for claim in self.claims])
         for claim in self.claims:
             claim.ends(self.beat + self.dead_after)
@@ -779,7 +781,7 @@ class Worker:
         try:
             while not self.storm.is_drained.is_set():
                 if time.time() > until and not self.storm.is_over.is_set():
-                    # those that live long must not die: nobody would notice for a minute
+                    # workers with a long dead_after must not die: nobody would notice for a minute
                     if self.dead_after == DEAD_AFTER and r.random() < 0.6:
                         return self.dies()
                     return self.deregister()
@@ -807,9 +809,7 @@ class Worker:
         n = r.choice([1, 1, 3, 10])
         options: dict[str, Any] = {}
         way = r.random()
-        if not self.claims and way < 0.4:
-            options = {"alone": True}
-        elif way < 0.5:
+        if way < 0.5:
             options = {"order": "listed"}
         elif way < 0.6:
             options = {"tasks": ["t"]}
@@ -835,7 +835,7 @@ class Worker:
         for claim in claims:
             if claim.queue == "b.rated":
                 at = self.owner.execute(
-                    "select extract(epoch from v.claimed_at)::float8 from queue.live v where v.id = %s and v.claim = %s",
+                    "select extract(epoch from v.claimed_at)::float8 from queue.active_job v where v.id = %s and v.claim = %s",
                     [claim.id, claim.claim],
                 ).fetchone()
                 claim.starts_at = at[0] if at else None
@@ -843,7 +843,7 @@ class Worker:
         self.ledger.claimed(claims)
 
     def outcome(self, claim: Claim) -> dict[str, Any]:
-        """Choose how a claim ends, and note it before that is sent."""
+        """Choose how a claim ends, and record it before it is sent."""
         r = self.r
         way = r.random()
         outcome: dict[str, Any] = {"id": claim.id, "claim": claim.claim, "outcome": "succeeded"}
@@ -866,7 +866,7 @@ class Worker:
         return outcome
 
     def finish_all(self, fetch: tuple[Any, ...] | None = None) -> None:
-        """End all claims by one call, which may fetch too."""
+        """End all claims in one call, which may also fetch."""
         claims, self.claims = self.claims, []
         before = {claim: claim.may_end for claim in claims}
         outcomes = [self.outcome(claim) for claim in claims]
@@ -888,7 +888,7 @@ class Worker:
                     options,
                 )
             except psycopg.Error:
-                self.claims = claims  # nothing was ended: they go with this worker
+                self.claims = claims  # nothing was ended: the claims end with this worker
                 for claim in claims:
                     claim.may_end = before[claim]
                 raise
@@ -915,7 +915,7 @@ class Worker:
             claim.ends(self.beat + self.dead_after)
 
     def finish_alone(self, claim: Claim) -> None:
-        """End one claim by a call of its own, mostly in a transaction that does something beside it."""
+        """End one claim in a separate call, mostly in a transaction that also does something else."""
         r = self.r
         way = r.random()
         if way < 0.3:
@@ -967,7 +967,7 @@ class Worker:
         self.answered(claim, {"outcome": "succeeded"}, None, before)
 
 
-# A database whose owner has no right but CREATE
+# A database whose owner has no right except CREATE
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """Random calls of the whole SQL API from two connections, against a plain model of the contract.
 
-The model knows jobs and rules, no gates, lanes or semaphores. Where the contract leaves the choice to
-the implementation it takes whatever was chosen among what is allowed: the order between queues while
-limits are in play, `ready` or `blocked` of jobs that compete for a free slot, and which of those that
-compete are discarded.
+The model knows jobs and rules, but no gates, lanes or semaphores. Where the contract leaves the choice to
+the implementation, the model accepts any allowed choice: the order between queues while limits
+apply, the order between shares, `ready` or `blocked` of jobs that compete for a free slot, and which of these are
+discarded.
 
-After each step the states of all jobs are compared, and `queue.check()` has to be empty. What would
-wait for another's transaction is not called, so that every wait is a fault: `lock_timeout` ends it.
+After each step the states of all jobs are compared, and `queue.check()` has to be empty. Calls that
+would wait for the other transaction are not made, so every wait is an error: `lock_timeout` ends it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pgdefer._server import EmbeddedServer
+from pgdefer.database.server import EmbeddedServer
 from support import create_database
 
 QUEUES = ["a", "b", "b.limited", "rated"]
 PATTERNS = ["a", "b", "b*", "*", None]
 LIMITS = {"k1": 1, "k2": 2, "k3": 3}
+RATED = "r1"  # a key with a rate in place of a limit
 FINAL = ("succeeded", "failed", "cancelled")
 FUTURE, PAST = "2999-01-01T00:00:00Z", "2001-01-01T00:00:00Z"
 MAX_CRASHES = 3
@@ -70,11 +71,12 @@ class Job:
     any: bool
     proceed: bool
     is_held: bool
+    share: str | None
     attempts_allowed: int | None
     backs_off: bool
     key: str | None  # of its queueing lock
     until_finish: bool
-    deadline: str = "9999"  # its own, or that of what needs it
+    deadline: str = "9999"  # its own, or that of a dependent
     final: str | None = None
     claim: int | None = None
     worker: int | None = None
@@ -85,8 +87,9 @@ class Job:
     claims: int = 0
     is_aborting: bool = False
     has_turn: bool = False
-    is_admitted: bool = False  # it has passed all gates once, so that it is not discarded
+    is_admitted: bool = False  # it has passed all gates once, so it is not discarded
     waits_for_retry: bool = False
+    is_touched: bool = False  # it may have left its place among the ready jobs
 
     @property
     def holds_key(self) -> bool:
@@ -94,7 +97,7 @@ class Job:
 
 
 class Model:
-    """What the contract says."""
+    """The rules of the contract."""
 
     def __init__(self) -> None:
         self.jobs: dict[int, Job] = {}
@@ -103,10 +106,13 @@ class Model:
         self.max_running: dict[str, int] = {}
         self.rate: dict[str, int] = {}
         self.starts: dict[str, int] = {}
-        self.replaced: set[int] = set()  # by transactions that are open
+        self.key_rate = 3
+        self.key_starts = 0
+        self.shared: set[tuple[str, int]] = set()  # queues and priorities where shares take turns
+        self.replaced: set[int] = set()  # by open transactions
 
     def standing(self, id: int) -> str:
-        """How a need stands."""
+        """The state of a need."""
         if id in self.gone:
             return "satisfied" if self.gone[id] else "failed"
         states = self.states(self.jobs[id])
@@ -142,7 +148,7 @@ class Model:
         return False
 
     def is_at_slots(self, job: Job) -> bool:
-        """Nothing but a slot, or a mutex, can hold it up."""
+        """Only a slot, or a mutex, can block it."""
         return (
             not job.final
             and job.claim is None
@@ -160,7 +166,10 @@ class Model:
         if job.lock and any(other.lock == job.lock for other in self.running()):
             return False
         return all(
-            sum(key in other.keys for other in self.running()) < LIMITS[key] for key in job.keys
+            self.key_starts < self.key_rate
+            if key == RATED
+            else sum(key in other.keys for other in self.running()) < LIMITS[key]
+            for key in job.keys
         )
 
     def has_room(self, queue: str) -> bool:
@@ -208,6 +217,7 @@ class Model:
         return {"ready", "blocked"} if self.is_limited(job) else {"ready"}
 
     def give_turns(self) -> None:
+        self.note_shares()
         for lock in {job.lock for job in self.jobs.values() if job.lock and not job.final}:
             members = sorted(
                 (job for job in self.jobs.values() if job.lock == lock and not job.final),
@@ -221,19 +231,38 @@ class Model:
                 members[0].has_turn = True
 
     def spread(self, job: Job, deadline: str) -> None:
-        """Give it a deadline, and what it needs."""
+        """Apply a deadline to it and its needs."""
         if not job.final:
             job.deadline = min(job.deadline, deadline)
-            for id in job.needs:
-                if id in self.jobs:
-                    self.spread(self.jobs[id], deadline)
+            self.spread_to_needs(job, deadline)
+
+    def spread_to_needs(self, job: Job, deadline: str) -> None:
+        for id in job.needs:
+            if id in self.jobs:
+                self.spread(self.jobs[id], deadline)
+
+    def goes_straight(self, job: Job) -> bool:
+        """It became ready when it was admitted, and has been so since."""
+        return not (
+            job.is_touched
+            or job.claims
+            or job.lock
+            or job.keys
+            or job.needs
+            or job.key
+            or job.is_later
+            or job.is_held
+            or job.deadline != "9999"
+            or any(task for _, task, _ in self.pauses)
+            or any(job.id in other.needs for other in self.jobs.values())
+        )
 
     def end(self, job: Job, final: str) -> None:
         job.final = final
         job.claim = job.worker = None
         job.has_turn = job.is_held = job.is_aborting = job.waits_for_retry = False
         if job.claims:
-            job.key = None  # once started it is not taken again
+            job.key = None  # once it has started, the key is not taken again
 
     def give_back(self, job: Job) -> None:
         job.claim = job.worker = None
@@ -245,9 +274,10 @@ class Model:
         job.waits_for_retry = False
         job.is_admitted = True
         self.starts[job.queue] = self.starts.get(job.queue, 0) + 1
+        self.key_starts += RATED in job.keys
 
     def finish(self, job: Job, way: str, options: dict[str, Any]) -> str:
-        """End its claim; return the new state, as far as it is told."""
+        """End its claim; return the new state, as far as it is reported."""
         if way == "succeeded":
             self.end(job, "succeeded")
         elif job.is_aborting:
@@ -303,6 +333,20 @@ class Model:
         job.waits_for_retry = job.is_aborting = False
         job.final = None
 
+    def note_shares(self) -> None:
+        self.shared |= {(job.queue, job.priority) for job in self.jobs.values() if job.share}
+
+    def is_before(self, job: Job, other: Job) -> bool:
+        """It certainly has the earlier place in their share: committed before, with a lesser id."""
+        if job.share != other.share or job.id >= other.id:
+            return False
+        order = list(self.jobs)
+        return (
+            self.goes_straight(job)
+            and self.goes_straight(other)
+            and order.index(job.id) < order.index(other.id)
+        )
+
     def holder(self, key: str) -> Job | None:
         return next((job for job in self.jobs.values() if job.key == key and job.holds_key), None)
 
@@ -314,7 +358,7 @@ class Model:
 
 
 class Client:
-    """A connection, and what its open transaction has done."""
+    """A connection, and the changes of its open transaction."""
 
     def __init__(self, dsn: str) -> None:
         self.conn: Connection = psycopg.connect(
@@ -339,7 +383,7 @@ class Client:
         ).fetchall()
 
 
-# What is drawn
+# What is drawn at random
 
 some_queue = st.sampled_from(QUEUES)
 priorities = st.sampled_from([0, 0, 0, 5, -1])
@@ -355,7 +399,10 @@ specs = st.fixed_dictionaries(
         "priority": priorities,
         "lock": st.sampled_from([None, None, "l1", "l1", "l2"]),
         "is_mutex": st.sampled_from([False, False, True]),
-        "keys": st.sampled_from([[], [], [], ["k1"], ["k2"], ["k1", "k2"], ["k2", "k3"]]),
+        "keys": st.sampled_from(
+            [[], [], [], ["k1"], ["k2"], ["k1", "k2"], ["k2", "k3"], [RATED], ["k1", RATED]]
+        ),
+        "share": st.sampled_from([None] * 6 + ["x", "x", "y"]),
         "discards": st.sampled_from([False, False, False, True]),
         "time": st.sampled_from([None, None, None, FUTURE, PAST]),
         "deadline": st.sampled_from([None, None, None, "2990-01-01Z", "2991-01-01Z"]),
@@ -419,7 +466,7 @@ class Machine(RuleBasedStateMachine):
         return self.operator
 
     def touched(self) -> set[int]:
-        """Jobs that an open transaction is at: an operator would wait for it."""
+        """Jobs that an open transaction has locked: an operator would wait for it."""
         return {id for client in self.clients for id in client.ended | client.replaced}
 
     def pick(self, n: int, *, free: bool = True) -> Job | None:
@@ -431,7 +478,7 @@ class Machine(RuleBasedStateMachine):
         return list(picked.values())
 
     def effect(self, client: Client, effect: Callable[[], None]) -> None:
-        """Let it happen now, or at the end of the client's transaction."""
+        """Apply a change now, or at the end of the client's transaction."""
         if client.is_open:
             client.effects.append(effect)
         else:
@@ -440,7 +487,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def refused(self, client: Client, sqlstate: str | None) -> Iterator[None]:
-        """The call must be refused so, or not at all."""
+        """The call must be refused with this error, or not at all."""
         if client.is_open:
             client.conn.execute("savepoint s")
         try:
@@ -463,10 +510,19 @@ class Machine(RuleBasedStateMachine):
             "on_need_failure": "proceed" if spec["proceed"] else "block",
             "lock_mode": "mutex" if spec["is_mutex"] else "ordered",
         }
-        if len(spec["keys"]) > 1:
-            options["concurrency"] = [{"key": k, "limit": LIMITS[k]} for k in spec["keys"]]
-        if spec["discards"]:
+        is_named = len(spec["keys"]) == 1 and spec["keys"] != [RATED]
+        if spec["keys"] and not is_named:
+            options["concurrency"] = [
+                {"key": k, "rate": {"limit": 3, "per": "10 years"}}
+                if k == RATED
+                else {"key": k, "limit": LIMITS[k]}
+                for k in spec["keys"]
+            ]
+        discards = spec["discards"] and RATED not in spec["keys"]
+        if discards:
             options["on_limit"] = "discard"
+        if spec["share"]:
+            options["share"] = spec["share"]
         if spec["held"]:
             options["held"] = True
         if spec["retry"]:
@@ -484,8 +540,8 @@ class Machine(RuleBasedStateMachine):
             "scheduled_at": spec["time"],
             "deadline": spec["deadline"] if not spec["keys"] and not spec["lock"] else None,
             "needs": needs or None,
-            "concurrency_key": spec["keys"][0] if len(spec["keys"]) == 1 else None,
-            "concurrency_limit": LIMITS[spec["keys"][0]] if len(spec["keys"]) == 1 else None,
+            "concurrency_key": spec["keys"][0] if is_named else None,
+            "concurrency_limit": LIMITS[spec["keys"][0]] if is_named else None,
             "options": options,
         }
         job = Job(
@@ -498,12 +554,13 @@ class Machine(RuleBasedStateMachine):
             lock=spec["lock"],
             is_mutex=spec["is_mutex"],
             keys=spec["keys"],
-            discards=spec["discards"] and bool(spec["keys"]),
+            discards=discards and bool(spec["keys"]),
             is_later=spec["time"] == FUTURE,
             needs=needs,
             any=spec["any"],
             proceed=spec["proceed"],
             is_held=spec["held"],
+            share=spec["share"],
             attempts_allowed=spec["retry"] and spec["retry"]["max_attempts"],
             backs_off=bool(spec["retry"]) and "base" in spec["retry"],
             key=spec["key"],
@@ -512,7 +569,7 @@ class Machine(RuleBasedStateMachine):
         return arguments, job
 
     def take(self, client: Client, job: Job, on_conflict: str) -> tuple[str, Job | None]:
-        """What becomes of a defer: new, refused, kept or replaced, and whose key it met."""
+        """The result of a defer: new, refused, kept or replaced, and the job that holds its key."""
         if job.key is None:
             return "new", None
         holder = next((own for own in client.deferred.values() if own.key == job.key), None)
@@ -551,7 +608,7 @@ class Machine(RuleBasedStateMachine):
 
             def replace() -> None:
                 assert holder
-                holder.args, holder.priority = job.args, job.priority
+                holder.args, holder.priority, holder.is_touched = job.args, job.priority, True
                 holder.is_later = job.is_later
 
             self.effect(client, replace)
@@ -560,12 +617,12 @@ class Machine(RuleBasedStateMachine):
             assert id == holder.id
 
     def would_wait(self, client: Client, spec: dict[str, Any]) -> bool:
-        """Its queueing lock is at stake in the other's transaction."""
+        """The other transaction may take or free its queueing lock."""
         others = [other for other in self.clients if other is not client]
         return any(spec["key"] in other.keys for other in others)
 
     def admit(self) -> None:
-        """Have what is visible admitted, so that what comes now comes later."""
+        """Admit all visible jobs, so that later ones come later."""
         self.operator.call("tick")
 
     @rule(c=clients, spec=specs)
@@ -627,6 +684,7 @@ class Machine(RuleBasedStateMachine):
             has_turn=False,
             is_admitted=False,
             waits_for_retry=False,
+            is_touched=False,
         )
         self.added(client, id, copied, "new", None)
 
@@ -667,8 +725,8 @@ class Machine(RuleBasedStateMachine):
         queues=st.sampled_from([None, None, None, ["a"], ["b*"], ["rated", "b"], ["*"], ["b*", "a"]]),
         n=fetch_sizes,
         options=st.sampled_from(
-            [None, None, None, {"order": "listed"}, {"tasks": ["u"]}, {"alone": True}, {"alone": True},
-             {"deadline_within": "9999 years"}, {"ids": [1, 3, 5, 7, 9, 2, 4, 6, 8]}]
+            [None, None, None, {"order": "listed"}, {"tasks": ["u"]}, {"tasks": ["u"]},
+             {"deadline_within": "2000 years"}, {"ids": [1, 3, 5, 7, 9, 2, 4, 6, 8]}]
         ),
     )  # fmt: skip
     def fetch(
@@ -697,9 +755,19 @@ class Machine(RuleBasedStateMachine):
         ready: set[int],
     ) -> None:
         model = self.model
-        alone = "alone" in options
-        n = 1 if alone else n
+        model.note_shares()
+        held = [job for job in model.running() if job.worker == worker]
+        # a job that has crashed comes alone, to a worker that runs nothing, as far as is known
+        alone = any(row[0] in model.jobs and model.jobs[row[0]].crashes for row in rows)
+        if alone:
+            n = 1
+            assert not [job for job in held if job.id not in self.touched()], (
+                f"{rows} beside {held}"
+            )
+        elif any(job.crashes for job in held if job.id not in self.touched()):
+            assert not rows, f"{rows} beside {held}"
         assert len(rows) <= n
+        may_stand_apart = held and any(job.crashes for job in model.jobs.values())
 
         def places(job: Job) -> int:
             listed = queues or ["*"]
@@ -710,6 +778,7 @@ class Machine(RuleBasedStateMachine):
                 job
                 for job in model.jobs.values()
                 if model.may_start(job, alone=alone)
+                and bool(job.crashes) == alone
                 and places(job) >= 0
                 and ("tasks" not in options or job.task in options["tasks"])
                 and ("ids" not in options or job.id in options["ids"])
@@ -717,7 +786,8 @@ class Machine(RuleBasedStateMachine):
             ]
 
         def rank(job: Job) -> tuple[int, int]:
-            return (places(job) if options.get("order") == "listed" else 0, -job.priority)
+            is_listed = options.get("order") == "listed" and not alone
+            return (places(job) if is_listed else 0, -job.priority)
 
         first: dict[tuple[str, int], int] = {}
         candidates = startable()
@@ -727,6 +797,7 @@ class Machine(RuleBasedStateMachine):
         is_plain = (
             not model.replaced
             and not has_deadlines
+            and not model.shared
             and not any(
                 model.is_limited(job) or job.queue in (*model.rate, *model.max_running)
                 for job in model.jobs.values()
@@ -739,7 +810,7 @@ class Machine(RuleBasedStateMachine):
             job = model.jobs.get(id)
             assert job, f"{id} was fetched and never committed"
             assert job in candidates, f"{job} must not start: {self.explain(job)}"
-            # what has to compete for a slot comes in order once it is ready
+            # jobs that compete for a slot come in order once they are ready
             candidates = [
                 other
                 for other in candidates
@@ -754,8 +825,12 @@ class Machine(RuleBasedStateMachine):
                     for other in candidates
                     if other.queue == job.queue and other.priority == job.priority
                 ]
-                nearest = min(same, key=lambda other: (other.deadline, other.id))
-                assert job is nearest, f"{job} before {nearest}"
+                if (job.queue, job.priority) in model.shared:
+                    earlier = [other for other in same if model.is_before(other, job)]
+                    assert not earlier, f"{job} before {earlier} of its share"
+                else:
+                    nearest = min(same, key=lambda other: (other.deadline, other.id))
+                    assert job is nearest, f"{job} before {nearest}"
                 if is_plain:
                     oldest = min(
                         first[other.queue, other.priority]
@@ -773,7 +848,7 @@ class Machine(RuleBasedStateMachine):
             )
             model.claimed(job, claim, worker)
             assert attempt == job.attempts
-        if len(rows) < n:
+        if len(rows) < n and not may_stand_apart:
             assert not (left := startable()), f"{left} were not fetched"
 
     def explain(self, job: Job) -> str:
@@ -817,7 +892,7 @@ class Machine(RuleBasedStateMachine):
         if client.is_open:
             client.ended.add(job.id)
             client.keys |= {job.key} if job.holds_key and job.key else set()
-        # what it needs may change until the transaction ends
+        # its needs may change until the transaction ends
         is_unsure = client.is_open and way == "retry_later" and job.needs
 
         def end() -> None:
@@ -862,7 +937,7 @@ class Machine(RuleBasedStateMachine):
             assert sorted(refused) == sorted(
                 [(10**9, "QJ002")] + [(id, "QJ002") for id in expected if id != 10**9]
             )
-            self.decide(self.found())  # a turn may have come to one that is discarded, and gone on
+            self.decide(self.found())  # a discarded job may have had the turn, and passed it on
             self.fetched([row[:-1] for row in rows if not row[-1]], worker, None, n, {}, set())
         else:
             rows = client.conn.execute(
@@ -870,7 +945,7 @@ class Machine(RuleBasedStateMachine):
             ).fetchall()
             told = {id: (state, error) for id, state, error in rows if error is None}
             for id, (way, _) in chosen.items():
-                # what it needs may end in the same call, before it or after
+                # its needs may end in the same call, before it or after
                 job = model.jobs[id]
                 if way == "retry_later" and id in told and told[id][0] in model.states(job):
                     expected[id] = told[id]
@@ -915,7 +990,7 @@ class Machine(RuleBasedStateMachine):
         refused = not job.is_held if what == "unhold" else is_over
         with self.refused(client, "QJ003" if refused else None):
             client.call(what, ("id", job.id))
-            job.is_held = what == "hold"
+            job.is_held, job.is_touched = what == "hold", True
 
     @rule(c=clients, n=a_job, later=st.booleans())
     def reschedule(self, c: int, n: int, later: bool) -> None:
@@ -925,7 +1000,7 @@ class Machine(RuleBasedStateMachine):
         refused = job.final or job.claim is not None
         with self.refused(client, "QJ003" if refused else None):
             client.call("reschedule", ("id", job.id), ("at", FUTURE if later else None))
-            job.is_later = later
+            job.is_later, job.is_touched = later, True
             job.waits_for_retry = job.waits_for_retry and later
 
     @rule(c=clients, n=a_job, value=st.integers(100, 199))
@@ -936,7 +1011,7 @@ class Machine(RuleBasedStateMachine):
         refused = job.claim is not None or job.final == "succeeded"
         with self.refused(client, "QJ003" if refused else None):
             client.call("set_args", ("id", job.id), ("args", {"n": value}))
-            job.args = {"n": value}
+            job.args, job.is_touched = {"n": value}, True
 
     def told(
         self, client: Client, function: str, jobs: list[Job], *more: Any
@@ -950,13 +1025,22 @@ class Machine(RuleBasedStateMachine):
     @rule(
         c=clients,
         ns=jobs_ids,
-        what=st.sampled_from(["move", "set_priority", "retry", "retry", "done", "fail_jobs"]),
+        what=st.sampled_from([
+            "move", "set_priority", "set_deadline", "retry", "retry", "done", "fail_jobs"]),
         queue=some_queue,
         priority=priorities,
+        deadline=st.sampled_from([None, "2980-01-01Z", "2990-01-01Z", "2995-01-01Z"]),
         force=st.booleans(),
-    )
+    )  # fmt: skip
     def operate(  # noqa: PLR0917
-        self, c: int, ns: list[int], what: str, queue: str, priority: int, force: bool
+        self,
+        c: int,
+        ns: list[int],
+        what: str,
+        queue: str,
+        priority: int,
+        deadline: str | None,
+        force: bool,
     ) -> None:
         client, model = self.idle(c), self.model
         jobs = self.pick_all(ns)
@@ -966,6 +1050,7 @@ class Machine(RuleBasedStateMachine):
         given: dict[str, Any] = {
             "move": [("queue", queue)],
             "set_priority": [("priority", priority)],
+            "set_deadline": [("at", deadline)],
             "retry": [("force", force)],
         }
         errors = self.told(client, what, jobs, *given.get(what, []))
@@ -974,7 +1059,7 @@ class Machine(RuleBasedStateMachine):
             match what:
                 case "move":
                     refused = is_running
-                case "set_priority":
+                case "set_priority" | "set_deadline":
                     refused = False
                 case "retry":
                     waits = job.waits_for_retry and model.states(job) == {"scheduled"}
@@ -985,16 +1070,19 @@ class Machine(RuleBasedStateMachine):
                 case _:
                     refused = bool(job.final)
             if what == "retry" and refused and job.claims and model.states(job) == {"scheduled"}:
-                refused = errors[job.id] is not None  # waits after its start: for a retry or not
+                refused = errors[job.id] is not None  # waits after its start, for a retry or not
             expected = "QJ004" if is_taken else "QJ003" if refused else None
             assert errors[job.id] == expected, f"{what}: {job}"
             if expected:
                 continue
+            job.is_touched = True
             match what:
                 case "move":
                     job.queue = queue
                 case "set_priority":
                     job.priority = priority
+                case "set_deadline":
+                    job.deadline = deadline or "9999"
                 case "retry":
                     if is_running:
                         model.give_back(job)
@@ -1005,6 +1093,9 @@ class Machine(RuleBasedStateMachine):
                 case _:
                     job.failures += is_running
                     model.end(job, "failed")
+        if what == "set_deadline" and deadline:
+            for job in jobs:
+                model.spread_to_needs(job, deadline)
         model.give_turns()
 
     @rule(c=clients, ns=jobs_ids, force=st.booleans())
@@ -1044,7 +1135,7 @@ class Machine(RuleBasedStateMachine):
         given = [("queue", pattern), ("task", task)] + ([("until", until)] if is_pause else [])
         ((n,),) = client.call("pause" if is_pause else "resume", *given)
         self.model.pauses.append((pattern, task, is_pause))
-        self.compare()  # what it lets go may be discarded
+        self.compare()  # jobs that it releases may be discarded
         assert n == sum(
             matches(job.queue, pattern) and task in (None, job.task)
             for job in self.model.jobs.values()
@@ -1063,6 +1154,20 @@ class Machine(RuleBasedStateMachine):
             # a queue that was not rated has not counted: it starts with its rate and only gets more
             n = self.model.rate["rated"] + 2
         self.configure(queue, what, n)
+
+    @rule(more=st.sampled_from([1, 2, 5]))
+    def configure_key(self, more: int) -> None:
+        # starts before a key had a rate do not count: it has one from its first job, and only gets more
+        self.model.key_rate += more
+        self.rate_key(self.model.key_rate)
+
+    def rate_key(self, n: int) -> None:
+        rate = {"rate": {"limit": n, "per": "10 years"}}
+        self.operator.call("configure_key", ("pattern", "r*"), ("options", rate))
+
+    @rule(share=st.sampled_from(["x", "y", "*"]), weight=st.sampled_from([None, 0.5, 3]))
+    def configure_share(self, share: str, weight: float | None) -> None:
+        self.operator.call("configure_share", ("pattern", share), ("options", {"weight": weight}))
 
     def configure(self, queue: str, what: str, n: int | None) -> None:
         limits = self.model.max_running if what == "max_running" else self.model.rate
@@ -1116,7 +1221,7 @@ class Machine(RuleBasedStateMachine):
             self.compare()
             self.must_tick = False
         else:
-            # undecided ones are read of what is admitted
+            # undecided jobs are read from the admitted ones
             self.must_tick = True
         broken = self.operator.conn.execute("select * from queue.check()").fetchall()
         assert not broken, broken
@@ -1149,7 +1254,7 @@ class Machine(RuleBasedStateMachine):
             ], f"{job} is {rest}"
 
     def decide(self, found: dict[int, tuple[Any, ...]]) -> None:
-        """Of jobs that are discarded when no slot is free: which were."""
+        """Of jobs that are discarded if no slot is free: those that were."""
         model = self.model
         for id, job in sorted(model.jobs.items()):
             if job.is_admitted or job.final or not model.is_at_slots(job):
@@ -1168,7 +1273,7 @@ class Machine(RuleBasedStateMachine):
                 )
                 model.end(job, "cancelled")
                 model.give_turns()
-                self.decide(found)  # the turn may have gone to one with a lesser id
+                self.decide(found)  # the turn may have passed to one with a smaller id
                 return
             job.is_admitted = True
 
@@ -1182,7 +1287,7 @@ class Machine(RuleBasedStateMachine):
                 client.conn.close()
 
     def drain(self) -> None:
-        """Let everything go: nothing may be stuck."""
+        """Release everything: nothing may be stuck."""
         for client in self.clients:
             if client.is_open:
                 client.conn.execute("rollback")
@@ -1192,12 +1297,14 @@ class Machine(RuleBasedStateMachine):
         call, model = self.operator.call, self.model
         call("resume")
         model.pauses.append((None, None, False))
-        self.compare()  # what it lets go may be discarded before the next call holds it up again
+        self.compare()  # jobs that it releases may be discarded before the next call blocks them again
         for queue in QUEUES:
             call(
                 "configure_queue", ("name", queue), ("options", {"max_running": None, "rate": None})
             )
         model.rate, model.max_running = {}, {}
+        model.key_rate = 10**6
+        self.rate_key(model.key_rate)
         for job in model.jobs.values():
             if job.is_held:
                 call("unhold", ("id", job.id))
@@ -1212,14 +1319,13 @@ class Machine(RuleBasedStateMachine):
         for _ in itertools.count():
             call("tick")
             self.compare()
-            options = {"alone": True} if any(job.crashes for job in model.jobs.values()) else None
             ready = self.ready()
             rows = self.operator.conn.execute(
                 "select id, claim, task, args, queue, priority, lock, attempt"
-                " from queue.fetch(%s, null, 50, %s)",
-                [self.workers[0], options and json.dumps(options)],
+                " from queue.fetch(%s, null, 50)",
+                [self.workers[0]],
             ).fetchall()
-            self.fetched(rows, self.workers[0], None, 50, options or {}, ready)
+            self.fetched(rows, self.workers[0], None, 50, {}, ready)
             running = list(model.running())
             if not running:
                 break
@@ -1227,7 +1333,7 @@ class Machine(RuleBasedStateMachine):
                 call("succeed", ("id", job.id), ("claim", job.claim))
                 model.finish(job, "succeeded", {})
                 model.give_turns()
-        # what needs a job that has failed is left, and what waits behind it at its lock
+        # dependents of a failed job remain, and jobs that wait behind them at their lock
         left = [job for job in model.jobs.values() if not job.final]
         doomed = [job for job in left if model.needs(job) != "satisfied"]
         for job in left:
@@ -1238,7 +1344,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.fixture
 def machine(server: EmbeddedServer, _base: Any) -> Iterator[type[Machine]]:
-    """A machine that makes a database for each of its runs."""
+    """A machine that creates a database for each of its runs."""
     numbers = itertools.count(1)
 
     def drop(n: int) -> None:
@@ -1263,6 +1369,7 @@ PROFILE = settings(
 )
 
 
+@pytest.mark.long
 def test_model(machine: type[Machine]) -> None:
     get_state_machine_test(
         machine,

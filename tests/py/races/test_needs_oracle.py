@@ -1,6 +1,6 @@
-"""Needs against an oracle: a plain reading of the contract's section 7, which knows no SQL.
+"""Needs against an oracle: a literal reading of section 7 of the contract, without SQL.
 
-The oracle keeps what was done to each job and derives every state from it, from scratch, each time.
+The oracle keeps the history of each job and derives every state from it, from scratch, each time.
 The queue must agree after every step, fetch exactly the jobs that the oracle calls ready, in order,
 and `queue.check()` must stay empty.
 """
@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from psycopg import errors
 
-from pgdefer._server import EmbeddedServer, temporary_server
+from pgdefer.database.server import EmbeddedServer, temporary_server
 from support import create_database, install
 
 pytestmark = pytest.mark.client
@@ -43,24 +43,24 @@ THERE = [state for state in STATES if not state.startswith("deleted")]
 
 
 class Job:
-    """What was done to a job."""
+    """The history of a job."""
 
     def __init__(self, needs=(), mode="all", failure="block", fixed=None):
         self.needs = list(dict.fromkeys(needs))
         self.mode = mode
         self.failure = failure
         self.fixed = fixed  # a state that does not follow from the needs; None: it does
-        self.ignores = False  # its last yield said needs => NULL
-        self.left = None  # under any, after a yield: what was not satisfied when the run began
+        self.ignores = False  # its last yield had needs => NULL
+        self.left = None  # under any, after a yield: needs not satisfied when the run began
         self.began = {}  # the states of all jobs when the run began
-        self.changed = set()  # those whose state has changed since
+        self.changed = set()  # those whose state has changed since then
         self.is_deleted = False
 
 
 class Oracle:
-    """Section 7, read plainly.
+    """Section 7, read literally.
 
-    Where it is silent: a need that a yield names for the first time, and whose state has changed
+    Where it says nothing: a need that a yield names for the first time, and whose state has changed
     since the run began, counts as not satisfied then.
     """
 
@@ -81,7 +81,7 @@ class Oracle:
         return {n: state for n, state in self.states().items() if not self.jobs[n].is_deleted}
 
     def delete(self, number):
-        """Delete by force: whatever had not succeeded counts as failed."""
+        """Delete by force: a job that had not succeeded counts as failed."""
         job = self.jobs[number]
         job.fixed = "succeeded" if job.fixed == "succeeded" else "failed"
         job.needs = []
@@ -120,7 +120,7 @@ class Oracle:
                 job.changed |= {n for n, state in job.began.items() if now[n] != state}
 
     def yield_(self, number, needs):
-        """Yield; False when the needs would close a circle."""
+        """Yield; False if the needs would close a cycle."""
         job = self.jobs[number]
         if needs is not None and self.reaches(needs, number):
             return False
@@ -157,7 +157,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[EmbeddedServer]:
-    """A server that nothing else uses: no other transaction, of autovacuum either, is in flight."""
+    """A server without other users: no other transaction, not even of autovacuum, is in flight."""
     with temporary_server(settings={"autovacuum": "off"}) as running:
         create_database(running, "base")
         install(running, "base")
@@ -173,7 +173,7 @@ def connection(own_server) -> Iterator[psycopg.Connection]:
 
 
 class Queue:
-    """The queue, by the calls that a client makes."""
+    """The queue, by a client's calls."""
 
     def __init__(self, connection):
         self.connection = connection
@@ -229,7 +229,7 @@ class Queue:
 
 
 def bring_into(queue: Queue, oracle: Oracle, number: int, state: str, helpers: dict) -> None:
-    """Bring a ready job of queue `needed` into a state."""
+    """Bring a ready job of queue `needed` to a state."""
     job = oracle.jobs[number]
     if state.startswith("deleted"):
         if state != "deleted":
@@ -261,7 +261,7 @@ def bring_into(queue: Queue, oracle: Oracle, number: int, state: str, helpers: d
 
 
 def make_helpers(queue: Queue, oracle: Oracle) -> dict:
-    """Make what keeps others waiting: an unfinished job, a failed one, one that holds a lock."""
+    """Create jobs that others wait for: an unfinished one, a failed one, one that holds a lock."""
     helpers = {
         "pending": queue.defer(queue="apart"),
         "failed": queue.defer(queue="needed"),
@@ -316,7 +316,7 @@ def test_every_pair_of_states_in_flight(connection, seed):
     for state in order:
         bring_into(queue, oracle, needs[state], state, helpers)
         queue.agree(oracle, f"{state} of {order}")
-    # and back: what a finished or held need let go or doomed waits again
+    # and back: the dependents of finished or held needs wait again
     for state in random.Random(seed).sample(sorted(FINAL), 3):
         queue.call("select * from queue.retry(%s)", [needs[state]])
         oracle.retry(needs[state])
@@ -396,7 +396,7 @@ class Walk:
         known = self.recent()
         some = [self.random.sample(known, min(count, len(known))) for count in (1, 3)]
         needs = self.random.choice([None, [], [], *some])
-        # that one has doomed it ever since can't be told from that another does now
+        # whether that one has failed it all the time, or another does now, can't be distinguished
         doomed = {n for n, s in self.oracle.jobs[number].began.items() if s == "upstream_failed"}
         needs = needs and [need for need in needs if need not in doomed]
         said = self.queue.end(number, "retry_later", needs=needs)
@@ -486,7 +486,7 @@ def test_random_graphs_for_long(connection, seed):
 
 
 def test_a_need_named_anew_that_had_ended_before_the_run(connection):
-    """Under any it was satisfied when the run began: the other is waited for."""
+    """Under any it was satisfied when the run began: the job waits for the other need."""
     queue = Queue(connection)
     job, ended = queue.defer(mode="any"), queue.defer()
     queue.fetch(1, ids=[ended])

@@ -1,7 +1,7 @@
 """Needs under load: producers, workers and an operator at once, in transactions of all lengths.
 
-Afterwards nothing is stuck: whatever has not ended waits for a need that has not ended well, and no
-job of the plain kind (all, block, one attempt) started before all its needs had succeeded.
+Afterwards nothing is stuck: each unfinished job waits for a need that has not succeeded, and no
+job of the simple kind (all, block, one attempt) started before all its needs had succeeded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operators at work on jobs that producers defer and workers run: no error but the contract's own."""
+"""Operators change jobs that producers defer and workers run: no errors except the contract's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer._connect import Connection
+from pgdefer.database.source import PsycopgConnection
 
 pytestmark = pytest.mark.client
 
@@ -70,12 +70,12 @@ class Storm:
                     step = getattr(self, kind)(connection, dice)
 
     def _goes_on(self) -> bool:
-        """Until the time is over; on a slow machine longer, until everything has been done."""
+        """Until the time is over; on a slow machine longer, until every call was made."""
         now = time.monotonic()
         is_short = any(not self.counts[name] for name in DONE)
         return now < self.until or (is_short and now < self.patience and not self.failures)
 
-    def producers(self, connection: Connection, dice: random.Random) -> Any:
+    def producers(self, connection: PsycopgConnection, dice: random.Random) -> Any:
         while True:
             ids = recent(connection)
             job: dict[str, Any] = {"task": "t", "queue": dice.choice("abc")}
@@ -101,7 +101,7 @@ class Storm:
             self.counts["deferred"] += 1
             yield
 
-    def workers(self, connection: Connection, dice: random.Random) -> Any:
+    def workers(self, connection: PsycopgConnection, dice: random.Random) -> Any:
         row = connection.execute("select queue.register_worker('w')").fetchone()
         assert row
         outcomes: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ class Storm:
             self.counts["refused"] += len(rows) - len(outcomes)
             yield
 
-    def operators(self, connection: Connection, dice: random.Random) -> Any:
+    def operators(self, connection: PsycopgConnection, dice: random.Random) -> Any:
         while True:
             ids = recent(connection)
             if not ids:
@@ -147,21 +147,21 @@ class Storm:
                 assert {row[2] for row in rows} <= {None, "QJ001", "QJ003"}
             yield
 
-    def pausers(self, connection: Connection, dice: random.Random) -> Any:
+    def pausers(self, connection: PsycopgConnection, dice: random.Random) -> Any:
         while True:
             queue = dice.choice("abc")
             connection.execute("select queue.pause(%s)", [queue])
             connection.execute("select queue.resume(%s)", [queue])
             if dice.random() < 0.1:
-                # there may be none, as none of its jobs has been admitted
+                # there may be none, because none of its jobs has been admitted
                 with contextlib.suppress(psycopg.errors.InvalidParameterValue):
                     connection.execute("select queue.delete_queue(%s, true)", [queue])
             connection.execute("select * from queue.tick()")
             time.sleep(0.05)
             yield
 
-    def readers(self, connection: Connection, dice: random.Random) -> Any:
-        """What a search by state finds is what the view shows in that state."""
+    def readers(self, connection: PsycopgConnection, dice: random.Random) -> Any:
+        """A search by state finds the jobs that the view shows in that state."""
         while True:
             state = dice.choice(STATES)
             differing = connection.execute(SEARCH_AND_VIEW, {"state": state}).fetchall()
@@ -172,19 +172,19 @@ class Storm:
             yield
 
 
-def recent(connection: Connection) -> list[int]:
+def recent(connection: PsycopgConnection) -> list[int]:
     rows = connection.execute("select id from queue.jobs order by id desc limit 60").fetchall()
     return [row[0] for row in rows]
 
 
 @pytest.mark.parametrize("seconds", [5, pytest.param(45, marks=pytest.mark.soak)])
-def test_operators_amid_the_traffic(dsn: str, conn: Connection, seconds: float) -> None:
+def test_operators_amid_the_traffic(dsn: str, conn: PsycopgConnection, seconds: float) -> None:
     storm = Storm(dsn, seed=random.randrange(10**6))
     storm.run(seconds, producers=2, workers=3, operators=3, pausers=1, readers=1)
     assert storm.failures == [], f"seed {storm.seed}"
     for name in DONE:
         assert storm.counts[name] > 0, (name, storm.counts)
-    # what is left runs to its end
+    # the remaining jobs run to their end
     conn.execute("select queue.resume()")
     conn.execute("select queue.unhold(id) from queue.jobs where state = 'held' order by id")
     conn.execute("""
@@ -199,15 +199,11 @@ def test_operators_amid_the_traffic(dsn: str, conn: Connection, seconds: float) 
             "select id, claim from queue.finish_and_fetch(%s, %s, max_jobs => 100)",
             [row[0], json.dumps(outcomes)],
         ).fetchall()
-        if idle == 5:
-            # those that crashed, as their worker was thought dead, start alone
-            alone = "select id, claim from queue.fetch(%s, options => '{\"alone\": true}')"
-            rows += conn.execute(alone, [row[0]]).fetchall()
         outcomes = [{"id": id, "claim": claim, "outcome": "succeeded"} for id, claim in rows]
         idle = 0 if rows else idle + 1
         conn.execute("select * from queue.tick()")
         if idle == 10:
-            # one whose need failed holds up the later ones of its lock
+            # a job whose need failed blocks the later ones of its lock
             failed = "select id from queue.jobs where state = 'upstream_failed' order by id limit 1"
             if stuck := conn.execute(failed).fetchone():
                 conn.execute("select queue.cancel(%s)", stuck)

@@ -1,7 +1,7 @@
-"""A quicksort that partitions as it goes: jobs that yield, wait for any of their parts, and go on.
+"""A quicksort that partitions as it goes: jobs yield, wait for any of their parts, and continue.
 
-Each run is a transaction of the handler's own, in which the outcome is written: what it sorted and what
-it said commit together.
+Each run is a transaction of the handler, which also writes the outcome: the sorted items and the
+outcome commit together.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_quicksort(dsn, conn, connect):
     assert found == sorted(values)
     states = conn.execute("select state, count(*) from queue.jobs group by 1").fetchall()
     assert [state for state, _ in states] == ["succeeded"]
-    # called again when one part has ended, and when the other has: nobody asks in vain
+    # called again when one part has ended, and when the other has: no call in vain
     most = conn.execute("select max(progress) from queue.jobs").fetchone()[0]
     assert most == 2
     with psycopg.connect(dsn, autocommit=True) as other:

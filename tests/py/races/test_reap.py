@@ -1,4 +1,4 @@
-"""Every dead claim ends once, whoever reaps it, and however many do at once."""
+"""Every dead claim ends once, however many reapers run at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer._server import temporary_server
+from pgdefer.database.server import temporary_server
 from support import install
 
 Connection = psycopg.Connection[Any]
@@ -54,8 +54,9 @@ class Together:
         assert self._errors == []
 
 
+@pytest.mark.long
 def test_a_long_outage_is_nobodys_death() -> None:
-    """Whoever calls first after the server's restart must not end what others still run."""
+    """The first caller after the server's restart must not end claims that others still run."""
     with temporary_server(durable=True) as server:
         install(server, "postgres")
         with psycopg.connect(server.dsn("postgres"), autocommit=True) as conn:
@@ -110,7 +111,7 @@ def claim_all(conn: Connection) -> list[tuple[int, int, int]]:
 
 
 def kill_all(conn: Connection, *, are_known: bool = False) -> None:
-    """Let every worker be dead; with `are_known` all reapers see the same ones, and compete."""
+    """Make every worker dead; with `are_known` all reapers see the same ones, and compete."""
     conn.execute(
         "update queue.worker set last_seen_at = last_seen_at - interval '1 hour', dead_after = '0'"
     )
@@ -119,7 +120,7 @@ def kill_all(conn: Connection, *, are_known: bool = False) -> None:
 
 
 def reap_until_clear(reaped: list[int]) -> Callable[[Connection], None]:
-    """A reaper, which stops when no dead worker has a claim left, and counts what it ended."""
+    """A reaper, which stops when no dead worker has a claim left, and counts the claims that it ended."""
 
     def reap(conn: Connection) -> None:
         end = time.monotonic() + 30
@@ -127,7 +128,9 @@ def reap_until_clear(reaped: list[int]) -> Callable[[Connection], None]:
             row = conn.execute("select reaped from queue.reap()").fetchone()
             assert row is not None
             reaped.append(row[0])
-            row = conn.execute("select count(*) from queue.live where claim is not null").fetchone()
+            row = conn.execute(
+                "select count(*) from queue.active_job where claim is not null"
+            ).fetchone()
             if row == (0,):
                 return
         raise TimeoutError
@@ -158,7 +161,7 @@ def test_four_reapers_of_leases_and_timeouts(conn: Connection, connect: Connect)
     claims = claim_all(conn)
     for id, claim, _ in claims[: len(claims) // 2]:
         conn.execute("select queue.extend(%s, %s, '1 hour')", (id, claim))
-    conn.execute("update queue.live set claimed_at = claimed_at - interval '2 hours'")
+    conn.execute("update queue.active_job set claimed_at = claimed_at - interval '2 hours'")
     conn.execute("update queue.lease set expires_at = clock_timestamp()")
     kill_all(conn)
     reaped: list[int] = []

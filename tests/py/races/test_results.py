@@ -1,4 +1,4 @@
-"""Waiting for results: whoever waits is told at once, and nobody else is."""
+"""Waiting for results: a waiting client is notified at once, and no other is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from psycopg import sql
 pytestmark = pytest.mark.client
 
 FINAL = {"succeeded", "failed", "cancelled"}
-AT_ONCE = 4.0  # seconds: less than the 5 that polling takes
+AT_ONCE = 4.0  # seconds: less than the polling interval of 5
 
 
 class Waiter:
@@ -55,7 +55,7 @@ def waiter(dsn):
 
 
 def waiting(waiter, number):
-    """Wait in a thread; return the box of what it returned and when, and the thread."""
+    """Wait in a thread; return the box for its result and time, and the thread."""
     box = []
     started = threading.Event()
 
@@ -131,7 +131,7 @@ def test_a_cancel_tells(conn, waiter):
 
 
 def test_nobody_else_is_told(conn, connect):
-    """The end of a job that nobody waits for sends nothing, and takes no look at queue.awaited."""
+    """The end of a job that nobody waits for sends nothing, and does not read queue.awaited."""
     listener = connect()
     first, other, awaited, last = (one(conn, "select queue.defer('t')") for _ in range(4))
     tokens = dict(claim(conn, 4))
@@ -156,7 +156,7 @@ def test_nobody_else_is_told(conn, connect):
 
 
 def test_a_client_that_waits_in_a_transaction_holds_nobody_up(conn, connect):
-    """It appends a row, and neither it nor whoever ends the job waits for the other."""
+    """It appends a row. Neither it nor the session that ends the job waits for the other."""
     number = one(conn, "select queue.defer('t')")
     [(_, token)] = claim(conn)
     first, second = connect(), connect()

@@ -1,9 +1,9 @@
-"""A storm over the whole of admission, and a ledger outside the database that must find no fault.
+"""A storm over all of admission, checked by a ledger outside the database.
 
 Producers with long, short and rolled-back transactions, an operator who pauses, holds and cancels, and
-eight workers that finish, fail, yield, release, roll back and crash talk to the queue in SQL only. The
-ledger is told what was asked for before the database is asked, and what was answered afterwards, so that
-it never forbids what the database may already have allowed.
+eight workers that finish, fail, yield, release, roll back and crash use the queue by SQL only. The
+ledger records each call before it is sent, and the answer afterwards, so it never forbids what the
+database may already have allowed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import psycopg
 import pytest
 from psycopg import sql
 
+pytestmark = pytest.mark.long
+
 WORKERS = 8
 PRODUCERS = 4
 DEAD_AFTER = 1.0
 ENOUGH = 100  # claims
-PATIENCE = 300  # s, of which a fault may make use
+PATIENCE = 300  # s; a fault may take this long
 LIMIT = 3
 MAX_RUNNING = 2
 RATE, PER = 5, 0.25
@@ -63,7 +65,7 @@ class Job:
     commit_started: float = float("inf")
     committed: float = float("inf")
     is_ended: bool = False
-    may_have_ended: bool = False  # it is being cancelled, or was told to abort
+    may_have_ended: bool = False  # it is being cancelled, or its worker was told to abort it
     held: float = float("inf")
     claim: int = 0  # the current one while it runs
     last_claim: int = 0
@@ -72,7 +74,7 @@ class Job:
 
 
 class Ledger:
-    """What may and what must not be, by what is known outside the database."""
+    """What may be and what must not be, as far as is known outside the database."""
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
@@ -146,7 +148,7 @@ class Ledger:
                 self.fault(f"{job.id} is number {n} of its queue {job.queue}")
         if job.lock and not job.is_mutex:
             for other in self.by_lock[job.lock]:
-                # a job that becomes visible late waits for the one whose turn it was already
+                # a job that becomes visible late waits for the one that already had the turn
                 if (
                     other.id < job.id
                     and other.committed < job.commit_started
@@ -159,7 +161,7 @@ class Ledger:
                     self.fault(f"{job.id} overtook {other.id} at its lock {job.lock}")
 
     def ends(self, id: int, is_final: bool) -> None:
-        """The claim may end from now on; with is_final the job does, too."""
+        """The claim may end from now on; with is_final the job too."""
         with self.mutex:
             job = self.jobs[id]
             job.claim = 0
@@ -196,7 +198,7 @@ class Storm:
         self.ledger = Ledger()
         self.started = time.monotonic()
         self.rated = 0  # jobs deferred to b.rated
-        self.is_over = threading.Event()  # nothing more is deferred
+        self.is_over = threading.Event()  # no more jobs are deferred
         self.is_drained = threading.Event()
 
     def run(self) -> Ledger:
@@ -280,7 +282,7 @@ class Storm:
             time.sleep(r.random() * 0.02)
 
     def queue(self, r: random.Random) -> str:
-        """Choose a queue; few enough go to the rated one that drain need not wait for it."""
+        """Choose a queue; few enough jobs go to the rated one that drain need not wait for it."""
         queue = r.choices(QUEUES, [5, 5, 1, 1])[0]
         if queue == "b.rated":
             if self.rated > RATE / PER / 2 * (time.monotonic() - self.started):
@@ -289,7 +291,7 @@ class Storm:
         return queue
 
     def spec(self, r: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A job as defer_many takes it, and what the ledger keeps of it."""
+        """A job in the form of defer_many, and its entry in the ledger."""
         options: dict[str, Any] = {}
         spec: dict[str, Any] = {
             "task": r.choice(["t", "u"]),
@@ -345,7 +347,7 @@ class Storm:
             spec["needs"] = r.sample(own, min(len(own), 2))
             spec["options"]["on_need_failure"] = "proceed"
         if r.random() < 0.15:
-            # no two of one transaction, and always in one order: they wait for each other, as keys do
+            # at most one per transaction, and always in one order: they wait for each other, as keys do
             until_finish = r.random() < 0.3
             spec["queueing_lock"] = (
                 f"{'finish' if until_finish else 'start'} {threading.current_thread().name} {r.randrange(2)}"
@@ -463,8 +465,6 @@ class Storm:
         while not self.is_drained.is_set():
             started = time.time()
             options = r.choice([None, None, None, {"order": "listed"}])
-            if not claims and not outcomes and r.random() < 0.5:
-                options = {"alone": True}
             rows = None
             with refusing("QJ007"):
                 rows = self.call(
@@ -479,7 +479,7 @@ class Storm:
                     ),
                 )
             if rows is None:
-                # so slow that it was taken for dead: its outcomes are lost with the rest
+                # so slow that it was declared dead: its outcomes are lost with the rest
                 for outcome in outcomes:
                     claims[outcome["id"]] = outcome["claim"]
                     self.ledger.revokes(outcome["id"])
@@ -512,7 +512,7 @@ class Storm:
     def finish(
         self, conn: Connection, r: random.Random, claims: dict[int, int]
     ) -> list[dict[str, Any]]:
-        """End claims in all the ways that there are; return those left for finish_and_fetch."""
+        """End claims in every possible way; return those left for finish_and_fetch."""
         later = []
         for id, claim in list(claims.items()):
             way = r.random()
@@ -550,7 +550,7 @@ class Storm:
     def finish_in_transaction(
         self, conn: Connection, r: random.Random, id: int, claim: int, claims: dict[int, int]
     ) -> None:
-        """As a handler that commits its writes and its outcome together, or neither."""
+        """Like a handler that commits its writes and its outcome together, or neither."""
         rolls_back = r.random() < 0.5
         self.ledger.ends(id, not rolls_back)
         with contextlib.suppress(psycopg.Rollback), conn.transaction():
@@ -563,7 +563,7 @@ class Storm:
             del claims[id]
 
     def crash(self, conn: Connection, claims: dict[int, int], beaten: float) -> None:
-        """Fall silent until the reaper has come, then report, as a zombie does."""
+        """Fall silent until the reaper has come, then report, like a zombie."""
         self.ledger.crashes(list(claims), beaten + DEAD_AFTER)
         self.ledger.counts["crashed"] += len(claims)
         time.sleep(max(0, beaten + DEAD_AFTER - time.time()))
@@ -588,7 +588,7 @@ class Storm:
     # The end
 
     def drain(self, conn: Connection) -> None:
-        """Let go of everything and wait until all has ended."""
+        """Release everything and wait until all jobs have ended."""
         conn.execute("select queue.resume()")
         best = None
         since = time.monotonic()
@@ -612,7 +612,7 @@ class Storm:
             time.sleep(0.05)
 
     def inspect(self, conn: Connection) -> None:
-        """Look at what the database itself has noted."""
+        """Check the database's own records."""
         ledger = self.ledger
         if found := conn.execute("select * from queue.check()").fetchall():
             ledger.fault(f"check: {found[:20]}")
@@ -629,8 +629,8 @@ class Storm:
             ):
                 ledger.fault(f"{job.id} was cancelled by nobody")
         left = conn.execute(
-            "select (select count(*) from queue.live) + (select count(*) from queue.waiting)"
-            " + (select count(*) from queue.lock_member) + (select count(*) from queue.handover)"
+            "select (select count(*) from queue.active_job) + (select count(*) from queue.waiting)"
+            " + (select count(*) from queue.lock_member) + (select count(*) from queue.pending_settlement)"
             " + (select count(*) from queue.queueing_lock) + (select count(*) from queue.expiry)"
             " + (select coalesce(sum(used), 0) from queue.semaphore)"
         ).fetchone()
@@ -666,7 +666,7 @@ class Storm:
 
 
 def keep(dsn: str, seed: int, ledger: Ledger) -> Path:
-    """Write every table and the ledger to a folder, so that what has failed can be looked into."""
+    """Write every table and the ledger to a folder, to analyse failures."""
     folder = Path(tempfile.mkdtemp(prefix=f"pgdefer-storm-{seed}-"))
     with psycopg.connect(dsn, autocommit=True) as connection:
         tables = connection.execute(

@@ -1,6 +1,6 @@
 """A job whose handler ends its own transaction with queue.succeed takes effect exactly once.
 
-Workers are processes that are killed with SIGKILL again and again, wherever they may be; so is the
+Workers are processes that are killed with SIGKILL again and again, at any point; so is the
 server. A lost claim rolls the effect back with the outcome.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer._server import EmbeddedServer, temporary_server
+from pgdefer.database.server import EmbeddedServer, temporary_server
 from support import create_database, install
 
 pytestmark = pytest.mark.client
@@ -54,9 +54,8 @@ def work():
         [worker] = conn.execute(register, (info,)).fetchone()
         threading.Thread(target=quietly, args=(beat, worker), daemon=True).start()
         while True:
-            fetch = "select id, claim from queue.fetch(%s, null, %s, %s)"
-            jobs = conn.execute(fetch, (worker, 5, None)).fetchall()
-            jobs = jobs or conn.execute(fetch, (worker, 1, '{"alone": true}')).fetchall()
+            fetch = "select id, claim from queue.fetch(%s, null, 5)"
+            jobs = conn.execute(fetch, (worker,)).fetchall()
             if not jobs:
                 time.sleep(0.02)
             for id, claim in jobs:
@@ -83,7 +82,7 @@ def own() -> Iterator[EmbeddedServer]:
 
 
 class Fleet:
-    """Worker processes, of which any may be killed and is replaced."""
+    """Worker processes; any may be killed and is replaced."""
 
     def __init__(self, dsn: str, script: Path, size: int) -> None:
         self._command = [sys.executable, str(script), dsn]
@@ -105,7 +104,7 @@ class Fleet:
 
 
 def unfinished(dsn: str) -> int | None:
-    """How many jobs are left, None while the server is away."""
+    """The number of jobs left, None while the server is away."""
     with contextlib.suppress(psycopg.Error), psycopg.connect(dsn, autocommit=True) as conn:
         row = conn.execute(
             "select (select count(*) from queue.job) - (select count(*) from queue.finished)"
@@ -151,7 +150,7 @@ def exactly_once(
             assert time.monotonic() < end, f"{left} jobs are left"
             time.sleep(dice.uniform(0.0, 0.05))
             left = unfinished(dsn)
-            # By progress, as a fleet that only dies gets nowhere; towards the end it is left alone.
+            # By progress, because a fleet that only dies gets nowhere; towards the end nothing is killed.
             if left is not None and jobs * 0.2 < left <= kill_at:
                 fleet.kill_one(dice.randrange(len(fleet)))
                 kills += 1
@@ -178,6 +177,7 @@ def exactly_once(
     assert crashes[0] > 0, "nobody was killed in the middle of a job"
 
 
+@pytest.mark.long
 def test_each_job_takes_effect_once(own: EmbeddedServer, tmp_path: Path) -> None:
     exactly_once(own, tmp_path, jobs=300, server_kills=2, seconds=150)
 

@@ -1,4 +1,4 @@
-"""Installing and uninstalling beside sessions that are at work."""
+"""Installing and uninstalling while sessions work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ select count(*) from done d, queue.finish_and_fetch(%(w)s, coalesce(d.outcomes, 
 
 
 def work(dsn: str, until: threading.Event, errors: list[str]) -> None:
-    """Defer, fetch, finish and tick; begin again after an error, as whoever is told QJ090 would."""
+    """Defer, fetch, finish and tick; begin again after an error, as a client does after QJ090."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         while not until.is_set():
             try:
@@ -39,9 +39,10 @@ def work(dsn: str, until: threading.Event, errors: list[str]) -> None:
                 errors.append(f"{error.sqlstate} {error}")
 
 
+@pytest.mark.long
 @pytest.mark.unchecked("uninstalls under sessions at work")
 def test_uninstall_beside_sessions_at_work(dsn: str) -> None:
-    """Nobody dies of a deadlock, and who comes later is told what is the matter."""
+    """No session dies of a deadlock, and later ones get a clear error."""
     over = threading.Event()
     errors: list[str] = []
     workers = [threading.Thread(target=work, args=(dsn, over, errors)) for _ in range(3)]
@@ -61,7 +62,7 @@ def test_uninstall_beside_sessions_at_work(dsn: str) -> None:
             over.set()
             for each in workers:
                 each.join()
-    # one that was inside a function when the tables went meets tables that are missing
+    # a session inside a function when the tables were dropped finds them missing
     assert {error[:5] for error in errors} <= {"QJ090", "42P01"}, sorted(set(errors))
 
 
@@ -83,7 +84,7 @@ def test_uninstall_gives_up_on_a_transaction_that_stays_open(
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 def test_two_install_at_once(conn: psycopg.Connection[Any], connect: Connect, end: str) -> None:
-    """The second waits for the first, and finds its tables; or makes them, if there are none."""
+    """The second waits for the first, and finds its tables; or creates them, if there are none."""
     conn.execute("select queue.uninstall(force => true)")
     first, second = connect(), connect()
     first.execute("begin")

@@ -1,4 +1,4 @@
-"""Errors: which of them mean what, and how they read."""
+"""Errors: their meaning, and their texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from pgdefer import InvalidParameter
-from pgdefer._errors import is_refused
+from pgdefer.errors import is_refused
 
 AT = 'connection failed: connection to server at "::1", port 5432 failed: '
 

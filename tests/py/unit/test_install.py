@@ -1,12 +1,12 @@
-"""Which form an installation takes, and what the plain file is for a caller's transaction."""
+"""The form that an installation takes, and the plain file within a caller's transaction."""
 
 from __future__ import annotations
 
 import pytest
 
 from pgdefer import PgDeferError, __version__
-from pgdefer._install import Form, Found, choose, is_at_least, offered_version, plain_script
-from pgdefer._server import sql_folder
+from pgdefer.database.install import Form, Found, choose, is_at_least, offered_version, plain_script
+from pgdefer.database.server import sql_folder
 
 NOTHING = Found(is_available=False, is_created=False, has_code=False)
 FILES = Found(is_available=True, is_created=False, has_code=False)
@@ -42,7 +42,7 @@ def test_the_plain_script() -> None:
     script = plain_script()
     lines = script.splitlines()
     whole = (sql_folder() / "pgdefer.sql").read_text("utf-8").splitlines()
-    # Nothing is missing but the ends of the file's own transaction.
+    # Only the ends of the file's own transaction are missing.
     assert [line for line in whole if line and line not in {"begin;", "commit;"}] == [
         line for line in lines if line
     ]

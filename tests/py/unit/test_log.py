@@ -1,24 +1,28 @@
-"""What others have written can't forge lines of the log, nor control a terminal that shows it."""
+"""Foreign text can't forge lines of the log, nor control a terminal that shows it."""
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 import pytest
 
 from pgdefer import App
-from pgdefer._attempt import failed
-from pgdefer._context import JobContext
-from pgdefer._text import logger, plain
+from pgdefer._text import escaped, logger
+from pgdefer.logs import JsonFormatter
+from pgdefer.tasks.context import JobContext
+from pgdefer.worker.claim import Claim
+from pgdefer.worker.ending import failed
+from pgdefer.worker.reporting import Reporter
 
 EVIL = "x\n2026-11-21 17:00:00,000 CRITICAL root: forged\r\x1b]0;owned\x07\x9b31m\u202e\u2028"
 CONTROLS = "\r\x1b\x07\x9b\u202e\u2028"
 
 
 def job(task: str) -> JobContext:
-    row: Any = (5, 4, task, "{}", "q", 0, None, 1, None, None, None, None, None)
-    return JobContext(App("dbname=nowhere"), row)
+    row: Any = (5, 4, task, "{}", "q", 0, None, 1, None, None, None, None, None, None)
+    return JobContext(App("dbname=nowhere").client, row)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -29,7 +33,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_job_is_shown_on_one_line() -> None:
     shown = repr(job(EVIL))
-    assert shown == plain(shown)
+    assert shown == escaped(shown)
     assert r"x\n2026-11-21" in shown
 
 
@@ -42,21 +46,29 @@ def test_an_error_is_one_line_and_its_traceback_holds_no_other(
         except KeyError as first:
             raise ValueError(EVIL) from ExceptionGroup(EVIL, [first, OSError(EVIL)])
     except ValueError as error:
-        outcome = failed(job(EVIL), None, error)
+        claim = Claim(job(EVIL), None, 0.0)
+        outcome = failed(claim.job, None, error)
+    Reporter({}).taken(claim, outcome, "failed")
     said = lines(caplog)
     assert said[0] == rf"LOG {job(EVIL)!r} failed: ValueError: x"
     assert not [line for line in said[1:] if line.startswith(("2026", "LOG"))]
-    assert rf"ValueError: {plain(EVIL)}" in said
+    assert rf"ValueError: {escaped(EVIL)}" in said
     assert "Traceback (most recent call last):" in "\n".join(said)
-    assert caplog.records[0].exc_info is not None  # for those who take errors apart
-    assert r"x\n2026" in outcome  # what is stored stays what it was
+    (record,) = caplog.records
+    assert record.exc_info is not None  # for handlers that inspect errors
+    assert record.levelname == "ERROR"
+    assert (record.id, record.task, record.outcome) == (5, EVIL, "failed")
+    (line,) = JsonFormatter().format(record).splitlines()
+    assert json.loads(line)["task"] == EVIL
+    assert not set(CONTROLS) & set(line)
+    assert r"x\n2026" in outcome  # the stored text is unchanged
 
 
 def test_whatever_a_message_is_given_is_escaped(caplog: pytest.LogCaptureFixture) -> None:
     log = logger("pgdefer.worker")
     log.warning("%s and %s, %d", EVIL, OSError(EVIL), 1)
     log.warning("%(what)s", {"what": EVIL})
-    assert lines(caplog) == [f"LOG {plain(EVIL)} and {plain(EVIL)}, 1", f"LOG {plain(EVIL)}"]
+    assert lines(caplog) == [f"LOG {escaped(EVIL)} and {escaped(EVIL)}, 1", f"LOG {escaped(EVIL)}"]
 
 
 def test_an_error_whose_text_can_not_be_made(caplog: pytest.LogCaptureFixture) -> None:

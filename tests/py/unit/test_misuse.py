@@ -1,4 +1,4 @@
-"""What a caller gets wrong is refused where it is said, and clearly."""
+"""A caller's mistakes are refused at once, with clear messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pgdefer import App, Job, RetryLater, Worker
+from pgdefer import App, Blueprint, Job, RetryLater, Worker
 
 NOWHERE = "postgresql://nowhere.invalid/x"
 
@@ -47,6 +47,48 @@ def test_options_of_a_worker(
         app.run_worker(queues, **options)
 
 
+def handler_of_batches(jobs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"batch": 0}, ValueError, "batch must be from 1 to 1000, not 0"),
+        ({"batch": 1001}, ValueError, "batch must be from 1 to 1000, not 1001"),
+        ({"batch": True}, TypeError, "batch must be a number of jobs, not True"),
+        ({"batch": "5"}, TypeError, "batch must be a number of jobs, not '5'"),
+        ({"batch": 5.0}, TypeError, "batch must be a number of jobs, not 5.0"),
+        ({"batch": 5, "transactional": True}, ValueError, "batch is not for transactional tasks"),
+        ({"batch": 5, "run_in": "process"}, ValueError, "batch is not for tasks with run_in="),
+        ({"batch_of": dict}, ValueError, "batch_of needs batch"),
+        ({"batch": 5, "batch_of": 5}, TypeError, "batch_of must make an object of a job's arg"),
+    ],
+)
+def test_options_of_batches(
+    app: App, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        app.task(**options)(handler_of_batches)
+    assert app.tasks == {}
+
+
+def test_handlers_of_batches_take_a_list(app: App) -> None:
+    functions: list[Any] = [lambda: None, lambda a, b: None, lambda *, jobs: None]
+    for function in functions:
+        with pytest.raises(TypeError, match="of batches is called with the list of jobs: "):
+            app.task(batch=5)(function)
+    kinds: tuple[Any, ...] = (App, Blueprint)
+    for kind in kinds:
+        with pytest.raises(TypeError, match="takes no option batch"):
+            kind(defaults={"batch": 5})
+
+
+def test_arguments_of_batches_have_names(app: App) -> None:
+    task = app.task(batch=5)(lambda jobs: None)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        task.prepare(1)
+
+
 def test_generators_are_no_tasks(app: App) -> None:
     def rows() -> Iterator[int]:
         yield 1
@@ -80,8 +122,20 @@ def test_options_of_a_job(app: App, options: Any, message: str) -> None:
         app.defer("t", **options)
 
 
+@pytest.mark.parametrize(
+    ("retain", "kind", "message"),
+    [
+        ({"ok": dt.timedelta(0)}, ValueError, "the task 't': retain has the outcome 'ok': give"),
+        ({"failed": 7}, TypeError, r"the task 't': retain\['failed'\] must be a timedelta, not 7"),
+    ],
+)
+def test_retention_by_outcome(app: App, retain: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        app.task(name="t", retain=retain)(lambda: None)
+
+
 def test_what_is_no_job(app: App) -> None:
-    assert app.job(7) == Job(7, app)
+    assert app.job(7) == Job(7, app.client)
     for wrong in ("7", True, 7.0, None):
         with pytest.raises(TypeError, match="a job, or its id as an int, is needed, not"):
             app.job(wrong)  # type: ignore[arg-type]
@@ -106,25 +160,27 @@ async def test_arguments_of_a_job(app: App) -> None:
         job.reschedule(naive)
     with pytest.raises(ValueError, match="at has no time zone"):
         await job.reschedule_async(naive)
+    with pytest.raises(ValueError, match="at has no time zone"):
+        job.set_deadline(naive)
 
 
 def test_what_is_no_call(app: App) -> None:
     @app.task(name="t")
     def task(a: int) -> None: ...
 
-    job: Any = Job(7, app)
+    job: Any = Job(7, app.client)
     wrong: Any = task.prepare(1234)
     for take in (app.chain, app.group, app.defer_many):
-        message = r"a call is what task\.prepare\(\.\.\.\) returns, not Job\(id=7\)"
+        message = r"a call must come from task\.prepare\(\.\.\.\), not Job\(id=7\)"
         with pytest.raises(TypeError, match=message):
             take([task.prepare(1), job])
-        with pytest.raises(TypeError, match="calls must be a list, not Prepared") as raised:
+        with pytest.raises(TypeError, match="calls must be a list, not PreparedJob") as raised:
             take(wrong)
         assert "1234" not in str(raised.value)
-    with pytest.raises(TypeError, match="returns, not Job"):
+    with pytest.raises(TypeError, match=", not Job"):
         app.group([task.prepare(1)]).then(job)
     calls: Any = [1]
-    with pytest.raises(TypeError, match="or a dict of keyword arguments, not 1"):
+    with pytest.raises(TypeError, match="or be a dict of keyword arguments, not 1"):
         task.defer_many(calls)
     needs: Any = 1
     with pytest.raises(TypeError, match="needs must be a list, not 1"):
@@ -136,7 +192,7 @@ def test_options_among_the_arguments(app: App) -> None:
     def task(a: int, queue: str = "") -> None: ...
 
     defer: Any = task.defer
-    message = r"argument 'delay'; .* goes before: task\.configure\(delay=\.\.\.\)\.defer"
+    message = r"argument 'delay'; .* to configure: task\.configure\(delay=\.\.\.\)\.defer"
     with pytest.raises(TypeError, match=message):
         defer(1, delay=5)
     with pytest.raises(TypeError, match=r"missing a required argument: 'a'$"):
@@ -146,7 +202,7 @@ def test_options_among_the_arguments(app: App) -> None:
 @pytest.mark.parametrize("given", [ValueError("x"), [ValueError], (ValueError, "x"), "ValueError"])
 @pytest.mark.parametrize("name", ["give_up_on", "retry_on"])
 def test_errors_are_classes(app: App, name: str, given: Any) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be a class of errors, or a tuple of such"):
+    with pytest.raises(TypeError, match=f"{name} must be a class of errors, or a tuple of classes"):
         app.task(**{name: given})(lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""Outcomes are JSON that jsonb takes, whatever a handler raised or returned."""
+"""Outcomes are JSON that jsonb accepts, whatever a handler raised or returned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pgdefer import Codec, RetryLater
-from pgdefer._outcome import (
+from pgdefer.worker.outcomes import (
     MAX_HEADLINE,
     MAX_MESSAGE,
     MAX_TRACEBACK,

@@ -1,4 +1,4 @@
-"""What @app.recurring notes, and what handlers are given."""
+"""The schedules of @app.recurring, and the arguments of their handlers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgdefer import App, DecodeError, Retry
-from pgdefer._recurring import array, vanished
-from pgdefer._task import _Parameters
+from pgdefer.tasks.parameters import Parameters
+from pgdefer.tasks.schedule import removed_schedules, schedules_json
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -22,7 +22,7 @@ def app() -> App:
 
 
 def noted(app: App) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(array(app.schedules.values(), "here"))
+    found: list[dict[str, Any]] = json.loads(schedules_json(app.schedules.values(), "here"))
     return found
 
 
@@ -110,7 +110,7 @@ def test_an_app_is_named_by_its_module() -> None:
 
 
 def test_vanished() -> None:
-    assert vanished(["a", "c", "b"], ["b", "x"]) == ["a", "c"]
+    assert removed_schedules(["a", "c", "b"], ["b", "x"]) == ["a", "c"]
 
 
 def ignores() -> None: ...
@@ -137,13 +137,13 @@ MOMENT = dt.datetime(2026, 7, 1, 7, tzinfo=dt.UTC)
     ],
 )
 def test_scheduled_for(function: Any, given: dict[str, Any]) -> None:
-    assert _Parameters.of(function).unbind({"scheduled_for": TEXT}) == ([], given)
+    assert Parameters.of(function).unbind({"scheduled_for": TEXT}) == ([], given)
 
 
 def test_a_time_that_is_none() -> None:
-    with pytest.raises(DecodeError, match="scheduled_for is no time: 'soon'"):
-        _Parameters.of(as_moment).unbind({"scheduled_for": "soon"})
-    # What a caller gave as a datetime comes as one.
-    assert _Parameters.of(as_moment).unbind({"scheduled_for": MOMENT})[1] == {
+    with pytest.raises(DecodeError, match="scheduled_for is not a time: 'soon'"):
+        Parameters.of(as_moment).unbind({"scheduled_for": "soon"})
+    # A datetime in the call arrives as one.
+    assert Parameters.of(as_moment).unbind({"scheduled_for": MOMENT})[1] == {
         "scheduled_for": MOMENT
     }

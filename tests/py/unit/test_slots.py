@@ -1,4 +1,4 @@
-"""Slots as the command line names them, and when a busy worker runs dry."""
+"""Slots in the command line's notation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pgdefer import App, Worker
-from pgdefer._slots import Slots, arrange
-from pgdefer._suspects import PATIENCE, Suspects
+from pgdefer.worker.slots import Slots, parse_slots
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_what_slots_cannot_say(text: Any) -> None:
 
 def test_those_with_the_nearest_horizon_come_first() -> None:
     app = App("postgresql://nowhere.invalid/x")
-    assert [str(s) for s in arrange(["3", "2:30m", "1:0s"])] == ["1:0:00:00", "2:0:30:00", "3"]
+    assert [str(s) for s in parse_slots(["3", "2:30m", "1:0s"])] == ["1:0:00:00", "2:0:30:00", "3"]
     worker = Worker(app, slots=["3", "2:30m"])
     assert worker.concurrency == 5
     with pytest.raises(ValueError, match="not both"):
@@ -51,28 +50,4 @@ def test_those_with_the_nearest_horizon_come_first() -> None:
 
 def test_what_fetch_is_asked_for() -> None:
     assert Slots(1).options() is None
-    assert Slots(1).options(alone=True) == '{"alone": "crashed"}'
     assert Slots(1, dt.timedelta(hours=1)).options() == '{"deadline_within": "1:00:00.000000"}'
-
-
-def test_a_busy_worker_runs_dry_after_a_while() -> None:
-    suspects = Suspects(10.0)
-    assert not suspects.holds_back(0.0)
-    suspects.seen(2, 0.0)
-    begins = next(t for t in range(1000) if suspects.holds_back(float(t)))
-    assert 9 <= begins <= 31
-    suspects.seen(2, begins + 1.0)  # changes nothing
-    suspects.ran()
-    assert suspects.holds_back(begins + PATIENCE - 2)
-    assert not suspects.holds_back(begins + PATIENCE + 1)
-    assert not suspects.holds_back(begins + 100 * PATIENCE)  # until it is told again
-    suspects.seen(1, 0.0)
-    suspects.seen(0, 1.0)
-    assert not suspects.holds_back(100.0)
-
-
-def test_in_vain_it_waits_longer_and_longer() -> None:
-    suspects = Suspects(10.0)
-    suspects.seen(1, 0.0)
-    held = sum(suspects.holds_back(float(t)) for t in range(100_000))
-    assert 0.05 < held / 100_000 < 0.35

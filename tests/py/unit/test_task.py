@@ -1,4 +1,4 @@
-"""Tasks: names, arguments by name, options as SQL takes them."""
+"""Tasks: names, arguments by name, options in SQL's form."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pgdefer import App, DecodeError, Retry
-from pgdefer._options import Settings, interval_text
-from pgdefer._task import _Parameters
+from pgdefer.options import JobOptions, interval_text
+from pgdefer.tasks.parameters import Parameters
 
 
 def plain(a: int, b: int = 2) -> None: ...
@@ -38,7 +38,7 @@ def both(a: int, /, *rest: int, **more: int) -> None: ...
 def test_arguments_are_stored_by_name_and_come_back(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bound: dict[str, Any]
 ) -> None:
-    parameters = _Parameters.of(function)
+    parameters = Parameters.of(function)
     assert dict(parameters.bind(args, kwargs)) == bound
     given, named = parameters.unbind(dict(bound))
     again = parameters.signature.bind(*given, **named)
@@ -59,16 +59,16 @@ def test_arguments_are_stored_by_name_and_come_back(
 )
 def test_arguments_that_do_not_fit(function: Any, args: dict[str, Any], message: str) -> None:
     with pytest.raises(DecodeError, match=message):
-        _Parameters.of(function).unbind(args)
+        Parameters.of(function).unbind(args)
 
 
 def test_a_positional_gap_is_filled_with_its_default() -> None:
-    given, named = _Parameters.of(only_positions).unbind({"a": 1, "c": 7})
+    given, named = Parameters.of(only_positions).unbind({"a": 1, "c": 7})
     assert (given, named) == ([1], {"c": 7})
 
     def gap(a: int, b: int = 5, *rest: int) -> None: ...
 
-    given, named = _Parameters.of(gap).unbind({"a": 1, "rest": [8]})
+    given, named = Parameters.of(gap).unbind({"a": 1, "rest": [8]})
     assert (given, named) == ([1, 5, 8], {})
 
 
@@ -106,13 +106,14 @@ def test_names() -> None:
 
 
 def test_options_of_a_task_and_of_a_job() -> None:
-    settings = Settings.of(
+    settings = JobOptions.of(
         {
             "queue": "mail",
             "lock": "account:{id}",
             "deadline": dt.timedelta(hours=1),
             "timeout": dt.timedelta(seconds=1.5),
             "retry": Retry(5, backoff="exponential", base=dt.timedelta(seconds=10)),
+            "retain": {"succeeded": dt.timedelta(0), "failed": dt.timedelta(days=90)},
             "max_progress": None,
             "held": None,
         }
@@ -123,14 +124,15 @@ def test_options_of_a_task_and_of_a_job() -> None:
         "deadline": "1:00:00.000000",
         "timeout": "0:00:01.500000",
         "retry": {"max_attempts": 5, "backoff": "exponential", "base": "0:00:10.000000"},
+        "retain": {"succeeded": "0:00:00.000000", "failed": "2160:00:00.000000"},
         "max_progress": None,
     }
-    assert Settings.of({"retry": 3}).options == {"retry": {"max_attempts": 3}}
-    assert Settings.of({"retry": Retry(None)}).options == {"retry": {"max_attempts": None}}
+    assert JobOptions.of({"retry": 3}).options == {"retry": {"max_attempts": 3}}
+    assert JobOptions.of({"retry": Retry(None)}).options == {"retry": {"max_attempts": None}}
     at = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
-    assert Settings.of({"scheduled_at": at}).arguments == {"scheduled_at": at.isoformat()}
+    assert JobOptions.of({"scheduled_at": at}).arguments == {"scheduled_at": at.isoformat()}
     with pytest.raises(ValueError, match="scheduled_at has no time zone"):
-        Settings.of({"scheduled_at": dt.datetime(2030, 1, 1)})  # noqa: DTZ001
+        JobOptions.of({"scheduled_at": dt.datetime(2030, 1, 1)})  # noqa: DTZ001
 
 
 def test_intervals() -> None:
@@ -179,4 +181,4 @@ def test_max_crashes_of_none_is_never() -> None:
     assert Retry(1, max_crashes=None).to_json() == {"max_attempts": 1, "max_crashes": None}
     assert Retry(1, max_crashes=5).to_json() == {"max_attempts": 1, "max_crashes": 5}
     assert Retry(1) == Retry(1)
-    assert "max_crashes=not given" in repr(Retry(1))
+    assert "max_crashes=not set" in repr(Retry(1))

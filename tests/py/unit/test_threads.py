@@ -1,4 +1,4 @@
-"""Exceptions that are raised in another thread: in the call that they are for, or nowhere."""
+"""Exceptions raised in another thread: in the call that they are for, or nowhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pgdefer import JobTimeout
-from pgdefer._threads import Interruptible
+from pgdefer.worker.threads import Interruptible
 
 
 def spin() -> None:
@@ -56,7 +56,7 @@ def test_a_call_that_has_ended() -> None:
 
 
 def test_never_after_the_call() -> None:
-    """However it ends: what follows in the thread is spared."""
+    """However the call ends, later code in the thread is not hit."""
     calls: list[Interruptible[None]] = []
     is_over = threading.Event()
     spared: list[bool] = []
@@ -71,7 +71,7 @@ def test_never_after_the_call() -> None:
                 calls.append(call)
                 with contextlib.suppress(JobTimeout):
                     call.run()
-                sum(range(200))  # where it would hit another job
+                sum(range(200))  # there it would hit another job
             spared.append(True)
         finally:
             is_over.set()

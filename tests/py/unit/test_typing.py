@@ -1,4 +1,4 @@
-"""Wrong arguments are type errors: mypy says so."""
+"""mypy reports wrong arguments as type errors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 HEAD = """
+import dataclasses
 from datetime import timedelta
 from typing import Any
 import psycopg
 import sqlalchemy.ext.asyncio as sa_async
 import sqlalchemy.orm as sa_orm
-from pgdefer import App, Decision, Job, JobContext, Retry, current_job, models
+from pgdefer import App, BatchJob, Decision, Job, JobContext, Retry, current_job, models
 
 app = App("postgresql://h/d")
 
@@ -52,6 +55,20 @@ def save(session: sa_orm.Session, *, n: int) -> int:
 async def save_async(session: sa_async.AsyncSession, *, n: int) -> int:
     return n
 
+@dataclasses.dataclass
+class Row:
+    name: str
+    n: int = 0
+
+@app.task(batch=100)
+def insert(jobs: list[BatchJob[dict[str, Any]]]) -> None: ...
+
+@app.task(batch=100, batch_of=Row, retry=3)
+async def insert_rows(jobs: list[BatchJob[Row]]) -> list[int]:
+    return [job.args.n for job in jobs]
+
+def texts(jobs: list[BatchJob[str]]) -> None: ...
+
 def decide(error: BaseException, job: JobContext) -> Decision | None:
     return Decision(retry_in=timedelta(1)) if job.attempt == 1 else None
 
@@ -88,6 +105,8 @@ GOOD = """
     t: str = app.job(current_job()).cancel(abort=True, connection=connection)
     u: str = await app.job(j).retry_async(force=True, connection=other)
     v: int = app.pause("mail", task="x", connection=sa_orm.Session())
+    x: Job[Any] = insert.defer(whatever=1)
+    y: Job[Any] = await insert_rows.defer_async("a", n=1)
     w: int = await app.resume_async(connection=sa_async.AsyncSession())
 """
 
@@ -101,8 +120,8 @@ BAD = [
     ("count.configure(priority='x')", "incompatible type"),
     ("count.prepare(p='x')", "Unexpected keyword argument"),
     ("send.defer_with(connection, 'x')", "incompatible type"),
-    ("x: int = send.defer(1)", "Incompatible types in assignment"),
-    ("y: Job[str] = send.defer(1)", "Incompatible types in assignment"),
+    ("x1: int = send.defer(1)", "Incompatible types in assignment"),
+    ("y1: Job[str] = send.defer(1)", "Incompatible types in assignment"),
     ("app.task(queue=1)(print)", "No overload variant"),
     ("app.task(lokc='x')(print)", "Unexpected keyword argument"),
     ("pay.defer(connection, 1)", "Too many arguments"),
@@ -111,7 +130,7 @@ BAD = [
     ("app.task(transactional=True)(count)", "incompatible type"),
     ("app.task(retry_on=5)", "No overload variant"),
     ("app.run_worker(slot=1)", "Unexpected keyword argument"),
-    ("z: int = await send(1)", "Incompatible types in assignment"),
+    ("z1: int = await send(1)", "Incompatible types in assignment"),
     ("sweep.defer(1)", "incompatible type"),
     ("app.recurring('@daily', catch_up='some')", "incompatible type"),
     ("app.recurring('@daily', scheduled_at='x')", "Unexpected keyword argument"),
@@ -120,13 +139,16 @@ BAD = [
     ("await a.hold_async(connection=connection)", "incompatible type"),
     ("a.reschedule('2030-01-01')", "incompatible type"),
     ("a.set_priority('5')", "incompatible type"),
+    ("insert_rows.defer(name=1)", "incompatible type"),
+    ("insert_rows.defer('a', x=1)", "Unexpected keyword argument"),
+    ("app.task(batch=5, batch_of=Row)(texts)", "incompatible type"),
     ("app.job('5')", "incompatible type"),
 ]
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """mypy's errors by the line of code; one run for all, as it takes seconds."""
+    """mypy's errors by the line of code; one run for all, because it takes seconds."""
     folder = tmp_path_factory.mktemp("typing")
     lines = [*HEAD.splitlines(), *GOOD.splitlines(), *(f"    {code}" for code, _ in BAD)]
     (folder / "use.py").write_text("\n".join(lines) + "\n")

@@ -1,0 +1,100 @@
+"""The page in a real browser: Debian's chromium, driven by playwright. Without one these skip."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from pgdefer.contrib import web
+from pgdefer.database.server import EmbeddedServer
+from web_page import PASSWORD, ask_for_passwords, grant, location, server_of_pages, serving
+from web_shop import open_shop
+
+PATIENCE = 120_000  # ms
+expect.set_options(timeout=PATIENCE)
+# Of these the page has its own, on purpose: the answer to a wrong form, or to a job that is gone.
+EXPECTED = "Failed to load resource: the server responded with a status of 4"
+
+Open = Callable[..., Page]
+
+
+def find_chromium() -> str | None:
+    """Return a chromium that starts: Ubuntu's package is a stub that asks for another installer."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        path = shutil.which(name)
+        if (
+            path
+            and not subprocess.run([path, "--version"], capture_output=True, check=False).returncode
+        ):
+            return path
+    return None
+
+
+# Not for the session: while playwright runs, no other test in this thread could run an event loop.
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = find_chromium()
+    if path is None:  # also where skips are forbidden: it has 300 MB
+        pytest.skip("SKIPPED: there is no chromium here: tests/install-tools browser")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, timeout=PATIENCE)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server_of_pages() -> Iterator[None]:
+    with server_of_pages():
+        yield
+
+
+@pytest.fixture
+def site(server: EmbeddedServer, dsn: str, conn: psycopg.Connection[Any]) -> Iterator[str]:
+    """The page's address."""
+    ask_for_passwords(server)
+    grant(conn)
+    with serving(web.asgi(location(dsn))) as address:
+        yield address
+
+
+@pytest.fixture
+def shop(dsn: str) -> Iterator[dict[str, int]]:
+    """A shop with a worker: the ids of a job in each state."""
+    with open_shop(dsn) as ids:
+        yield ids
+
+
+@pytest.fixture
+def visit(browser: Browser, site: str) -> Iterator[Open]:
+    """Open a window and log in. No window may report an error."""
+    told: list[str] = []
+    with contextlib.ExitStack() as stack:
+
+        def open_one(role: str = "page_operator", path: str = "/", **options: Any) -> Page:
+            context = browser.new_context(base_url=site, **options)
+            stack.callback(context.close)
+            context.set_default_timeout(PATIENCE)
+            page = context.new_page()
+            page.on("console", lambda m: m.type in ("error", "warning") and told.append(m.text))
+            page.on("pageerror", lambda error: told.append(str(error)))
+            page.goto(path)
+            if role:
+                log_in(page, role)
+            return page
+
+        yield open_one
+    assert not [text for text in told if not text.startswith(EXPECTED)]
+
+
+def log_in(page: Page, role: str, password: str = PASSWORD) -> None:
+    """Fill in the form and send it."""
+    page.get_by_label("Role of the database").fill(role)
+    page.get_by_label("Password").fill(password)
+    page.get_by_role("button", name="Log in").click()

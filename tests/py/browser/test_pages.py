@@ -1,0 +1,110 @@
+"""What each page looks like to axe-core, in two widths, light and dark."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from axe_playwright_python.base import AXE_SCRIPT
+from playwright.sync_api import Page, expect
+
+from web_page import ODD
+
+from .conftest import Open
+
+pytestmark = pytest.mark.client
+
+Connection = psycopg.Connection[Any]
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+OVERFLOW = """() => [...document.querySelectorAll("*")]
+  .filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".wide"))
+  .map((e) => e.outerHTML.slice(0, 100))"""
+
+
+def faults(page: Page, **options: Any) -> list[str]:
+    """Return what axe-core finds, and what is wider than the window."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE_SCRIPT)
+    found = page.evaluate(
+        "(options) => axe.run(options)", {"resultTypes": ["violations"], **options}
+    )
+    told = [
+        f"{page.url}: {v['id']}: {[n['html'][:200] for n in v['nodes']][:3]}"
+        for v in found["violations"]
+    ]
+    if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+        told.append(f"{page.url} scrolls sideways: {page.evaluate(OVERFLOW)[:5]}")
+    return told
+
+
+def both(page: Page) -> list[str]:
+    """Return the faults of a page, wide and light, then narrow and dark."""
+    page.set_viewport_size(WIDE)
+    page.emulate_media(color_scheme="light")
+    told = faults(page)
+    page.set_viewport_size(NARROW)
+    page.emulate_media(color_scheme="dark")
+    return told + faults(page, runOnly=["color-contrast", "target-size"])
+
+
+@pytest.mark.long
+def test_each_page(visit: Open, shop: dict[str, int], conn: Connection) -> None:
+    conn.execute("select queue.defer(%s, jsonb_build_object('a', %s::text))", [ODD, ODD * 9])
+    page = visit(role="")
+    told = both(page)
+    page = visit()
+    paths = "/ /jobs /queues /locks /workers /schedules /tasks /audit /jobs/999999".split()
+    paths += [f"/jobs/{shop[name]}" for name in ("failed", "next", "cancelled")]
+    paths += ["/schedule?name=night+prices", "/jobs?state=failed&by=path&pattern=%24.order"]
+    for path in paths:
+        page.goto(path)
+        page.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true })")
+        told += both(page)
+        assert not page.locator("b").count(), "names are text"
+    assert not told, "\n".join(told)
+
+
+def test_figures_are_fresh_but_never_jump(
+    visit: Open, shop: dict[str, int], conn: Connection
+) -> None:
+    page = visit(path="/workers")
+    page.clock.install()
+    page.reload()
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(1)
+    conn.execute("select queue.register_worker('second')")
+    page.clock.run_for(10_000)
+    expect(rows).to_have_count(2)
+    conn.execute("select queue.register_worker('third')")
+    page.get_by_role("region", name="Workers").focus()
+    page.clock.run_for(30_000)
+    page.get_by_role("link", name="Skip to the content").focus()
+    assert rows.count() == 2, "somebody reads"
+    page.clock.run_for(10_000)
+    expect(rows).to_have_count(3)
+
+
+@pytest.mark.long
+def test_without_javascript(visit: Open, conn: Connection) -> None:
+    conn.execute(
+        'select queue.defer_many((select jsonb_agg(\'{"task": "t"}\'::jsonb)'
+        " from generate_series(1, 600)))"
+    )
+    page = visit(java_script_enabled=False)
+    for path in "/ /queues /locks /workers /schedules /tasks /audit /jobs".split():
+        page.goto(path)
+        assert page.locator("h1").inner_text()
+        assert page.locator("nav a").count() == 8
+    assert page.locator("tbody tr").count() == 50
+    page.get_by_role("link", name="Go on with older ones").click()
+    page.get_by_label("With the selected jobs").select_option("Fail")
+    page.get_by_role("button", name="Go on with all that match").click()
+    expect(page.locator("h1")).to_have_text("Fail: 600 jobs")
+    page.get_by_label("message").fill("by hand")
+    page.get_by_role("button", name="Fail").click()
+    expect(page.locator("h1")).to_have_text("Fail: 500 jobs so far")
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator("h1")).to_have_text("Fail: 600 jobs, all done")
+    rows = conn.execute("select error, count(*) from queue.jobs where state = 'failed' group by 1")
+    assert rows.fetchall() == [("by hand", 600)]

@@ -1,0 +1,98 @@
+"""A Django project, examples/django_shop, with a separate database for every test."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer.contrib.django.application import DjangoApp
+from pgdefer.database.server import EmbeddedServer
+from support import ROOT, create_database
+
+PROJECT = ROOT / "examples" / "django_shop"
+sys.path.insert(0, str(PROJECT))
+os.environ["DJANGO_SETTINGS_MODULE"] = "shop.settings"
+
+import django
+
+django.setup()
+
+from django.core.management import call_command
+from django.db import connections
+from django.db.backends.signals import connection_created
+
+import pgdefer.contrib.django
+
+# Tests put other tasks in place of these, and put these back.
+importlib.import_module("shop.tasks")
+
+
+def use(server: EmbeddedServer, name: str) -> None:
+    """Make all of Django's connections lead to this database."""
+    connections.close_all()
+    place = {"HOST": str(server.socket_folder), "USER": "postgres", "NAME": name}
+    connections.settings["default"].update(place)
+
+
+@pytest.fixture(scope="session")
+def _migrated(server: EmbeddedServer) -> str:
+    create_database(server, "django_base")
+    use(server, "django_base")
+    call_command("migrate", verbosity=0)
+    connections.close_all()
+    return "django_base"
+
+
+@pytest.fixture
+def shop(server: EmbeddedServer, _migrated: str) -> Iterator[str]:
+    """The DSN of the project's database; its invariants are checked after the test."""
+    create_database(server, "django", _migrated)
+    use(server, "django")
+    dsn = server.dsn("django")
+    opened: list[psycopg.Connection[Any]] = []
+
+    def note(connection: Any, **_: Any) -> None:
+        opened.append(connection.connection)
+
+    connection_created.connect(note)
+    yield dsn
+    connection_created.disconnect(note)
+    connections.close_all()
+    # The threads of workers may have kept theirs open.
+    for thread in threading.enumerate():
+        if re.fullmatch(r"pgdefer-\d+", thread.name):
+            thread.join(60)
+    for each in opened:
+        each.close()
+    app = pgdefer.contrib.django.app
+    app.close()
+    app.client._registered.clear()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        broken = connection.execute("select * from queue.check()").fetchall()
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        connection.execute("drop database django with (force)")
+    assert not broken, f"queue.check() after the test: {broken}"
+
+
+@pytest.fixture
+def app(shop: str) -> DjangoApp:
+    """The project's App."""
+    return pgdefer.contrib.django.app
+
+
+@pytest.fixture
+def drain(app: DjangoApp) -> Callable[..., None]:
+    """Run jobs until none is left that would start by itself."""
+
+    def run(**options: Any) -> None:
+        app.run_worker(drain=True, **options)
+
+    return run

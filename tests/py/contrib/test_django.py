@@ -1,0 +1,199 @@
+"""Django's connection, app, settings, migrations, models, checks and command."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.core import checks
+from django.core.management import call_command
+from django.db import connection, connections, transaction
+from django.test import Client, override_settings
+from shop.models import Letter, Order
+from shop.tasks import charge, write
+
+from pgdefer import AlreadyQueued, App
+from pgdefer.contrib.django.application import DjangoApp
+from pgdefer.contrib.django.models import Attempt, Job, Queue, ReadOnly, Schedule, Task
+from pgdefer.database.server import EmbeddedServer
+from support import create_database
+
+from .conftest import use
+
+pytestmark = pytest.mark.client
+
+
+def states() -> list[str]:
+    return [job.state for job in Job.objects.order_by("id")]
+
+
+def order(customer: str = "Ann", total: int = 7) -> Order:
+    return Order.objects.create(customer=customer, total=total)
+
+
+@pytest.mark.parametrize("which", ["proxy", "wrapper"])
+def test_an_app_takes_djangos_connection(shop: str, which: str) -> None:
+    other = App(shop)
+
+    @other.task(name="other", queue="q")
+    def task(number: int) -> None: ...
+
+    own = connection if which == "proxy" else connections["default"]
+    connections.close_all()  # it connects by itself
+    assert own.connection is None
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        task.configure(connection=own).defer(1)
+        assert Job.objects.count() == 1
+        raise ZeroDivisionError
+    assert Job.objects.count() == 0
+    with transaction.atomic():
+        task.defer_with(own, 2)
+        other.defer("named", connection=own)
+    assert [(job.task, job.queue, job.args) for job in Job.objects.order_by("id")] == [
+        ("other", "q", {"number": 2}),
+        ("named", "default", {}),
+    ]
+    other.close()
+
+
+def test_no_connection_is_an_error(shop: str, app: DjangoApp) -> None:
+    connections.close_all()
+    with pytest.raises(TypeError, match="connection is None"):
+        write.configure(connection=connection.connection)
+    with pytest.raises(TypeError, match="connection is None"):
+        app.defer("task", connection=connection.connection)
+    assert not Job.objects.exists()
+
+
+def test_errors_are_the_queues_own(shop: str, app: DjangoApp) -> None:
+    one = partial(app.defer, "task", queueing_lock="only")
+    one()
+    with transaction.atomic():
+        with pytest.raises(AlreadyQueued, match="already"), transaction.atomic():
+            one()
+        assert Order.objects.count() == 0  # the outer one continues
+
+
+def test_atomic_decides(shop: str, app: DjangoApp) -> None:
+    with transaction.atomic():
+        outer = write.defer(order(), "kept")
+        with pytest.raises(ZeroDivisionError), transaction.atomic():
+            write.defer(order(), "rolled back to a savepoint")
+            raise ZeroDivisionError
+        transaction.on_commit(partial(app.defer, "after"))
+        assert Job.objects.count() == 1
+    with transaction.atomic(durable=True):
+        app.defer("durable")
+    assert [job.task for job in Job.objects.order_by("id")] == [
+        "shop.tasks.write",
+        "after",
+        "durable",
+    ]
+    assert outer.state() == "ready"
+
+
+def test_async_code_defers_where_django_writes(shop: str, app: DjangoApp) -> None:
+    async def view() -> None:
+        await Order.objects.acreate(customer="Ann", total=1)
+        await app.defer_async("one")
+        await write.configure(queue="other").defer_async(await Order.objects.aget(), "two")
+        await App(shop).defer_async("three", connection=connection)
+
+    async_to_sync(view)()
+    assert [job.task for job in Job.objects.order_by("id")] == ["one", "shop.tasks.write", "three"]
+
+
+def test_defaults_are_registered_in_the_callers_transaction(shop: str, app: DjangoApp) -> None:
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        write.defer(order(), "one")
+        assert Task.objects.get(name="shop.tasks.write").defaults["queue"] == "mail"
+        raise ZeroDivisionError
+    assert Task.objects.count() == 0
+    job = write.defer(order(), "two")
+    assert Job.objects.get(id=job.id).queue == "mail"
+
+
+def test_an_order_is_processed(shop: str, drain: Callable[..., None]) -> None:
+    answer = Client().post("/orders", {"customer": "Ann", "total": "7"})
+    assert answer.status_code == 201
+    drain()
+    assert states() == ["succeeded", "succeeded"]
+    assert Order.objects.get().state == "charged"
+    assert Letter.objects.get().text == "Thank you, Ann: 7 EUR."
+    assert Job.objects.get(task="shop.tasks.charge").result == 7
+
+
+def test_the_models_are_read_only(shop: str, app: DjangoApp) -> None:
+    app.defer("task")
+    app.pause("default")
+    job = Job.objects.get()
+    with pytest.raises(ReadOnly):
+        job.delete()
+    with pytest.raises(ReadOnly):
+        Job().save()
+    assert Queue.objects.get().paused_until.year == 9999
+    assert list(job.history.all()) == []
+    assert Attempt.objects.select_related("job").count() == 0
+
+
+def test_migrations_are_complete(shop: str) -> None:
+    call_command("makemigrations", "--check", "--dry-run", verbosity=0)
+
+
+def test_migrations_install_and_remove(server: EmbeddedServer, shop: str, app: DjangoApp) -> None:
+    text = io.StringIO()
+    call_command("sqlmigrate", "pgdefer", "0001", stdout=text)
+    assert "create or replace function queue.defer(" in text.getvalue()
+    job = app.defer("task")
+    with pytest.raises(Exception, match="removes every job"):
+        call_command("migrate", "pgdefer", "zero", verbosity=0)
+    assert job.state() == "ready"
+    job.cancel()
+    create_database(server, "django_plain")
+    use(server, "django_plain")
+    with override_settings(PGDEFER={"FORM": "plain"}):
+        call_command("migrate", "pgdefer", verbosity=0)
+        call_command("migrate", "pgdefer", "zero", verbosity=0)
+        call_command("migrate", "pgdefer", verbosity=0)
+    assert Job.objects.count() == 0
+    use(server, "django")
+
+
+def messages(settings: Any, **options: Any) -> list[str]:
+    with override_settings(PGDEFER=settings):
+        return [m.id for m in checks.run_checks(**options) if m.id.startswith("pgdefer")]
+
+
+def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> None:
+    assert messages({}, databases=["default"]) == []
+    assert messages({"DATABSE": "x"}) == ["pgdefer.E001"]
+    assert messages({"DATABASE": "x"}) == ["pgdefer.E002"]
+    assert messages({"MIDDLEWARE": ["no.such"]}) == ["pgdefer.E004"]
+    create_database(server, "django_blank")
+    use(server, "django_blank")
+    assert messages({}, databases=["default"]) == ["pgdefer.W001"]
+    use(server, "django")
+
+
+def test_the_command_passes_every_operation_on(shop: str, app: DjangoApp, capfd: Any) -> None:
+    id = app.defer("task").id
+    call_command("pgdefer", "job", "cancel", str(id), "--yes")
+    assert states() == ["cancelled"]
+    capfd.readouterr()
+    call_command("pgdefer", "job", "show", str(id), "--json")
+    assert json.loads(capfd.readouterr().out)["state"] == "cancelled"
+    with pytest.raises(SystemExit) as end:
+        call_command("pgdefer", "job", "show", "7777")
+    assert end.value.code == 9
+
+
+def test_the_command_runs_the_projects_jobs(shop: str, app: DjangoApp) -> None:
+    job = charge.defer(order(), "Ann")
+    call_command("pgdefer", "worker", "--drain")
+    assert job.result(10) == 7
+    assert Schedule.objects.get().task == "shop.tasks.forget_old_orders"

@@ -1,0 +1,189 @@
+"""The admin: its pages, its actions, and the rights to them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from django.contrib.admin.utils import quote
+from django.contrib.auth.models import Permission, User
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+
+from pgdefer import Retry
+from pgdefer.contrib.django.application import DjangoApp
+from pgdefer.contrib.django.models import Job, Queue, Schedule
+from pgdefer.database import sql
+
+pytestmark = pytest.mark.client
+
+JOBS = "/admin/pgdefer/job/"
+
+
+def browser(*permissions: str, is_superuser: bool = False) -> Client:
+    """Return the browser of a logged-in user."""
+    user = User.objects.create(
+        username="-".join(permissions) or "nobody", is_staff=True, is_superuser=is_superuser
+    )
+    for name in permissions:
+        user.user_permissions.add(Permission.objects.get(codename=name))
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+def listed(client: Client, query: str = "") -> list[int]:
+    page = client.get(f"{JOBS}{query}")
+    assert page.status_code == 200, page
+    return [int(id) for id in re.findall(r'name="_selected_action" value="(\d+)"', page.text)]
+
+
+def do(client: Client, action: str, *ids: Any, at: str = JOBS) -> Any:
+    return client.post(at, {"action": action, "_selected_action": list(ids)}, follow=True)
+
+
+def test_jobs_are_found(app: DjangoApp) -> None:
+    admin = browser("change_job")
+    for number in range(120):
+        app.defer("even" if number % 2 == 0 else "odd", {"n": number}, queue="q", lock=f"l{number}")
+    app.job(7).hold()
+    assert listed(admin) == list(range(120, 70, -1))
+    page = admin.get(JOBS).text
+    (older,) = re.findall(r'<a href="(\?before=\d+)">Older', page)
+    assert listed(admin, older) == list(range(70, 20, -1))
+    assert listed(admin, "?state=held") == [7]
+    assert listed(admin, "?task=odd&queue=q") == list(range(120, 20, -2))
+    assert listed(admin, "?queue=r") == []
+    assert listed(admin, "?q=7") == [7]
+    assert listed(admin, "?q=%22n%22: 33") == [34]
+    assert listed(admin, "?q=$.n ? (@ == 33)") == [34]
+    assert listed(admin, "?q=key:l33") == [34]
+    assert listed(admin, "?q=$.n ? (@ ==") == []
+    assert listed(admin, "?before=x&state=y") == []
+
+
+def test_a_jobs_page(app: DjangoApp, drain: Callable[..., None]) -> None:
+    admin = browser("change_job", "delete_job")
+    failed = app.defer("shop.tasks.stamp", {"text": "<b>"}, retry=Retry(1)).id
+    drain()
+    page = admin.get(f"{JOBS}{failed}/change/").text
+    assert "matching query does not exist" in page
+    assert "Traceback" in page
+    assert "failed" in page
+    admin.post(f"{JOBS}{failed}/change/", {"args": '{"text": "new"}'})
+    assert Job.objects.get(id=failed).args == {"text": "new"}
+    admin.post(f"{JOBS}{failed}/act/retry/")
+    assert Job.objects.get(id=failed).state == "ready"
+    page = admin.post(f"{JOBS}{failed}/act/unhold/", follow=True).text
+    assert "not held" in page or "does not allow" in page or "state" in page
+    admin.post(f"{JOBS}{failed}/act/delete/")
+    assert not Job.objects.exists()
+    assert admin.get(f"{JOBS}{failed}/change/").status_code == 302
+    assert admin.get(f"{JOBS}1/act/retry/").status_code == 404
+
+
+def test_each_action(app: DjangoApp, drain: Callable[..., None]) -> None:
+    admin = browser(is_superuser=True)
+    one, two = app.defer("a").id, app.defer("b").id
+
+    def states() -> list[str]:
+        return [job.state for job in Job.objects.order_by("id")]
+
+    do(admin, "hold_jobs", one, two)
+    assert states() == ["held", "held"]
+    do(admin, "unhold_jobs", one)
+    assert states() == ["ready", "held"]
+    do(admin, "cancel_jobs", one, two)
+    assert states() == ["cancelled", "cancelled"]
+    do(admin, "retry_jobs", one)
+    assert states() == ["ready", "cancelled"]
+    assert "is not held" in do(admin, "unhold_jobs", one).text or states()[0] == "ready"
+    do(admin, "delete_jobs", two)
+    assert states() == ["ready"]
+    do(admin, "pause", "default", at="/admin/pgdefer/queue/")
+    assert Queue.objects.get(name="default").paused_until is not None
+    do(admin, "resume", "default", at="/admin/pgdefer/queue/")
+    assert Queue.objects.get(name="default").paused_until is None
+    drain()
+    name = Schedule.objects.get().name
+    do(admin, "disable", name, at="/admin/pgdefer/schedule/")
+    assert not Schedule.objects.get().enabled
+    do(admin, "enable", name, at="/admin/pgdefer/schedule/")
+    do(admin, "run_now", name, at="/admin/pgdefer/schedule/")
+    assert Job.objects.filter(task="shop.tasks.forget_old_orders").count() == 1
+    for model in ("job", "queue", "task", "schedule", "worker", "lock", "semaphore"):
+        assert admin.get(f"/admin/pgdefer/{model}/").status_code == 200
+    assert (
+        admin.get(f"/admin/pgdefer/schedule/{name.replace('_', '_5F')}/change/").status_code == 200
+    )
+    assert admin.get("/admin/pgdefer/queue/default/change/").status_code == 200
+
+
+def test_who_has_no_permission_does_nothing(app: DjangoApp) -> None:
+    one = app.defer("a").id
+    stranger, viewer = browser(), browser("view_job", "view_queue")
+    assert stranger.get(JOBS).status_code == 403
+    assert listed(viewer) == []  # nothing to select
+    assert "a</a>" in viewer.get(JOBS).text
+    for name in ("retry", "cancel", "hold", "delete"):
+        for client in (stranger, viewer):
+            do(client, f"{name}_jobs", one)
+            assert client.post(f"{JOBS}{one}/act/{name}/").status_code == 403
+    assert viewer.post(f"{JOBS}{one}/change/", {"args": '{"x": 1}'}).status_code == 403
+    do(viewer, "pause", "default", at="/admin/pgdefer/queue/")
+    job = Job.objects.get()
+    assert (job.state, job.args) == ("ready", {})
+    assert Queue.objects.filter(paused_until__isnull=False).count() == 0
+    changer = browser("change_job")
+    assert changer.post(f"{JOBS}{one}/act/delete/").status_code == 403
+    anonymous = Client().post(f"{JOBS}{one}/act/hold/")
+    assert anonymous.status_code == 302
+    strict = Client(enforce_csrf_checks=True)
+    strict.force_login(User.objects.get(username="change_job"))
+    assert strict.post(f"{JOBS}{one}/act/hold/").status_code == 403
+    assert Job.objects.get().state == "ready"
+
+
+@pytest.mark.soak
+def test_a_million_jobs(app: DjangoApp, shop: str) -> None:
+    admin = browser(is_superuser=True)
+    with psycopg.connect(shop, autocommit=True) as conn:
+        for _ in range(20):
+            conn.execute(
+                "select count(*) from queue.defer_many((select jsonb_agg(jsonb_build_object("
+                "'task', 't' || n % 7, 'queue', 'q' || n % 5, 'args', jsonb_build_object('n', n)))"
+                " from generate_series(1, 50000) n))"
+            )
+        for _ in range(200):
+            conn.execute("select queue.tick()")
+        conn.execute("vacuum analyze")
+    pages = ["", "?state=ready", "?state=failed", "?queue=q3", "?task=t3&state=ready", "?q=zzz"]
+    for page in [*(JOBS + query for query in pages), f"{JOBS}500000/change/"]:
+        admin.get(page)
+        begun = time.perf_counter()
+        assert admin.get(page).status_code == 200
+        print(f"{page}: {(time.perf_counter() - begun) * 1000:.0f} ms")
+    for model in ("queue", "task", "schedule", "worker", "lock", "semaphore"):
+        begun = time.perf_counter()
+        assert admin.get(f"/admin/pgdefer/{model}/").status_code == 200
+        print(f"{model}: {(time.perf_counter() - begun) * 1000:.0f} ms")
+
+
+def test_no_page_reads_its_rows_one_by_one(app: DjangoApp, drain: Callable[..., None]) -> None:
+    admin = browser(is_superuser=True)
+    drain()  # registers the schedules
+    (schedule,) = Schedule.objects.all()
+    for n in range(20):
+        app.defer(f"task {n}", lock=f"l{n}", concurrency_key=f"k{n}", concurrency_limit=1)
+        app.client.call(sql.RUN_NOW, {"name": schedule.name})
+    lists = ("job", "queue", "task", "schedule", "worker", "lock", "semaphore")
+    places = [*(f"{name}/" for name in lists), f"schedule/{quote(schedule.name)}/change/"]
+    for place in places:
+        with CaptureQueriesContext(connection) as queries:
+            assert admin.get(f"/admin/pgdefer/{place}").status_code == 200
+        assert len(queries) < 12, [query["sql"] for query in queries]

@@ -1,0 +1,312 @@
+"""Handlers that use Django's ORM: their connections, transactions and arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection, connections, transaction
+from django.utils.safestring import SafeString, mark_safe
+from django.utils.translation import gettext_lazy
+from shop.models import Letter, Order
+
+from pgdefer import EncodeError, Retry, RetryLater, Worker, current_job
+from pgdefer.contrib.django.application import DjangoApp
+from pgdefer.contrib.django.models import Attempt, Job
+from pgdefer.database.server import EmbeddedServer, temporary_server
+from support import ROOT, create_database, install
+
+from .conftest import PROJECT, use
+
+pytestmark = pytest.mark.client
+
+
+@pytest.fixture(autouse=True)
+def _own_tasks(app: DjangoApp) -> Iterator[None]:
+    """Forget the tasks of a test, after it."""
+    tasks, defaults = dict(app.tasks), dict(app.client.defaults)
+    yield
+    app.tasks.clear()
+    app.tasks.update(tasks)
+    app.client.defaults.clear()
+    app.client.defaults.update(defaults)
+
+
+def order(customer: str = "Ann") -> Order:
+    return Order.objects.create(customer=customer, total=1)
+
+
+def states() -> list[str]:
+    return [job.state for job in Job.objects.order_by("id")]
+
+
+def failures() -> list[tuple[str, str | None]]:
+    """What went wrong in attempts. A worker that is slow gives back what it has claimed ahead."""
+    ended = Attempt.objects.exclude(outcome="released")
+    return [(attempt.outcome, attempt.error) for attempt in ended]
+
+
+def test_writes_and_outcome_are_one_transaction(app: DjangoApp) -> None:
+    @app.task(name="once", transactional=True, retry=Retry(1))
+    def once(how: str) -> str:
+        assert connection.in_atomic_block
+        order(how)
+        with contextlib.suppress(ZeroDivisionError), transaction.atomic():
+            order("rolled back to a savepoint")
+            raise ZeroDivisionError
+        app.defer(f"after {how}", queue="other")
+        if how == "fails":
+            raise ValueError(how)
+        if how == "later":
+            raise RetryLater(needs=[app.defer("no such", queue="other").id])
+        return how
+
+    jobs = [once.defer(how) for how in ("succeeds", "fails", "later")]
+    Worker(app, ["default"], concurrency=3, drain=True).run()
+    assert [job.state() for job in jobs] == ["succeeded", "failed", "waiting"]
+    assert sorted(Order.objects.values_list("customer", flat=True)) == ["later", "succeeds"]
+    assert set(Job.objects.filter(task__startswith="after").values_list("task", flat=True)) == {
+        "after succeeds",
+        "after later",
+    }
+    assert jobs[0].result(10) == "succeeds"
+
+
+def test_a_broken_transaction_fails_the_job(app: DjangoApp, drain: Callable[..., None]) -> None:
+    @app.task(name="broken", transactional=True, retry=Retry(1))
+    def broken() -> None:
+        order()
+        with contextlib.suppress(Exception), connection.cursor() as cursor:
+            cursor.execute("select 1/0")
+
+    broken.defer()
+    drain()
+    assert states() == ["failed"]
+    assert Order.objects.count() == 0
+
+
+def test_an_outcome_of_a_lost_claim_rolls_back(app: DjangoApp, shop: str) -> None:
+    @app.task(name="lost", transactional=True)
+    def lost() -> None:
+        order()
+        with psycopg.connect(shop, autocommit=True) as other:
+            other.execute("select queue.release(%s, %s)", [current_job().id, current_job().claim])
+            other.execute("select queue.cancel(%s)", [current_job().id])
+
+    lost.defer()
+    app.run_worker(max_jobs=1)
+    assert states() == ["cancelled"]
+    assert Order.objects.count() == 0
+
+
+def test_a_coroutine_cannot_be_atomic(app: DjangoApp) -> None:
+    with pytest.raises(TypeError, match="atomic"):
+
+        @app.task(name="coroutine", transactional=True)
+        async def coroutine() -> None: ...
+
+
+def test_each_job_has_fresh_connections(
+    app: DjangoApp, shop: str, drain: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(connections.settings["default"], "CONN_MAX_AGE", None)
+    seen = []
+
+    @app.task(name="look")
+    def look() -> None:
+        Order.objects.count()
+        seen.append((threading.get_ident(), connection.connection.info.backend_pid))
+
+    @app.task(name="look_async")
+    async def look_async() -> None:
+        await Order.objects.acount()
+        seen.append((0, await sync_to_async(lambda: connection.connection.info.backend_pid)()))
+
+    def kill_idle_ones() -> None:
+        with psycopg.connect(shop, autocommit=True) as other:
+            other.execute(
+                "select pg_terminate_backend(pid, 10000) from pg_stat_activity"
+                " where pid = any (%s)",
+                [[pid for _, pid in seen]],
+            )
+
+    @app.task(name="kill")
+    def kill() -> None:
+        kill_idle_ones()
+
+    for _ in range(3):
+        look.defer()
+        look_async.defer()
+        kill.defer()
+    Worker(app, drain=True, concurrency=1).run()
+    assert states() == ["succeeded"] * 9
+    assert failures() == []
+    with psycopg.connect(shop, autocommit=True) as other:
+        # What coroutines used was closed, whatever CONN_MAX_AGE says: its thread has ended.
+        left = other.execute(
+            "select count(*) from pg_stat_activity where pid = any (%s) and pid <> all (%s)",
+            [[pid for at, pid in seen if not at], [pid for at, pid in seen if at]],
+        ).fetchone()
+    assert left == (0,)
+
+
+def test_coroutines_do_not_wait_for_each_other(app: DjangoApp) -> None:
+    """Each has a thread of its own: two meet, whose statements run at once."""
+    met = threading.Barrier(2, timeout=60)
+
+    @app.task(name="meet")
+    async def meet() -> None:
+        await sync_to_async(met.wait)()
+
+    meet.defer()
+    meet.defer()
+    Worker(app, drain=True, concurrency=2).run()
+    assert states() == ["succeeded", "succeeded"]
+
+
+def test_rows_and_lazy_texts_are_arguments(app: DjangoApp, drain: Callable[..., None]) -> None:
+    seen: list[Any] = []
+
+    @app.task(name="take", retry=Retry(1))
+    def take(row: Order, rest: list[Any]) -> None:
+        seen.append((row.customer, *rest))
+
+    @app.task(name="take_async", retry=Retry(1))
+    async def take_async(row: Order) -> None:
+        seen.append(row.customer)
+
+    one, gone = order("Ann"), order("Bob")
+    take.defer(one, [gettext_lazy("Yes"), mark_safe("<b>"), {"deep": order("Cid")}])
+    take_async.defer(one)
+    lost = take_async.defer(gone)
+    gone.delete()
+    Order.objects.filter(customer="Ann").update(customer="Anna")
+    with pytest.raises(EncodeError, match=r"shop\.Order has not been saved"):
+        take.defer(Order(), [])
+    drain(concurrency=1)
+    assert seen[0][:3] == ("Anna", "Yes", "<b>")
+    assert type(seen[0][2]) is SafeString
+    assert seen[0][3]["deep"].customer == "Cid"
+    assert seen[1] == "Anna"
+    found = Job.objects.get(id=lost.id)
+    assert (found.state, found.error) == ("failed", "DecodeError: the row shop.Order 2 has gone")
+
+
+def environment(dsn: str) -> dict[str, str]:
+    info = psycopg.conninfo.conninfo_to_dict(dsn)
+    return os.environ | {
+        "PGHOST": str(info["host"]),
+        "PGUSER": str(info["user"]),
+        "PGDATABASE": str(info["dbname"]),
+        "PYTHONPATH": str(ROOT / "python"),
+    }
+
+
+@pytest.mark.long
+def test_a_supervisor_and_processes_have_the_project(app: DjangoApp, shop: str) -> None:
+    jobs = [app.defer("shop.tasks.count_letters") for _ in range(4)]
+    command = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "worker"]
+    command += ["--processes", "2", "--drain"]
+    done = subprocess.run(command, env=environment(shop), capture_output=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr.decode()
+    assert [job.result(10) for job in jobs] == [0] * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [2, pytest.param(500, marks=pytest.mark.soak)])
+def test_kill_9_leaves_each_effect_exactly_once(app: DjangoApp, shop: str, kills: int) -> None:
+    Order.objects.create(customer="Ann", total=1)
+    retry = Retry(None, max_crashes=None)
+    for n in range(kills * 3):
+        app.defer("shop.tasks.stamp", {"text": str(n)}, retry=retry)
+    command = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "worker", "--drain"]
+    command += ["--dead-after", "1", "--heartbeat-every", "0.3", "-c", "2"]
+    for n in range(kills):
+        worker = subprocess.Popen(command, env=environment(shop), stderr=subprocess.DEVNULL)
+        # A worker begins; it is killed where it is in its first jobs.
+        before = Letter.objects.count()
+        while Letter.objects.count() < before + 1 + n % 3 and worker.poll() is None:
+            pass
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+    subprocess.run(command, env=environment(shop), stderr=subprocess.DEVNULL, check=True)
+    assert set(states()) == {"succeeded"}
+    texts = sorted(int(text) for text in Letter.objects.values_list("text", flat=True))
+    assert texts == list(range(kills * 3))
+
+
+def restart(server: EmbeddedServer) -> None:
+    """Stop it as an operator does, and start it."""
+    pid = server.status().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGINT)
+    while server.status().pid is not None:
+        time.sleep(0.01)
+    server.ensure_running()
+
+
+@pytest.mark.long
+def test_no_job_fails_for_a_restart_of_the_server(
+    server: EmbeddedServer, app: DjangoApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with temporary_server(durable=True) as own:
+        create_database(own, "restart")
+        install(own, "restart")
+        with psycopg.connect(own.dsn("restart"), autocommit=True) as opened:
+            opened.execute(
+                "create table shop_order (id bigint generated always as identity,"
+                " customer text, total int, state text)"
+            )
+        use(own, "restart")
+        monkeypatch.setitem(connections.settings["default"], "CONN_MAX_AGE", None)
+        from pgdefer.contrib.django import app
+
+        app.client._registered.clear()
+
+        @app.task(name="write_once", transactional=True)
+        def write_once() -> None:
+            order()
+
+        @app.task(name="write_twice")
+        def write_twice() -> None:
+            order()
+
+        async def run() -> None:
+            worker = Worker(app, concurrency=4)
+            running = asyncio.create_task(worker.run_async())
+            for number in range(1, 3):
+                if number > 1:
+                    await asyncio.to_thread(restart, own)
+                await asyncio.to_thread(defer_some)
+                async with asyncio.timeout(120):
+                    while worker.finished < number * 8:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+            worker.stop()
+            await running
+
+        def defer_some() -> None:
+            from pgdefer.contrib.django.connections import renew_connections
+
+            renew_connections()
+            for _ in range(4):
+                write_once.defer()
+                write_twice.defer()
+            connections.close_all()
+
+        asyncio.run(run())
+        assert states() == ["succeeded"] * 16
+        assert failures() == []
+        assert Order.objects.count() == 16
+        app.close()
+        use(server, "django")

@@ -1,0 +1,202 @@
+"""The backend for TASKS, in Django 6 and later."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django.tasks")
+
+from asgiref.sync import async_to_sync
+from django.db import transaction
+from django.tasks import TaskContext, TaskResultStatus, task, task_backends
+from django.tasks.exceptions import InvalidTask, TaskResultDoesNotExist, TaskResultMismatch
+from django.tasks.signals import task_enqueued, task_finished, task_started
+from django.utils import timezone
+from shop.models import Order
+
+from pgdefer import AlreadyQueued, Retry, RetryLater
+from pgdefer.contrib.django.application import DjangoApp
+from pgdefer.contrib.django.models import Job, Task
+
+pytestmark = pytest.mark.client
+
+
+@task
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+@task(priority=5, queue_name="mail", retry=2, lock="to:{to}", deadline=dt.timedelta(hours=1))
+def send(to: str, *rest: Any, **more: Any) -> list[Any]:
+    return [to, rest, more]
+
+
+@task(takes_context=True, retry={"max_attempts": 3, "base": "0"})
+def fail_twice(context: TaskContext, text: str) -> list[Any]:
+    if context.attempt < 3:
+        raise KeyError(text)
+    errors = context.task_result.errors
+    return [context.attempt, [error.exception_class.__name__ for error in errors]]
+
+
+@task
+async def write_async(customer: str) -> str:
+    return (await Order.objects.acreate(customer=customer, total=1)).customer
+
+
+@task(transactional=True, retry=Retry(1))
+def write_and_fail(row: Order) -> None:
+    Order.objects.create(customer="Bob", total=1)
+    add.enqueue(1)
+    raise ValueError(row.customer)
+
+
+@task
+def yield_once() -> None:
+    raise RetryLater("not yet", needs=[int(add.enqueue(2).id)])
+
+
+def test_all_flags(shop: str) -> None:
+    backend = task_backends["default"]
+    assert backend.supports_defer
+    assert backend.supports_async_task
+    assert backend.supports_get_result
+    assert backend.supports_priority
+
+
+def test_a_task_is_enqueued_and_run(shop: str, drain: Callable[..., None]) -> None:
+    result = add.enqueue(2, b=3)
+    assert (result.status, result.args, result.kwargs) == (TaskResultStatus.READY, [2], {"b": 3})
+    assert Job.objects.get().args == {"a": 2, "b": 3}
+    with pytest.raises(ValueError, match="not finished"):
+        _ = result.return_value
+    drain()
+    result.refresh()
+    assert (result.status, result.return_value) == (TaskResultStatus.SUCCESSFUL, 5)
+    again = add.get_result(result.id)
+    assert (again.args, again.kwargs, again.attempts) == ([2], {"b": 3}, 1)
+    assert again.enqueued_at < again.started_at == again.last_attempted_at < again.finished_at
+    with pytest.raises(TaskResultMismatch):
+        send.get_result(result.id)
+    for id in ("7777", "abc", "-1", str(2**70)):
+        with pytest.raises(TaskResultDoesNotExist):
+            add.get_result(id)
+
+
+def test_atomic_decides(shop: str) -> None:
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        add.enqueue(1)
+        raise ZeroDivisionError
+    assert not Job.objects.exists()
+
+
+def test_the_queues_options(shop: str, app: DjangoApp) -> None:
+    assert Task.objects.count() == 0
+    result = send.using(priority=7, concurrency_key="k", concurrency_limit=1).enqueue("Ann", 1, x=2)
+    job = Job.objects.get(id=int(result.id))
+    found = (job.priority, job.queue, job.lock, job.concurrency_key)
+    assert found == (7, "mail", "to:Ann", "k")
+    assert abs(job.deadline - job.created_at - dt.timedelta(hours=1)) < dt.timedelta(minutes=5)
+    assert (result.args, result.kwargs) == (["Ann", 1], {"x": 2})
+    assert send.get_result(result.id).args == ["Ann", 1]
+    assert send.get_result(result.id).kwargs == {"x": 2}
+    later = add.using(run_after=timezone.now() + dt.timedelta(hours=1)).enqueue(1)
+    assert Job.objects.get(id=int(later.id)).state == "scheduled"
+    only = add.using(queueing_lock="only")
+    only.enqueue(1)
+    with pytest.raises(AlreadyQueued):
+        only.enqueue(2)
+    with pytest.raises(TypeError, match="no option colour"):
+        add.using(colour="red")
+    with pytest.raises(TypeError, match="decorator"):
+        add.using(run_in="process")
+    with pytest.raises(InvalidTask):
+        add.using(priority=101)
+
+
+def test_what_a_task_does_not_take(shop: str) -> None:
+    with pytest.raises(TypeError, match="missing"):
+        add.enqueue()
+    with pytest.raises(TypeError, match="stored"):
+        add.enqueue(object())
+
+
+def test_errors_attempts_and_context(shop: str, drain: Callable[..., None]) -> None:
+    result = fail_twice.enqueue("why")
+    drain()
+    result.refresh()
+    assert result.return_value == [3, ["KeyError", "KeyError"]]
+    assert result.attempts == 3
+    assert [error.exception_class for error in result.errors] == [KeyError, KeyError]
+    assert "KeyError: 'why'" in result.errors[0].traceback
+
+
+def test_a_transactional_task(shop: str, drain: Callable[..., None]) -> None:
+    row = Order.objects.create(customer="Ann", total=1)
+    result = write_and_fail.enqueue(row)
+    drain()
+    result.refresh()
+    assert result.status == TaskResultStatus.FAILED
+    assert result.errors[0].exception_class is ValueError
+    assert [order.customer for order in Order.objects.all()] == ["Ann"]
+    assert Job.objects.count() == 1
+
+
+def test_async(shop: str, drain: Callable[..., None]) -> None:
+    async def view() -> str:
+        return (await write_async.aenqueue("Ann")).id
+
+    id = async_to_sync(view)()
+    drain()
+    result = async_to_sync(write_async.aget_result)(id)
+    assert result.return_value == Order.objects.get().customer == "Ann"
+
+
+def test_signals(shop: str, drain: Callable[..., None]) -> None:
+    seen: list[tuple[str, str, str]] = []
+
+    def receive(name: str) -> Callable[..., None]:
+        def receiver(sender: Any, task_result: Any, **_: Any) -> None:
+            assert sender is type(task_backends["default"])
+            seen.append((name, task_result.task.name, task_result.status.name))
+
+        return receiver
+
+    signals = {"enqueued": task_enqueued, "started": task_started, "finished": task_finished}
+    receivers = {name: receive(name) for name in signals}
+    for name, signal in signals.items():
+        signal.connect(receivers[name])
+    try:
+        add.enqueue(1)
+        drain(concurrency=1)
+        write_and_fail.enqueue(Order.objects.create(customer="Ann", total=1))
+        drain(concurrency=1)
+        write_async.enqueue("Ann")
+        drain(concurrency=1)
+    finally:
+        for name, signal in signals.items():
+            signal.disconnect(receivers[name])
+    assert seen == [
+        ("enqueued", "add", "READY"),
+        ("started", "add", "RUNNING"),
+        ("finished", "add", "SUCCESSFUL"),
+        ("enqueued", "write_and_fail", "READY"),
+        ("started", "write_and_fail", "RUNNING"),
+        ("enqueued", "add", "READY"),
+        ("finished", "write_and_fail", "FAILED"),
+        ("enqueued", "write_async", "READY"),
+        ("started", "write_async", "RUNNING"),
+        ("finished", "write_async", "SUCCESSFUL"),
+    ]
+
+
+def test_a_yield_is_not_the_end(shop: str, app: DjangoApp) -> None:
+    result = yield_once.enqueue()
+    app.run_worker(max_jobs=1)
+    result.refresh()
+    assert result.status == TaskResultStatus.READY
+    assert result.errors == []

@@ -1,0 +1,555 @@
+"""The page, over HTTP, as roles that log in by password."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import psycopg
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from pgdefer.contrib import web
+from pgdefer.contrib.web.actions import JOB_ACTIONS
+from pgdefer.database.server import EmbeddedServer
+from web_page import (
+    ODD,
+    PASSWORD,
+    ask_for_passwords,
+    fill,
+    grant,
+    location,
+    server_of_pages,
+    serving,
+)
+
+pytestmark = pytest.mark.client
+
+Connection = psycopg.Connection[Any]
+PLACES = "/ /jobs /queues /locks /workers /schedules /tasks /audit".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server_of_pages() -> Iterator[None]:
+    with server_of_pages():
+        yield
+
+
+@pytest.fixture
+def granted(server: EmbeddedServer, conn: Connection) -> None:
+    ask_for_passwords(server)
+    grant(conn)
+
+
+@pytest.fixture
+def site(dsn: str, granted: None) -> Iterator[str]:
+    with serving(web.asgi(location(dsn))) as address:
+        yield address
+
+
+Login = Callable[..., httpx.Client]
+
+
+@pytest.fixture
+def login(site: str) -> Iterator[Login]:
+    opened: list[httpx.Client] = []
+
+    def log_in(role: str, password: str = PASSWORD) -> httpx.Client:
+        opened.append(httpx.Client(base_url=site, timeout=60))
+        client = opened[-1]
+        form = {"role": role, "password": password, "token": token(client.get("/login"))}
+        answer = client.post("/login", data=form)
+        assert (answer.status_code == 303) == (password == PASSWORD), answer.text
+        return client
+
+    yield log_in
+    for client in opened:
+        client.close()
+
+
+def token(answer: httpx.Response) -> str:
+    found = re.search('name="token" value="([^"]+)"', answer.text)
+    assert found is not None, answer.text
+    return found[1]
+
+
+def send(client: httpx.Client, path: str, **form: Any) -> httpx.Response:
+    return client.post(path, data={"token": token(client.get("/audit"))} | form)
+
+
+class Marks(HTMLParser):
+    """The elements of a page, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def state(conn: Connection, id: int) -> str:
+    (found,) = conn.execute("select state from queue.jobs where id = %s", [id]).fetchone() or ("",)
+    return str(found)
+
+
+# Logging in
+
+
+def test_nobody_sees_anything_without_a_login(site: str, conn: Connection) -> None:
+    fill(conn)
+    with httpx.Client(base_url=site) as client:
+        for path in [*PLACES, "/jobs/1", "/schedule?name=daily"]:
+            answer = client.get(path)
+            assert answer.status_code == 303
+            assert answer.headers["location"] == f"/login?next={quote(path, safe='')}"
+        for path in ("/jobs/act", "/jobs/1/cancel", "/queues/act", "/schedules/act"):
+            assert client.post(path, data={"token": ""}).headers["location"] == "/login"
+        assert client.get("/nothing").status_code == 404
+        assert client.put("/jobs").status_code == 405
+
+
+def test_a_login_that_is_refused(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)  # nobody logs in with the page's own password
+    with httpx.Client(base_url=site) as client:
+        for role, password in [
+            ("page_reader", "wrong"),
+            ("page_reader", ""),
+            ("page_unknown", "x"),
+            ("page_nobody", "x\0"),
+            ("page_nobody", PASSWORD),  # roles without rights
+            ("postgres", "the server asks for none"),
+            ("", "x"),
+        ]:
+            form = {"role": role, "password": password, "token": token(client.get("/login"))}
+            answer = client.post("/login", data=form)
+            assert answer.status_code == 403, role
+            assert "session" not in answer.headers.get("set-cookie", "")
+            assert "/tmp" not in answer.text
+            assert "socket" not in answer.text
+
+
+def test_passwords_cannot_be_guessed(site: str) -> None:
+    with httpx.Client(base_url=site) as client:
+        seen = []
+        for _ in range(22):
+            form = {"role": "page_reader", "password": "x", "token": token(client.get("/login"))}
+            seen.append(client.post("/login", data=form).status_code)
+        assert seen == [403] * 20 + [429] * 2
+
+
+def test_a_login_leads_to_the_page_that_was_asked_for(site: str) -> None:
+    with httpx.Client(base_url=site) as client:
+        for asked, given in [("/jobs?state=failed", "/jobs?state=failed"), ("//evil.example", "/")]:
+            form = {"role": "page_reader", "password": PASSWORD, "next": asked}
+            answer = client.post("/login", data=form | {"token": token(client.get("/login"))})
+            assert answer.headers["location"] == given
+        cookie = answer.headers["set-cookie"].lower()
+        assert "httponly" in cookie
+        assert "samesite=lax" in cookie
+
+
+def test_after_the_logout_the_session_is_gone(login: Login) -> None:
+    client = login("page_reader")
+    name = client.cookies["pgdefer_session"]
+    assert client.post("/logout", data={"token": "x"}).status_code == 303
+    client.cookies.set("pgdefer_session", name)
+    assert client.get("/jobs").status_code == 200, "somebody else's form ends no session"
+    client.cookies.set("pgdefer_session", name)
+    client.post("/logout", data={"token": token(client.get("/jobs"))})
+    client.cookies.set("pgdefer_session", name)
+    assert client.get("/jobs").status_code == 303
+
+
+# Display
+
+
+@pytest.mark.parametrize("role", ["page_operator", "page_reader"])
+def test_every_page_answers(login: Login, conn: Connection, role: str) -> None:
+    ids = fill(conn)
+    client = login(role)
+    pages = [*PLACES, "/schedule?name=daily%2Fx", *(f"/jobs/{id}" for id in ids.values())]
+    for path in pages:
+        answer = client.get(path)
+        assert answer.status_code == 200, (path, answer.text)
+        assert len(answer.content) < 150_000
+        marks = Marks(answer.text)
+        assert [tag for tag, _ in marks.tags].count("h1") == 1
+        assert not [a for _, a in marks.tags if any(n.startswith("on") or n == "style" for n in a)]
+        scripts = [a for tag, a in marks.tags if tag in ("script", "link")]
+        assert all((a.get("src") or a.get("href") or "").startswith("/static/") for a in scripts)
+        forms = [a for tag, a in marks.tags if tag == "form" and a.get("method") == "post"]
+        assert role == "page_operator" or len(forms) <= 2, "a reader is offered nothing to change"
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["cache-control"] == "no-store"
+        assert "select" in marks.text, "each page shows its SQL"
+    for name in ("page.css", "page.js"):
+        assert client.get(f"/static/{name}").status_code == 200
+
+
+def test_names_are_shown_as_text(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    client = login("page_operator")
+    for path in ["/", "/jobs", "/queues", "/locks", "/tasks", "/audit", f"/jobs/{ids['odd']}"]:
+        text = client.get(path).text
+        assert "<b>'" not in text, path
+        text = re.sub("(?s)<textarea.*?</textarea>", "", text)  # the edited text is unchanged
+        assert not re.search("[\x01\u202e]", Marks(text).text)
+        assert "49" not in re.findall(r"\b49é", text)
+    assert "&lt;b&gt;" in client.get(f"/jobs/{ids['failed']}").text
+    asked = {"queue": ODD.replace("\x01", ""), "task": "<script>", "pattern": '"><i>', "by": "text"}
+    assert "<i>" not in client.get("/jobs", params=asked).text
+
+
+def test_filters_and_pages(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    client = login("page_reader")
+
+    def shown(**asked: Any) -> set[int]:
+        answer = client.get("/jobs", params=asked)
+        assert answer.status_code == 200
+        return {int(id) for id in re.findall(r'href="/jobs/(\d+)"', answer.text)}
+
+    assert shown() == set(ids.values())
+    assert shown(state="failed") == {ids["failed"]}
+    assert shown(queue="shop*", task="shop") == {ids["ready"], ids["waits"]}
+    assert shown(by="key", pattern="l") == {ids["running"], ids["blocked"]}
+    assert shown(by="path", pattern='$.to ? (@ == "ann")') == {ids["failed"]}
+    conn.execute("select queue.defer_many((select jsonb_agg('{\"task\": \"x\"}'::jsonb)"
+                 " from generate_series(1, 120)))")  # fmt: skip
+    seen, query = 0, "task=x"
+    for _ in range(3):
+        text = client.get(f"/jobs?{query}").text
+        seen += len(set(re.findall(r'href="/jobs/(\d+)"', text)))
+        found = re.search(r'href="\?([^"]+)">Go on', text)
+        query = found[1].replace("&amp;", "&") if found else ""
+    assert seen == 120
+
+
+def test_what_an_address_may_not_hold(login: Login) -> None:
+    client = login("page_reader")
+    for path in [
+        "/jobs?state=none", "/jobs?by=path&pattern=%24.%5B", "/jobs?before=-1", "/jobs?before=1e9",
+        "/jobs?before=99999999999999999999", "/jobs?queue=%00", "/audit?before=x", "/jobs?by=x",
+        "/schedule?name=%00", "/jobs?before=%EF%BC%91",
+    ]:  # fmt: skip
+        answer = client.get(path)
+        assert answer.status_code == 400, path
+        assert ".py" not in answer.text
+
+
+def test_what_is_not_there(login: Login) -> None:
+    client = login("page_reader")
+    for path in ("/jobs/1", "/jobs/999999999999999999", "/schedule?name=x", "/schedule"):
+        assert client.get(path).status_code == 404
+
+
+# Actions
+
+
+def test_each_call_on_a_job(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    client = login("page_operator")
+    ready = ids["ready"]
+
+    def act(name: str, id: int = ready, **form: Any) -> httpx.Response:
+        answer = send(client, f"/jobs/{id}/{name}", **form)
+        assert answer.status_code == 303, answer.text
+        return client.get(answer.headers["location"])
+
+    assert "Hold: held" in act("hold").text
+    assert "Unhold: ready" in act("unhold").text
+    act("set_priority", priority="7")
+    act("move", queue="other")
+    act("set_args", args='{"n": 12345678901234567890.5}')
+    text = act("reschedule", at="2999-01-01 00:00").text
+    assert "2999-01-01 00:00:00" in text
+    assert "12345678901234567890.5" in text
+    (job,) = conn.execute("select queue, priority from queue.jobs where id = %s", [ready])
+    assert job == ("other", 7)
+    assert "copy of job" in act("copy", queue="").text
+    act("cancel")
+    assert state(conn, ready) == "cancelled"
+    act("retry")
+    assert state(conn, ready) == "ready" or state(conn, ready) == "scheduled"
+    act("fail_jobs", message=ODD.replace("\x01", ""))
+    act("done")
+    assert state(conn, ready) == "succeeded"
+    act("cancel", ids["running"], abort="1")
+    act("delete", force="1")
+    assert state(conn, ready) == ""
+    calls = conn.execute(
+        "select call from queue.audit where role = 'page_operator' order by id"
+    ).fetchall()
+    assert [call for (call,) in calls] == (
+        "hold unhold set_priority move set_args reschedule copy cancel retry fail_jobs done cancel"
+        " delete".split()
+    )
+
+
+def test_a_call_that_is_refused_says_why(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    client = login("page_operator")
+    for path, form, status in [
+        (f"/jobs/{ids['running']}/hold", {}, 409),
+        (f"/jobs/{ids['running']}/move", {"queue": "x"}, 409),
+        (f"/jobs/{ids['ready']}/move", {}, 400),
+        (f"/jobs/{ids['ready']}/set_args", {"args": "{"}, 400),
+        (f"/jobs/{ids['ready']}/set_args", {"args": "[]"}, 400),
+        (f"/jobs/{ids['ready']}/set_priority", {"priority": "9999999999"}, 400),
+        (f"/jobs/{ids['ready']}/reschedule", {"at": "soon"}, 400),
+        (f"/jobs/{ids['ready']}/explode", {}, 404),
+        ("/jobs/999999/cancel", {}, 404),
+        ("/queues/act", {"action": "pause", "queue": ""}, 400),
+        ("/queues/act", {"action": "x"}, 400),
+        ("/schedules/act", {"action": "x"}, 400),
+        ("/jobs/act", {"action": "delete"}, 400),
+        ("/jobs/act", {"action": "delete", "ids": "1' or true"}, 400),
+    ]:
+        answer = send(client, path, **form)
+        assert answer.status_code == status, (path, form, answer.text)
+        assert ".py" not in answer.text
+    assert not conn.execute("select from queue.audit where role = 'page_operator'"
+                            " and cardinality(ids) > 0").fetchall()  # fmt: skip
+
+
+def test_many_jobs_at_once(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    client = login("page_operator")
+    both = [str(ids["ready"]), str(ids["running"])]
+    asked = send(client, "/jobs/act", action="hold", ids=both)
+    assert "Hold: 2 jobs" in asked.text
+    assert state(conn, ids["ready"]) == "ready", "it is only shown what would be met"
+    done = send(client, "/jobs/act", action="hold", ids=both, confirmed="1")
+    assert "Hold: 1 of 2 jobs" in done.text
+    assert state(conn, ids["ready"]) == "held"
+    done = send(client, "/jobs/act", action="delete", ids=both, confirmed="1")
+    assert "Delete: 1 of 2 jobs" in done.text
+
+
+def test_all_that_match_in_slices(login: Login, conn: Connection) -> None:
+    conn.execute(
+        "select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 't', 'queue', 'q'"
+        " || g % 2)) from generate_series(1, 2400) g)), queue.tick()"
+    )
+    client = login("page_operator")
+    answer = send(client, "/jobs/act", action="fail_jobs", scope="all", queue="q1")
+    assert "Fail: 1000 or more jobs" in answer.text
+    conn.execute("select queue.defer('t', queue => 'q1', priority => 1)")
+    conn.execute("select queue.tick()")
+    conn.execute("select queue.fail_jobs(array(select id from queue.jobs where queue = 'q1'"
+                 " order by id limit 10))")  # fmt: skip
+    seen: list[str] = []
+    for _ in range(4):
+        form = {
+            str(a["name"]): str(a["value"])
+            for tag, a in Marks(answer.text).tags
+            if tag == "input" and a.get("type") == "hidden"
+        }
+        form |= {"message": "by hand"} if not seen else {}
+        answer = client.post("/jobs/act", data=form)
+        found = re.search("<p role=.status.>(.*?) refused", answer.text)
+        assert found is not None, answer.text
+        seen.append(found[1])
+        if "Go on" not in answer.text:
+            break
+    assert seen == ["500 done, 0", "1000 done, 0", "1191 done, 10"]
+    rows = conn.execute(
+        "select queue, state, error, count(*) from queue.jobs"
+        " where error = 'by hand' or state <> 'failed' group by 1, 2, 3 order by 1"
+    )
+    assert rows.fetchall() == [("q0", "ready", None, 1200), ("q1", "failed", "by hand", 1191)]
+
+
+def test_queues_and_schedules(login: Login, conn: Connection) -> None:
+    fill(conn)
+    client = login("page_operator")
+    send(client, "/queues/act", action="pause", queue="shop*", until="")
+    assert "paused" in client.get("/").text
+    send(client, "/queues/act", action="resume", queue="shop")
+    send(client, "/queues/act", action="configure_queue", queue="shop", max_running="3")
+    rows = conn.execute("select max_running, paused_until from queue.queues where name = 'shop'")
+    assert rows.fetchall() == [(3, None)]
+    send(client, "/schedules/act", action="disable", name="daily/x")
+    assert "Enable" in client.get("/schedule?name=daily%2Fx").text
+    send(client, "/schedules/act", action="enable", name="daily/x")
+    send(client, "/schedules/act", action="run_now", name="daily/x")
+    send(client, "/schedules/act", action="unschedule", name="daily/x")
+    assert not conn.execute("select from queue.schedules").fetchall()
+
+
+def test_without_a_token_or_from_elsewhere_nothing_changes(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    client = login("page_operator")
+    path = f"/jobs/{ids['ready']}/cancel"
+    good = token(client.get("/jobs"))
+    for form, headers in [
+        ({}, {}),
+        ({"token": "x"}, {}),
+        ({"token": good}, {"origin": "https://evil.example"}),
+        ({"token": good}, {"origin": "null"}),
+        ({"token": good}, {"sec-fetch-site": "cross-site"}),
+        ({"token": good}, {"sec-fetch-site": "same-site"}),
+    ]:
+        assert client.post(path, data=form, headers=headers).status_code == 403
+    assert client.get(path).status_code == 405
+    assert client.post(path, content=b"x" * 5_000_000).status_code == 413
+    assert client.post(path, content=b"\xff=1").status_code == 400
+    assert state(conn, ids["ready"]) == "ready"
+    assert client.post(path, data={"token": good}).status_code == 303
+
+
+def test_a_reader_changes_nothing(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    before = conn.execute("select * from queue.jobs order by id").fetchall()
+    client = login("page_reader")
+    for name in JOB_ACTIONS:
+        form = {"queue": "x", "args": "{}", "priority": "1", "force": "1", "abort": "1"}
+        answer = send(client, f"/jobs/{ids['ready']}/{name}", **form)
+        assert answer.status_code == 403, name
+        assert "permission denied" in answer.text
+    for action in ("pause", "resume", "configure_queue"):
+        assert send(client, "/queues/act", action=action, queue="shop").status_code == 403
+    for action in ("enable", "disable", "run_now", "unschedule"):
+        assert send(client, "/schedules/act", action=action, name="daily/x").status_code == 403
+    assert conn.execute("select * from queue.jobs order by id").fetchall() == before
+
+
+def test_a_restricted_role_sees_only_its_queues(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    conn.execute("select queue.grant_access('page_shop', 'operator', '{shop*}')")
+    client = login("page_shop")
+    hidden = {ids["failed"], ids["running"], ids["odd"], ids["blocked"]}
+    answers = [client.get(path) for path in (*PLACES, "/jobs?queue=mail", "/jobs?by=key&pattern=l")]
+    answers += [client.get(f"/jobs/{id}") for id in hidden]
+    for id in hidden:
+        answers += [send(client, f"/jobs/{id}/{name}") for name in ("hold", "cancel", "done")]
+        answers.append(send(client, "/jobs/act", action="delete", ids=str(id)))
+    answers.append(send(client, "/queues/act", action="pause", queue="mail"))
+    for answer in answers:
+        assert answer.status_code in (200, 403, 404)
+        main = Marks(answer.text.partition("<footer>")[0])
+        assert "ann" not in main.text.split()
+        assert not [
+            a for _, a in main.tags if (a.get("href") or "") in {f"/jobs/{i}" for i in hidden}
+        ]
+        assert "queue=mail" not in answer.text.partition("<footer>")[0]
+    assert client.get(f"/jobs/{ids['ready']}").status_code == 200
+    assert "Schedules" not in client.get("/jobs").text, "what it may not see is not offered"
+    conn.execute("select queue.revoke_access('page_shop')")
+    assert client.get("/jobs").status_code == 403
+
+
+# Mounting
+
+
+def test_under_a_path_of_another_application(dsn: str, conn: Connection, granted: None) -> None:
+    ids = fill(conn)
+    pages = web.asgi(location(dsn))
+    application = Starlette(routes=[Mount("/queue", pages)])
+    with (
+        serving(pages, application) as site,
+        httpx.Client(base_url=site, follow_redirects=True) as client,
+    ):
+        answer = client.get("/queue/jobs")
+        assert answer.url.path == "/queue/login"
+        form = {"role": "page_operator", "password": PASSWORD, "token": token(answer)}
+        answer = client.post("/queue/login", data=form | {"next": "/jobs"})
+        assert answer.url.path == "/queue/jobs"
+        for tag, attributes in Marks(answer.text).tags:
+            address = attributes.get("href" if tag in ("a", "link") else "src") or "#"
+            assert address.startswith(("/queue/", "#", "?")), address
+            if address.startswith("/queue/"):
+                assert client.get(address).status_code == 200
+        answer = client.post(f"/queue/jobs/{ids['ready']}/hold", data={"token": token(answer)})
+        assert answer.url.path == f"/queue/jobs/{ids['ready']}"
+
+
+def test_behind_a_proxy_that_names_the_role(dsn: str, conn: Connection, granted: None) -> None:
+    ids = fill(conn)
+    application = web.asgi(dsn, role_header="x-role")
+    with serving(application) as site, httpx.Client(base_url=site) as client:
+        assert client.get("/jobs").status_code == 403
+        for role in ("none", "", "page_unknown", "x'y"):
+            assert client.get("/jobs", headers={"x-role": role}).status_code in (400, 403)
+        reader = {"x-role": "page_reader"}
+        answer = client.get("/jobs", headers=reader)
+        assert answer.status_code == 200
+        form = {"token": token(answer)}
+        path = f"/jobs/{ids['ready']}/hold"
+        assert client.post(path, data=form, headers=reader).status_code == 403
+        operator = {"x-role": "page_operator"}
+        assert client.post(path, data=form, headers=operator).status_code == 403, "its own token"
+        form = {"token": token(client.get("/jobs", headers=operator))}
+        assert client.post(path, data=form, headers=operator).status_code == 303
+    assert state(conn, ids["ready"]) == "held"
+
+
+def test_a_lost_connection_is_made_again(login: Login, conn: Connection) -> None:
+    client = login("page_reader")
+    for _ in range(3):
+        conn.execute(
+            "select pg_terminate_backend(pid, 10000) from pg_stat_activity"
+            " where application_name = 'pgdefer page' and datname = current_database()"
+        )
+        seen = [client.get("/jobs").status_code for _ in range(2)]
+        assert seen in ([200, 200], [503, 200])
+
+
+def test_the_server_goes_and_comes(dsn: str, granted: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    away = f"host=127.0.0.1 port={port} dbname=test user=x"
+    with serving(web.asgi(away)) as site, httpx.Client(base_url=site) as client:
+        form = {"role": "page_reader", "password": "x", "token": token(client.get("/login"))}
+        answer = client.post("/login", data=form)
+        assert answer.status_code == 503
+        assert str(port) not in answer.text
+    with (
+        serving(web.asgi(away, role_header="x-role")) as site,
+        httpx.Client(base_url=site, headers={"x-role": "page_reader"}) as client,
+    ):
+        answer = client.get("/jobs")
+        assert answer.status_code == 503
+        assert 'http-equiv="refresh"' in answer.text
+        assert str(port) not in answer.text
+
+
+def test_the_last_hours(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    conn.execute("select queue.cancel(%s), queue.cancel(%s)", (ids["odd"], ids["ready"]))
+    conn.execute("select queue.grant_access('page_shop', 'reader', '{shop*}')")
+    with conn.transaction():
+        conn.execute("select queue._lock_admission(true)")
+        conn.execute("select queue._count_minutes('1 minute', '0')")
+    client = login("page_reader")
+    page = client.get("/")
+    marks = Marks(page.text)
+    assert [tag for tag, _ in marks.tags].count("svg") == 3
+    assert {"rect", "polyline"} <= {tag for tag, _ in marks.tags}
+    assert "Attempts that failed in 5 minutes" in marks.text
+    assert len(page.content) < 150_000
+    day = client.get("/tasks").text.partition("The last day")[2].partition("<footer>")[0]
+    assert "100.0 %" in day
+    assert "&lt;b&gt;" in day
+    assert "<b>" not in day
+    assert "mail" in Marks(day).text
+    shop = login("page_shop")
+    assert "shop" in Marks(client.get("/tasks").text).text
+    for path in ("/", "/tasks"):
+        main = Marks(shop.get(path).text.partition("<footer>")[0]).text
+        assert "mail" not in main.split(), path
+    conn.execute("select queue.revoke_access('page_shop')")

@@ -1,0 +1,151 @@
+"""Repeatable options, many ids, locks and limits, and the samples of deploy/."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import shutil
+import subprocess
+
+import psycopg
+import pytest
+
+from pgdefer import App
+from pgdefer.cli import Exit
+from support import ROOT
+
+from .conftest import Jobs, running
+from .test_cli_operations import Run, run
+
+__all__ = ["run"]
+
+pytestmark = pytest.mark.client
+
+
+def test_states_repeat(app: App, run: Run) -> None:
+    ids = [app.defer("t").id, app.defer("t", held=True).id, app.defer("t").id]
+    app.job(ids[0]).cancel()
+    listed = run("job", "ls", "-s", "held", "-s", "cancelled", "--json").json
+    assert [(row["id"], row["task"], row["queue"], row["state"]) for row in listed] == [
+        (ids[1], "t", "default", "held"),
+        (ids[0], "t", "default", "cancelled"),
+    ]
+    assert listed[0].keys() & run("job", "show", ids[1], "--json").json.keys() >= {"task", "state"}
+    cut = run("job", "ls", "-s", "held", "-s", "cancelled", "-n", 1)
+    assert f"--before {ids[1]}" in cut.err
+    (rest,) = run("job", "ls", "-s", "held", "-s", "cancelled", "--before", ids[1], "--json").json
+    assert rest["id"] == ids[0]
+    (found,) = run("job", "search", "{", "-s", "ready", "-s", "held", "-n", 1, "--json").json
+    assert found["id"] == ids[2]
+
+
+def test_options_of_defer(run: Run, jobs: Jobs) -> None:
+    given = (
+        "--delay",
+        "5 minutes",
+        "--retry",
+        3,
+        "--timeout",
+        "30 s",
+        "--options",
+        '{"held": true}',
+    )
+    run("defer", "t", *given)
+    run("defer", "t", "--in", "1 hour")
+    shown = run("job", "show", 1, "--json").json
+    assert shown["state"] == "held"
+    assert [row["state"] for row in jobs()] == ["held", "scheduled"]
+    row = jobs._cursor.execute("select j.options from queue.job j where j.id = 1").fetchone()
+    assert row is not None
+    assert row["options"]["retry"] == {"max_attempts": 3}
+
+
+def test_a_job_is_deferred_once(run: Run, jobs: Jobs) -> None:
+    given = ("defer", "t", '{"n": 1}', "--idempotency-key", "k{n}", "--unique-for", "1 hour")
+    assert run(*given).out == run(*given).out
+    (row,) = jobs()
+    assert row["idempotency_key"] == "k1"
+    assert run("job", "show", row["id"], "--json").json["idempotency_key"] == "k1"
+
+
+def test_many_are_cancelled(app: App, run: Run, jobs: Jobs) -> None:
+    ids = [app.defer("t").id for _ in range(3)]
+    done = run("job", "cancel", *ids[:2], "--yes")
+    assert (done.code, done.out) == (Exit.DONE, f"{ids[0]}: cancelled\n{ids[1]}: cancelled\n")
+    done = run("job", "cancel", ids[0], ids[2], "--yes")
+    assert done.code == Exit.PARTLY
+    assert f"id: {ids[0]}" in done.err
+    assert set(jobs.states().values()) == {"cancelled"}
+
+
+def test_locks_and_limits(app: App, run: Run) -> None:
+    assert "No unfinished job has a lock." in run("lock", "ls").out + run("lock", "ls").err
+    for _ in range(2):
+        app.defer("t", lock="customer:1")
+    app.defer("t", concurrency_key="api", concurrency_limit=2)
+    run("db", "tick")
+    (lock,) = run("lock", "ls", "--json").json
+    assert (lock["lock"], lock["job_id"], lock["waiting"]) == ("customer:1", 1, 2)
+    (limit,) = run("limit", "ls", "--json").json
+    assert (limit["key"], limit["limit"], limit["used"]) == ("api", 2, 0)
+
+
+async def test_a_traceback_is_shown(app: App, run: Run, jobs: Jobs) -> None:
+    @app.task(name="t")
+    async def task() -> None:
+        raise ValueError("no")
+
+    async with running(app):
+        await task.defer_async()
+        await jobs.end()
+    shown = run("job", "show", 1).out
+    assert "Traceback (most recent call last)" in shown
+    assert "ValueError: no" in shown
+
+
+SAMPLES = sorted((ROOT / "deploy").iterdir())
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
+def test_samples_name_options_that_there_are(sample, run: Run) -> None:
+    text = re.sub(r'", "', " ", sample.read_text("utf-8"))
+    known = set(re.findall(r"--[a-z-]+", run("worker", "--help").out))
+    for command in re.findall(r"pgdefer(?:\"?,?) worker.*", text):
+        named = set(re.findall(r"--[a-z-]+", command))
+        assert named <= known
+
+
+def test_the_query_of_keda(conn: psycopg.Connection) -> None:
+    text = (ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8")
+    (query,) = re.findall(r'query: "(.*)"', text)
+    conn.execute("select queue.defer('t')")
+    conn.execute("select queue.tick()")
+    assert conn.execute(query).fetchone() == (1,)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
+def test_the_unit_of_systemd(tmp_path) -> None:
+    text = (ROOT / "deploy" / "pgdefer-worker.service").read_text("utf-8")
+    unit = tmp_path / "pgdefer-worker@shop.service"
+    unit.write_text(text.replace("/srv/%i/.venv/bin/pgdefer", "/bin/true").replace("User=%i\n", ""))
+    command = ["systemd-analyze", "verify", "--man=no", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not [line for line in done.stderr.splitlines() if unit.name in line], done.stderr
+
+
+def test_rates_and_shares(app: App, run: Run) -> None:
+    rated = {"key": "api", "rate": {"limit": 5, "per": "1 minute"}}
+    app.defer("t", concurrency=[rated], share="a")
+    app.defer("t", share="b")
+    run("db", "tick")
+    (limit,) = run("limit", "ls", "--json").json
+    assert (limit["key"], limit["limit"], limit["rate"]) == ("api", None, "5 per 00:01:00")
+    (slot,) = app.list_slots()
+    assert (slot.rate_limit, slot.rate_per) == (5, dt.timedelta(minutes=1))
+    rows = run("share", "ls", "--json").json
+    assert [(row["share"], row["weight"], row["waiting"]) for row in rows] == [
+        ("a", 1.0, 1),
+        ("b", 1.0, 1),
+    ]
+    assert [(share.share, share.started) for share in app.list_shares()] == [("a", 0), ("b", 0)]
+    assert "started last minute" in run("share", "ls").out

@@ -1,0 +1,58 @@
+"""The page on testing: its files are written, and its tests pass."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pgdefer.database.server import EmbeddedServer
+from support import ROOT
+
+from .test_docs import Block, Reader, blocks, reader, squeezed
+
+__all__ = ["reader"]
+
+pytestmark = pytest.mark.client
+
+
+def test_the_page_on_testing(server: EmbeddedServer, tmp_path: Path) -> None:
+    environment = {**os.environ, "PGDEFER_TEST_SERVER": server.dsn("postgres")}
+    environment |= {"PYTHONPATH": str(ROOT / "python"), "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    outputs = []
+    for block in blocks("docs/testing.md"):
+        first, _, rest = block.text.partition("\n")
+        if block.language == "sh":
+            command = block.text.replace("pytest", "python -m pytest", 1)
+            done = subprocess.run(
+                [sys.executable, *command.split()[1:]],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=300,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            outputs.append(done.stdout + done.stderr)
+        else:
+            found = re.fullmatch(r"# ([\w.]+)", first)
+            assert found is not None, first
+            (tmp_path / found[1]).write_text(rest)
+    assert "6 passed" in outputs[0]
+    assert "7 passed" in outputs[1]
+    assert "OK" in outputs[2]
+
+
+def test_the_page_on_telemetry(reader: Reader) -> None:
+    reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
+    output = ""
+    for block in blocks("docs/telemetry.md"):
+        if block.language == "text":
+            assert squeezed(output) == squeezed(block.text), block.line
+        else:
+            output = reader.type_in(block)

@@ -1,0 +1,85 @@
+"""Children of durable jobs that are cancelled with their parent."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import App, JobCancelled, current_job
+
+from .conftest import Jobs, running, until
+
+Connection = psycopg.Connection[Any]
+
+
+@pytest.fixture(params=["async", "sync"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "async")
+
+
+def define(app: App) -> list[str]:
+    """Define a parent that awaits a running child and two that wait, of which one is a parent."""
+    ended: list[str] = []
+
+    @app.task(name="runs")
+    async def runs() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append("stopped")
+            raise
+
+    @app.task(name="waits")
+    async def waits() -> None:
+        ended.append("ran")
+
+    @app.task(name="inner")
+    async def inner() -> None:
+        await current_job().call_async(waits.configure(held=True).prepare())
+
+    @app.task(name="outer")
+    async def outer() -> None:
+        calls = [runs.prepare(), waits.configure(held=True).prepare(), inner.prepare()]
+        await current_job().gather_async(calls)
+
+    return ended
+
+
+async def test_a_cancelled_job_cancels_its_children(app: App, jobs: Jobs, is_async: bool) -> None:
+    ended = define(app)
+    job = app.defer("outer")
+    waiting = ["waiting", "running", "held", "waiting", "held"]
+    async with running(app):
+        await until(lambda: [row["state"] for row in jobs()] == waiting)
+        if is_async:
+            assert await job.cancel_async(children=True) == "cancelled"
+            assert await job.cancel_children_async() == []
+        else:
+            assert await asyncio.to_thread(job.cancel, children=True) == "cancelled"
+            assert job.cancel_children() == []
+        states = [row["state"] for row in jobs()]
+        assert states == ["cancelled", "running", *["cancelled"] * 3]
+        with pytest.raises(JobCancelled):
+            await job.result_async(60)
+        if is_async:
+            found = await job.cancel_children_async(abort=True)
+        else:
+            found = job.cancel_children(abort=True)
+        rows = await jobs.end()
+    assert found == [rows[1]["id"]]
+    assert {row["state"] for row in rows} == {"cancelled"}
+    assert ended == ["stopped"]
+
+
+async def test_its_running_children_are_stopped(app: App, jobs: Jobs) -> None:
+    ended = define(app)
+    job = app.defer("outer")
+    async with running(app):
+        await until(lambda: [row["state"] for row in jobs()].count("held") == 2)
+        assert await job.cancel_async(abort=True, children=True) == "cancelled"
+        rows = await jobs.end()
+    assert {row["state"] for row in rows} == {"cancelled"}
+    assert ended == ["stopped"]

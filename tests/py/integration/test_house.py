@@ -1,0 +1,150 @@
+"""House rules: calls go down the manifest, files and functions are short, numbers have names.
+
+The calls are read from the catalog, that is from the code that runs: a call is a name with `queue.`
+before it and a parenthesis after it, outside comments and texts, unless it is a table's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from psycopg import Connection
+
+from releases import load_build
+from support import ROOT
+
+EXTENSION = ROOT / "extension"
+DEFINITION = re.compile(r"(?m)^create or replace (?:function|procedure) queue\.(\w+)\(")
+CODE = """
+select p.proname, p.prosrc || ' ' || coalesce(pg_get_expr(p.proargdefaults, 0), '')
+from pg_proc p where p.pronamespace = 'queue'::regnamespace
+"""
+
+
+def files() -> list[str]:
+    """Return the files of functions in the manifest's order."""
+    return [e for e in load_build().manifest(EXTENSION) if not e.startswith("tables/")]
+
+
+@pytest.fixture(scope="module")
+def places() -> dict[str, int]:
+    """Return the place in the manifest of the file that defines each function."""
+    found: dict[str, int] = {}
+    for place, entry in enumerate(files()):
+        for name in DEFINITION.findall((EXTENSION / entry).read_text("utf-8")):
+            assert name not in found, f"{name} is defined twice"
+            found[name] = place
+    return found
+
+
+@pytest.fixture
+def calls(conn: Connection) -> dict[str, set[str]]:
+    """Return the functions that each function calls, by the catalog."""
+    bodies = dict(conn.execute(CODE).fetchall())
+    found = {}
+    for name, body in bodies.items():
+        code = re.sub(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'", " ", body, flags=re.DOTALL)
+        code = re.sub(r"\b(insert into|on) queue\.\w+", " ", code)
+        found[name] = set(re.findall(r"\bqueue\.(\w+)\s*\(", code)) & bodies.keys() - {name}
+    return found
+
+
+def test_calls_lead_down_the_manifest(calls: dict[str, set[str]], places: dict[str, int]) -> None:
+    assert sum(map(len, calls.values())) > 500, "the calls are not read"
+    names = files()
+    upwards = [
+        f"{names[places[caller]]}: {caller} calls {callee} of {names[places[callee]]}"
+        for caller, callees in sorted(calls.items())
+        for callee in sorted(callees)
+        if caller in places and callee in places and places[callee] > places[caller]
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def test_no_function_calls_itself_by_others(calls: dict[str, set[str]]) -> None:
+    """A cycle of functions is a recursion whose depth depends on data."""
+    reached: dict[str, set[str]] = defaultdict(set)
+    for name in calls:
+        todo = list(calls[name])
+        while todo:
+            callee = todo.pop()
+            if callee not in reached[name]:
+                reached[name].add(callee)
+                todo += calls[callee]
+    assert not [name for name in calls if name in reached[name]]
+
+
+def test_all_functions_are_seen(calls: dict[str, set[str]], places: dict[str, int]) -> None:
+    built = {"_create_tables", "_versions", "_step_indexes", "_migrate_tables"}
+    assert calls.keys() - places.keys() == built
+
+
+@pytest.mark.parametrize("entry", files())
+def test_public_functions_come_first(entry: str) -> None:
+    names = DEFINITION.findall((EXTENSION / entry).read_text("utf-8"))
+    private = [name.startswith("_") for name in names]
+    assert private == sorted(private)
+
+
+def sources() -> list[Path]:
+    return [EXTENSION / entry for entry in load_build().manifest(EXTENSION)]
+
+
+def test_files_and_lines_are_short() -> None:
+    long = []
+    for path in sources():
+        lines = path.read_text("utf-8").splitlines()
+        name = path.relative_to(EXTENSION)
+        long += [f"{name}: {len(lines)} lines"] if len(lines) > 350 else []
+        long += [
+            f"{name}:{n}: {len(line)} wide" for n, line in enumerate(lines, 1) if len(line) > 110
+        ]
+    assert not long, "\n".join(long)
+
+
+# The line above a longer function that says why it is not split.
+REASON = "-- In one piece"
+
+
+def test_functions_are_short_or_say_why() -> None:
+    long = set()
+    for path in sources():
+        text = path.read_text("utf-8")
+        for found in DEFINITION.finditer(text):
+            quote = re.compile(r"\bas (\$\w*\$)").search(text, found.start())
+            assert quote is not None
+            size = text.count("\n", found.start(), text.index(quote[1], quote.end())) + 1
+            above = text[: found.start()].rstrip("\n").rpartition("\n")[2]
+            if (size > 80) != above.startswith(REASON):
+                long.add(f"{found[1]}: {size} lines below {above!r}")
+    assert not long
+
+
+def test_tests_have_the_rooms_of_what_they_test() -> None:
+    """A pgTAP file has the name of a file of functions; a spec adds what happens."""
+    topics = {entry.removesuffix(".sql") for entry in files()}
+    tests = ROOT / "tests" / "sql"
+    names = [path.relative_to(tests).as_posix() for path in tests.rglob("*.*")]
+    strangers = [name for name in names if re.sub(r"\..*", "", name) not in topics]
+    assert strangers == ["conventions.sql"]
+
+
+def test_how_it_works_names_every_table_and_file(conn: Connection) -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text("utf-8")
+    relations = conn.execute(
+        "select c.relname from pg_class c where c.relnamespace = 'queue'::regnamespace"
+        " and c.relkind in ('r', 'v')"
+    ).fetchall()
+    words = [row[0] for row in relations]
+    words += [entry.removesuffix(".sql").rpartition("/")[2] for entry in files()]
+    assert not [word for word in words if not re.search(rf"`([\w/]*/)?{word}`", text)]
+
+
+def test_how_it_works_names_no_strange_file() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text("utf-8")
+    known = {entry.removesuffix(".sql") for entry in files()}
+    found = re.findall(r"`((?:base|defer|recur|admit|work|operate|inspect)/\w+)(?:\.sql)?`", text)
+    assert set(found) <= known

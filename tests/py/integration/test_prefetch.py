@@ -1,0 +1,272 @@
+"""Claims ahead of need: what becomes of those that a worker holds and has not started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import App
+from pgdefer.worker import executor, prefetch
+
+from .conftest import Jobs, give_up, running, until, wait_for
+
+pytestmark = pytest.mark.client
+
+Connection = psycopg.Connection[Any]
+
+
+class Blocked:
+    """Quick jobs, then two that take both slots of a worker, then quick ones that have to wait."""
+
+    def __init__(self, app: App, *, is_async: bool = True) -> None:
+        self.ran: list[int] = []
+        self.release = asyncio.Event()
+
+        async def quick(n: int) -> None:
+            self.ran.append(n)
+            await asyncio.sleep(0)
+
+        def quick_in_thread(n: int) -> None:
+            self.ran.append(n)
+
+        async def block() -> None:
+            await self.release.wait()
+
+        task: Any = app.task(name="quick")
+        self.quick = task(quick if is_async else quick_in_thread)
+        self.block = app.task(name="block")(block)
+
+    def defer(self) -> None:
+        self.quick.defer_many([{"n": n} for n in range(300)])
+        self.block.defer_many([{}, {}])
+        self.quick.defer_many([{"n": n} for n in range(300, 320)])
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a worker claim ahead however long jobs run, and keep these claims for long."""
+    monkeypatch.setattr(executor, "WAIT", 3600.0)
+    monkeypatch.setattr(prefetch, "AHEAD", 3600.0)
+
+
+def shown(jobs: Jobs) -> dict[tuple[str, int], int]:
+    """Return how many of the last 20 jobs have which state and number of attempts."""
+    found: dict[tuple[str, int], int] = {}
+    for row in jobs()[-20:]:
+        key = row["state"], row["attempts"]
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.usefixtures("patience")
+async def test_a_stop_gives_them_back(app: App, jobs: Jobs, is_async: bool) -> None:
+    blocked = Blocked(app, is_async=is_async)
+    blocked.defer()
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: len(blocked.ran) == 300 and len(worker.executor.waiting) == 20)
+        assert shown(jobs) == {("running", 1): 20}
+        worker.stop()
+        await until(lambda: shown(jobs) == {("ready", 0): 20})
+        blocked.release.set()
+    assert (len(blocked.ran), worker.given_back) == (300, 0)
+    assert {row["error"] for row in jobs()} == {None}
+
+
+@pytest.mark.usefixtures("patience")
+async def test_a_pause_gives_them_back(app: App, jobs: Jobs, conn: Connection) -> None:
+    blocked = Blocked(app)
+    blocked.defer()
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: len(blocked.ran) == 300 and len(worker.executor.waiting) == 20)
+        conn.execute("select queue.pause('default')")
+        await until(lambda: shown(jobs) == {("ready", 0): 20})
+        blocked.release.set()
+        await until(lambda: "running" not in jobs.states().values())
+        assert len(blocked.ran) == 300
+        conn.execute("select queue.resume('default')")
+        await jobs.end()
+    assert sorted(blocked.ran) == list(range(320))
+
+
+async def test_none_waits_for_long_while_another_worker_is_idle(
+    app: App, jobs: Jobs, dsn: str
+) -> None:
+    blocked = Blocked(app)
+    blocked.defer()
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: len(blocked.ran) == 300)
+        await until(lambda: shown(jobs) == {("ready", 0): 20})
+        assert worker.executor.waiting == []
+        other = App(dsn)
+        helper = Blocked(other)
+        async with running(other, concurrency=2):
+            await until(lambda: len(helper.ran) == 20)
+        blocked.release.set()
+        await jobs.end()
+    assert sorted(blocked.ran + helper.ran) == list(range(320))
+
+
+async def test_none_where_jobs_are_slow(app: App, jobs: Jobs) -> None:
+    most = 0
+
+    @app.task
+    async def slow() -> None:
+        nonlocal most
+        most = max(most, len(worker.executor.waiting))
+        await asyncio.sleep(0.06)
+
+    slow.defer_many([{}] * 20)
+    async with running(app, concurrency=2) as worker:
+        await jobs.end()
+    assert most == 0
+
+
+async def test_none_without_prefetch(app: App, jobs: Jobs) -> None:
+    blocked = Blocked(app)
+    blocked.defer()
+    async with running(app, concurrency=2, prefetch=0) as worker:
+        await until(lambda: len(blocked.ran) == 300)
+        await until(lambda: len(worker.executor.running) == 2)
+        assert shown(jobs) == {("ready", 0): 20}
+        blocked.release.set()
+        await jobs.end()
+
+
+@pytest.mark.long
+async def test_no_job_with_a_limit_is_among_them(app: App, jobs: Jobs, dsn: str) -> None:
+    waited: set[str] = set()
+    most = now = 0
+
+    @app.task(concurrency_key="k", concurrency_limit=1)
+    async def limited() -> None:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.002)
+        now -= 1
+
+    @app.task
+    async def plain() -> None:
+        waited.update(claim.job.task for claim in worker.executor.waiting)
+        await asyncio.sleep(0)
+
+    for _ in range(20):
+        plain.defer_many([{}] * 30)
+        limited.defer_many([{}] * 2)
+    async with running(app, concurrency=2) as worker:
+        await jobs.end()
+    assert (most, waited - {plain.name}) == (1, set())
+    assert set(jobs.states().values()) == {"succeeded"}
+
+
+async def test_no_more_than_max_jobs(app: App, jobs: Jobs) -> None:
+    blocked = Blocked(app)
+    blocked.quick.defer_many([{"n": n} for n in range(320)])
+    async with running(app, concurrency=2, max_jobs=250) as worker:
+        await until(lambda: worker.id is None and len(blocked.ran) >= 250)
+    assert sorted(blocked.ran) == list(range(250))
+    assert list(jobs.states().values()).count("ready") == 70
+
+
+# Sudden ends
+
+PROGRAM = """
+import json, os, sys, time
+from pgdefer import App, current_job
+from pgdefer.worker import executor, prefetch
+executor.WAIT = prefetch.AHEAD = 3600.0
+app = App({dsn!r})
+
+@app.task(name="quick")
+async def quick() -> None:
+    with open({ran!r}, "a") as file:
+        file.write(f"{{current_job().id}}\\n")
+
+@app.task(name="block")
+def block() -> None:
+    os.write(1, b"started\\n")
+    while not os.path.exists({release!r}):
+        time.sleep(0.005)
+
+if __name__ == "__main__":
+    app.run_worker(**json.loads(sys.argv[1]))
+"""
+
+
+class Program:
+    """Workers in processes, which hold claims ahead once both jobs of `block` have started."""
+
+    def __init__(self, dsn: str, folder: Path) -> None:
+        self.ran, self.release = folder / "ran", folder / "release"
+        self._path = folder / "program.py"
+        self._path.write_text(PROGRAM.format(dsn=dsn, ran=str(self.ran), release=str(self.release)))
+        self.started: list[subprocess.Popen[str]] = []
+        self.app = App(dsn)
+        for task, n in (("quick", 300), ("block", 2), ("quick", 20)):
+            for _ in range(n):
+                self.app.defer(task)
+
+    def start(self, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, str(self._path), json.dumps(options)]
+        self.started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return self.started[-1]
+
+    def start_blocked(self, jobs: Jobs, **options: Any) -> subprocess.Popen[str]:
+        process = self.start(concurrency=2, **options)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+        wait_for(lambda: shown(jobs) == {("running", 1): 20})
+        return process
+
+    def runs(self) -> list[int]:
+        return sorted(map(int, self.ran.read_text().split()))
+
+
+@pytest.fixture
+def program(dsn: str, tmp_path: Path) -> Iterator[Program]:
+    found = Program(dsn, tmp_path)
+    yield found
+    for process in found.started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_worker_that_is_killed(program: Program, jobs: Jobs, conn: Connection) -> None:
+    program.start_blocked(jobs).kill()
+    give_up(conn)
+    # Nobody knows which of them it had started: each may have killed it, and runs alone.
+    assert shown(jobs) == {("ready", 1): 20}
+    program.release.touch()
+    assert program.start(drain=True).wait(300) == 0
+    assert set(jobs.states().values()) == {"succeeded"}
+    assert shown(jobs) == {("succeeded", 2): 20}
+    assert {row["crashes"] for row in jobs()[-20:]} == {1}
+    assert set(program.runs()) == {row["id"] for row in jobs() if row["task"] == "quick"}
+
+
+def test_a_worker_that_freezes(program: Program, jobs: Jobs, conn: Connection) -> None:
+    options = {"heartbeat_every": 0.3, "dead_after": 1.5}
+    frozen = program.start_blocked(jobs, **options)
+    frozen.send_signal(signal.SIGSTOP)
+    # Not by force: a worker that was silent for less than `dead_after` need not doubt its claims.
+    wait_for(lambda: conn.execute("select from queue.reap() r where r.reaped > 0").fetchall())
+    program.release.touch()
+    assert program.start(drain=True).wait(300) == 0
+    assert set(jobs.states().values()) == {"succeeded"}
+    ended = program.runs()
+    frozen.send_signal(signal.SIGCONT)
+    wait_for(lambda: conn.execute("select count(*) from queue.workers where is_alive").fetchone())
+    frozen.send_signal(signal.SIGTERM)
+    assert frozen.wait(300) == 0
+    # It has started none of those that it held: others have run them.
+    assert program.runs() == ended == sorted(set(ended))

@@ -1,0 +1,98 @@
+"""`pgdefer worker --reload`: a worker that runs anew when its code changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import App
+from pgdefer.cli import Exit
+
+from .conftest import Jobs, wait_for
+
+pytestmark = pytest.mark.client
+
+MODULE = """
+from pgdefer import App
+
+app = App({dsn!r})
+VERSION = 1
+
+@app.task(name="version")
+def version() -> int:
+    return VERSION
+"""
+ALIVE = "select max(id) from queue.workers where is_alive"
+
+
+@pytest.fixture
+def module(tmp_path: Path, dsn: str) -> Path:
+    path = tmp_path / "mod.py"
+    path.write_text(MODULE.format(dsn=dsn))
+    return path
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "pgdefer", "worker", "-A", "mod", "--reload", *options]
+
+
+@pytest.fixture
+def reloading(module: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(command(), cwd=module.parent, start_new_session=True)
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_change_of_the_code_starts_the_worker_anew(
+    app: App,
+    conn: psycopg.Connection[Any],
+    jobs: Jobs,
+    module: Path,
+    reloading: subprocess.Popen[bytes],
+) -> None:
+    def alive() -> int:
+        row = conn.execute(ALIVE).fetchone()
+        return (row and row[0]) or 0
+
+    def change(old: str, new: str) -> None:
+        module.write_text(module.read_text().replace(old, new))
+
+    def run() -> Any:
+        id = app.defer("version").id
+        wait_for(lambda: jobs.states()[id] == "succeeded")
+        return next(row["result"] for row in jobs() if row["id"] == id)
+
+    first = wait_for(alive)
+    assert run() == 1
+    change("VERSION = 1", "VERSION = 2")
+    second: int = wait_for(lambda: (found := alive()) > first and found)
+    assert run() == 2
+    change("VERSION = 2", "VERSION = ")  # its import fails, so the worker ends
+    wait_for(lambda: not alive())
+    change("VERSION = ", "VERSION = 3")
+    wait_for(lambda: alive() > second)
+    assert run() == 3
+    reloading.send_signal(signal.SIGTERM)
+    assert reloading.wait(300) == 0
+    wait_for(lambda: not alive())
+
+
+@pytest.mark.parametrize(
+    "option", [["--processes", "2"], ["--drain"], ["--max-jobs", "3"]], ids=lambda option: option[0]
+)
+def test_what_it_does_not_go_with(module: Path, option: list[str]) -> None:
+    done = subprocess.run(
+        command(*option), cwd=module.parent, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == Exit.USAGE
+    assert "--reload goes without" in done.stderr

@@ -1,0 +1,294 @@
+"""Reports about jobs to the application: log records, hooks, middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import importlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pgdefer import App, Deferral, JobContext, JobEvent, Retry, RetryLater, Worker, current_job
+
+from .conftest import Jobs, running, until
+
+pytestmark = pytest.mark.client
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, str, int, str]]:
+    return [
+        (record.levelname, record.task, record.outcome, record.attempt, record.state)  # type: ignore[attr-defined]
+        for record in caplog.records
+        if record.name == "pgdefer.job"
+    ]
+
+
+BREAKING = """
+from pgdefer import App
+
+app = App({dsn!r})
+
+
+@app.task(name="bad_process", run_in="process", queue="q")
+def bad_process():
+    raise ValueError("no")
+"""
+
+
+async def test_records_have_fields(
+    app: App,
+    jobs: Jobs,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    @app.task(name="good", queue="q")
+    async def good() -> int:
+        return 1
+
+    @app.task(name="bad", retry=2, queue="q")
+    def bad() -> None:
+        raise ValueError("no")
+
+    (tmp_path / "breaking.py").write_text(BREAKING.format(dsn=app.source.conninfo()))
+    monkeypatch.syspath_prepend(tmp_path)
+    in_process = app.add(importlib.import_module("breaking").bad_process)
+    async with running(app):
+        ids = [(await task.defer_async()).id for task in (good, bad, in_process)]
+        await jobs.end()
+        await until(lambda: len(told(caplog)) == 4)
+    assert sorted(told(caplog)) == [
+        ("ERROR", "bad", "failed", 2, "failed"),
+        ("ERROR", "bad_process", "failed", 1, "failed"),
+        ("INFO", "good", "succeeded", 1, "succeeded"),
+        ("WARNING", "bad", "failed", 1, "ready"),
+    ]
+    for record in (record for record in caplog.records if record.name == "pgdefer.job"):
+        shown: Any = record
+        assert shown.id in ids
+        assert shown.queue == "q"
+        assert shown.duration >= 0
+        if record.levelno >= logging.WARNING:
+            assert "ValueError: no" in record.getMessage()
+            assert "Traceback" in str(record.exc_text)
+
+
+async def test_hooks(app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[Any] = []
+
+    @app.on("exhausted")
+    async def on_exhausted(event: JobEvent) -> None:
+        heard.append(("exhausted", event.job.task, event.outcome, event.error, event.exception))
+
+    @app.on("retry")
+    def on_retry(event: JobEvent) -> None:
+        heard.append(("retry", event.job.task, event.state))
+
+    @app.on("worker_start")
+    async def on_start(worker: Worker) -> None:
+        heard.append(("start", worker.name))
+
+    @app.on("worker_stop")
+    def on_stop(worker: Worker) -> None:
+        heard.append(("stop", worker.finished))
+
+    @app.on("exhausted")
+    def broken(event: JobEvent) -> None:
+        raise OSError("broken hook")
+
+    error = ValueError("no")
+
+    @app.task(name="bad", retry=2)
+    async def bad() -> None:
+        raise error
+
+    async with running(app, name="w"):
+        await bad.defer_async()
+        await jobs.end()
+    assert heard[0] == ("start", "w")
+    assert ("retry", "bad", "ready") in heard
+    assert ("exhausted", "bad", "failed", "ValueError: no", error) in heard
+    assert ("stop", 2) in heard
+    assert "broken hook" in caplog.text
+
+
+@contextlib.asynccontextmanager
+async def doubling(job: JobContext) -> AsyncIterator[None]:
+    await asyncio.sleep(0)
+    yield
+    seen.append(("async", job.task, job.result))
+
+
+@contextlib.contextmanager
+def noting(job: JobContext) -> Iterator[None]:
+    yield
+    seen.append(("sync", job.task, job.result))
+
+
+seen: list[Any] = []
+
+
+async def test_middleware_of_both_kinds_sees_results(dsn: str, jobs: Jobs) -> None:
+    seen.clear()
+    app = App(dsn, middleware=[noting])
+
+    @app.task(name="coroutine", middleware=[doubling])
+    async def coroutine() -> int:
+        return 1
+
+    @app.task(name="function", middleware=[noting])
+    def function() -> int:
+        return 2
+
+    @app.task(name="paid", transactional=True)
+    def paid(connection: Any) -> int:
+        return 3
+
+    async with running(app):
+        for task in (coroutine, function, paid):
+            await task.defer_async()
+        await jobs.end()
+    assert sorted(seen) == [
+        ("async", "coroutine", 1),
+        ("sync", "coroutine", 1),
+        ("sync", "function", 2),
+        ("sync", "function", 2),
+        ("sync", "paid", 3),
+    ]
+
+
+async def test_middleware_around_deferring(dsn: str) -> None:
+    lines: list[Any] = []
+
+    @contextlib.contextmanager
+    def around(deferral: Deferral) -> Iterator[None]:
+        lines.append([call.task for call in deferral.calls])
+        yield
+        lines.append([job.id for job in deferral.jobs])
+
+    app = App(dsn, defer_middleware=[around])
+
+    @app.task(name="t")
+    def task() -> None: ...
+
+    task.defer()
+    await task.defer_async()
+    task.defer_many([{}, {}])
+    app.chain([task.prepare()])
+    app.group([task.prepare()]).then(task.prepare())
+    app.defer("u")
+    assert [lines[at] for at in (0, 2, 4, 6, 8, 10)] == [
+        ["t"],
+        ["t"],
+        ["t"] * 2,
+        ["t"],
+        ["t"] * 2,
+        ["u"],
+    ]
+    assert [lines[at] for at in (1, 3, 5, 7, 9, 11)] == [[1], [2], [3, 4], [5], [6, 7], [8]]
+    await app.close_async()
+
+
+async def test_the_last_attempt(app: App, jobs: Jobs) -> None:
+    asked: list[Any] = []
+
+    @app.task(name="coroutine", retry=Retry(2))
+    async def coroutine() -> None:
+        job = current_job()
+        asked.append((await job.max_attempts_async(), await job.is_last_attempt_async()))
+        raise ValueError
+
+    @app.task(name="function")
+    def function() -> None:
+        asked.append((current_job().max_attempts(), current_job().is_last_attempt()))
+
+    async with running(app):
+        await coroutine.defer_async()
+        await jobs.end()
+        await function.defer_async()
+        await jobs.end()
+    assert asked == [(2, False), (2, True), (1, True)]
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+async def test_a_cancelled_worker_lets_jobs_end(app: App, jobs: Jobs, has_time: bool) -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @app.task(name="t")
+    async def task() -> str:
+        begun.set()
+        await may_end.wait()
+        return "done"
+
+    job = await task.defer_async()
+    options: Any = {"shutdown_timeout": 300} if has_time else {}
+    worker = asyncio.create_task(app.run_worker_async(**options))
+    await begun.wait()
+    worker.cancel()
+    if has_time:
+        await asyncio.sleep(0)
+        assert not worker.done()
+        may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await worker
+    assert await job.state_async() == ("succeeded" if has_time else "ready")
+    await app.close_async()
+
+
+def test_what_does_not_fit_is_refused_at_once() -> None:
+    async def coroutine(job: JobContext) -> None: ...
+
+    def generator(job: JobContext) -> Iterator[None]:
+        yield
+
+    async def async_generator(job: JobContext) -> AsyncIterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def too_many(job: JobContext, more: int) -> Iterator[None]:
+        yield
+
+    for wrong, message in (
+        (coroutine, "is a coroutine: write it with `yield`"),
+        (generator, "decorate .*generator.* with contextlib.contextmanager$"),
+        (async_generator, "decorate .* with contextlib.asynccontextmanager$"),
+        (too_many, "is called with a JobContext: missing a required argument: 'more'"),
+        (5, "must be functions of a JobContext, not 5"),
+    ):
+        given: Any = wrong
+        with pytest.raises(TypeError, match=message):
+            App("dbname=nowhere", middleware=[given])
+        app = App("dbname=nowhere")
+        with pytest.raises(TypeError, match=message):
+            app.task(name="t", middleware=[given])(lambda: None)
+    app = App("dbname=nowhere", middleware=[doubling])
+    with pytest.raises(TypeError, match=r"task 't' is not a coroutine, but its middleware .*doub"):
+        app.task(name="t")(lambda: None)
+    wrong_event: Any = "exhaused"
+    with pytest.raises(ValueError, match="there is no event 'exhaused': events are exhausted,"):
+        app.on(wrong_event)(print)
+    with pytest.raises(TypeError, match="is called with a JobEvent: missing a required"):
+        app.on("retry")(lambda a, b: None)  # type: ignore[misc,arg-type]
+
+
+async def test_a_yield_is_not_told_as_a_success(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    @app.task(name="t")
+    async def task() -> None:
+        if current_job().attempt == 1:
+            raise RetryLater(at=dt.datetime.now(dt.UTC))
+
+    async with running(app):
+        await task.defer_async()
+        await jobs.end()
+    assert told(caplog) == [("INFO", "t", "succeeded", 2, "succeeded")]

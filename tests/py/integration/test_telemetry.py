@@ -1,0 +1,185 @@
+"""OpenTelemetry, Prometheus, Sentry and probes, each read by its own package."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.error
+import urllib.request
+from typing import Any
+
+import prometheus_client
+import pytest
+import sentry_sdk
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from pgdefer import App, Worker
+from pgdefer.contrib import otel, prometheus, sentry
+
+from .conftest import Jobs, running, until
+
+pytestmark = pytest.mark.client
+
+
+async def test_spans_and_metrics(app: App, jobs: Jobs) -> None:
+    exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+    tracers, meters = TracerProvider(), MeterProvider([reader])
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    otel.instrument(app, tracer_provider=tracers, meter_provider=meters)
+    tracer = tracers.get_tracer("test")
+
+    @app.task(name="child", queue="q")
+    def child() -> None: ...
+
+    @app.task(name="flaky", retry=2)
+    async def flaky() -> None:
+        if not exporter.get_finished_spans() or all(
+            span.name != "process flaky" for span in exporter.get_finished_spans()
+        ):
+            raise ValueError("no")
+        await child.defer_async()
+
+    with tracer.start_as_current_span("request") as request:
+        job = await flaky.defer_async()
+    async with running(app):
+        await jobs.end(job.id)
+        await jobs.end()
+    spans = exporter.get_finished_spans()
+    by_name: dict[str, list[Any]] = {}
+    for span in spans:
+        by_name.setdefault(span.name, []).append(span)
+    (created,) = by_name["create flaky"]
+    first, second = sorted(by_name["process flaky"], key=lambda span: span.start_time)
+    (child_run,) = by_name["process child"]
+    trace_id = request.get_span_context().trace_id
+    assert created.context.trace_id == first.context.trace_id == trace_id
+    assert first.parent.span_id == created.context.span_id
+    assert second.parent is None
+    assert second.links[0].context.span_id == created.context.span_id
+    assert child_run.context.trace_id == second.context.trace_id
+    assert first.status.status_code.name == "ERROR"
+    assert second.attributes["messaging.message.id"] == str(job.id)
+    assert second.attributes["pgdefer.attempt"] == 2
+    assert child_run.attributes["messaging.destination.name"] == "q"
+    (sent,) = by_name["defer flaky"]
+    assert sent.attributes["messaging.message.id"] == str(job.id)
+    data: Any = reader.get_metrics_data()
+    names = {
+        metric.name: metric.data.data_points
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+    assert sum(point.value for point in names["messaging.client.sent.messages"]) == 2
+    assert sum(point.value for point in names["messaging.client.consumed.messages"]) == 3
+    errors = [point.attributes.get("error.type") for point in names["messaging.process.duration"]]
+    assert sorted(map(str, errors)) == ["None", "None", "ValueError"]
+    tracers.shutdown()
+    meters.shutdown()
+
+
+async def get(worker: Worker, path: str) -> tuple[int, str]:
+    assert worker.probes is not None
+    url = f"http://127.0.0.1:{worker.probes.port}{path}"
+
+    def fetch() -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    return await asyncio.to_thread(fetch)
+
+
+async def test_probes_and_prometheus(app: App, jobs: Jobs) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    prometheus.instrument(app, registry=registry, queues=True)
+
+    @app.task(name="good")
+    async def good() -> None: ...
+
+    @app.task(name="bad", retry=2)
+    def bad() -> None:
+        raise ValueError
+
+    async with running(app, ["default"], http="127.0.0.1:0") as worker:
+        await until(lambda: worker.id)
+        assert await get(worker, "/readyz") == (200, "ok\n")
+        assert await get(worker, "/healthz") == (200, "ok\n")
+        assert (await get(worker, "/else"))[0] == 404
+        await good.defer_async()
+        await bad.defer_async()
+        app.defer("waits", queue="other")
+        await jobs.end(1, 2)
+        wanted = 'pgdefer_failures_total{queue="default",state="failed",task="bad"} 1.0'
+
+        async def shown() -> str:
+            status, text = await get(worker, "/metrics")
+            assert status == 200
+            return text
+
+        while wanted not in await shown():
+            pass  # the hook that counts is called after the answer
+        text = await shown()
+        assert 'pgdefer_jobs{queue="other",state="ready",task="waits"} 1.0' in text
+        head = "pgdefer_run_seconds_count"
+        assert f'{head}{{outcome="succeeded",queue="default",task="good"}} 1.0' in text
+        assert f'{head}{{outcome="failed",queue="default",task="bad"}} 2.0' in text
+        worker.state.is_stopping = True
+        assert (await get(worker, "/readyz"))[0] == 503
+        worker.state.is_stopping = False
+    with pytest.raises(
+        ValueError, match=r"http must be HOST:PORT, such as 127.0.0.1:9000, not '9'"
+    ):
+        Worker(app, http="9")
+
+
+async def test_without_metrics(app: App) -> None:
+    async with running(app, http="127.0.0.1:0") as worker:
+        await until(lambda: worker.id)
+        assert (await get(worker, "/metrics"))[0] == 404
+
+
+async def test_sentry(app: App, jobs: Jobs) -> None:
+    events: list[Any] = []
+
+    def note(event: Any, _: Any) -> None:
+        events.append(event)
+
+    sentry_sdk.init(
+        "http://key@127.0.0.1:1/1", before_send=note, default_integrations=False, shutdown_timeout=0
+    )
+    try:
+        sentry.instrument(app)
+
+        @app.task(name="bad", retry=2)
+        async def bad() -> None:
+            raise ValueError("no")
+
+        @app.task(name="says", queue="q")
+        def says() -> None:
+            sentry_sdk.capture_message("hello")
+
+        async with running(app):
+            job = await bad.defer_async()
+            await says.defer_async()
+            await jobs.end()
+            await until(lambda: len(events) == 2)
+        by_task = {event["tags"]["pgdefer.task"]: event for event in events}
+        assert by_task["bad"]["contexts"]["pgdefer"] == {
+            "id": job.id,
+            "task": "bad",
+            "queue": "default",
+            "attempt": 2,
+        }
+        assert by_task["bad"]["exception"]["values"][0]["type"] == "ValueError"
+        assert by_task["says"]["tags"]["pgdefer.queue"] == "q"
+        assert by_task["says"]["message"] == "hello"
+    finally:
+        sentry_sdk.get_client().close(timeout=0)
+        sentry_sdk.get_global_scope().set_client(None)

@@ -1,0 +1,349 @@
+"""pgdefer.testing, from the side of a user's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import orm
+from sqlalchemy.ext import asyncio as sa_async
+
+from pgdefer import AlreadyQueued, App, Retry, RetryLater, current_job
+from pgdefer.testing import CommittedTestQueue, TestQueue, fake_job
+from support import url_of
+
+pytestmark = pytest.mark.client
+
+
+class Shop:
+    """An application whose tasks record their calls."""
+
+    def __init__(self, dsn: str) -> None:
+        self.app = app = App(dsn, name="shop")
+        self.notes: list[Any] = []
+
+        @app.task(name="greet")
+        def greet(name: str, polite: bool = False) -> str:
+            self.notes.append((name, polite))
+            return f"hello {name}"
+
+        @app.task(name="greet_async")
+        async def greet_async(name: str) -> str:
+            await asyncio.sleep(0)
+            job = await greet.defer_async(f"{name}'s child")
+            self.notes.append(name)
+            return f"{name} has deferred {job.id}"
+
+        @app.task(name="flaky", retry=Retry(3, base=dt.timedelta(minutes=5)))
+        def flaky(fails: int) -> int:
+            if current_job().attempt <= fails:
+                raise OSError("not yet")
+            return current_job().attempt
+
+        @app.task(name="pay", transactional=True)
+        def pay(connection: psycopg.Connection[Any], amount: int) -> str:
+            connection.execute("insert into payment values (%s)", (amount,))
+            if amount < 0:
+                raise ValueError(amount)
+            return "paid"
+
+        @app.task(name="pay_async", transactional=True)
+        async def pay_async(connection: psycopg.AsyncConnection[Any], amount: int) -> str:
+            async with connection.transaction(), connection.cursor() as cursor:
+                await cursor.execute("insert into payment values (%s) returning 1", (amount,))
+                assert await cursor.fetchone() == (1,)
+            await greet.defer_with_async(connection, "payer")
+            return "paid"
+
+        @app.recurring("0 3 * * *", timezone="Europe/Paris", args={"name": "night"})
+        @app.task(name="nightly")
+        def nightly(name: str, scheduled_for: dt.datetime) -> None:
+            self.notes.append((name, scheduled_for.astimezone(dt.UTC)))
+
+        self.greet, self.greet_async, self.flaky = greet, greet_async, flaky
+        self.pay, self.pay_async, self.nightly = pay, pay_async, nightly
+
+
+@pytest.fixture
+def shop(dsn: str) -> Iterator[Shop]:
+    shop = Shop(dsn)
+    yield shop
+    shop.app.close()
+
+
+@pytest.fixture
+def connection(dsn: str) -> Iterator[psycopg.Connection[Any]]:
+    with psycopg.connect(dsn) as connection:
+        connection.execute("create table payment (amount integer)")
+        yield connection
+        connection.rollback()
+
+
+@pytest.fixture
+def queue(shop: Shop, connection: psycopg.Connection[Any]) -> Iterator[TestQueue]:
+    with TestQueue(shop.app, connection) as queue:
+        yield queue
+
+
+def jobs_left(dsn: str) -> int:
+    with psycopg.connect(dsn) as connection:
+        row = connection.execute("select count(*) from queue.jobs").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_what_was_deferred(shop: Shop, queue: TestQueue) -> None:
+    queue.assert_not_deferred()
+    shop.greet.defer("Ann", polite=True)
+    shop.greet.configure(queue="mail", priority=3).defer("Bob")
+    shop.app.defer("unknown", {"when": dt.date(2030, 1, 1)})
+    assert [job.task for job in queue.deferred()] == ["greet", "greet", "unknown"]
+    job = queue.assert_deferred(shop.greet, "Bob")
+    assert (job.queue, job.priority, job.state) == ("mail", 3, "ready")
+    assert queue.assert_deferred("unknown").args == {"when": dt.date(2030, 1, 1)}
+    assert len(queue.deferred(shop.greet, polite=True)) == 1
+    queue.assert_not_deferred(shop.flaky)
+    queue.assert_not_deferred(shop.greet, "Cid")
+    with pytest.raises(AssertionError, match=r"greet\(name='Cid'\) was not deferred, but\n  1: "):
+        queue.assert_deferred(shop.greet, "Cid")
+    with pytest.raises(AssertionError, match=r"deferred:\n  1: greet\(name='Ann'"):
+        queue.assert_not_deferred(shop.greet)
+
+
+def test_run_and_result(shop: Shop, queue: TestQueue) -> None:
+    job = shop.greet.defer("Ann")
+    later = shop.greet.configure(delay=dt.timedelta(hours=1)).defer("later")
+    with pytest.raises(TimeoutError, match=r"job 1 is ready: no worker runs in a test, call run"):
+        job.result()
+    (ran,) = queue.run()
+    assert (ran.task, ran.attempt, ran.state, ran.result) == ("greet", 1, "succeeded", "hello Ann")
+    assert job.result() == "hello Ann"
+    assert later.state() == "scheduled"
+    assert shop.notes == [("Ann", False)]
+
+
+def test_coroutines_in_a_synchronous_test(shop: Shop, queue: TestQueue) -> None:
+    job = shop.greet_async.defer("Ann")
+    assert [one.task for one in queue.run()] == ["greet_async", "greet"]
+    assert job.result() == "Ann has deferred 2"
+    (child,) = queue.deferred(shop.greet)
+    assert child.parent == job.id
+
+
+async def test_an_asynchronous_test(shop: Shop, queue: TestQueue) -> None:
+    job = await shop.greet_async.defer_async("Ann")
+    assert [one.task for one in await queue.run_async()] == ["greet_async", "greet"]
+    assert await job.result_async() == "Ann has deferred 2"
+
+
+def test_retries_and_the_passing_of_time(shop: Shop, queue: TestQueue) -> None:
+    job = shop.flaky.defer(2)
+    states = [one.state for one in queue.run()]
+    assert states == ["scheduled"]
+    assert not queue.run()
+    assert queue.travel(minutes=4) == []
+    assert [one.id for one in queue.travel(minutes=1)] == [job.id]
+    (ran,) = queue.run()
+    assert isinstance(ran.error, OSError)
+    queue.travel(minutes=10)
+    assert [one.state for one in queue.run()] == ["succeeded"]
+    assert job.result() == 3
+
+
+def test_the_error_of_a_final_failure_is_raised(shop: Shop, queue: TestQueue) -> None:
+    shop.flaky.configure(retry=Retry(1)).defer(5)
+    with pytest.raises(OSError, match="not yet"):
+        queue.run()
+    shop.flaky.configure(retry=Retry(1)).defer(5)
+    (ran,) = queue.run(raise_errors=False)
+    assert (ran.state, str(ran.error)) == ("failed", "not yet")
+
+
+def test_one_that_defers_itself_for_ever(shop: Shop, queue: TestQueue) -> None:
+    @shop.app.task(name="endless")
+    def endless() -> None:
+        endless.defer()
+
+    endless.defer()
+    with pytest.raises(AssertionError, match=r"5 jobs have run, .* does endless defer itself"):
+        queue.run(max_jobs=5)
+
+
+def test_schedules_run_only_when_asked(shop: Shop, queue: TestQueue) -> None:
+    assert queue.travel(days=1) == []
+    due = queue.travel(days=2, schedules=True)
+    assert [job.task for job in due] == ["nightly", "nightly"]
+    queue.run()
+    (first, second) = shop.notes
+    assert first[0] == "night"
+    assert second[1] - first[1] in (dt.timedelta(hours=h) for h in (23, 24, 25))
+
+
+def test_transactional_tasks(
+    shop: Shop, queue: TestQueue, connection: psycopg.Connection[Any]
+) -> None:
+    shop.pay.defer(5)
+    shop.pay_async.defer(6)
+    assert [one.state for one in queue.run()] == ["succeeded"] * 3
+    shop.pay.defer(-1)
+    with pytest.raises(ValueError, match="-1"):
+        queue.run()
+    assert connection.execute("select * from payment order by 1").fetchall() == [(5,), (6,)]
+
+
+def test_immediate_mode(shop: Shop, queue: TestQueue) -> None:
+    with queue.immediate():
+        assert shop.greet_async.defer("Ann").result() == "Ann has deferred 2"
+    assert shop.notes == ["Ann", ("Ann's child", False)]
+    shop.greet.defer("Bob")
+    assert len(shop.notes) == 2
+
+
+async def test_immediate_mode_of_coroutines(shop: Shop, queue: TestQueue) -> None:
+    with queue.immediate():
+        await shop.greet_async.defer_async("Ann")
+        shop.greet_async.defer("Bob")
+    assert [note for note in shop.notes if isinstance(note, str)] == ["Ann", "Bob"]
+
+
+def test_a_refused_call_leaves_the_transaction(shop: Shop, queue: TestQueue) -> None:
+    once = shop.greet.configure(queueing_lock="once")
+    once.defer("Ann")
+    with pytest.raises(AlreadyQueued):
+        once.defer("Bob")
+    assert len(queue.deferred()) == 1
+
+
+def test_an_error_of_the_database_in_a_handler(
+    shop: Shop, queue: TestQueue, connection: psycopg.Connection[Any]
+) -> None:
+    @shop.app.task(name="wrong")
+    def wrong() -> None:
+        connection.execute("select 1/0")
+
+    wrong.defer()
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        queue.run()
+    assert queue.deferred()[0].state == "failed"
+
+
+def test_nothing_is_left(shop: Shop, dsn: str) -> None:
+    with psycopg.connect(dsn) as connection:
+        with TestQueue(shop.app, connection) as queue:
+            shop.greet.defer("Ann")
+            queue.run()
+        connection.rollback()
+    assert jobs_left(dsn) == 0
+    shop.greet.defer("real")
+    assert jobs_left(dsn) == 1
+
+
+def test_a_connection_that_would_commit_is_refused(shop: Shop, dsn: str) -> None:
+    with (
+        psycopg.connect(dsn, autocommit=True) as connection,
+        pytest.raises(ValueError, match="in no transaction, so that nothing could be rolled back"),
+        TestQueue(shop.app, connection),
+    ):
+        pass
+    assert shop.app.client.stand_in is None
+
+
+def test_a_session_of_sqlalchemy(shop: Shop, dsn: str) -> None:
+    engine = sa.create_engine(url_of(dsn))
+    with engine.connect() as connection, connection.begin() as outer:
+        maker = orm.sessionmaker(connection, join_transaction_mode="create_savepoint")
+
+        @shop.app.task(name="save", transactional=maker)
+        def save(session: orm.Session, text: str) -> str:
+            shop.greet.defer_with(session, text)
+            return text
+
+        with TestQueue(shop.app, connection) as queue:
+            with maker() as session:
+                save.defer_with(session, "saved")
+                session.commit()
+            assert [one.task for one in queue.run()] == ["save", "greet"]
+        outer.rollback()
+    engine.dispose()
+    assert jobs_left(dsn) == 0
+
+
+@pytest.fixture
+async def async_connection(dsn: str) -> AsyncIterator[sa_async.AsyncConnection]:
+    url = sa.make_url(url_of(dsn)).set(drivername="postgresql+asyncpg")
+    engine = sa_async.create_async_engine(url)
+    async with engine.connect() as connection, connection.begin() as outer:
+        yield connection
+        await outer.rollback()
+    await engine.dispose()
+
+
+async def test_an_asynchronous_connection(
+    shop: Shop, async_connection: sa_async.AsyncConnection
+) -> None:
+    async with TestQueue(shop.app, async_connection) as queue:
+        job = await shop.greet_async.defer_async("Ann")
+        with pytest.raises(RuntimeError, match="await the method named"):
+            queue.deferred()
+        assert [one.task for one in await queue.run_async()] == ["greet_async", "greet"]
+        assert (await queue.assert_deferred_async(shop.greet_async, "Ann")).state == "succeeded"
+        assert await job.result_async() == "Ann has deferred 2"
+        await queue.assert_not_deferred_async(shop.flaky)
+
+
+def test_a_handler_that_is_called_directly(shop: Shop) -> None:
+    with fake_job(attempt=2, headers={"trace": "x"}) as job:
+        assert shop.flaky(1) == 2
+        assert current_job().headers == {"trace": "x"}
+        assert not current_job().should_abort()
+        job.abort()
+        assert current_job().should_abort()
+        assert current_job().extend(dt.timedelta(5)) > dt.datetime.now(dt.UTC)
+        assert job.leases == [dt.timedelta(5)]
+    with pytest.raises(LookupError):
+        current_job()
+    moment = dt.datetime(2030, 1, 1, 3, tzinfo=dt.UTC)
+    with fake_job(scheduled_for=moment):
+        assert current_job().scheduled_for == moment
+
+
+def test_a_handler_that_yields(shop: Shop, queue: TestQueue) -> None:
+    @shop.app.task(name="patient")
+    def patient() -> str:
+        if current_job().attempt == 1:
+            raise RetryLater(at=dt.datetime.now(dt.UTC) + dt.timedelta(hours=1))
+        return "done"
+
+    job = patient.defer()
+    assert [one.state for one in queue.run()] == ["scheduled"]
+    queue.travel(hours=2)
+    queue.run()
+    assert job.result() == "done"
+
+
+def test_a_real_worker(shop: Shop, dsn: str) -> None:
+    with CommittedTestQueue(shop.app) as queue:
+        shop.greet_async.defer("Ann")
+        assert [job.state for job in queue.run()] == ["succeeded", "succeeded"]
+        shop.flaky.configure(retry=Retry(1)).defer(1)
+        with pytest.raises(Exception, match=r"job 3 failed"):
+            queue.run()
+        shop.flaky.defer(1)
+        queue.run(raise_errors=False)
+        queue.travel(minutes=5)
+        assert queue.run(raise_errors=False)[-1].state == "succeeded"
+    assert jobs_left(dsn) == 0
+    with psycopg.connect(dsn) as connection:
+        assert not connection.execute("select * from queue.schedules").fetchall()
+
+
+async def test_a_real_worker_in_this_loop(shop: Shop, dsn: str) -> None:
+    async with CommittedTestQueue(shop.app) as queue:
+        await shop.greet_async.defer_async("Ann")
+        assert [job.state for job in await queue.run_async()] == ["succeeded", "succeeded"]
+    assert jobs_left(dsn) == 0

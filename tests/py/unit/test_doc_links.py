@@ -1,0 +1,86 @@
+"""The documentation's links lead somewhere, its index lists every page, its figures agree."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from support import ROOT
+
+DOCS = ROOT / "docs"
+# reference.head.md is the beginning of reference.md.
+PAGES = sorted(set(DOCS.rglob("*.md")) - {DOCS / "reference.head.md"})
+OTHERS = [
+    ROOT / "examples" / "django_shop" / "README.md",
+    ROOT / "tests" / "protocol" / "README.md",
+]
+LINK = re.compile(r"\]\(([^()\s]*)\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
+
+
+def prose(path: Path) -> str:
+    """Return a page without code, in which brackets are no links."""
+    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """Return the names that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+def links(path: Path) -> list[str]:
+    found = [inline or defined for inline, defined in LINK.findall(prose(path))]
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(ROOT.glob("*.md")), *PAGES, *OTHERS],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_links_lead_somewhere(path: Path) -> None:
+    broken = []
+    for link in links(path):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+    used = set(re.findall(r"\]\[([^\]]+)\]", prose(path)))
+    assert used == set(re.findall(r"^\[([^\]]+)\]:", prose(path), re.MULTILINE))
+
+
+def test_links_are_seen() -> None:
+    assert sum(len(links(path)) for path in PAGES) > 150
+    assert {"the-embedded-server", "roles"} <= anchors(DOCS / "installing.md")
+
+
+def test_the_index_lists_every_page_once() -> None:
+    text, _, questions = (DOCS / "README.md").read_text("utf-8").partition("## Twenty questions")
+    listed = Counter(name for name in re.findall(r"\]\(([^)#]+)\)", text) if name[0] != ".")
+    pages = {path.relative_to(DOCS).as_posix() for path in PAGES} - {"README.md"}
+    assert listed == dict.fromkeys(pages, 1)
+    assert len(re.findall(r"^\|.*\]\(", questions, re.MULTILINE)) == 20
+
+
+def test_the_figures_are_those_of_the_benchmarks() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    section = re.findall(r"^## Figures\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)[0]
+    benchmarks = (DOCS / "benchmarks.md").read_text("utf-8")
+    figures = re.findall(r"\b\d+\.\d+(?:k/s| ms)?", section)
+    figures += re.findall(r"bench_\w+\.py --runs \d+", section)
+    assert len(figures) == 12
+    assert not [figure for figure in figures if figure.removesuffix("/s") not in benchmarks]

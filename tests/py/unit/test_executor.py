@@ -1,0 +1,211 @@
+"""Claims in a worker, from the fetch until their outcome is known."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import json
+from collections.abc import Callable
+from typing import Any
+
+from pgdefer import App
+from pgdefer.tasks.context import JobContext
+from pgdefer.worker.claim import Claim, gather
+from pgdefer.worker.completer import Completer
+from pgdefer.worker.ending import STOPPED, TIMED_OUT
+from pgdefer.worker.executor import Executor
+from pgdefer.worker.heartbeat import Heartbeat, clock
+from pgdefer.worker.reporting import Reporter
+from pgdefer.worker.slots import Slots
+from pgdefer.worker.state import WorkerState
+
+
+class Runner:
+    """Records its calls, and runs nothing."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def start(self, claim: Claim) -> None:
+        self.told.append(("start", claim.job.id))
+
+    def abort(self, claim: Claim, reason: str) -> None:
+        self.told.append((reason, claim.job.id))
+
+    def interrupt(self, claim: Claim) -> None:
+        self.told.append(("interrupt", claim.job.id))
+
+    def close(self) -> None: ...
+
+
+class Bench:
+    """An executor without a database."""
+
+    def __init__(self) -> None:
+        self.app = App("dbname=nowhere")
+        self.state = WorkerState(None)
+        reporter = Reporter({})
+        self.completer = Completer(reporter)
+        self.executor = Executor(
+            self.app, self.state, self.completer, dead_after=30.0, reporter=reporter
+        )
+        self.runner = Runner()
+        self.slots = Slots(10)
+        names = ["on_beat", "on_gone", "on_lost"]
+        ignored: dict[str, Any] = dict.fromkeys(names, lambda _: None)
+        self.heartbeat = Heartbeat(self.app.source, 10.0, 30.0, **ignored)
+        self.heartbeat.beat_at = clock()
+        self.executor.attach(self.heartbeat, lambda _: self.runner)
+
+    def claim(self, id: int, timeout: dt.timedelta | None = None) -> Claim:
+        row: Any = (
+            id,
+            100 + id,
+            "t",
+            "\1{}",
+            "q",
+            0,
+            None,
+            1,
+            None,
+            None,
+            timeout,
+            None,
+            None,
+            None,
+        )
+        self.slots.used += 1
+        return Claim(JobContext(self.app.client, row), self.slots, clock())
+
+    def outcomes(self) -> list[tuple[int, str]]:
+        texts = [json.loads(text) for _, text in self.completer.unsent]
+        return [(outcome["id"], outcome["outcome"]) for outcome in texts]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(300):
+        while not condition():  # noqa: ASYNC110 (nothing is set that could be waited for)
+            await asyncio.sleep(0)
+
+
+async def test_a_claim_that_ends() -> None:
+    bench = Bench()
+    first, second = bench.claim(1), bench.claim(2)
+    bench.executor.take([first, second])
+    assert bench.runner.told == [("start", 1), ("start", 2)]
+    assert (bench.slots.free, bench.executor.is_idle) == (8, False)
+    bench.executor.ended(first, '{"id":1,"claim":101,"outcome":"succeeded"}')
+    bench.executor.ended(second, None)  # already written, in the handler's transaction
+    assert bench.outcomes() == [(1, "succeeded")]
+    assert (bench.slots.free, bench.executor.is_idle, bench.executor.finished) == (10, True, 2)
+
+
+async def test_a_batch_uses_one_slot_until_its_last_job_ends() -> None:
+    bench = Bench()
+    bench.app.task(name="t", batch=4)(lambda jobs: None)
+    second = dt.timedelta(seconds=1)
+    claims = [bench.claim(id, second) for id in (1, 2, 3, 4)]
+    bench.slots.used = 1
+    starts = gather(claims, bench.app.tasks)
+    assert starts == claims[:1]
+    bench.executor.abort(claims[0], "cancelled")
+    claims[2].asked_at -= 3600  # others may have ended its claim
+    bench.executor.take(starts)
+    assert bench.runner.told == [("start", 2)]
+    assert bench.outcomes() == [(1, "aborted"), (3, "released")]
+    assert (bench.slots.used, bench.slots.running) == (1, 1)
+    bench.executor.ended(claims[3], '{"id":4,"claim":104,"outcome":"succeeded"}')
+    assert (bench.slots.used, bench.slots.running) == (1, 1)
+    bench.executor.ended(claims[1], '{"id":2,"claim":102,"outcome":"succeeded"}')
+    assert (bench.slots.used, bench.slots.running) == (0, 0)
+    assert bench.executor.is_idle
+
+
+async def test_a_batch_of_which_nothing_is_to_run() -> None:
+    bench = Bench()
+    bench.app.task(name="t", batch=4)(lambda jobs: None)
+    claims = [bench.claim(id) for id in (1, 2)]
+    bench.slots.used = 1
+    starts = gather(claims, bench.app.tasks)
+    for claim in claims:
+        bench.executor.abort(claim, "cancelled")
+    bench.executor.take(starts)
+    assert (bench.runner.told, bench.slots.used, bench.slots.running) == ([], 0, 0)
+    assert bench.outcomes() == [(1, "aborted"), (2, "aborted")]
+
+
+async def test_what_comes_while_the_worker_stops_goes_back() -> None:
+    bench = Bench()
+    bench.state.is_stopping = True
+    bench.executor.take([bench.claim(1)])
+    assert (bench.runner.told, bench.outcomes()) == ([], [(1, "released")])
+    assert (bench.slots.free, bench.executor.given_back) == (10, 0)
+
+
+async def test_a_claim_that_is_given_back_has_no_other_end() -> None:
+    bench = Bench()
+    claim = bench.claim(1)
+    bench.executor.take([claim])
+    bench.executor.abort_all(STOPPED)
+    bench.executor.give_back_all()
+    bench.executor.ended(claim, '{"id":1,"claim":101,"outcome":"succeeded"}')
+    assert bench.runner.told == [("start", 1), (STOPPED, 1)]
+    assert (bench.outcomes(), bench.executor.given_back) == ([(1, "released")], 1)
+
+
+async def test_a_timeout_aborts_and_interrupts() -> None:
+    bench = Bench()
+    claim = bench.claim(1, dt.timedelta(0))
+    bench.executor.take([claim])
+    assert claim in bench.heartbeat.keep_after
+    await until(lambda: len(bench.runner.told) == 3)
+    assert bench.runner.told == [("start", 1), (TIMED_OUT, 1), ("interrupt", 1)]
+    bench.executor.ended(claim, None)
+    assert claim not in bench.heartbeat.keep_after
+
+
+async def test_an_abort_is_told_once_and_before_the_start_it_prevents_it() -> None:
+    bench = Bench()
+    running, waiting = bench.claim(1), bench.claim(2)
+    bench.executor.take([running])
+    bench.heartbeat.beat_at = clock() - 31  # perhaps this process was frozen
+    bench.executor.take([waiting])
+    for _ in range(2):
+        bench.executor.abort_some([(1, 101, "why"), (2, 102, "why"), (3, 103, "why")])
+    assert bench.runner.told == [("start", 1), ("why", 1)]
+    bench.heartbeat.beat_at = clock()
+    bench.executor.on_beat()
+    assert bench.outcomes() == [(2, "aborted")]
+
+
+async def test_the_claims_of_a_worker_that_is_gone_are_no_longer_its_own() -> None:
+    bench = Bench()
+    running, waiting = bench.claim(1), bench.claim(2)
+    bench.executor.take([running])
+    bench.heartbeat.beat_at = clock() - 31
+    bench.executor.take([waiting])
+    bench.executor.on_worker_gone()
+    assert bench.runner.told == [("start", 1), ("the claim was lost", 1)]
+    assert (bench.outcomes(), bench.slots.free) == ([], 9)
+
+
+async def test_a_refused_outcome_is_replaced_once() -> None:
+    bench = Bench()
+    claim = bench.claim(1)
+    sent = [(claim, '{"id":1,"claim":101,"outcome":"retry_later","needs":[1]}')]
+    bench.completer.on_refused(1, 101, "QJ002", sent)  # another worker has the claim now
+    assert bench.outcomes() == []
+    for _ in range(2):
+        bench.completer.on_refused(1, 101, "QJ005", sent)
+    assert bench.outcomes() == [(1, "failed")]
+
+
+async def test_a_hint_is_kept_until_somebody_waits() -> None:
+    state = WorkerState(None)
+    state.hint()
+    assert await state.wait(0)
+    assert not await state.wait(0)
+    waiting = asyncio.create_task(state.wait(None))
+    await until(lambda: state.is_waiting)
+    state.hint()
+    assert await waiting

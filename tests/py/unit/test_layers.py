@@ -1,0 +1,155 @@
+"""The folders of the package: imports go one way, and no module grows too large to read."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import pgdefer
+
+PACKAGE = Path(pgdefer.__file__).parent
+# Each line imports only from lines above it, and modules of one line not from each other.
+LAYERS = [
+    line.split()
+    for line in """
+    _version _text logs database.sql database.backoff database.watchdog database.server
+    errors
+    options codec database.callers
+    database.install
+    database.source
+    database.pool database.connection
+    database.execute database.execute_async
+    database.results
+    client.base
+    client.calls client.calls_async
+    client.client
+    tasks.need tasks.steps tasks.answers tasks.parameters tasks.versions
+    tasks.schedule tasks.infos tasks.option_checks
+    tasks.needs tasks.needs_async tasks.job_calls tasks.job_calls_async
+    tasks.durable tasks.durable_async
+    tasks.context tasks.job
+    tasks.middleware tasks.hooks tasks.batch
+    tasks.failure_policy tasks.prepared
+    tasks.submit tasks.submit_async
+    tasks.deferrable tasks.deferrable_async tasks.group tasks.open_group
+    tasks.task
+    tasks.registry
+    tasks.decorators
+    tasks.defining
+    tasks.blueprint
+    worker.probes worker.prefetch
+    worker.options worker.slots worker.threads worker.memory worker.supervisor worker.state
+    worker.signals worker.databases worker.gate
+    worker.outcomes worker.listener
+    worker.ending worker.claim
+    worker.transaction worker.heartbeat
+    worker.reporting worker.shared_slots
+    worker.completer
+    worker.invoke worker.invoke_async
+    worker.handler worker.executor worker.registration
+    worker.process_main worker.stream_runner worker.pump
+    worker.invoke_batch worker.invoke_batch_async
+    worker.processes
+    worker.runners
+    worker.batch_runner
+    worker.worker
+    worker.stream worker.multi
+    app_calls app_calls_async app_manage app_manage_async
+    app
+    pgdefer
+    models alembic cli
+    contrib
+    """.strip().splitlines()
+]
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+# Modules that come after all of these; none of these imports them.
+EXTRAS = ("contrib", "testing")
+LAYER |= dict.fromkeys(EXTRAS, len(LAYERS))
+# Modules that are separate as a whole.
+WHOLE = ("alembic", "cli", "contrib", "testing")
+MODULES = {
+    ".".join(("pgdefer", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def room(module: str) -> str | None:
+    """Return the layer of a module; None for a package that has only a docstring."""
+    name = module.removeprefix("pgdefer").removeprefix(".") or "pgdefer"
+    first = name.partition(".")[0]
+    if first in WHOLE:
+        return first
+    return None if name in ("database", "client", "tasks", "worker", "__main__") else name
+
+
+def imports(module: str) -> set[str]:
+    """Return the modules of the package that a module imports, also in functions and for types."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+            for _ in range(node.level - 1):
+                package = package.rpartition(".")[0]
+            base = f"{package}.{node.module or ''}".rstrip(".") if node.level else node.module or ""
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                found.add(submodule if submodule in MODULES else base)
+    return found & MODULES.keys() - {module}
+
+
+def test_imports_go_one_way() -> None:
+    upwards = [
+        f"{module} imports {other}"
+        for module in MODULES
+        if (mine := room(module)) is not None
+        for other in imports(module)
+        if (theirs := room(other)) not in (None, mine) and LAYER[theirs] >= LAYER[mine]
+    ]
+    assert upwards == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module: imports(module) for module in MODULES}
+    while leaves := {module for module, others in graph.items() if not others & graph.keys()}:
+        for module in leaves:
+            del graph[module]
+    assert graph == {}
+
+
+def test_every_module_has_its_layer() -> None:
+    rooms = {name for module in MODULES if (name := room(module)) is not None}
+    assert rooms | set(EXTRAS) == LAYER.keys()
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_core_imports_no_extras(extra: str) -> None:
+    core = [module for module in MODULES if not module.startswith(f"pgdefer.{extra}")]
+    assert [m for m in core if any(o.startswith(f"pgdefer.{extra}") for o in imports(m))] == []
+
+
+def test_no_function_is_too_long() -> None:
+    long = [
+        f"{module}.{node.name}: {length}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > 80
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize("name", ["pgdefer.app.App", "pgdefer.worker.worker.Worker"])
+def test_no_class_is_too_long(name: str) -> None:
+    module, _, kind = name.rpartition(".")
+    (node,) = (
+        node
+        for node in ast.walk(ast.parse(MODULES[module].read_text("utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name == kind
+    )
+    assert (node.end_lineno or 0) - node.lineno + 1 < 400

@@ -1,0 +1,137 @@
+"""The web page, served to tests: a server, roles with passwords, and jobs of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import uvicorn
+from psycopg.conninfo import conninfo_to_dict
+
+from pgdefer.contrib import web
+from pgdefer.database.server import EmbeddedServer
+
+Connection = psycopg.Connection[Any]
+PASSWORD = "it's a \\ 'pass' word"
+ROLES = ("page_operator", "page_reader", "page_shop", "page_nobody")
+ODD = "<b>'\"&/\x01\u202e\\%s{{ 7*7 }}é"
+
+
+def ask_for_passwords(server: EmbeddedServer) -> None:
+    """Create these roles, and make the server ask them for a password."""
+    line = f"local all {','.join(ROLES)} scram-sha-256\n"
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        if connection.execute("select from pg_roles where rolname = %s", [ROLES[0]]).rowcount:
+            return
+        ((file,),) = connection.execute("show hba_file").fetchall()
+        Path(file).write_text(line + Path(file).read_text())
+        connection.execute("select pg_reload_conf()")
+        for role in ROLES:
+            connection.execute(f"create role {role} login")
+            text = psycopg.sql.Literal(PASSWORD).as_string(connection)
+            connection.execute(f"alter role {role} password {text}")
+        while not is_asked(server):
+            time.sleep(0.01)
+
+
+def is_asked(server: EmbeddedServer) -> bool:
+    with contextlib.suppress(psycopg.OperationalError):
+        psycopg.connect(server.dsn("postgres"), user="page_nobody").close()
+        return False
+    return True
+
+
+def grant(connection: Connection) -> None:
+    """Let the roles see and do what their names say."""
+    connection.execute("select queue.grant_access('page_operator', 'operator')")
+    connection.execute("select queue.grant_access('page_reader', 'reader')")
+
+
+class Switch:
+    """The application that the one server of these tests serves now."""
+
+    application: Any = None
+    address = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.application(scope, receive, send)
+
+
+switch = Switch()
+
+
+@contextlib.contextmanager
+def server_of_pages() -> Iterator[None]:
+    """Run the one server of the tests."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(switch, log_level="warning", lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        switch.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield
+        server.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def serving(pages: web.Page, application: Any = None) -> Iterator[str]:
+    switch.application = application or pages
+    yield switch.address
+    switch.application = None
+    pages.close()
+
+
+def location(dsn: str) -> str:
+    """Return the database's address, without a user."""
+    parts = conninfo_to_dict(dsn)
+    return psycopg.conninfo.make_conninfo("", host=parts["host"], dbname=parts["dbname"])
+
+
+def fill(conn: Connection) -> dict[str, int]:
+    """Create jobs of every kind, and rows for the other pages. Return some ids."""
+
+    def one(statement: str, *values: Any) -> Any:
+        (found,) = conn.execute(statement, values).fetchone() or (None,)
+        return found
+
+    worker = one("select queue.register_worker('w', null, '{\"dead_after\": \"1 day\"}')")
+    failed = one("select queue.defer('mail', '{\"to\": \"ann\"}', queue => 'mail')")
+    claim = one("select claim from queue.fetch(%s)", worker)
+    one(
+        "select queue.fail(%s, %s, %s, jsonb_build_object('traceback', %s::text))",
+        failed,
+        claim,
+        ODD,
+        ODD,
+    )
+    running = one("select queue.defer('runs', queue => 'mail', lock => 'l')")
+    one("select count(*) from queue.fetch(%s)", worker)
+    ready = one("select queue.defer('shop', '{\"n\": 1}', queue => 'shop')")
+    waits = one("select queue.defer('shop', queue => 'shop', needs => array[%s::bigint])", failed)
+    blocked = one("select queue.defer('runs', queue => 'mail', lock => 'l')")
+    odd = one(
+        "select queue.defer(%s, jsonb_build_object('a', %s::text), queue => %s,"
+        " concurrency_key => %s, concurrency_limit => 1)",
+        ODD,
+        ODD,
+        ODD,
+        ODD.replace("{", ""),
+    )
+    one("select queue.schedule('daily/x', '@daily', 'mail', timezone => 'Europe/Berlin')")
+    one("select queue.register_task(%s, '{\"priority\": 1}')", ODD)
+    one("select queue.tick()")
+    return {
+        "failed": failed,
+        "running": running,
+        "ready": ready,
+        "waits": waits,
+        "blocked": blocked,
+        "odd": odd,
+    }
