@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What waits costs nothing: fetch beside large backlogs, and what locks, keys and a held xmin cost.
+"""Waiting jobs cost nothing: fetch beside large backlogs; the cost of locks, keys and a held xmin.
 
     bench/bench_admission.py [--runs N] [--only TEXT] [--waiting N] [--drained N] [--pin] [--check]
 
 1. The time of a fetch of one free job, with a million others blocked behind one lock, behind 10,000
    locks or due in the future, or after 100,000 (queue, priority) pairs have been emptied; beside an
    empty queue. The databases are measured in turn, over one connection each.
-2. Jobs per second in batches, where all jobs have locks, or one key with a limit; beside none.
-3. The last 10,000 of 200,000 jobs beside the first, while another session holds a snapshot that lets
-   nothing be vacuumed: with locks, keys and schedules in play, all deferred before, or on the way.
+2. Jobs per second in batches, if all jobs have locks, or one key with a limit; beside plain jobs.
+3. The last 10,000 of 200,000 jobs beside the first, while another session holds a snapshot that
+   prevents vacuuming: with locks, keys and schedules, deferred all before or in the course of the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ select '[' || coalesce(string_agg('{"id":' || id || ',"claim":' || claim
 ONE_CALL = f"""{OUTCOMES}
 from queue.finish_and_fetch(:worker, :outcomes::jsonb, null, :batch, null) \\gset
 """
-# Deferred one by one as a SELECT does: (number of the job) -> arguments of queue.defer.
+# One SELECT defers them one by one: (number of the job) -> arguments of queue.defer.
 FILLS = {
     "one lock": "'t', lock => 'one'",
     "10,000 locks": "'t', lock => 'lock ' || n % 10000",
@@ -50,7 +50,7 @@ MIX = """
 
 
 def admit(connection: psycopg.Connection[Any]) -> None:
-    """Have everything that was deferred admitted, as workers would."""
+    """Admit all deferred jobs, as workers would."""
     while True:
         connection.execute("select * from queue.tick()")
         row = connection.execute(
@@ -89,7 +89,7 @@ def fill(on: Bench, database: str, what: str, waiting: int) -> None:
                 f"select count(queue.defer({FILLS[what]})) from generate_series(1, {waiting}) n".encode()
             )
             admit(connection)
-            # what is at the head of its lock runs
+            # the job at the head of each lock runs
             while connection.execute(
                 "select count(*) from queue.fetch(%s, null, 1000)", [worker(connection)]
             ).fetchone() != (0,):
@@ -181,7 +181,7 @@ def gates(on: Bench, options: argparse.Namespace) -> list[Case]:
             f"{name}, {clients} client{'s' if clients > 1 else ''}",
             functools.partial(run, arguments, batch, clients=clients),
             functools.partial(run, "'t'", batch, clients=clients),
-            # several clients take turns at the admission that one has to itself
+            # several clients share the admission lock, which one client has to itself
             limit if clients == 1 else None,
         )
         for name, arguments, batch, limit in (
@@ -201,7 +201,7 @@ def gates(on: Bench, options: argparse.Namespace) -> list[Case]:
 
 
 def drain(connection: psycopg.Connection[Any], id: int, jobs: int, batch: int) -> None:
-    """Claim and finish so many jobs, in batches."""
+    """Claim and finish this many jobs, in batches."""
     outcomes = "[]"
     left = jobs
     while left > 0 or outcomes != "[]":
@@ -247,7 +247,7 @@ def held(on: Bench, options: argparse.Namespace, report: Report) -> None:
                         rates.append(part / spent)
                 broken = connection.execute("select * from queue.check() limit 5").fetchall()
                 assert not broken, broken
-            # where all was deferred before, the first ones pay for the admission of most others
+            # if all are deferred before, the first ones pay for the admission of most others
             ratios.append(rates[-1] / max(rates[:2]))
             print(f"{name}: jobs/s by {part:,}:", " ".join(f"{rate / 1000:.1f}k" for rate in rates))
         ratio = statistics.median(ratios)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a job that is deferred costs the server, by what the job has: CPU time, for Linux.
+"""The server's CPU time to defer a job, by the options of the job; for Linux.
 
     bench/bench_defer.py [--runs N] [--only TEXT] [--calls N]
 
@@ -19,9 +19,9 @@ from common import arguments, bench
 
 Connection = psycopg.Connection[Any]
 
-# What the tasks have registered; a job of a task `plain` has nothing else.
+# The registered defaults of each task; a job of the task `plain` has no others.
 TASKS = {"plain": {}, "locked": {"lock": "a:{n}"}, "urgent": {"deadline": "1 hour"}}
-# A job of some kind, as defer_many takes it.
+# A job with each set of options, as defer_many takes it.
 KINDS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "a queue and a priority": {"queue": "q", "priority": 1},
@@ -64,7 +64,7 @@ def measured(connection: Connection, statement: LiteralString, given: str | None
 
 
 def show(connection: Connection, name: str, more: dict[str, Any], runs: int, calls: int) -> None:
-    """Print what a job costs that has `more`."""
+    """Print the cost of a job that has `more`."""
     job = {"task": "plain", "args": {"n": 1}, **more}
     single, empty, many = [], [], []
     for _ in range(runs):

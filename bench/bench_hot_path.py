@@ -4,11 +4,11 @@
     bench/bench_hot_path.py [--runs N] [--only TEXT] [--seconds N] [--slower-sync US] [--pin] [--check]
 
 Both sides run under pgbench with prepared statements, on one server that syncs to disk, in turn,
-each run in a fresh copy of its database. The task is registered, as those of workers are. What is
-drained was deferred just before and has yet to be admitted, so that admission is part of the
-figures. No task has defaults, but where it says so: then `defer` looks for those of its task.
-The bare table has a key, a state with a partial index, and args; nothing is claimed twice by SKIP
-LOCKED, and finishing is deleting.
+each run in a fresh copy of its database. The task is registered, as those of workers are. The jobs
+to drain were deferred just before and are not admitted yet, so admission is part of the figures. No
+task has defaults unless the case says so; then `defer` looks for those of its task. The bare table
+has a key, a state with a partial index, and args. SKIP LOCKED prevents claiming a row twice, and
+finishing deletes the row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ delete from q where id = :id;
 
 DEFER = f"{RANDOM}select queue.defer('noop', jsonb_build_object('n', :n::int));\n"
 DEFER_MANY = "select * from queue.defer_many(:jobs::jsonb);\n"
-# pgbench has no loops: the outcomes of what was fetched are put together by the server.
+# pgbench has no loops: the server assembles the outcomes of the fetched jobs.
 OUTCOMES = """
 select '[' || coalesce(string_agg('{"id":' || id || ',"claim":' || claim
                                   || ',"outcome":"succeeded"}', ','), '') || ']' as outcomes
@@ -114,7 +114,7 @@ def run_ours(
 ) -> float:
     """Return jobs per second.
 
-    `finished` is how many must have ended by then, `defaults` those of another task.
+    `finished`: how many must have ended by then; `defaults`: those of another task.
     """
     with on.fresh("ours") as database:
         with on.connect(database) as connection:
@@ -209,10 +209,10 @@ def main() -> None:
         type=int,
         default=0,
         metavar="US",
-        help="have each commit wait so many microseconds more, as on a slower disk",
+        help="make each commit wait this many microseconds longer, as on a slower disk",
     )
     options = parser.parse_args()
-    # With no other transaction needed for it (commit_siblings), commit_delay is a wait in each.
+    # With commit_siblings = 0, commit_delay makes every commit wait.
     slow = {"commit_delay": str(options.slower_sync), "commit_siblings": "0"}
     with bench(options, slow if options.slower_sync else None) as on:
         if options.slower_sync:

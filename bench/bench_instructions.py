@@ -1,28 +1,40 @@
 #!/usr/bin/env python3
-"""How many instructions the server needs for each call: the same on a busy machine. Needs valgrind.
+"""What each call costs the server in instructions and WAL bytes: the same on a busy machine.
 
-    bench/bench_instructions.py [--only TEXT] [--keep FOLDER]
+    bench/bench_instructions.py [--only TEXT] [--keep FILE] [--write | --check]
 
-A backend in single-user mode runs the same calls under callgrind, few and many times; the
-difference is what one takes once its plans are made. Nothing waits for the disk, the network or
-another session. To compare two versions, run it in a checkout of each: 1 % more is more.
+A backend in single-user mode runs the calls: some first, until all plans are made, then those that
+count. It runs twice: by itself for the WAL, and under callgrind, if there is valgrind. Nothing
+waits for the disk, the network or another session.
+
+Instructions of the C library and other libraries are left out, as these differ between machines;
+PostgreSQL's binaries are the embedded server's. --write keeps the figures in bench/costs.json,
+--check compares them with that file.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psycopg
-from common import create_database, install, short, temporary_server
+from common import ROOT, create_database, install, short, temporary_server
 
-from pgdefer._server import EmbeddedServer
+from pgdefer.database.server import EmbeddedServer
+
+COSTS = ROOT / "bench" / "costs.json"
+# A figure that moves further than this is a change of the hot path.
+TOLERANCE = 0.02
+# What depends on the time is off: cleaning, whole pages after checkpoints, flushes of statistics.
+SETTINGS = {"autovacuum": "off", "full_page_writes": "off", "track_counts": "off"}
 
 OUTCOMES = """
   set_config('b.outcomes', '[' || coalesce(string_agg('{"id":' || id || ',"claim":' || claim
@@ -30,6 +42,8 @@ OUTCOMES = """
 """
 WORKER = "current_setting('b.worker')::bigint"
 PREPARE = [
+    # marks are lowered and raised by chance, which is the same in each run
+    "select setseed(0.5)",
     # the calls below name worker 1
     "select setval('queue.worker_id_seq', 1, false) where not exists (select from queue.worker)",
     "select set_config('b.worker', queue.register_worker('w')::text, false)",
@@ -61,6 +75,8 @@ PREPARE = [
       from queue.finish_and_fetch({WORKER}, current_setting('b.outcomes')::jsonb, null, 50)
     """,
 ]
+# What stands before and after the turns that count: the position in the WAL, and a dump of callgrind's.
+MARK = "select pg_current_wal_insert_lsn() as mark"
 
 
 @dataclasses.dataclass
@@ -69,96 +85,199 @@ class Case:
 
     name: str
     calls: tuple[str, ...]
-    # how many turns there are in the two runs
-    few: int = 100
-    more: int = 400
-    # how many jobs a turn is about; how many thousands are deferred before the first
+    # turns that make plans, then those that count; how many jobs a turn is about
+    warm: int = 12
+    turns: int = 40
     jobs: int = 1
-    filled: int = 0
     # what is called before all
     first: tuple[str, ...] = ()
+    # counted under valgrind, too
+    is_short: bool = True
+
+    def lines(self) -> list[str]:
+        """Return the statements: a mark, turns, a mark."""
+        warm, turns = (
+            [f"execute {call.format(n=n)}" for n in range(count) for call in self.calls]
+            for count in (self.warm, self.turns)
+        )
+        return [*self.first, *warm, MARK, *turns, MARK]
 
 
+NONE = "select set_config('b.outcomes', '[]', false)"
+# One after another in one queue: those that want it empty first; the batches drain what was deferred before.
 CASES = [
-    Case("defer", ("one({n})",)),
+    Case("defer, claim, finish", ("one({n})", "fetch1", "succeed"), turns=100),
+    Case("defer_many of 1,000, a job", ("many",), 2, 2, jobs=1000),
+    Case("fetch(50), outcomes in two calls, a job", ("fetch50", "finish50"), 12, 20, 50),
+    Case("in one call, a job", ("both50",), 10, 20, 50, first=(NONE,)),
+    Case(
+        "deferred in thousands and run, a job",
+        ("many", *["both50"] * 20),
+        2,
+        5,
+        1000,
+        is_short=False,
+    ),
+    Case("defer", ("one({n})",), turns=400),
     Case(
         "defer, others have defaults",
         ("one({n})",),
+        turns=400,
         first=("select queue.register_task('other', '{\"queue\": \"q\"}')",),
     ),
-    Case("defer with a lock", ("locked({n})",)),
-    Case("defer_many of 1,000, a job", ("many",), 3, 8, jobs=1000),
-    Case("defer, claim, finish", ("one({n})", "fetch1", "succeed")),
-    Case("fetch(50), outcomes in two calls, a job", ("fetch50", "finish50"), 40, 120, 50, 6),
-    Case("in one call, a job", ("both50",), 40, 120, 50, 6),
+    Case("defer with a lock", ("locked({n})",), turns=400),
 ]
 
 
-def counted(server: EmbeddedServer, lines: list[str], kept: Path) -> int:
-    """Return the instructions of a backend that runs lines on a copy of an idle server's data."""
+@dataclasses.dataclass
+class Cost:
+    """What a job of a case costs."""
+
+    name: str
+    wal: float
+    instructions: float | None = None
+
+    def figures(self) -> dict[str, float]:
+        """Return what was measured, by its unit."""
+        figures = {"WAL bytes": round(self.wal, 1)}
+        if self.instructions is not None:
+            figures["instructions"] = round(self.instructions)
+        return figures
+
+
+def run(server: EmbeddedServer, lines: Sequence[str], folder: Path, before: Sequence[str]) -> str:
+    """Run statements in a single-user backend on a copy of the data of an idle server."""
     data = server.status().data_folder
-    with tempfile.TemporaryDirectory(dir=data.parent) as name:
+    shutil.copytree(data, folder / "data", ignore=shutil.ignore_patterns("postmaster.pid"))
+    # single-user mode wants each statement on a line of its own
+    (folder / "in.sql").write_text("".join(" ".join(x.split()) + "\n" for x in lines), "utf-8")
+    for path in (folder, *folder.rglob("*")):
+        shutil.chown(path, data.owner(), data.group())
+    program = [str(server.bin_dir / "postgres"), "--single", "-D", str(folder / "data"), "ours"]
+    with (folder / "in.sql").open("rb") as script:
+        done = subprocess.run(
+            [*before, *program],
+            capture_output=True,
+            text=True,
+            check=False,
+            **server._as_user() | {"stdin": script},
+        )
+    if done.returncode or "ERROR" in done.stderr:
+        sys.exit(f"the calls failed:\n{done.stderr[-2000:]}")
+    output: str = done.stdout
+    return output
+
+
+def positions(output: str) -> list[int]:
+    """Return the WAL positions at the marks."""
+    found = re.findall(r'mark = "(\w+)/(\w+)"', output)
+    return [int(high, 16) << 32 | int(low, 16) for high, low in found]
+
+
+def instructions(dump: Path) -> int:
+    """Return the instructions of PostgreSQL's own objects in a dump of callgrind's."""
+    total = 0
+    is_ours = is_call = False
+    names: dict[str, str] = {}
+    for line in dump.read_text("utf-8").splitlines():
+        if line.startswith(("ob=", "cob=")):
+            # a name is written out where it comes first
+            key, _, name = line.partition("=")[2].partition(" ")
+            names[key] = name or names[key]
+            if line.startswith("ob="):
+                is_ours = not re.search(r"/(?:ld|lib)[^/]*\.so", names[key])
+        elif line.startswith("calls="):
+            is_call = True
+        elif line[:1].isdigit() or line[:1] in "+-*":
+            # what a call took, on the line after it, is counted where it was spent; zeros are left out
+            total += sum(map(int, line.split()[1:])) if is_ours and not is_call else 0
+            is_call = False
+    return total
+
+
+def measure(
+    server: EmbeddedServer,
+    cases: Iterable[Case] = CASES,
+    *,
+    valgrind: bool = False,
+    kept: Path | None = None,
+) -> list[tuple[int, int]]:
+    """Return the WAL bytes and, under valgrind, the instructions of each case."""
+    cases = list(cases)
+    lines = [*PREPARE, "analyze", *(line for c in cases for line in c.lines())]
+    with tempfile.TemporaryDirectory(dir=server.status().data_folder.parent) as name:
         folder = Path(name)
-        shutil.copytree(data, folder / "data", ignore=shutil.ignore_patterns("postmaster.pid"))
-        # single-user mode wants each statement on a line of its own
-        text = "".join(" ".join(line.split()) + "\n" for line in lines)
-        (folder / "in.sql").write_text(text, "utf-8")
-        for path in (folder, *folder.rglob("*")):
-            shutil.chown(path, data.owner(), data.group())
-        with (folder / "in.sql").open("rb") as script:
-            done = subprocess.run(
-                [
-                    *("valgrind", "--tool=callgrind", f"--callgrind-out-file={folder / 'out'}"),
-                    *(str(server.bin_dir / "postgres"), "--single", "-D", str(folder / "data")),
-                    "ours",
-                ],
-                capture_output=True,
-                text=True,
-                check=False,
-                **server._as_user() | {"stdin": script},
-            )
-        found = re.search(r"Collected : (\d+)", done.stderr)
-        if found is None or "ERROR" in done.stderr:
-            sys.exit(f"the calls failed:\n{done.stderr[-2000:]}")
-        shutil.copyfile(folder / "out", kept)
-        return int(found[1])
+        before = [
+            *("valgrind", "--tool=callgrind", f"--callgrind-out-file={folder / 'out'}"),
+            "--dump-before=pg_current_wal_insert_lsn",
+        ]
+        at = positions(run(server, lines, folder, before if valgrind else []))
+        dumps = [folder / f"out.{n + 1}" for n in range(len(at))]
+        counts = [instructions(dump) if valgrind else 0 for dump in dumps]
+        for n, case in enumerate(cases if kept and valgrind else []):
+            assert kept is not None
+            kept.mkdir(exist_ok=True)
+            shutil.copyfile(dumps[2 * n + 1], kept / f"{case.name}.out")
+    return [(at[n + 1] - at[n], counts[n + 1]) for n in range(0, len(at), 2)]
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--keep", type=Path, help="where to leave what callgrind_annotate reads")
-    options = parser.parse_args()
-    if shutil.which("valgrind") is None:
-        print("SKIPPED: there is no valgrind (apt install valgrind)")
-        return
-    with (
-        temporary_server(settings={"autovacuum": "off"}) as server,
-        tempfile.TemporaryDirectory() as unwanted,
-    ):
+def costs(*, valgrind: bool, only: str = "", kept: Path | None = None) -> list[Cost]:
+    """Return what all cases cost on a new server."""
+    with temporary_server(settings=SETTINGS) as server:
         create_database(server, "ours")
         install(server, "ours")
         with psycopg.connect(server.dsn("ours"), autocommit=True) as connection:
             connection.execute("select queue.register_task('noop', '{}')")
             # what idles after it can be copied as it is
             connection.execute("checkpoint")
-        folder = options.keep or Path(unwanted)
-        folder.mkdir(exist_ok=True)
-        print(f"PostgreSQL {server.version}\n\n{'':<42}instructions")
-        for case in CASES:
-            if options.only in case.name:
-                few, more = (
-                    counted(
-                        server,
-                        [*case.first, *PREPARE, *["execute many"] * case.filled, "analyze"]
-                        + [f"execute {c.format(n=n)}" for n in range(turns) for c in case.calls],
-                        folder / f"{case.name}, {turns}.out",
-                    )
-                    for turns in (case.few, case.more)
-                )
-                each = (more - few) / (case.more - case.few) / case.jobs
-                print(f"{case.name:<42}{short(each):>12}", flush=True)
+        found = [
+            Cost(case.name, wal / case.turns / case.jobs)
+            for case, (wal, _) in zip(CASES, measure(server), strict=True)
+        ]
+        if valgrind:
+            cases = [case for case in CASES if case.is_short]
+            counted = measure(server, cases, valgrind=True, kept=kept)
+            by_name = {cost.name: cost for cost in found}
+            for case, (_, count) in zip(cases, counted, strict=True):
+                by_name[case.name].instructions = count / case.turns / case.jobs
+    return [cost for cost in found if only in cost.name]
+
+
+def differences(found: Iterable[Cost], kept: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return which figures are not those kept, as lines."""
+    return [
+        f"{cost.name}: {value:,.1f} {unit}, {value / before - 1:+.1%} of {before:,.1f}"
+        for cost in found
+        for unit, value in cost.figures().items()
+        if abs(value / (before := kept.get(cost.name, {}).get(unit, 1)) - 1) > TOLERANCE
+    ]
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--wal", action="store_true", help="leave the instructions out")
+    parser.add_argument("--keep", type=Path, help="where to leave what callgrind_annotate reads")
+    parser.add_argument("--write", action="store_true", help=f"keep the figures in {COSTS.name}")
+    parser.add_argument(
+        "--check", action="store_true", help=f"exit 1 if one differs from {COSTS.name} by 2 %%"
+    )
+    options = parser.parse_args()
+    valgrind = not options.wal and shutil.which("valgrind") is not None
+    if not valgrind:
+        print("SKIPPED: instructions" + ("" if options.wal else ", as there is no valgrind"))
+    kept = json.loads(COSTS.read_text("utf-8")) if COSTS.exists() else {}
+    print(f"{'a job':<42}{'instructions':>12}{'WAL bytes':>12}")
+    found = costs(valgrind=valgrind, only=options.only, kept=options.keep)
+    for cost in found:
+        count = "" if cost.instructions is None else short(cost.instructions)
+        print(f"{cost.name:<42}{count:>12}{cost.wal:>12.1f}", flush=True)
+    if options.write:
+        figures = {cost.name: kept.get(cost.name, {}) | cost.figures() for cost in found}
+        COSTS.write_text(json.dumps(kept | figures, indent=2) + "\n", "utf-8")
+    if options.check and (missed := differences(found, kept)):
+        sys.exit("\n".join(["", f"Other than in {COSTS.name} (--write keeps them):", *missed]))
 
 
 if __name__ == "__main__":

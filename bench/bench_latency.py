@@ -3,10 +3,11 @@
 
     bench/bench_latency.py [--runs N] [--only TEXT] [--jobs N] [--rate N] [--pin] [--check]
 
-One process defers, at a steady rate, another is the worker. The time begins before `task.defer` or
-`addJob` is called, its round trip and commit included, and ends in the handler. Both run in turn on
-one server that syncs to disk, each run in a fresh database. graphile-worker is installed by npm into
-.tools/bench-node, in the versions of workers/package-lock.json; without npm it is left out.
+One process defers at a steady rate, another is the worker. The time begins before the call of
+`task.defer` or `addJob`, so it includes the round trip and the commit, and ends in the handler. Both
+run in turn on one server that syncs to disk, each run in a fresh database. npm installs
+graphile-worker into .tools/bench-node, in the versions of workers/package-lock.json; without npm it
+is left out.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from pgdefer import App
 WORKERS = Path(__file__).resolve().parent / "workers"
 NODE = ROOT / ".tools" / "bench-node"
 P50, P99 = 2.5, 8.0
-# The limits, beside what graphile-worker had where they were set.
+# The limits, and the figures of graphile-worker where they were set.
 TIMES_P50, TIMES_P99 = round(P50 / 1.7, 2), P99 / 5.0
 WARM_UP = 10
 
 
 def run_ours(on: Bench, jobs: int, rate: float) -> list[float]:
-    """Return how long each job waited, in milliseconds."""
+    """Return the waiting time of each job, in milliseconds."""
     with on.fresh("ours") as database:
         dsn = on.server.dsn(database)
         command = [sys.executable, WORKERS / "latency_pgdefer.py", dsn, str(jobs + WARM_UP)]
@@ -78,7 +79,7 @@ def started(
 
 
 def waits(worker: subprocess.Popen[str]) -> list[float]:
-    """Return what a worker has printed, once it has ended."""
+    """Return the output of a worker, once it has ended."""
     output, _ = worker.communicate(timeout=60)
     if worker.returncode:
         sys.exit("the worker failed")
@@ -86,7 +87,7 @@ def waits(worker: subprocess.Popen[str]) -> list[float]:
 
 
 def wait_until_asleep(on: Bench, database: str) -> None:
-    """Wait until the worker holds the latch: it listens and has nothing to do."""
+    """Wait until the worker holds the sleep lock: it listens and has nothing to do."""
     with on.connect(database) as connection:
         for _ in range(3000):
             row = connection.execute(
@@ -100,7 +101,7 @@ def wait_until_asleep(on: Bench, database: str) -> None:
 
 
 def has_graphile() -> bool:
-    """Install graphile-worker where it is missing; return whether it is there."""
+    """Install graphile-worker if it is missing; return whether it is installed."""
     npm = shutil.which("npm")
     if npm is None:
         print("npm is missing: graphile-worker is left out.\n")

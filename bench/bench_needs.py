@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What a job with needs costs, and whether that grows with the number of jobs.
+"""The cost of a job with needs, and whether it grows with the number of jobs.
 
     bench/bench_needs.py [--dsn DSN] [--jobs N ...] [--workers N] [--batch N] [--group N ...]
 
 Graphs of 10 layers, each job needing 3 random jobs of the layers before it, are deferred and then
 run by 4 workers that claim 50 at a time and do nothing. SQL only: a worker is a thread that calls
 queue.finish_and_fetch. Then groups: N jobs and one that needs them all. Each runs in a database of
-its own with fsync on; that no job started before its needs had ended is checked afterwards.
+its own with fsync on. Afterwards a query checks that no job started before its needs had ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests")]
 
-from pgdefer._server import temporary_server  # noqa: E402
+from pgdefer.database.server import temporary_server  # noqa: E402
 from support import create_database, install  # noqa: E402
 
 LAYERS = 10
@@ -65,7 +65,7 @@ def defer_graph(connection: psycopg.Connection, total: int, seed: int) -> None:
 
 
 def work(dsn: str, name: str, batch: int, total: int, failures: list[str]) -> None:
-    """Be a worker until every job has ended."""
+    """Work until every job has ended."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         worker = connection.execute("select queue.register_worker(%s)", [name]).fetchone()[0]
         outcomes: list[dict] = []
@@ -156,7 +156,7 @@ def run_group(dsn: str, size: int, _: int, workers: int, batch: int) -> tuple[fl
 
 
 def report(name: str, jobs: int, deferring: float, running: float, first: float | None) -> float:
-    """Print a line, and return the cost that later lines are compared with."""
+    """Print a line, and return the cost to which later lines are compared."""
     cost = (deferring + running) / jobs * 1e6
     ratio = "" if first is None else f"  {cost / first:5.2f} of the first"
     print(
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, nargs="*", default=[1000, 10_000, 100_000])
     options = parser.parse_args()
     with databases(options.dsn) as fresh:
-        # in rounds, the best of which counts: whatever else the machine does hits all sizes alike
+        # in rounds, the best of which counts: other load of the machine affects all sizes alike
         for name, sizes, run in (
             ("10 layers", options.jobs, run_graph),
             ("group", options.group, run_group),

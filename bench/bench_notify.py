@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""What waking workers costs those who defer, and what the latch saves of it.
+"""The cost of waking workers for producers, and how much of it the sleep lock saves.
 
     bench/bench_notify.py [--runs N] [--only TEXT] [--seconds N] [--pin]
 
-NOTIFY takes a lock of the whole cluster until its transaction has been committed, so that those
-which notify commit one after the other: the slower the disk, the worse. The latch has a deferring
-transaction notify only while somebody sleeps. Each line is a number of clients that defer one job
-in each transaction, the columns are:
+NOTIFY takes a lock of the whole cluster until its transaction has been committed, so transactions
+that notify commit one after the other: the slower the disk, the worse. With the sleep lock a deferring
+transaction notifies only while a worker sleeps. Each line is a number of clients that defer one job
+in each transaction. The columns are:
 
-  off       SET pgdefer.notify = off: what nothing but the INSERT gives
-  busy      no worker sleeps: the latch is looked at, and nobody is notified
+  off       SET pgdefer.notify = off: the rate of the INSERT alone
+  busy      no worker sleeps: defer tries the sleep lock, and notifies nobody
   working   a real worker takes the jobs meanwhile, and sleeps whenever it finds none
-  asleep    a worker sleeps that nothing wakes (it was frozen): every transaction notifies
-  always    NOTIFY in every transaction, as without the latch
+  asleep    a worker sleeps that nothing wakes (it is frozen): every transaction notifies
+  always    NOTIFY in every transaction, as without the sleep lock
 
-Slow commits are made by commit_delay, which stands for a disk or a standby that takes that long.
+commit_delay makes commits slow, as a slow disk or a slow standby would.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DELAYS = (0, 1, 2)
 
 @contextlib.contextmanager
 def worker_of(on: Bench, database: str, variant: str) -> Iterator[None]:
-    """Have such a worker as the variant says."""
+    """Run the worker of the variant."""
     if variant == "asleep":
         with on.connect(database) as connection:
             connection.execute(

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What an operator's calls cost with a million jobs: the time, and how many rows they read.
+"""The cost of an operator's calls with a million jobs: the time, and the number of rows read.
 
     bench/bench_operations.py [--jobs N] [--only TEXT] [--check]
 
 Databases with N jobs that have ended, are ready, wait for their time, or wait behind 10,000 locks.
-Rows are those that the tables' statistics count in the transaction: they don't depend on the machine.
+The rows are counted by the tables' statistics of the transaction: they don't depend on the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ select count(*) from queue.defer_many((
 """
 # Their ends are spread over the last two hours; a few failed, a few were cancelled.
 FINISH: LiteralString = """
-with gone as (delete from queue.live returning id)
+with gone as (delete from queue.active_job returning id)
 insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state)
 select g.id, now() - (%(jobs)s - g.id) * (interval '2 hours' / %(jobs)s),
   now() - (%(jobs)s - g.id) * (interval '2 hours' / %(jobs)s) - interval '20 ms', 1, 1,
@@ -42,7 +42,7 @@ LIST: LiteralString = """
 select id, queue, task, state, reason, priority, attempts, created_at, description
 from queue.jobs where id < %(middle)s order by id desc limit 50
 """
-# As `pgdefer job tail` asks.
+# The query of `pgdefer job tail`.
 TAIL: LiteralString = """
 select id, task, queue, state, finished_at from queue.jobs
 where finished_at > now() - interval '10 minutes' order by finished_at desc limit 10
@@ -58,7 +58,7 @@ FILLS: dict[str, LiteralString] = {
 
 @dataclasses.dataclass
 class Call:
-    """A statement, and the most that it may take."""
+    """A statement, and the most time that it may take."""
 
     name: str
     statement: LiteralString
@@ -67,7 +67,7 @@ class Call:
 
 
 def pages(state: str) -> list[Call]:
-    """Return the calls that list jobs, where most are in one state."""
+    """Return the calls that list jobs, if most jobs are in one state."""
     calls = [
         Call("job ls", LIST, 200, 3000),
         Call("job ls, from the middle", LIST, 200, 3000),
@@ -100,7 +100,7 @@ def pages(state: str) -> list[Call]:
             ("held", 200, 3000),
             ("upstream_failed", 200, 3000),
             ("waiting", 200, 3000),
-            # these are looked for among the newest 20,000, or among all that have not ended
+            # the search reads the newest 20,000, or all that have not ended
             ("blocked", 400, 1e5),
             ("running", 1000, 1.1e6),
         )
@@ -108,7 +108,7 @@ def pages(state: str) -> list[Call]:
     return calls
 
 
-# They read what has not ended, or ended within the hour: N rows of some tables.
+# They read jobs that have not ended, or ended within the hour: N rows of some tables.
 FIGURES = [
     Call("queue ls", "select * from queue.queues", 2000, 2.1e6),
     Call("worker ls", "select * from queue.workers", 1000, 1.1e6),

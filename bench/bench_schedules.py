@@ -3,7 +3,7 @@
 
     bench/bench_schedules.py [--runs N] [--schedules N] [--seconds N] [--pin] [--check]
 
-SQL only: a worker is a thread that follows the protocol of queue.before_sleep, and whose jobs do
+SQL only: a worker is a thread that follows the protocol of queue.before_sleep, and its jobs do
 nothing. Times are the database's. The schedules have 60 expressions in 40 time zones, one in ten
 has a lock of its own.
 """
@@ -40,7 +40,7 @@ SCHEDULE = """
 
 
 class Worker(threading.Thread):
-    """Runs nothing, as fast as it can, and sleeps when there is nothing."""
+    """Runs jobs that do nothing, as fast as it can, and sleeps when there are none."""
 
     def __init__(self, dsn: str, batch: int) -> None:
         super().__init__(daemon=True)
@@ -128,7 +128,7 @@ def start_latency(on: Bench, seconds: int) -> list[float]:
 
 
 def rush(on: Bench, n: int) -> tuple[float, float, float]:
-    """Have n schedules due in one second, with two idle workers.
+    """Let n schedules be due in one second, with two idle workers.
 
     Return how long registering them took, and how long after that second all jobs were deferred,
     and done.

@@ -3,10 +3,10 @@
 
     bench/bench_worker.py [--runs N] [--only TEXT] [--jobs N] [--sweep] [--pin] [--check]
 
-All on one server that syncs to disk, in turn, each run in a database and a process of its own, from
-the start of the first job to the end of the last in the database. The others live in a virtual
-environment of this benchmark's own, .tools/bench-venv, in the versions of workers/requirements.txt.
-With --sweep other settings than the best ones are tried, too.
+All run in turn on one server that syncs to disk, each run in a database and a process of its own. The
+time is from the start of the first job to the end of the last in the database. The others are
+installed in a virtual environment of this benchmark, .tools/bench-venv, in the versions of
+workers/requirements.txt. --sweep also tries settings other than the best.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ SWEEP = [
     *(Worker("procrastinate", setting) for setting in ("1", "5", "50")),
     *(Worker("pgqueuer", setting) for setting in ("10", "50", "200", "1000")),
 ]
-# Of the other at its best.
+# The limit, beside the best setting of the other.
 LIMITS = {"procrastinate": 15.0, "pgqueuer": 0.8}
 
 
 def peers() -> Path:
-    """Return the Python of the virtual environment with the others, made where it is missing."""
+    """Return the Python of the others' virtual environment; create it if it is missing."""
     python = VENV / "bin" / "python"
     stamp = VENV / "requirements.txt"
     wanted = REQUIREMENTS.read_text()

@@ -1,10 +1,11 @@
-"""What the benchmarks share: a durable server of their own, fresh databases, pgbench, tables."""
+"""Code common to the benchmarks: a durable server, fresh databases, pgbench, tables."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import platform
 import re
@@ -22,7 +23,7 @@ import psycopg
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from pgdefer._server import EmbeddedServer, temporary_server  # noqa: E402
+from pgdefer.database.server import EmbeddedServer, temporary_server  # noqa: E402
 from support import create_database, install, server_program  # noqa: E402
 
 SETTINGS = {
@@ -42,21 +43,21 @@ create index on q (id) where state = 0;
 
 
 def arguments(description: str | None, runs: int) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have."""
+    """Return a parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=runs, help=f"of each side ({runs})")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument(
         "--pin",
         action="store_true",
         help="backends on one core, clients on another, at real-time priority; for root on Linux",
     )
-    parser.add_argument("--check", action="store_true", help="exit 1 where a limit is missed")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a limit is missed")
     return parser
 
 
 class Bench:
-    """A server with the databases `ours` and `bare`, which runs copy."""
+    """A server with the databases `ours` and `bare`, which each run copies."""
 
     def __init__(self, server: EmbeddedServer, *, pin: bool) -> None:
         self.server = server
@@ -68,7 +69,7 @@ class Bench:
         self._pgbench = program
         create_database(server, "bare")
         with self.connect("bare") as connection:
-            # Makes the files of the log, which later runs use again.
+            # Creates the WAL files, which later runs use again.
             connection.execute(
                 "create table w as select repeat('x', 7000) from generate_series(1, 150000)"
             )
@@ -95,7 +96,7 @@ class Bench:
                 connection.execute(f'drop database "{name}" with (force)'.encode())
 
     def settle(self, database: str) -> None:
-        """Leave a run nothing to catch up on: statistics, visibility, dirty pages."""
+        """Leave a run nothing to catch up with: statistics, visibility, dirty pages."""
         with self.connect(database) as connection:
             connection.execute("vacuum analyze")
             connection.execute("checkpoint")
@@ -137,7 +138,7 @@ class Bench:
         return float(found[1])
 
     def client_prefix(self) -> list[str]:
-        """Return what a client's command begins with."""
+        """Return the beginning of a client's command."""
         return ["chrt", "-r", "10", "taskset", "-c", "0"] if self.pin else []
 
 
@@ -145,7 +146,7 @@ class Bench:
 def bench(
     options: argparse.Namespace, settings: Mapping[str, str] | None = None
 ) -> Iterator[Bench]:
-    """Run a temporary server that syncs to disk, and say what it runs on."""
+    """Run a temporary server that syncs to disk, and print its versions and machine."""
     with temporary_server(settings=SETTINGS | dict(settings or {}), durable=True) as server:
         if options.pin:
             _pin(server)
@@ -162,7 +163,7 @@ def bench(
 
 
 def _pin(server: EmbeddedServer) -> None:
-    """Have all backends to come run on core 1, ahead of other processes."""
+    """Make all future backends run on core 1, before other processes."""
     pid = server.status().pid
     assert pid is not None
     os.sched_setaffinity(pid, {1})
@@ -185,7 +186,7 @@ def _sync_time(folder: Path) -> float:
 
 @dataclasses.dataclass
 class Case:
-    """Two ways of doing the same, each returning its rate, and the ratio that they must reach."""
+    """Two ways of doing the same, each returning its rate, and the ratio to reach."""
 
     name: str
     ours: Callable[[], float]
@@ -196,7 +197,7 @@ class Case:
 
 @dataclasses.dataclass
 class Report:
-    """The lines of a table, and which limits were missed."""
+    """The lines of a table, and the missed limits."""
 
     missed: list[str] = dataclasses.field(default_factory=list)
 
@@ -219,7 +220,7 @@ class Report:
         print(line, flush=True)
 
     def below(self, name: str, value: float, limit: float, unit: str) -> None:
-        """Print a figure that has to be at most its limit."""
+        """Print a figure that must not exceed its limit."""
         line = f"{name:<34}{value:>10.2f} {unit}, limit {limit:g} {unit}"
         if value > limit:
             line += "  MISSED"
@@ -227,7 +228,7 @@ class Report:
         print(line, flush=True)
 
     def end(self, options: argparse.Namespace) -> None:
-        """Exit as --check asks."""
+        """Exit as --check requires."""
         if self.missed and options.check:
             sys.exit("\n".join(["", "Missed:", *self.missed]))
 
@@ -249,13 +250,20 @@ def alternate(cases: Sequence[Case], options: argparse.Namespace, left: str, rig
     report.end(options)
 
 
+def defer_noops(connection: psycopg.Connection[Any], jobs: int) -> None:
+    """Defer jobs of the task noop, a multiple of 1,000."""
+    for first in range(0, jobs, 1000):
+        slice_ = [{"task": "noop", "args": {"n": n}} for n in range(first, first + 1000)]
+        connection.execute("select count(*) from queue.defer_many(%s)", [json.dumps(slice_)])
+
+
 def spread(values: Sequence[float]) -> str:
     """Return the median, the least and the greatest of some rates."""
     return f"{short(statistics.median(values))} ({short(min(values))}-{short(max(values))})"
 
 
 def short(value: float) -> str:
-    """Return a rate in few digits."""
+    """Return a rate with few digits."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{letter}"
@@ -263,6 +271,6 @@ def short(value: float) -> str:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Return the value that `part` of all, 0 to 1, don't exceed."""
+    """Return the value that a `part` of all, 0 to 1, does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, round(part * (len(ordered) - 1)))]

@@ -1,4 +1,4 @@
-"""Drains no-op jobs by one worker of pgdefer: DSN JOBS CONCURRENCY."""
+"""Drains no-op jobs with one worker of pgdefer: DSN JOBS CONCURRENCY."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import psycopg
 
 from pgdefer import App
-from pgdefer._worker import Worker
+from pgdefer.worker.worker import Worker
 
 
 def main(dsn: str, jobs: int, concurrency: int | None) -> None:

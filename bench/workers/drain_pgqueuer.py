@@ -1,4 +1,4 @@
-"""Drains no-op jobs by one worker of pgqueuer on asyncpg: DSN JOBS BATCH."""
+"""Drains no-op jobs with one worker of pgqueuer on asyncpg: DSN JOBS BATCH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drains no-op jobs by one worker of Procrastinate: DSN JOBS CONCURRENCY."""
+"""Drains no-op jobs with one worker of Procrastinate: DSN JOBS CONCURRENCY."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs jobs that say how long ago they were deferred: DSN JOBS; prints the times in seconds."""
+"""Runs jobs that know when they were deferred: DSN JOBS; prints the delays in seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 
 from pgdefer import App
-from pgdefer._worker import Worker
+from pgdefer.worker.worker import Worker
 
 
 async def main(dsn: str, jobs: int) -> None:

@@ -1,11 +1,11 @@
-"""Runs no-op jobs until it is told to stop: DSN; prints a line once it sleeps."""
+"""Runs no-op jobs until it is stopped: DSN; prints a line once it sleeps."""
 
 from __future__ import annotations
 
 import sys
 
 from pgdefer import App
-from pgdefer._worker import Worker
+from pgdefer.worker.worker import Worker
 
 
 def main(dsn: str) -> None:
