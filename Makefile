@@ -4,26 +4,29 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
+PG_CONFIG ?= pg_config
 VENV := .venv
 BIN := $(VENV)/bin
-# A PostgreSQL of the system's, for the tests of the plain form; empty where there is none.
+# The system's PostgreSQL, for the tests of the plain form; empty if there is none.
 SYSTEM_PG = $(shell tests/system-postgres)
 
-# What hangs on the rights of the queue's owner runs again with one who is no superuser, as is usual.
-OWNED := 54_ 55_ 60_ 62_ 86_ isolation/late_fetch isolation/two_reapers isolation/zombie \
-  isolation/extend_reap isolation/finish_reap
+# Tests that depend on the rights of the queue's owner run again with an owner who is no superuser, the usual case.
+OWNED := base/era work/workers work/reap work/maintenance work/retention work/finish.zombie inspect/stats
 
-# Tests wait more than they compute: three at once, and who has none left takes some of another's. Those in unit/ and
-# those marked client ask nothing of the server's version: once is enough. Soak is what computes for longer than some
-# seconds, or storms that find more the longer they last: each has a short form here.
+# Tests wait more than they compute, so three processes run them; one that is done takes over some of another's. Tests
+# in unit/ and those marked client do not depend on the server's version, so they run once. Tests marked long take over
+# five seconds of an idle machine and have shorter ones beside them; only test-all runs them. Tests marked soak compute
+# for longer still, or are storms that find more the longer they last; each has a short form that runs here.
 PYTEST := pytest -q -n 3 --dist worksteal
+# A test that failed runs up to two times more, and is listed with its trace: only CI does that, for at most 12 runs in all.
+AGAIN := --reruns 2 --reruns-delay 5 --max-suite-reruns 12 --rerun-show-tracebacks -raR
 
 .PHONY: help
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: venv
-venv: $(VENV)/.installed ## Make .venv with pgdefer and all its tools, versions pinned
+venv: $(VENV)/.installed ## Create .venv with pgdefer and all its tools, versions pinned
 
 $(VENV)/.installed: pyproject.toml requirements.lock extension/hatch_build.py
 	@tests/install-tools python
@@ -39,41 +42,50 @@ build: ## Assemble extension/ into build/: the extension and pgdefer.sql
 	@$(PYTHON) extension/build.py > /dev/null
 
 .PHONY: freeze
-freeze: ## Write the extension as it is released to extension/releases/, from where it never changes
+freeze: ## Write this release of the extension to extension/releases/, where it never changes again
 	@$(PYTHON) extension/build.py --freeze
 
 .PHONY: tools
-tools: ## Install pgTAP, plpgsql_check and a PostgreSQL by apt, where apt is and they are missing
+tools: ## Install what tests need besides Python packages, with apt and npm if present
 	@tests/install-tools postgres
+	@tests/install-tools node
+	@tests/install-tools browser
 
 .PHONY: demo
 demo: venv build ## Run jobs over the files of Python's standard library, on an embedded server
 	@$(BIN)/pgdefer demo
 
 .PHONY: test
-test: test-sql test-py ## Run all tests, on PostgreSQL 18 (extension) and the system's (plain SQL)
+test: test-sql test-py ## Run the tests on PostgreSQL 18: pgTAP, the isolation specs and pytest
 
-.PHONY: test-sql
-test-sql: test-sql-embedded test-sql-system ## Run pgTAP and the isolation specs on both servers
+.PHONY: test-all
+test-all: test-sql test-sql-owner test-py-all test-sql-system test-py-system ## Run also the long tests, and all on the system's PostgreSQL (CI)
 
-.PHONY: test-py
-test-py: test-py-embedded test-py-system ## Run pytest on both servers
+.PHONY: test-sql test-sql-owner test-py test-py-all test-sql-system test-py-system
+test-sql: venv build tools
+	$(BIN)/python tests/sql/run --jobs 2
 
-.PHONY: test-sql-embedded test-py-embedded test-sql-system test-py-system
-test-sql-embedded: venv build tools
-	$(BIN)/python tests/sql/run
+test-sql-owner: venv build tools
 	$(BIN)/python tests/sql/run --owner pgdefer_owner $(OWNED)
-
-test-py-embedded: venv build tools
-	$(BIN)/$(PYTEST)
 	PGDEFER_TEST_OWNER=pgdefer_owner $(BIN)/$(PYTEST) tests/py/races/test_reap.py
 
-test-sql-system test-py-system: command = $(if $(findstring sql,$@),python tests/sql/run,$(PYTEST) --ignore tests/py/unit -m 'not soak and not client')
-test-sql-system test-py-system: venv build tools
+test-py: venv build tools compiled
+	$(BIN)/$(PYTEST) -m 'not soak and not long'
+
+test-py-all: venv build tools compiled
+	$(BIN)/$(PYTEST) $(AGAIN)
+
+test-sql-system test-py-system: command = $(if $(findstring sql,$@),$(BIN)/python tests/sql/run --jobs 2,$(BIN)/$(PYTEST) $(AGAIN) tests/py --ignore tests/py/unit -m 'not soak and not client')
+test-sql-system test-py-system: venv build tools compiled
 	@if [ -n "$(SYSTEM_PG)" ]; then \
-	  echo "PGDEFER_PG_BIN=$(SYSTEM_PG) $(BIN)/$(command)"; \
-	  PGDEFER_PG_BIN=$(SYSTEM_PG) $(BIN)/$(command); \
+	  echo "PGDEFER_PG_BIN=$(SYSTEM_PG) $(command)"; \
+	  PGDEFER_PG_BIN=$(SYSTEM_PG) $(command); \
 	else echo "SKIPPED: $@, as the system has no PostgreSQL 15, 16 or 17"; fi
+
+# Tests start hundreds of programs, which compile everything anew where the environment forbids Python to cache it.
+.PHONY: compiled
+compiled: venv
+	@$(BIN)/python -m compileall -q python
 
 .PHONY: test-matrix
 test-matrix: venv build tools ## Run all tests on PostgreSQL 15, 16, 17, 18 and on Python 3.13 (QUICK=1: a part)
@@ -84,23 +96,37 @@ soak: venv build ## Run the long tests
 	$(BIN)/pytest -q -m soak -o faulthandler_timeout=1800
 
 .PHONY: lint
-lint: lint-style lint-types lint-sql ## Check style, types and SQL: ruff, mypy, plpgsql_check, pgspot, squawk
+lint: lint-style lint-types lint-sql lint-docs ## Check style, types and SQL: ruff, mypy, plpgsql_check, pgspot, squawk, hadolint, proselint, aspell
 
-.PHONY: lint-style lint-types lint-sql
+.PHONY: lint-style lint-types lint-sql lint-docs
 lint-style: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python python/async_to_sync.py --check
+	$(BIN)/hadolint deploy/Dockerfile
 
 lint-types: venv
 	$(BIN)/mypy
 
 lint-sql: venv build tools
 	$(BIN)/python tests/sql/lint
+	$(BIN)/python tests/mutate --fit
 	$(BIN)/python docs/generate --check
 
+lint-docs: venv tools
+	$(BIN)/python docs/lint
+
 .PHONY: docs
-docs: venv build ## Write docs/reference.md from the comments in the catalog
+docs: venv build ## Write the generated pages: SQL, Python, the command line
 	$(BIN)/python docs/generate
+
+.PHONY: docs-site
+docs-site: venv ## Build the documentation as a site, in build/site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+.PHONY: generate
+generate: venv ## Write the synchronous twins from their asynchronous sources
+	$(BIN)/python python/async_to_sync.py
 
 .PHONY: format
 format: venv ## Format the Python code
@@ -108,14 +134,32 @@ format: venv ## Format the Python code
 	$(BIN)/ruff format
 
 .PHONY: bench
-bench: venv build ## Measure what the documentation claims; prints figures and ratios
+bench: venv build ## Measure what the documentation claims, and print figures and ratios
 	@for script in bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
+.PHONY: install
+install: build ## Copy the extension into the server of PG_CONFIG (DESTDIR: into a folder instead of /)
+	@install -d "$(DESTDIR)$$($(PG_CONFIG) --sharedir)/extension"
+	@install -m 644 build/extension/* "$(DESTDIR)$$($(PG_CONFIG) --sharedir)/extension"
+
+# The tools of make dist have an environment of their own: they need sixty packages, and nothing else needs them.
+.tools/release/.installed: release.lock
+	@$(PYTHON) -m venv .tools/release
+	@echo "Installing the Python packages of release.lock into .tools/release"
+	@.tools/release/bin/pip install --quiet --disable-pip-version-check --require-hashes -r release.lock
+	@touch $@
+
+DIST ?= dist
+
 .PHONY: dist
-dist: venv ## Make the wheel and the sdist in dist/
-	$(BIN)/python -m hatchling build
+dist: venv .tools/release/.installed ## Build the wheel, the sdist and the SBOM in dist/, and check them
+	@rm -rf "$(DIST)"
+	$(BIN)/python -m hatchling build -d "$(DIST)"
+	.tools/release/bin/twine check --strict "$(DIST)"/*
+	.tools/release/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible \
+	  -o "$(DIST)/$$(basename "$(DIST)"/*.whl -py3-none-any.whl).cdx.json" requirements.lock
 
 .PHONY: clean
-clean: ## Remove what was built or cached; .venv too
+clean: ## Remove everything built or cached, and .venv
 	rm -rf build dist $(VENV) .tools .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""A shop over HTTP: an order and the job that it needs are made in one transaction, or neither.
+"""A shop over HTTP: one transaction creates an order and its job, or neither.
 
     pip install fastapi uvicorn                 # and, in a checkout of pgdefer, '.[all]'
     cd examples
@@ -12,7 +12,7 @@
       -H 'content-type: application/json' localhost:8000/orders
     curl localhost:8000/orders/1
 
-What makes it so: docs/sqlalchemy.md.
+docs/sqlalchemy.md explains how.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Base(DeclarativeBase):
 
 
 class Product(Base):
-    """What is sold, and how much of it there is: never less than nothing."""
+    """A product, and its stock, which is never negative."""
 
     __tablename__ = "product"
     __table_args__ = (sa.CheckConstraint("stock >= 0", name="product_stock_check"),)
@@ -52,7 +52,7 @@ class Product(Base):
 
 
 class Order(Base):
-    """An order; the receipt is written by a job."""
+    """An order; a job writes the receipt."""
 
     __tablename__ = "order"
 
@@ -73,7 +73,7 @@ async def write_receipt(session: AsyncSession, order_id: int, customer: str) -> 
 
 @asynccontextmanager
 async def lifespan(_web: FastAPI) -> AsyncIterator[None]:
-    """Make the shop's tables; a real one has migrations."""
+    """Create the shop's tables; a real shop has migrations."""
     async with engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
         await connection.execute(
@@ -88,7 +88,7 @@ web = FastAPI(lifespan=lifespan)
 
 
 class NewOrder(BaseModel):
-    """What a customer sends."""
+    """A customer's request."""
 
     customer: str
     product: str
@@ -96,7 +96,7 @@ class NewOrder(BaseModel):
 
 
 class OrderState(BaseModel):
-    """What a customer sees."""
+    """The answer to a customer."""
 
     id: int
     receipt: str | None
@@ -105,7 +105,7 @@ class OrderState(BaseModel):
 
 @web.post("/orders", status_code=201)
 async def place(new: NewOrder) -> OrderState:
-    """Take an order. It is committed before the answer is sent, and its job with it."""
+    """Take an order. It is committed with its job, before the answer is sent."""
     try:
         async with sessions.begin() as session:
             order = Order(customer=new.customer, product=new.product, quantity=new.quantity)
@@ -114,7 +114,7 @@ async def place(new: NewOrder) -> OrderState:
             deferring = write_receipt.configure(connection=session)
             job = await deferring.defer_async(order_id=order.id, customer=new.customer)
             order.job_id = job.id
-            # Where there is not enough, this fails, and all of the above has not happened.
+            # If the stock is too low, this fails, and nothing of the above has happened.
             taken = sa.update(Product).where(Product.name == new.product)
             await session.execute(taken.values(stock=Product.stock - new.quantity))
             return OrderState(id=order.id, receipt=None, job="ready")
@@ -124,7 +124,7 @@ async def place(new: NewOrder) -> OrderState:
 
 @web.get("/orders/{id}")
 async def show(id: int) -> OrderState:
-    """Show an order and how far its job is."""
+    """Show an order and the state of its job."""
     async with sessions() as session:
         order = await session.get(Order, id)
         if order is None:

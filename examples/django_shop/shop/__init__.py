@@ -1,0 +1,1 @@
+"""A shop that takes orders, and leaves the work to the queue."""
