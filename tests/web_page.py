@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psycopg
 import uvicorn
 from psycopg.conninfo import conninfo_to_dict
@@ -86,6 +88,13 @@ def serving(pages: web.Page, application: Any = None) -> Iterator[str]:
     yield switch.address
     switch.application = None
     pages.close()
+
+
+def token(answer: httpx.Response) -> str:
+    """Return the token that a form of this page must send."""
+    found = re.search('name="token" value="([^"]+)"', answer.text)
+    assert found is not None, answer.text
+    return found[1]
 
 
 def location(dsn: str) -> str:

@@ -27,6 +27,7 @@ from web_page import (
     location,
     server_of_pages,
     serving,
+    token,
 )
 
 pytestmark = pytest.mark.client
@@ -71,12 +72,6 @@ def login(site: str) -> Iterator[Login]:
     yield log_in
     for client in opened:
         client.close()
-
-
-def token(answer: httpx.Response) -> str:
-    found = re.search('name="token" value="([^"]+)"', answer.text)
-    assert found is not None, answer.text
-    return found[1]
 
 
 def send(client: httpx.Client, path: str, **form: Any) -> httpx.Response:

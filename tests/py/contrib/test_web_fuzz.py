@@ -18,7 +18,7 @@ from pgdefer.contrib import web
 from pgdefer.contrib.web.actions import ACTIONS, JOB_ACTIONS
 from pgdefer.contrib.web.views import VIEWS
 from pgdefer.database.server import EmbeddedServer
-from web_page import ODD, PASSWORD, ask_for_passwords, location, server_of_pages, serving
+from web_page import ODD, PASSWORD, ask_for_passwords, location, server_of_pages, serving, token
 
 pytestmark = pytest.mark.client
 
@@ -83,12 +83,6 @@ def fill(conn: Connection) -> None:
     held = "lock => 'shop', needs => array[4], options => '{\"held\": true}'"
     run(f"select queue.defer('shop', queue => 'shop2', {held})".encode())
     run("select queue.tick()")
-
-
-def token(answer: httpx.Response) -> str:
-    found = re.search('name="token" value="([^"]+)"', answer.text)
-    assert found is not None, answer.text
-    return found[1]
 
 
 def address(random: Random, path: str) -> str:
