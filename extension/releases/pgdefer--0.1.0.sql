@@ -2110,19 +2110,13 @@ end $$;
 --
 -- There are four kinds of functions:
 -- * Functions that only operators or the owner may call write a row each time they return, even if they
--- refused
---   all ids. There are two exceptions: next if it finds no job, and configure if it sets nothing.
+--   refused all ids. There are two exceptions: next if it finds no job, and configure if it sets nothing.
 -- * Functions that programs call as they start (schedule, unschedule, register_task) write a row if they
--- change
---   something, whatever the caller's role.
+--   change something, whatever the caller's role.
 -- * Functions that workers call too (succeed, fail, release, retry_later, extend, tick, reap) write a row if
--- the
---   caller may not report outcomes, and so is not a worker (macro if_operator). For succeed of a plain job,
--- the
---   role that logged in counts (_login_is_no_worker).
+--   the caller may not report outcomes, and so is not a worker (macro if_operator).
 -- * Functions that programs of all kinds call (signal, publish) write a row if the caller may operate and is
--- not
---   a worker (_is_operator).
+--   not a worker (_is_operator).
 --
 -- Locks: none for which another session waits. Rows are only appended, and only their number is unique. Why
 -- no wake-up is lost: nobody waits for the audit.
@@ -2258,16 +2252,6 @@ begin
     and not has_function_privilege(queue._caller(), 'queue.finish_many(jsonb)'::regprocedure, 'execute');
 end $$;
 
--- Whether the role that logged in may not report outcomes. It is declared immutable, so that a session's
--- plans contain the answer and succeed of a plain job pays nothing for it: if_operator takes 1.8 % of a job's
--- instructions. After a change of grants, plans are made again (see _unrestricted); a change of memberships
--- takes effect at the next login.
-create or replace function queue._login_is_no_worker()
-returns boolean language plpgsql immutable parallel safe security invoker as $$
-begin
-  return not has_function_privilege(session_user, 'queue.finish_many(jsonb)'::regprocedure, 'execute');
-end $$;
-
 -- base/notify.sql
 -- Every NOTIFY that SQL sends: to sleeping workers, to the worker of a claim, to clients that wait for a
 -- result.
@@ -2388,9 +2372,7 @@ begin
     end if;
   end if;
   v_timeout := current_setting('idle_in_transaction_session_timeout');
-  if v_timeout = '0' then
-    v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
-  elsif v_timeout::interval > interval '10 s' then
+  if v_timeout = '0' or v_timeout::interval > interval '10 s' then
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
   end if;
   return true;
@@ -2811,15 +2793,6 @@ returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 begin
   return greatest((extract(epoch from clock_timestamp()) * 1000000)::bigint, p_last + 4294967296)
     + (random() * 4294967296)::bigint;
-end $$;
-
--- The value of pgdefer.era in a session that knows the era: the installation it belongs to. Like
--- _unrestricted it is declared immutable, and it is used beside that in one expression only: the plan that
--- contains the view is remade when the tables are.
-create or replace function queue._installation()
-returns text language plpgsql immutable parallel safe security invoker as $$
-begin
-  return to_regclass('queue.installation')::oid::text;
 end $$;
 
 -- base/install.sql
@@ -3817,13 +3790,15 @@ returns jsonb language plpgsql volatile parallel unsafe security invoker set ena
 declare
   v_name text;
   v_group record;
+  v_allowed text[];
 begin
   if p_options ->> 'group' = '' then
     return p_options - 'group';
   end if;
   v_name := queue._fill('group', p_options ->> 'group', p_args);
-  if queue._allowed_queues('{producer}') is not null then
-    perform queue._queue_not_allowed(null, queue._allowed_queues('{producer}'));
+  v_allowed := queue._allowed_queues('{producer}');
+  if v_allowed is not null then
+    perform queue._queue_not_allowed(null, v_allowed);
   end if;
   perform pg_current_xact_id();  -- admission waits for it by its number
   lock table queue.job_group in row share mode;
@@ -3920,7 +3895,7 @@ begin
   end if;
   if p_options is not null and jsonb_typeof(p_options) <> 'null' then
     v_given := queue._check_options(p_options);
-    if v_given ? 'headers' then
+    if v_given ? 'headers' and v_size is null then
       v_size := queue._size_of(p_args, v_given -> 'headers');
     end if;
   end if;
@@ -4265,9 +4240,9 @@ comment on function queue.open_group(text, jsonb, jsonb, jsonb) is
   'Opens a group of jobs, and returns true; false if it is open already, and then nothing changes. Jobs'
     ' join by defer''s option group, until close_group. Each callback is a job, {"task": text, "args":'
     ' object, ...}, and is deferred once: on_end when the group is closed and all its jobs have ended,'
-    ' on_success when'
-    ' all of them have succeeded, on_failure as soon as one has failed or was cancelled. A group is kept for'
-    ' 7 days after its end, and for as long as any of its jobs; until then its name stays in use.';
+    ' on_success when all of them have succeeded, on_failure as soon as one has failed or was cancelled. A'
+    ' group is kept for 7 days after its end, and for as long as any of its jobs; until then its name stays'
+    ' in use.';
 
 -- Only appends, as defer does. Locks: none but the sleep lock, shared and by try.
 -- Why no wake-up is lost: the settlement is appended by the same transaction as the row that closes the
@@ -7322,18 +7297,13 @@ declare
   v_taken record;
 begin
   v_entries := queue._queue_entries(p_ids);
-  if v_entries.all_flags & 6/* slots */ = 0 then
-    perform queue._make_ready(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
-      v_entries.attempts, v_entries.is_low, v_entries.has_tags);
-    return;
-  elsif v_entries.all_flags & 2/* mutex */ <> 0 and exists (select from unnest(v_entries.flags) f
+  if v_entries.all_flags & 2/* mutex */ <> 0 and exists (select from unnest(v_entries.flags) f
     where f & 3/* lock */ = 2/* mutex */) then
     v_turns := queue._await_turns(v_entries.ids, v_entries.flags);
     if v_turns.asked is not null then
-      select s.grown into v_taken
-      from queue._queue_entries(v_turns.asked) a
-      cross join lateral queue._take_slots(a.ids, a.lanes, a.deadlines, a.flags, a.attempts, true) s;
-      grown := v_turns.keys || v_taken.grown;
+      grown := v_turns.keys || (
+        select s.grown from queue._queue_entries(v_turns.asked) a
+        cross join lateral queue._take_slots(a.ids, a.lanes, a.deadlines, a.flags, a.attempts, true) s);
     end if;
     if v_turns.late is not null then
       v_entries := queue._queue_entries(array(select u.id from unnest(v_entries.ids) u (id)
@@ -7342,6 +7312,11 @@ begin
         return;
       end if;
     end if;
+  end if;
+  if v_entries.all_flags & 6/* slots */ = 0 then
+    perform queue._make_ready(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
+      v_entries.attempts, v_entries.is_low, v_entries.has_tags);
+    return;
   end if;
   v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
     v_entries.attempts, p_is_refill);
@@ -10839,12 +10814,13 @@ begin
       perform queue._require_claims(array[succeed.id], array[succeed.claim]);
     end if;
   end if;
+  -- Conditions are nested so that the usual case evaluates few: each is set up anew in a transaction (ADR 1).
   if succeed.result is not null then
     if pg_column_size(succeed.result) >= 2000 or pg_column_compression(succeed.result) is not null then
       perform queue._check_size('result', succeed.result);
     end if;
   end if;
-  -- as _succeed for one job, in short statements (ADR 1)
+  -- as _succeed for one job, in short statements
   delete from queue.active_job aj where aj.id = succeed.id and aj.claim = succeed.claim
   returning aj.attempt, aj.flags, aj.claimed_at, aj.worker_id
   into v_attempt, v_flags, v_claimed_at, v_worker_id;
@@ -10856,13 +10832,11 @@ begin
   if succeed.id <= pg_sequence_last_value('queue.awaited_seq') then
     perform queue._notify_waiters(array[succeed.id]);
   end if;
-  if v_flags <> 0 or queue._login_is_no_worker() then
-    if v_flags <> 0 then
-      perform queue._clean_up_succeeded(array[succeed.id], array[v_flags], v_flags, false);
-    end if;
-    if not has_function_privilege(case current_setting('role') when 'none' then session_user else current_setting('role')::name end, 'queue.finish_many(jsonb)'::regprocedure, 'execute') then
-      perform queue._audit_claim('succeed', succeed.id, succeed.claim);
-    end if;
+  if v_flags <> 0 then
+    perform queue._clean_up_succeeded(array[succeed.id], array[v_flags], v_flags, false);
+  end if;
+  if not has_function_privilege(case current_setting('role') when 'none' then session_user else current_setting('role')::name end, 'queue.finish_many(jsonb)'::regprocedure, 'execute') then
+    perform queue._audit_claim('succeed', succeed.id, succeed.claim);
   end if;
 end $$;
 comment on function queue.succeed(bigint, bigint, jsonb) is
@@ -14016,7 +13990,7 @@ declare
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed'
-    or current_setting('pgdefer.era', true) is distinct from queue._installation()
+    or current_setting('pgdefer.era', true) is distinct from to_regclass('queue.installation')::oid::text
   then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
@@ -14104,7 +14078,7 @@ declare
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed'
-    or current_setting('pgdefer.era', true) is distinct from queue._installation()
+    or current_setting('pgdefer.era', true) is distinct from to_regclass('queue.installation')::oid::text
   then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
@@ -16739,16 +16713,17 @@ begin
     return format('its concurrency key %s has used up its rate of %s per %s; it may start at %s at the'
       ' earliest', v_key, v_rate.rate_limit, v_rate.rate_per, v_rate.at);
   end if;
-    select string_agg(r.id::text, ', ' order by r.id) into v_text
+  select string_agg(r.id::text, ', ' order by r.id) into v_text
   from (select j.id from queue.active_job l join queue.job_now j on j.id = l.id
         where l.claim is not null
           and case left(p_key, 1) when 'm' then j.lock = v_key
             else v_key = any (j.keys) end
         order by j.id limit 20) r;
   return case left(p_key, 1)
-    when 'm' then format('its lock %s is held by job %s', v_key, coalesce(v_text, 'that is about to start'))
-    else format('its concurrency key %s is full: job %s', v_key,
-      coalesce(v_text, 'that is about to start')) end;
+    when 'm' then format('its lock %s is held by %s', v_key,
+      coalesce('job ' || v_text, 'a job that is about to start'))
+    else format('its concurrency key %s is full: %s', v_key,
+      coalesce('job ' || v_text, 'a job is about to start')) end;
 end $$;
 
 -- The job that has the turn at a lock, for queue.why().
@@ -17550,26 +17525,22 @@ begin
       select m.at, sum(m.succeeded) as succeeded, sum(m.failed) as failed, sum(m.cancelled) as cancelled,
         sum(m.failures) as failures
       from m group by m.at),
-    waits as (
-      select c.at, array_agg(c.class order by c.class) as classes, array_agg(c.n order by c.class) as counts
-      from (select m.at, u.class, sum(u.n) as n
-            from m cross join lateral unnest(m.waits) with ordinality u (n, class)
-            where u.n > 0 group by 1, 2) c
-      group by c.at),
-    runs as (
-      select c.at, array_agg(c.class order by c.class) as classes, array_agg(c.n order by c.class) as counts
-      from (select m.at, u.class, sum(u.n) as n
-            from m cross join lateral unnest(m.runs) with ordinality u (n, class)
-            where u.n > 0 group by 1, 2) c
-      group by c.at)
+    times as (
+      select c.at, c.what, array_agg(c.class order by c.class) as classes,
+        array_agg(c.n order by c.class) as counts
+      from (select m.at, x.what, u.class, sum(u.n) as n
+            from m cross join lateral (values ('wait', m.waits), ('run', m.runs)) x (what, counts)
+            cross join lateral unnest(x.counts) with ordinality u (n, class)
+            where u.n > 0 group by 1, 2, 3) c
+      group by c.at, c.what)
     select s.at, coalesce(x.succeeded, 0), coalesce(x.failed, 0), coalesce(x.cancelled, 0),
       coalesce(x.failures, 0),
       queue._percentile(w.classes, w.counts, 0.5), queue._percentile(w.classes, w.counts, 0.95),
       queue._percentile(r.classes, r.counts, 0.5), queue._percentile(r.classes, r.counts, 0.95)
     from generate_series(v_from, v_to, v_step) s (at)
     left join sums x on x.at = s.at
-    left join waits w on w.at = s.at
-    left join runs r on r.at = s.at
+    left join times w on w.at = s.at and w.what = 'wait'
+    left join times r on r.at = s.at and r.what = 'run'
     where s.at < v_to order by s.at;
 end $$;
 comment on function queue.series(interval, interval, text, text) is
@@ -17598,18 +17569,14 @@ begin
       select m.task, m.succeeded, m.failed, m.cancelled, m.failures, m.waits, m.runs
       from queue.minute m
       where m.minute >= v_from and (v_allowed is null or queue._allows(v_allowed, m.queue))),
-    waits as (
-      select c.task, array_agg(c.class order by c.class) as classes, array_agg(c.n order by c.class) as counts
-      from (select m.task, u.class, sum(u.n) as n
-            from m cross join lateral unnest(m.waits) with ordinality u (n, class)
-            where u.n > 0 group by 1, 2) c
-      group by c.task),
-    runs as (
-      select c.task, array_agg(c.class order by c.class) as classes, array_agg(c.n order by c.class) as counts
-      from (select m.task, u.class, sum(u.n) as n
-            from m cross join lateral unnest(m.runs) with ordinality u (n, class)
-            where u.n > 0 group by 1, 2) c
-      group by c.task)
+    times as (
+      select c.task, c.what, array_agg(c.class order by c.class) as classes,
+        array_agg(c.n order by c.class) as counts
+      from (select m.task, x.what, u.class, sum(u.n) as n
+            from m cross join lateral (values ('wait', m.waits), ('run', m.runs)) x (what, counts)
+            cross join lateral unnest(x.counts) with ordinality u (n, class)
+            where u.n > 0 group by 1, 2, 3) c
+      group by c.task, c.what)
     select x.task collate "default", x.succeeded, x.failed, x.cancelled, x.failures,
       round(x.failures::numeric / nullif(x.failures + x.succeeded, 0), 4),
       queue._percentile(w.classes, w.counts, 0.5), queue._percentile(w.classes, w.counts, 0.95),
@@ -17618,8 +17585,8 @@ begin
       select m.task, sum(m.succeeded) as succeeded, sum(m.failed) as failed, sum(m.cancelled) as cancelled,
         sum(m.failures) as failures
       from m group by m.task) x
-    left join waits w on w.task = x.task
-    left join runs r on r.task = x.task
+    left join times w on w.task = x.task and w.what = 'wait'
+    left join times r on r.task = x.task and r.what = 'run'
     order by x.task;
 end $$;
 comment on function queue.task_stats(interval) is
@@ -17991,10 +17958,11 @@ begin
                  when v_facts.since is null then 'warn' else 'fail' end;
   detail := case when status = 'ok' then 'no session holds the admission lock for long'
                  else format('%s%s holds the admission lock%s; no other session can fetch new jobs',
-                   coalesce('process ' || v_facts.pid, 'no process'),
+                   coalesce('process ' || v_facts.pid, 'a prepared transaction'),
                    coalesce(' of role ' || v_facts.role, ''),
-                   coalesce(', in a transaction that is open since ' || date_trunc('second', v_facts.since),
-                     '') || coalesce(' (' || v_facts.state || ')', '')) end;
+                   coalesce(', in a transaction that has been open since '
+                     || date_trunc('second', v_facts.since), '')
+                     || coalesce(' (' || v_facts.state || ')', '')) end;
   fix := case when status <> 'ok'
     then 'Look again in a moment; if it is the same process, select queue.unblock() ends it; a prepared'
     ' transaction is ended by ROLLBACK PREPARED' end;
