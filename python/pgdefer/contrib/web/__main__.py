@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 import uvicorn
 
+from pgdefer.database.source import Source
+
 from . import asgi
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -14,7 +16,11 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 def web(  # noqa: PLR0917 (typer passes them by name)
     dsn: Annotated[
-        str, typer.Option(envvar="PGDEFER_DSN", help="The database; else libpq's variables.")
+        str,
+        typer.Option(
+            envvar="PGDEFER_DSN",
+            help="The database. Else libpq's PG* variables; else the embedded server.",
+        ),
     ] = "",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="The port.")] = 8080,
@@ -32,7 +38,10 @@ def web(  # noqa: PLR0917 (typer passes them by name)
     """Serve a web page that shows the queue and lets you act on it, as a database role."""
     if no_password and host not in LOCAL:
         raise typer.BadParameter("--no-password is for 127.0.0.1 only")
-    application = asgi(dsn, role_header=role_header, needs_password=not no_password)
+    source = Source(dsn or None)
+    if source.kind == "embedded" and not no_password:
+        raise typer.BadParameter("the embedded server requires no password: add --no-password")
+    application = asgi(source.conninfo(), role_header=role_header, needs_password=not no_password)
     uvicorn.run(
         application,
         host=host,
