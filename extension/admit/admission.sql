@@ -17,7 +17,7 @@
 --
 -- Why no wake-up is lost: a process that ends a claim takes the admission lock by try and settles in the same
 -- transaction, or appends to queue.pending_settlement. That table is read with the same cursor as the log, so
--- the argument for new jobs (work/sleep.sql) holds for it.
+-- the argument for new jobs (work/worker_sleep.sql) holds for it.
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.

@@ -1,4 +1,5 @@
 -- The last gate: jobs become ready if their concurrency keys have free slots.
+-- Tests: admit/slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_is_refill: they come from the waiting jobs, so they need not queue up behind those. grown: keys whose

@@ -1,4 +1,5 @@
 -- Jobs that must not start after a time.
+-- Tests: work/maintenance.sql.
 
 -- Cancels jobs with reason expired, unless they run.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.

@@ -1,9 +1,10 @@
--- The gates, in their order: held, needs, schedule, a paused task, the lock's turn, slots. Each gate checks a
--- job once, and has its own place for waiting jobs. Everything here runs under the admission lock.
+-- The gates, in their order: held, needs, signals, schedule, a paused task, the lock's turn, slots. Each gate
+-- checks a job once, and has its own place for waiting jobs. Everything here runs under the admission lock.
 --
 -- A gate that opens for one job may open another one: the next job of a lock may be discarded at a full key,
 -- and so pass its turn on at once. So no gate calls another. Each returns the jobs that it releases, and
 -- _advance, the only function that calls them all, continues until none is left.
+-- Tests: admit/admission.sql.
 
 -- Sends jobs through the gates, and continues with the jobs that these release, until nothing moves.
 --   p_arrived: in no gate; they have to pass all of them

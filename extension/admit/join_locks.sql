@@ -1,4 +1,5 @@
 -- Joining locks, and giving the turn to an older member that came late.
+-- Tests: admit/locks.sql, admit/locks.late_defer.spec.
 
 -- Adds new jobs to their locks. In a lock that had no member, the first gets the turn. While any task is
 -- paused, a member counts as passed only once it has been at that gate; _wait_for_turn then notes it. free:

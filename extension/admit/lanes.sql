@@ -1,4 +1,5 @@
 -- Lanes: the place of a ready job in queue.active_job. Everything here runs under the admission lock.
+-- Tests: admit/admission.sql, work/fetch.sql.
 
 -- Computes the place of jobs in queue.active_job: lane, order key, flags and attempts so far, in the order of
 -- ids. Creates missing lanes. all_flags: the flags that any of them has; is_low: one lies below its lane's

@@ -52,6 +52,7 @@ end $$;
 -- jobs that have the turn now, and that nothing else holds up.
 -- Locks: the caller holds the admission lock. Other members may have ended at the same time: these are in
 -- queue.finished, and are skipped.
+-- Why no wake-up is lost: each caller passes the returned jobs to _advance, which sends them on.
 create or replace function queue._leave_locks(p_ids bigint[], p_had_turn boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -1,4 +1,5 @@
 -- Reading the log: the new rows, and the position of the cursor.
+-- Tests: admit/admission.sql, admit/admission.two.spec.
 
 -- Admits at most p_slice jobs of a range of the log, with priorities from p_bottom to p_top if given. The
 -- rest goes to queue.backlog (is_cut). Plain jobs go to queue.active_job here; the others go through the

@@ -1,4 +1,5 @@
 -- Changes of jobs after they were deferred.
+-- Tests: operate/change.sql.
 
 -- Overrides settings that a job was deferred with, and sends the job through the gates again. Running and
 -- finished jobs keep their place; the change applies to their next run. Returns false, having changed

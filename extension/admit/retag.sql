@@ -1,4 +1,5 @@
 -- Tags for jobs that were ready before the first job with a share came, or before a weight was changed.
+-- Tests: admit/shares.sql, admit/shares.retag.spec.
 
 -- Gives tags to ready jobs, and to jobs that wait for a slot, if they have no tag or one from before a change
 -- of weights: to at most p_slice jobs of one lane. Returns false if no lane has such jobs.

@@ -1,4 +1,5 @@
 -- Settling: releases what ended claims held and passes it on, under the admission lock.
+-- Tests: admit/admission.sql.
 
 -- Frees the slots of ended claims. Sends those jobs that run again through the gates, together with jobs that
 -- are in no gate for another reason (flags 0: they did not run, and have no turn to keep). Then gives the

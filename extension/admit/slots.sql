@@ -1,4 +1,5 @@
--- Semaphores. A slot is a live claim: `used` counts the claims that run under a key. It is written only under
+-- Semaphores. _refill (admit/enter_slots.sql) gives a slot that becomes free to the next job.
+-- A slot is a live claim: `used` counts the claims that run under a key. It is written only under
 -- the admission lock, in the transaction that makes or settles the claim. Limited lanes are claimed only
 -- under the admission lock, so that the limit is hard.
 --
@@ -184,6 +185,7 @@ end $$;
 -- Claims have ended: frees their slots and returns the keys, for _advance.
 -- p_flags as in queue.active_job: queue_slot counts in its queue's max_running.
 -- Locks: the caller holds the admission lock.
+-- Why no wake-up is lost: each caller passes the returned keys to _refill.
 create or replace function queue._release_slots(p_ids bigint[], p_flags smallint[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -9,6 +9,7 @@
 -- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks again
 -- when it comes back.
 -- Two sessions: work/signals.wait.spec, work/signals.timeout.spec.
+-- Tests: work/waits.sql, work/signals.wait.spec.
 
 -- Sends jobs through the gate. passed: the jobs that wait for nothing, have taken their signal or event, or
 -- have timed out. The others wait; is_timed: at least one of them has a timeout.

@@ -1,4 +1,5 @@
 -- Leaving the gates: takes jobs out of the places where they wait, and ends those that no claim holds.
+-- Tests: operate/change.sql, work/retention.sql.
 
 -- Takes an unfinished job that does not run out of its place, with its slot and ready counts, but not out of
 -- its lock. place: where it was (live, or a reason of queue.waiting, turn, again, or log: it is not admitted
@@ -91,9 +92,9 @@ end $$;
 
 -- The transaction whose end must come before a row of queue.active_job can be read: the one that has locked
 -- it, according to the row's xmax, if that is in progress; else this one. Used as the xid of a pending
--- settlement, it lets the first admission after that end read the settlement, and none before. The number of
--- a savepoint belongs to no transaction, and neither does that of a multixact, which a row has that was
--- locked before a savepoint and deleted in it: then every admission reads it. Multixacts are numbered
+-- settlement, it lets the first admission after that end read the settlement, and none before. xmax may
+-- also be the number of a savepoint, or of a multixact, if the row was locked before a savepoint and deleted
+-- in it. Neither is a transaction's number, so every admission reads the settlement. Multixacts are numbered
 -- separately, so a number may be both a multixact and a transaction. Waiting for that transaction could be
 -- wrong, so it is not waited for while any member of the multixact is in progress.
 create or replace function queue._row_locker(p_xmax xid)

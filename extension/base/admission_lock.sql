@@ -1,4 +1,5 @@
 -- The admission lock, and how to end a session that keeps it.
+-- Tests: admit/admission.sql.
 
 -- Locks: the admission lock by try. Raises: 42501 if the owner may not end that session.
 create or replace function queue.unblock()

@@ -1,4 +1,5 @@
 -- Errors: each has a stable SQLSTATE and a fixed message. DETAIL has the ids, HINT the remedy.
+-- Tests: base/checks.sql, base/permissions.sql.
 
 -- Raises: 22023, always. A detail may contain the caller's values, so it is cut.
 create or replace function queue._invalid(message text, hint text, detail text default '')

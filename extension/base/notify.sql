@@ -1,5 +1,6 @@
 -- Every NOTIFY that SQL sends: to sleeping workers, to the worker of a claim, to clients that wait for a
 -- result.
+-- Tests: work/worker_sleep.sql, work/line.races.spec.
 
 -- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
 -- Qualified, like defer.
@@ -11,8 +12,10 @@ begin
   end if;
 end $$;
 
--- Tells workers that a job may have become ready, if any worker may sleep. The lead sleeper's own session
--- gets the sleep lock, which it holds; it may be the worker's only connection, and fetch while others sleep.
+-- Tells workers that a job may have become ready, if any worker may sleep. In the lead sleeper's own session
+-- the try proves nothing, because that session already holds the lock. It may be the worker's only
+-- connection, which fetches while others sleep. So there this function always notifies.
+-- Locks: the sleep lock, shared and by try.
 create or replace function queue._announce()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -45,7 +48,7 @@ begin
   end if;
 end $$;
 
--- Tells all workers to give back the jobs that they have claimed and not started.
+-- Tells all workers to give back the jobs that they have claimed and not started. Locks: none.
 create or replace function queue._notify_pause()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -55,6 +58,7 @@ begin
 end $$;
 
 -- Tells a worker to abort a claim: by its channel, and by heartbeat.
+-- Locks: the new row's key; the caller has locked the job's row of queue.active_job.
 create or replace function queue._notify_abort(p_id bigint, p_claim bigint, p_worker bigint, p_reason text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

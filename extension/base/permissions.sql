@@ -143,9 +143,9 @@ end $$;
 
 -- Turns checks on when the first role is restricted, and off when none is. A barrier keeps filtering views
 -- from showing hidden rows to a reader's own condition, at the cost of some plans.
--- Locks: those views, for which it waits 100 ms at a time, a hundred times: a transaction that has read one
--- may stay open, and sessions that read one meanwhile, as operations do that hold the admission lock, wait no
--- longer than that.
+-- Locks: those views. It waits for 100 ms at a time, a hundred times, because a transaction that has read a
+-- view may stay open. Sessions that read a view meanwhile wait behind it for at most 100 ms. Operations that
+-- hold the admission lock are among them.
 -- Raises: 55P03.
 create or replace function queue._switch_restriction()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

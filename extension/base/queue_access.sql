@@ -9,6 +9,7 @@
 -- SET ROLE, else the role that logged in (_caller). This is the role whose EXECUTE was checked, unless the
 -- call came through another security definer function; then that function's caller needs rights too. Views
 -- filter by current_user, which is exact.
+-- Tests: base/permissions.sql.
 
 -- Raises: 42501 unless the caller may use all queues that a name or pattern selects (NULL: every queue).
 create or replace function queue._require_queue(p_kinds text[], p_queue text)

@@ -1,4 +1,5 @@
 -- Names of queues and patterns, and the queues that are paused.
+-- Tests: operate/pause.sql, work/fetch.sql.
 
 -- Whether a queue's name is selected by a name, prefix* or *.
 create or replace function queue._matches(p_queue text, p_pattern text)

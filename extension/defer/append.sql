@@ -1,4 +1,5 @@
 -- Deferring with any options: fills in defaults, checks, and appends the job to the log.
+-- Tests: defer/defer.sql.
 
 -- defer with everything that a job can have, if the role may. It wakes no worker.
 -- p_table: the table whose trigger defers, if roles are restricted.

@@ -1,4 +1,5 @@
 -- The option group of defer: the job joins an open group.
+-- Tests: defer/open_groups.sql, admit/groups.adding.spec.
 
 -- The options of a job with the group's name filled in from args; without it if the name is empty.
 -- Until the transaction ends, it holds the table queue.job_group in mode ROW SHARE, which conflicts with

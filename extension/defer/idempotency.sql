@@ -1,9 +1,11 @@
 -- Idempotency keys: of the calls of defer with one key of a task, only the first within unique_for defers a
 -- job. The others get its id, whatever has become of it.
 
--- Takes the key for a new job: id is the new job's, or, as a negative number, that of the job deferred first.
--- key is the filled one; options are the caller's with that key, and without unique_for. All but options are
--- NULL without a key. p_queue: where a new job goes.
+-- Takes the key for a new job that goes to p_queue.
+--   id: the new job's; if the key is in use, minus the id of the job that was deferred first
+--   key: the key, with its {fields} filled in
+--   options: the caller's, with that key and without unique_for
+-- Without a key, id and key are NULL.
 -- Locks: the key's row. Transactions that take one key wait for each other, as with any unique key; a call
 -- whose key has just expired may wait for the maintenance that deletes its row. While the key is in use, a
 -- call only reads the row. A call of defer_many takes its keys in one order (_reserve_idempotency_keys).

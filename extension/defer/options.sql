@@ -1,4 +1,5 @@
 -- The options of defer, concurrency keys, retry policies and templates: read and checked.
+-- Tests: defer/defer.sql, base/checks.sql.
 
 -- Every key that the options of defer may have.
 create or replace function queue._option_keys()

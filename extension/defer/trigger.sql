@@ -1,4 +1,5 @@
 -- Deferring by a trigger on a table.
+-- Tests: defer/defer.sql.
 
 -- Settings: a row is written in the same way, whatever the session's output formats for bytea, floating point
 -- numbers and intervals.

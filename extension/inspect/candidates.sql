@@ -1,4 +1,5 @@
 -- The jobs that a search may find: by an index if there is one.
+-- Tests: inspect/search.sql.
 
 -- The newest jobs below an id that may be in a state (NULL: any), newest first: from the table of jobs in
 -- that state, and from jobs that are not admitted yet.

@@ -1,4 +1,5 @@
 -- The graph of jobs that need each other.
+-- Tests: defer/defer_group.sql.
 
 -- Raises: QJ001.
 create or replace function queue.graph(id bigint)

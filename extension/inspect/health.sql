@@ -1,4 +1,5 @@
 -- Health: problems, and their remedies.
+-- Tests: inspect/stats.sql.
 
 create or replace function queue.health()
 returns table (name text, status text, detail text, fix text)

@@ -1,4 +1,5 @@
 -- Checks of queue.health() for the sessions, the tables and the server.
+-- Tests: inspect/stats.sql.
 
 -- Failures, and transactions that stay open.
 create or replace function queue._health_of_sessions(p_now timestamptz)

@@ -1,4 +1,5 @@
 -- What happened in the last hours, from the figures of each minute (work/minutes.sql).
+-- Tests: work/minutes.sql.
 
 -- Cost: it reads a row for each minute in which jobs of a queue and task ended.
 -- Raises: 22023.

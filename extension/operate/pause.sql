@@ -1,4 +1,5 @@
--- Pausing and resuming queues and tasks.
+-- Pausing and resuming queues and tasks. A paused task is a gate: its jobs wait there. The jobs of a paused
+-- queue stay in their lanes, from which no worker claims them (queue.lane, paused_until).
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.pause(queue text default null, until timestamptz default null,

@@ -7,6 +7,7 @@
 -- these rows, nor for queue.job_override of a job that is being finished. The first lock is FOR NO KEY
 -- UPDATE: a transaction that has only finished a step (work/steps.sql) may last, and is not waited for;
 -- _try_lock_job then finds the job busy.
+-- Tests: operate/change.claim.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
 -- Locks, each waited for: the job's row of queue.active_job, that of its queueing lock, the admission lock.

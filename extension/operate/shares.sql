@@ -1,4 +1,5 @@
 -- Weights of shares.
+-- Tests: admit/shares.sql.
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 -- Why it takes effect at once: ready jobs get tags by the new weight, which lie before the old ones: one

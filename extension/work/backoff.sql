@@ -1,4 +1,5 @@
 -- When a failed job runs again.
+-- Tests: work/attempts.sql.
 
 -- With n failures before this one (n = failures - 1):
 --   wait + linear_wait * n + exponential_wait ^ (n + 1) seconds (as Procrastinate's RetryStrategy), or

@@ -1,4 +1,5 @@
 -- Claiming jobs that the options of fetch select.
+-- Tests: work/fetch.sql.
 
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.

@@ -1,4 +1,5 @@
 -- Claiming from lanes without limits.
+-- Tests: work/fetch.sql.
 
 -- Claims up to p_n jobs of plain lanes, in the order of p_lanes. first_claim: as for _claim_newcomer.
 -- Locks: rows of queue.active_job by skip locked.

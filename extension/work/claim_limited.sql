@@ -1,4 +1,5 @@
 -- Claiming under limits: slots, max_running and rate, expires_at, queueing locks.
+-- Tests: admit/rates.sql, admit/slots.sql.
 
 -- Claims up to p_n jobs of lanes, in the order of p_lanes, subject to limits: semaphores, a queue's
 -- max_running and rate, expires_at, and queueing locks that a defer is replacing. Lanes of one queue and

@@ -1,4 +1,5 @@
 -- Claiming by the options of fetch.
+-- Tests: work/fetch.sql.
 
 -- fetch with options: ids, order, tasks, functions, deadline_within, max_running. p_by_hand: from any lane,
 -- whatever the worker runs (queue.next).

@@ -66,12 +66,12 @@ end $$;
 -- the first did not take; so the first leaves, too.
 -- Locks: the rows of both, by skip locked; what is locked, somebody else deletes.
 -- Why no wake-up is lost: a worker stops listening for jobs only if a call sees two ahead of it, and an
--- earlier one, at least 100 ms before, has written its row. Take one of these two that leaves. If it has
--- committed before the later call, that does not count it. Otherwise, unless its transaction takes over
--- 100 ms, it reads who comes next when the row is visible, and wakes the worker, which listens on its own
--- channel by then. One that leaves in a longer transaction is like one that is frozen: for it the deputy is
--- there. If the first two die or freeze together, the rest look every 10 s, each at its own time; then
--- before_sleep passes over sessions that have ended and workers that reap has given up.
+-- earlier one, at least 100 ms before, has written its row. Suppose that one of these two leaves. If its
+-- transaction commits before the later call, that call does not count it. Otherwise, if its transaction takes
+-- less than 100 ms, it began after the row became visible: it sees the row, and wakes that worker, which
+-- listens on its own channel by then. One that leaves in a longer transaction is like a frozen one: the
+-- deputy takes its place. If the first two die or freeze together, the rest look every 10 s, each at its own
+-- time; then before_sleep passes over sessions that have ended and workers that reap has given up.
 create or replace function queue._leave_line(p_worker bigint, p_has_found boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare

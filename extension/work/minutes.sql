@@ -3,13 +3,13 @@
 -- Maintenance counts the ends of jobs and attempts from their tables, in the order of finished_at, so that
 -- workers do nothing for it. queue.minute_cursor says up to which time it has counted.
 --
--- Why none is missed, and none counted twice: whoever ends a job first has an xid and the lock of a writer on
--- queue.active_job, or the admission lock, and then reads the time for finished_at. So if the clock is read
--- under the admission lock, and no transaction has both of the former afterwards, all ends before that time
--- are visible to the next statement. If some have, it waits for just these. Rows are removed only under the
--- admission lock, and are counted before that if they have not been. If the clock is set back, the
--- minutes from then on are counted again; but ends are missed if it passes the time of the last count again
--- before the next one.
+-- Why none is missed, and none counted twice: a session that ends a job reads the clock for finished_at only
+-- when it has an xid and a writer's lock on queue.active_job, or when it holds the admission lock. The count
+-- holds the admission lock, reads the clock, and then looks for sessions with both of the former. If there
+-- are none, all ends before that time are visible to the next statement. Otherwise it waits for just these.
+-- Rows are removed only under the admission lock, and are counted before that if they have not been. If the
+-- clock is set back, the minutes from then on are counted again; ends are missed only if it reaches the time
+-- of the last count again before the next count.
 
 -- Counts what has ended, for about p_budget, if 10 s have passed since it last looked, or if not all could be
 -- counted then; and removes minutes older than 7 days.

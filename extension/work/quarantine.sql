@@ -9,9 +9,10 @@
 -- first; so both get their turn while both are ready. A worker that always runs something would never take a
 -- quarantined job. So if one has waited for 5 s since its crash, one worker that may run it gets no more jobs
 -- (it runs dry) until its own have ended, for a quarter of the time that the job has waited by then, at least
--- 30 s. If that was too short, it takes jobs again for four times as long, while another worker may run dry;
--- and by then the job has waited longer. So its turn comes within a small multiple of the duration of the
--- longest jobs, and of the workers of a queue at most one stands still for it, a fifth of its time.
+-- 30 s. If that was too short, the worker takes jobs again for four times as long, while another one may run
+-- dry. The job has waited longer by then, so that worker runs dry for longer. So the job's turn comes within
+-- a small multiple of the duration of the longest jobs. At most one worker of a queue runs dry at a time, for
+-- a fifth of its time.
 --
 -- To find out what a worker runs, queue.active_job is read: there is no index from a worker to its claims,
 -- because each claim would pay for it. This is done only if a quarantined job is ready, and if it takes long,

@@ -27,10 +27,10 @@ comment on function queue.worker_died(bigint) is
 -- Locks: rows of queue.worker and queue.active_job by skip locked, each row separately; the admission lock by
 -- try. With two reapers at once, a claim ends exactly once, no matter which deletes its row first.
 -- A fetch that was running when its worker went may still create claims. So a worker's claims are looked for
--- at once, and again when every transaction that could have seen it alive has ended (waits_for: transactions
--- that were in flight after its end had been committed, and that belong to a role, which excludes vacuum's
--- workers: their kind is hidden from an owner who is not a superuser). After that no more claims can appear
--- (is_over).
+-- at once, and again when every transaction that could have seen it alive has ended. After that no more
+-- claims can appear (is_over). waits_for lists these transactions: the ones in flight after the worker's end
+-- was committed. It leaves out those without a role, which are vacuum's: an owner who is not a superuser
+-- can't see what kind of process they are.
 -- A late claim of a worker that has deregistered is released, like its others; that of a dead worker has
 -- crashed. While the server was down no heartbeat could arrive. So if the last sign of life was before its
 -- start, a worker counts as dead dead_after past the start at the earliest, and a lease or a timeout ends 30

@@ -1,4 +1,5 @@
 -- After the end of a claim: settles at once if the admission lock is free, else appends a pending settlement.
+-- Tests: work/finish.sql, admit/locks.late_defer.spec.
 
 -- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement.
 -- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.

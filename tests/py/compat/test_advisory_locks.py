@@ -99,7 +99,7 @@ HELD = [
 
 
 @pytest.mark.parametrize("held", HELD, ids=" ".join)
-def test_the_latch_survives_who_holds_it(
+def test_the_sleep_lock_survives_who_holds_it(
     conn: Connection, connect: Connect, hostile: Connection, held: list[str]
 ) -> None:
     """Two workers go to sleep. Then a job comes: one is notified, or fetches within a second."""
@@ -125,7 +125,7 @@ def test_the_latch_survives_who_holds_it(
     assert found == [("t",)]
 
 
-def test_the_latch_survives_who_takes_it_and_goes(
+def test_the_sleep_lock_survives_who_takes_it_and_goes(
     conn: Connection, connect: Connect, hostile: Connection
 ) -> None:
     """The worst attack: a role takes the lead sleeper's lock, and disappears.

@@ -132,6 +132,16 @@ def test_tests_have_the_rooms_of_what_they_test() -> None:
     assert strangers == ["conventions.sql"]
 
 
+@pytest.mark.parametrize("entry", files())
+def test_each_file_has_a_test_of_its_name_or_says_which(entry: str) -> None:
+    tests = ROOT / "tests" / "sql"
+    own = list((tests / entry).parent.glob(f"{Path(entry).stem}.*"))
+    said = re.search(r"(?m)^-- Tests: (.+)\.$", (EXTENSION / entry).read_text("utf-8"))
+    named = said[1].split(", ") if said else []
+    assert own or named or entry == "privileges.sql"
+    assert [name for name in named if not (tests / name).exists()] == []
+
+
 def test_how_it_works_names_every_table_and_file(conn: Connection) -> None:
     text = (ROOT / "docs" / "how-it-works.md").read_text("utf-8")
     relations = conn.execute(

@@ -237,11 +237,11 @@ async def test_a_worker_that_stops_wakes_those_that_sleep_beside_it(
         await stopping
         connection = second.listener._connection
         assert connection is not None
-        sentinel = (
+        lead = (
             "select pid from pg_locks where locktype = 'advisory' and mode = 'ExclusiveLock'"
             " and classid = 1885824102 and objid = 1 and granted"
         )
-        await until(lambda: conn.execute(sentinel).fetchall() == [(connection.info.backend_pid,)])
+        await until(lambda: conn.execute(lead).fetchall() == [(connection.info.backend_pid,)])
         await task.defer_async()
         await jobs.end()
 

@@ -1,6 +1,6 @@
--- Queues: pausing with patterns, times and tasks; creating and configuring.
+-- Queues: creating, configuring.
 
-select plan(48);
+select plan(13);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.run() returns text language plpgsql as $$
@@ -23,64 +23,6 @@ select matches(queue.why((select j.id from queue.jobs j where j.task = 'a')), 'i
 select is(queue.resume('born paused'), 1, 'resume counts the jobs');
 select is(pg_temp.run(), 'a', 'and they go');
 
--- Patterns, which cover queues that appear later; the latest call that matches wins.
-select queue.pause('mail*') \g /dev/null
-select queue.defer('a', queue => 'mail.in'), queue.defer('b', queue => 'mail.out'), queue.defer('c', queue => 'post') \g /dev/null
-select is(pg_temp.run(), 'c', 'a pattern covers queues that appear later');
-select is(queue.resume('mail.out'), 1, 'a later call');
-select is(pg_temp.run(), 'b', 'wins where it matches');
-select is(queue.pause(), 1, 'all queues');
-select queue.defer('d', queue => 'mail.out') \g /dev/null
-select is(pg_temp.run(), null, 'pause everything');
-select is(queue.resume(), 2, 'and resume it');
-select is(pg_temp.run(), 'a d', 'all go');
-
--- Until a time
-select queue.pause('soon', until => clock_timestamp() - interval '1 s') \g /dev/null
-select queue.defer('a', queue => 'soon') \g /dev/null
-select is(pg_temp.run(), 'a', 'a pause that has passed is none');
-select queue.pause('soon', until => '2999-01-01Z') \g /dev/null
-select queue.defer('a', queue => 'soon') \g /dev/null
-select is(pg_temp.run(), null, 'one that has not');
-select queue.resume('soon') \g /dev/null
-select is(pg_temp.run(), 'a', 'ends with resume');
-
--- One task
-select queue.defer('x'), queue.defer('y') \g /dev/null
-select queue.tick() \g /dev/null
-select is(queue.pause(task => 'x'), 1, 'one task: its ready jobs count');
-select queue.defer('x') \g /dev/null
-select is(pg_temp.run(), 'y', 'its jobs do not start, old or new');
-select is((select string_agg(distinct j.state || ' ' || j.reason, ', ') from queue.jobs j where j.task = 'x'), 'ready paused', 'and say so');
-select is(queue.resume(task => 'x'), 2, 'resumed');
-select is(pg_temp.run(), 'x x', 'they go');
-
--- Jobs that have passed the gate of paused tasks, and wait for a turn or a slot, do not start either.
-select queue.defer('x', lock => 'L'), queue.defer('x', concurrency_key => 'K', concurrency_limit => 1) \g /dev/null
-select queue.defer('x', lock => 'L'), queue.defer('y', lock => 'L'), queue.defer('x', concurrency_key => 'K', concurrency_limit => 1),
-  queue.defer('y', concurrency_key => 'K', concurrency_limit => 1) \g /dev/null
-create temp table first as select f.id, f.claim from queue.fetch((select max(w.id) from queue.workers w), null, 10) f;
-select is((select count(*) from first), 2::bigint, 'of each one runs');
-select queue.pause(task => 'x') \g /dev/null
-select queue.defer('x', lock => 'L2') as head \gset
-select queue.defer('x', lock => 'L2') \g /dev/null
-select queue.cancel(:head) \g /dev/null
-select is((select count(*) from queue.finish_many((select jsonb_agg(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded')) from first f)) m where m.error is null),
-          2::bigint, 'they end');
-select is(pg_temp.run(), 'y', 'the limit lets another task pass, the lock keeps its order');
-select is((select string_agg(concat_ws(' ', j.task, j.state, j.reason), ', ' order by j.id) from queue.jobs j where j.state not in ('succeeded', 'cancelled')),
-          'x ready paused, y blocked lock, x ready paused, x ready paused', 'the others say what they wait for');
-select is_empty('select * from queue.check()', 'sound');
-select queue.resume(task => 'x') \g /dev/null
-select is(concat_ws(' ', pg_temp.run(), pg_temp.run(), pg_temp.run()), 'x x x y', 'resumed, they go');
-
--- A running job continues.
-select queue.defer('r') as r \gset
-select f.claim as claim from queue.fetch(:worker) f \gset
-select queue.pause() \g /dev/null
-select lives_ok(format('select queue.succeed(%s, %s)', :r, :claim), 'a running job ends as it would');
-select queue.resume() \g /dev/null
-
 -- Bad arguments change nothing.
 select is((select string_agg(distinct test.refusal(c), ', ') from unnest(array[
   $$select queue.configure_queue('q', '{"max_running": 0}')$$, $$select queue.configure_queue('q', '{"rate": {"limit": 1}}')$$,
@@ -94,61 +36,5 @@ select queue.configure_queue('names "of" any kind ☃', '{"paused": false}');
 select is((select row (q.max_running, q.retain)::text from queue.queues q where q.name = 'names "of" any kind ☃'), '(5,"1 day")', 'absent keys keep their value');
 
 select is_empty('select * from queue.check()', 'sound');
--- Pauses of a task: the latest call wins, also for jobs that an earlier one has set aside
-create function pg_temp.of_task(task text) returns bigint language sql as $$
-  select count(*) from queue.fetch((select max(w.id) from queue.workers w), null, 1000, jsonb_build_object('tasks', jsonb_build_array(task)));
-$$;
-select queue.register_worker('w', info => '{"dead_after": "1 day"}') \g /dev/null
-select queue.defer('twice') \g /dev/null
-select queue.tick() \g /dev/null
-select queue.pause(task => 'twice') \g /dev/null
-select queue.pause(task => 'twice', until => clock_timestamp() + interval '100 ms') \g /dev/null
-select is(pg_temp.of_task('twice'), 0::bigint, 'a task that is paused forever, and then until a time');
-select pg_sleep_until(max(p.until)) from queue.pause p where p.task = 'twice';
-select is(pg_temp.of_task('twice'), 1::bigint, 'continues at that time');
-select queue.defer('over') \g /dev/null
-select queue.tick() \g /dev/null
-select queue.pause(task => 'over') \g /dev/null
-select queue.pause(task => 'over', until => clock_timestamp() - interval '1 hour') \g /dev/null
-select is_empty('select * from queue.check()', 'a time that is past');
-select is(pg_temp.of_task('over'), 1::bigint, 'ends the pause');
-select queue.pause(task => 'over', until => 'infinity') \g /dev/null
-select queue.defer('over') \g /dev/null
-select queue.tick() \g /dev/null
-select is(pg_temp.of_task('over'), 0::bigint, 'until infinity is forever');
-select queue.resume(task => 'over') \g /dev/null
-select is(pg_temp.of_task('over'), 1::bigint, 'or until resumed');
-
--- A pause that ends while jobs of the task are admitted
-create procedure pg_temp.end_amid(n integer) language plpgsql as $$
-begin
-  perform queue.pause(task => 'amid', until => clock_timestamp() + interval '40 ms');
-  commit;
-  perform queue.defer_many((select jsonb_agg('{"task": "amid"}'::jsonb) from generate_series(1, 500)));
-  commit;
-  perform pg_sleep_until((select max(p.until) from queue.pause p where p.task = 'amid') - n * interval '1 ms');
-  perform queue.tick();
-  commit;
-end $$;
-call pg_temp.end_amid(1);
-call pg_temp.end_amid(2);
-call pg_temp.end_amid(4);
-call pg_temp.end_amid(8);
-select is_empty('select * from queue.check()', 'a pause that ends while jobs are admitted loses none');
-select pg_sleep_until(max(p.until)) from queue.pause p where p.task = 'amid';
-select is(sum(pg_temp.of_task('amid'))::bigint, 2000::bigint, 'all of them run') from generate_series(1, 8);
-
--- A worker of one queue with one lane, which others have filled before the pause
-select queue.defer('t', queue => 'solo') from generate_series(1, 4) \g /dev/null
-select queue.register_worker('solo', '{solo}') as solo \gset
-select is((select count(*) from queue.fetch(:solo, '{solo}')), 1::bigint, 'one of four starts');
-select queue.pause('solo') \g /dev/null
-set pgdefer.was_dry = off;
-select is((select count(*) from queue.fetch(:solo, '{solo}')), 0::bigint, 'a paused queue gives none');
-set pgdefer.was_dry = off;
-select is((select count(*) from queue.fetch(:solo, '{solo}', 5)), 0::bigint, 'nor several');
-select is((select c.ids from queue._claim_plain(:solo, array(select l.lane from queue.lane l where l.queue = 'solo'), 5) c), null, 'even if the pause came after the lanes were read');
-select queue.resume('solo') \g /dev/null
-select is((select count(*) from queue.fetch(:solo, '{solo}', 5)), 3::bigint, 'and all that are left when it continues');
 
 select * from finish();

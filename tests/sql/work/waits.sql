@@ -122,7 +122,7 @@ select is(test.refusal(format('select queue.sleep(%s, %s, ''x'', now())', :id, :
 select lives_ok(format('select queue.signal(%s, ''s'')', :id), 'which a signal does not mind');
 rollback;
 
--- Workers that sleep are told: both ask whether there are any, as defer does (work/sleep.sql).
+-- Workers that sleep are told: both ask whether there are any, as defer does (work/worker_sleep.sql).
 create function pg_temp.asks() returns bigint language sql as $$
   select count(*) from pg_locks l
   where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.classid = 1885824102 and l.objid = 1

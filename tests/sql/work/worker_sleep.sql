@@ -1,4 +1,4 @@
--- Sleeping: how long a worker may wait, and the sleep lock as seen by one session (several: work/sleep.lead_sleeper.spec).
+-- Sleeping: how long a worker may wait, and the sleep lock as seen by one session (several: work/worker_sleep.lead_sleeper.spec).
 
 select plan(81);
 
@@ -119,7 +119,7 @@ select set_config('pgdefer.sleeper', 'nonsense', false) \g /dev/null
 select is((select s.may_sleep from queue.before_sleep(:worker) s), true, 'nonsense in the session''s setting: it sleeps');
 select queue.after_sleep(:worker) \g /dev/null
 select is(pg_temp.held(), 'nothing', 'and wakes');
-select set_config('pgdefer.sleeper', 'sentinel', false) \g /dev/null
+select set_config('pgdefer.sleeper', 'lead', false) \g /dev/null
 set client_min_messages = error;
 select lives_ok(format('select queue.after_sleep(%s)', :worker), 'a state that is not true does no harm');
 select is(pg_temp.held(), 'nothing', 'to anybody');

@@ -14,7 +14,7 @@
 -- Locks: session-level advisory (1885824102, 1) or (1885824102, 2) by try, kept until after_sleep or the
 -- session's end; those of _join_line. A frozen lead sleeper makes producers notify, which all other listeners
 -- hear.
--- Two sessions: work/sleep.lead_sleeper.spec, work/line.races.spec.
+-- Two sessions: work/worker_sleep.lead_sleeper.spec, work/line.races.spec.
 -- Raises: 22023, QJ007.
 create or replace function queue.before_sleep(worker bigint, queues text[] default null,
   options jsonb default null)

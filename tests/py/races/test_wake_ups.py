@@ -26,7 +26,7 @@ Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
 StartSleepers = Callable[..., list[Sleeper]]
 
-LATCH = """
+SLEEP_LOCK = """
     select pid from pg_locks
     where locktype = 'advisory' and classid = 1885824102 and objid = 1 and mode = 'ExclusiveLock'
       and granted and database = (select oid from pg_database where datname = current_database())
@@ -84,7 +84,7 @@ SENTINEL = """
 import sys, psycopg
 main = psycopg.connect(sys.argv[1], autocommit=True)
 listener = psycopg.connect(sys.argv[1], autocommit=True)
-worker = main.execute("select * from queue.register_worker('sentinel')").fetchone()[0]
+worker = main.execute("select * from queue.register_worker('lead')").fetchone()[0]
 options = '{"in_line": true}' if sys.argv[2:] else None
 listener.execute("select * from queue.before_sleep(%s, null, %s)", (worker, options))
 listener.execute("listen pgdefer")
@@ -95,11 +95,11 @@ for _ in listener.notifies():
 
 
 @pytest.fixture
-def sentinel(
+def lead(
     dsn: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[subprocess.Popen[str]]:
     """A separate process that holds the sleep lock; with a parameter, it is first in the line."""
-    program = tmp_path / "sentinel.py"
+    program = tmp_path / "lead.py"
     program.write_text(SENTINEL)
     with subprocess.Popen(
         [sys.executable, str(program), dsn, *getattr(request, "param", ())],
@@ -126,11 +126,11 @@ def latency(sleepers: list[Sleeper], job: tuple[int, float], seconds: float = 10
     return at - job[1]
 
 
-def test_a_frozen_sentinel_stops_nobody_from_being_woken(
-    conn: Connection, sentinel: subprocess.Popen[str], start_sleepers: StartSleepers
+def test_a_frozen_lead_stops_nobody_from_being_woken(
+    conn: Connection, lead: subprocess.Popen[str], start_sleepers: StartSleepers
 ) -> None:
-    assert len(conn.execute(LATCH).fetchall()) == 1
-    os.kill(sentinel.pid, signal.SIGSTOP)
+    assert len(conn.execute(SLEEP_LOCK).fetchall()) == 1
+    os.kill(lead.pid, signal.SIGSTOP)
     sleepers = start_sleepers(3)
     for _ in range(20):
         until(lambda: all(s.is_asleep for s in sleepers))
@@ -139,11 +139,11 @@ def test_a_frozen_sentinel_stops_nobody_from_being_woken(
     assert [p for s in sleepers for p in s.polls] == []
     # If it is killed, nobody has the sleep lock until another worker tries again, within 5 s.
     until(lambda: all(s.is_asleep for s in sleepers))
-    sentinel.kill()
-    until(lambda: not conn.execute(LATCH).fetchall())
+    lead.kill()
+    until(lambda: not conn.execute(SLEEP_LOCK).fetchall())
     assert latency(sleepers, defer_one(conn)) < 5 + SLACK
     until(lambda: all(s.is_asleep for s in sleepers))
-    assert len(conn.execute(LATCH).fetchall()) == 1
+    assert len(conn.execute(SLEEP_LOCK).fetchall()) == 1
     assert latency(sleepers, defer_one(conn)) < SLACK
 
 
@@ -154,22 +154,22 @@ IN_LINE = """
 
 
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
-@pytest.mark.parametrize("sentinel", [["in line"]], indirect=True)
+@pytest.mark.parametrize("lead", [["in line"]], indirect=True)
 def test_the_deputy_finds_what_the_first_leaves(
     end: signal.Signals,
     conn: Connection,
-    sentinel: subprocess.Popen[str],
+    lead: subprocess.Popen[str],
     start_sleepers: StartSleepers,
 ) -> None:
     """The first in the line is frozen or killed: the deputy, and those behind it, lose no time."""
     sleepers = start_sleepers(4, in_line=True)
     until(lambda: len(conn.execute(IN_LINE).fetchall()) == 5)
-    assert conn.execute(IN_LINE).fetchall()[0] == ("sentinel",)
-    os.kill(sentinel.pid, end)
+    assert conn.execute(IN_LINE).fetchall()[0] == ("lead",)
+    os.kill(lead.pid, end)
 
     def is_passed_over() -> bool:
         assert latency(sleepers, defer_one(conn)) < 1 + SLACK
-        return ("sentinel",) not in conn.execute(IN_LINE).fetchall()
+        return ("lead",) not in conn.execute(IN_LINE).fetchall()
 
     until(is_passed_over)
 
@@ -196,7 +196,7 @@ def test_a_long_producer_makes_sleepers_poll_ever_less(
 
 
 def test_rolled_back_defers_notify_nobody(
-    conn: Connection, connect: Connect, sentinel: subprocess.Popen[str]
+    conn: Connection, connect: Connect, lead: subprocess.Popen[str]
 ) -> None:
     listener, producer = connect(), connect(autocommit=False)
     listener.execute("listen pgdefer")
@@ -238,7 +238,7 @@ WAKING = {
 
 @pytest.mark.parametrize("case", WAKING)
 def test_whatever_makes_a_job_ready_wakes(
-    case: str, conn: Connection, connect: Connect, sentinel: subprocess.Popen[str]
+    case: str, conn: Connection, connect: Connect, lead: subprocess.Popen[str]
 ) -> None:
     before, call = WAKING[case]
     job, _ = defer_one(conn)
@@ -282,7 +282,7 @@ def test_notifications_switched_off(
     until(lambda: sum(len(s.sleeps) for s in sleepers) >= 2)
     for _ in range(2):
         assert latency(sleepers, defer_one(producer)) < 1 + SLACK
-    xid = producer.xid(1, "latch", "a")
+    xid = producer.xid(1, "sleep lock", "a")
     producer.autocommit = False
     producer.tpc_begin(xid)
     job, _ = defer_one(producer)
@@ -296,7 +296,7 @@ def test_notifications_switched_off(
 def test_sleepers_that_do_not_listen(conn: Connection, start_sleepers: StartSleepers) -> None:
     sleepers = start_sleepers(2, listen=False)
     until(lambda: all(s.is_asleep for s in sleepers))
-    assert conn.execute(LATCH).fetchall() == []
+    assert conn.execute(SLEEP_LOCK).fetchall() == []
     for _ in range(2):
         assert latency(sleepers, defer_one(conn)) < 1 + SLACK
 
