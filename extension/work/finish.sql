@@ -242,7 +242,7 @@ begin
     end if;
   end if;
   if v_has_others then
-    select e.ids, e.claims, e.states, e.errors, has_refused or e.has_refused
+    select e.ids, e.claims, e.states, e.errors, _finish.has_refused or e.has_refused
     into ids, claims, states, errors, has_refused
     from queue._end_others(p_outcomes, ids, claims, states, errors) e;
   end if;
