@@ -147,7 +147,8 @@ begin
       has_more := v_due < v_start;
     end if;
     if v_cursor.next_run <= v_start then
-      select least(v_due, r.mark), admitted + r.runs, has_more or r.has_more into v_due, admitted, has_more
+      select least(v_due, r.mark), admitted + r.runs, _admit.has_more or r.has_more
+      into v_due, admitted, has_more
       from queue._run_due_schedules(v_cursor.due_at, p_slice) r;
     end if;
     v_move := true;
