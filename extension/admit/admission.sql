@@ -25,7 +25,6 @@
 -- In one piece, because each fetch runs it: a call costs more than a step that finds nothing to do.
 create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_cursor record;
   v_part record;

@@ -44,7 +44,6 @@ end $$;
 -- Locks: the caller holds the admission lock.
 create or replace function queue._wait_for_needs(p_ids bigint[], out passed bigint[], out failed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   with stand as materialized (select s.id, s.standing, s.holder from queue._needs_states(p_ids) s),
   wait as (
@@ -67,7 +66,6 @@ end $$;
 create or replace function queue._needs_changed(p_ids bigint[], out met bigint[], out changed bigint[],
   out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_ids bigint[];
   v_taken record;
@@ -165,7 +163,6 @@ end $$;
 create or replace function queue._needs_states(p_ids bigint[])
 returns table (id bigint, standing text,
   holder bigint) language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select u.id, x.standing,
@@ -235,7 +232,6 @@ end $$;
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._return_to_needs(p_ids bigint[], out failed bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_job record;
   v_taken record;
@@ -267,7 +263,6 @@ end $$;
 -- Locks: the caller holds the admission lock; the row of queue.active_job by skip locked.
 create or replace function queue._dequeue_dependent(p_id bigint, out is_out boolean, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   is_out := false;
   if not exists (select from queue.waiting w where w.id = p_id

@@ -8,7 +8,6 @@ create or replace function queue.retry(ids bigint[], force boolean default false
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_key record;
   v_without bigint[] := '{}'::bigint[];
@@ -57,7 +56,6 @@ create or replace function queue.retry_failed(task text default null, queue text
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     perform queue._require_queue('{operator}', retry_failed.queue);
@@ -102,7 +100,6 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
 create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;

@@ -5,7 +5,6 @@ create or replace function queue.attempts_left(id bigint, claim bigint)
 returns table (max_attempts integer, failures integer, is_last boolean)
 language plpgsql stable parallel safe security definer rows 1
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     perform queue._require_claims(array[attempts_left.id], array[attempts_left.claim]);
