@@ -37,7 +37,7 @@ class Trick:
 
 
 DEFER = "returns bigint language plpgsql volatile parallel unsafe security definer{} as $$\n"
-BODY = "#variable_conflict use_column\ndeclare\n  v_id bigint;\n  v_is_awake"
+BODY = "declare\n  v_id bigint;\n  v_is_awake"
 MAY_FINISH = (
     "has_function_privilege(session_user, 'queue.finish_many(jsonb)'::regprocedure, 'execute')"
 )

@@ -26,7 +26,6 @@ NEW_FUNCTION = """\
 create or replace function queue.note_of(id bigint)
 returns text language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.installation') is null then
     perform queue._not_installed();

@@ -22,76 +22,46 @@
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
 -- Locks: the caller holds the admission lock. has_more: another call will find more.
--- In one piece, because each fetch runs it: a call costs more than a step that finds nothing to do.
 create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
-  v_cursor record;
-  v_part record;
+  v_start timestamptz := clock_timestamp();
+  v_new record;
   v_ended record;
   v_range record;
+  v_due timestamptz;
   v_xid xid8;
-  v_start timestamptz := clock_timestamp();
   v_high_id bigint;
   v_has_backlog boolean;
-  v_has_pending boolean;
-  v_ended_xids xid8[] := '{}'::xid8[];  -- transactions in flight then that have committed since
-  v_ranges xid8[] := '{}'::xid8[];      -- the xids where ranges to admit begin
+  v_is_read boolean := false;  -- of the whole backlog, so that jobs need not be parked any longer
+  v_retags boolean;
   v_gated bigint[];
   v_parked bigint[];
-  v_is_read boolean := false;           -- of the whole backlog, so that jobs need not be parked any longer
-  v_read integer;
-  v_retags boolean := false;
   v_move boolean;
-  v_due timestamptz;
 begin
-  select k.*, pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own,
-    exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs,
-    exists (select from queue.pending_settlement h where h.xid >= k.next_xid) as has_pending,
-    coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id,
-    exists (select from queue.pause p where p.task is not null) as has_task_pause,
-    (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1) as next_due,
-    (select s.due_at from queue.schedule s where s.due_at >= k.due_at order by s.due_at limit 1) as next_run
-  into v_cursor
-  from queue.cursor_now k;
-  if pg_snapshot_xmax(v_cursor.upto) < v_cursor.next_xid then
+  admitted := 0;
+  v_new := queue._look_for_rows();
+  has_more := pg_snapshot_xmax(v_new.upto) < v_new.next_xid;
+  if has_more then
     perform queue._restart_cursor();
-    admitted := 0;
-    has_more := true;
     return;
   end if;
-  admitted := 0;
-  has_more := false;
-  v_high_id := v_cursor.high_id;
-  v_has_backlog := v_cursor.has_backlog;
-  v_has_pending := v_cursor.has_pending;
-  if v_cursor.in_flight <> '{}' then
-    v_ended_xids := array(select x from unnest(v_cursor.in_flight) x
-      where pg_visible_in_snapshot(x, v_cursor.upto) and x is distinct from v_cursor.own order by x);
-    v_ranges := array(select x from unnest(v_ended_xids) x
-      where exists (select from queue.job j where j.xid = x) order by x);
-    v_has_pending := v_has_pending or exists (select from queue.pending_settlement h
-      where h.xid = any (v_ended_xids));
-  end if;
-  if v_cursor.has_jobs then
-    v_ranges := v_ranges || v_cursor.next_xid;
-  end if;
+  v_high_id := v_new.high_id;
+  v_has_backlog := v_new.has_backlog;
   -- a slow read met many rows that are not visible yet: let the cursor pass them
-  v_move := v_has_pending or v_ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
-  if v_has_pending then
-    v_ended := queue._take_settlements(v_cursor.next_xid, v_ended_xids, v_cursor.upto, v_cursor.own);
+  v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
+  if v_new.has_pending then
+    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
     perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
     -- a yield may need a job that is admitted below
-    v_cursor.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
+    v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
     admitted := 1;
   end if;
-  foreach v_xid in array v_ranges loop
+  foreach v_xid in array v_new.ranges loop
     v_range := queue._admit_range(
-      v_xid, -9223372036854775808, case when v_xid < v_cursor.next_xid then v_xid
-        else pg_snapshot_xmax(v_cursor.upto) end, 9223372036854775807,
-      v_cursor.upto, v_cursor.own, p_slice, v_high_id, v_cursor.high_need_id, v_cursor.has_task_pause,
-        v_has_backlog);
+      v_xid, -9223372036854775808, case when v_xid < v_new.next_xid then v_xid
+        else pg_snapshot_xmax(v_new.upto) end, 9223372036854775807,
+      v_new.upto, v_new.own, p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause, v_has_backlog);
     v_high_id := v_range.high_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
     admitted := admitted + v_range.n;
@@ -99,24 +69,9 @@ begin
     v_parked := v_parked || v_range.parked;
   end loop;
   if v_has_backlog then
-    v_retags := queue._retag(p_slice);
-    perform queue._scan_backlog(p_slice);
-    v_is_read := true;
-    v_read := 0;
-    while v_read < p_slice loop
-      v_part := queue._next_backlog_part();
-      exit when v_part.upto is null;
-      v_range := queue._admit_range(
-        v_part.from_xid, v_part.from_id, v_part.to_xid, v_part.to_id, v_part.upto, v_part.own,
-        null, v_high_id, v_cursor.high_need_id, v_cursor.has_task_pause, v_part.must_park, v_part.top,
-        v_part.bottom);
-      v_high_id := v_range.high_id;
-      v_read := v_read + v_range.n;
-      v_gated := v_gated || v_range.gated;
-      v_parked := v_parked || v_range.parked;
-      v_is_read := false;
-    end loop;
-    admitted := admitted + v_read;
+    select b.high_id, admitted + b.n, v_gated || b.gated, v_parked || b.parked, b.is_read, b.retags
+    into v_high_id, admitted, v_gated, v_parked, v_is_read, v_retags
+    from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause) b;
     v_move := true;
   end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
@@ -126,39 +81,125 @@ begin
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if v_has_pending then
+  if v_new.has_pending then
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
     v_has_backlog := queue._admit_parked(p_slice) > 0 or exists (select from queue.backlog)
       or exists (select from queue.backlog_part) or v_retags;
   end if;
-  v_due := v_cursor.due_at;
-  if v_cursor.due_at > v_start then
-    -- the clock was set back
-    v_due := '-infinity';
-    v_move := true;
-    has_more := true;
-  elsif v_cursor.next_due <= v_start or v_cursor.next_run <= v_start then
-    v_due := v_start;
-    if v_cursor.next_due <= v_start then
-      v_due := least(v_due, queue._admit_due(v_cursor.due_at, p_slice));
-      admitted := admitted + 1;
-      has_more := v_due < v_start;
-    end if;
-    if v_cursor.next_run <= v_start then
-      select least(v_due, r.mark), admitted + r.runs, has_more or r.has_more into v_due, admitted, has_more
-      from queue._run_due_schedules(v_cursor.due_at, p_slice) r;
-    end if;
+  v_due := v_new.due_at;
+  if v_new.due_at > v_start or v_new.next_due <= v_start or v_new.next_run <= v_start then
+    select d.mark, admitted + d.n, d.has_more into v_due, admitted, has_more
+    from queue._admit_all_due(v_start, v_new.due_at, v_new.next_due, v_new.next_run, p_slice) d;
     v_move := true;
   end if;
-  if not v_has_backlog and (v_gated is not null or v_has_pending or v_due <> v_cursor.due_at) then
+  if not v_has_backlog and (v_gated is not null or v_new.has_pending or v_due <> v_new.due_at) then
     v_has_backlog := exists (select from queue.lane l where l.retag_from is not null);
   end if;
   if v_move then
-    perform queue._move_cursor(v_cursor.tick, v_cursor.upto, v_cursor.own, v_high_id, v_has_backlog, v_due);
+    perform queue._move_cursor(v_new.tick, v_new.upto, v_new.own, v_high_id, v_has_backlog, v_due);
   end if;
   has_more := has_more or v_has_backlog;
+end $$;
+
+-- The cursor, and what it has not passed yet: the xids where ranges of new jobs begin; the transactions in
+-- flight then that have committed since (ended_xids); whether there are settlements; when the next waiting
+-- job and the next schedule are due. All of it by one snapshot, upto.
+create or replace function queue._look_for_rows(
+  out tick bigint, out next_xid xid8, out high_id bigint, out has_backlog boolean, out due_at timestamptz,
+  out upto pg_snapshot, out own xid8, out has_pending boolean, out high_need_id bigint,
+  out has_task_pause boolean, out next_due timestamptz, out next_run timestamptz, out ended_xids xid8[],
+  out ranges xid8[])
+language plpgsql stable parallel unsafe security invoker as $$
+declare
+  v_in_flight xid8[];
+  v_has_jobs boolean;
+begin
+  select k.tick, k.next_xid, k.high_id, k.has_backlog, k.due_at, k.in_flight,
+    pg_current_snapshot(), pg_current_xact_id_if_assigned(),
+    exists (select from queue.job j where j.xid >= k.next_xid),
+    exists (select from queue.pending_settlement h where h.xid >= k.next_xid),
+    coalesce(pg_sequence_last_value('queue.needed_seq'), 0),
+    exists (select from queue.pause p where p.task is not null),
+    (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1),
+    (select s.due_at from queue.schedule s where s.due_at >= k.due_at order by s.due_at limit 1)
+  into tick, next_xid, high_id, has_backlog, due_at, v_in_flight, upto, own, v_has_jobs, has_pending,
+    high_need_id, has_task_pause, next_due, next_run
+  from queue.cursor_now k;
+  ended_xids := '{}'::xid8[];
+  ranges := '{}'::xid8[];
+  if v_in_flight <> '{}' then
+    ended_xids := array(select x from unnest(v_in_flight) x
+      where pg_visible_in_snapshot(x, upto) and x is distinct from own order by x);
+    ranges := array(select x from unnest(ended_xids) x
+      where exists (select from queue.job j where j.xid = x) order by x);
+    has_pending := has_pending or exists (select from queue.pending_settlement h
+      where h.xid = any (ended_xids));
+  end if;
+  if v_has_jobs then
+    ranges := ranges || next_xid;
+  end if;
+end $$;
+
+-- Admits a slice of the most urgent parts of the backlog. gated, parked: as _admit_range; is_read: all of it
+-- has been read; retags: lanes are left whose jobs need new tags.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._admit_backlog(
+  p_slice integer, p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean,
+  out n integer, out high_id bigint, out gated bigint[], out parked bigint[], out is_read boolean,
+  out retags boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_part record;
+  v_range record;
+begin
+  retags := queue._retag(p_slice);
+  perform queue._scan_backlog(p_slice);
+  n := 0;
+  high_id := p_high_id;
+  is_read := true;
+  while n < p_slice loop
+    v_part := queue._next_backlog_part();
+    exit when v_part.upto is null;
+    v_range := queue._admit_range(
+      v_part.from_xid, v_part.from_id, v_part.to_xid, v_part.to_id, v_part.upto, v_part.own,
+      null, high_id, p_high_need_id, p_has_task_pause, v_part.must_park, v_part.top, v_part.bottom);
+    high_id := v_range.high_id;
+    n := n + v_range.n;
+    gated := gated || v_range.gated;
+    parked := parked || v_range.parked;
+    is_read := false;
+  end loop;
+end $$;
+
+-- Admits jobs and runs schedules that are due by p_now. p_due_at: none is due before it; mark: the same from
+-- now on; p_next_due, p_next_run: the first of each.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._admit_all_due(
+  p_now timestamptz, p_due_at timestamptz, p_next_due timestamptz, p_next_run timestamptz, p_slice integer,
+  out mark timestamptz, out n integer, out has_more boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  n := 0;
+  has_more := false;
+  mark := p_now;
+  if p_due_at > p_now then
+    -- the clock was set back
+    has_more := true;
+    mark := '-infinity';
+    return;
+  end if;
+  if p_next_due <= p_now then
+    mark := least(mark, queue._admit_due(p_due_at, p_slice));
+    n := 1;
+    has_more := mark < p_now;
+  end if;
+  if p_next_run <= p_now then
+    select least(_admit_all_due.mark, r.mark), n + r.runs, _admit_all_due.has_more or r.has_more
+    into mark, n, has_more
+    from queue._run_due_schedules(p_due_at, p_slice) r;
+  end if;
 end $$;
 
 -- Admits everything that is visible, so that an operator finds every job behind the gates.

@@ -68,7 +68,6 @@ create or replace function queue._next_backlog_part(
   out own xid8,
   out top integer, out bottom integer, out must_park boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_no bigint;
   v_is_last boolean;

@@ -9,7 +9,6 @@
 create or replace function queue._enter_slots(p_ids bigint[], p_is_refill boolean, out discarded bigint[],
   out grown text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_entries record;
   v_turns record;
@@ -50,7 +49,6 @@ create or replace function queue._take_slots(
   p_is_refill boolean,
   out discarded bigint[], out grown text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   -- ns, pairs: which job has which (key, lane); keys, lanes: the distinct ones
   v_keys record;
@@ -259,7 +257,6 @@ end $$;
 create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
   out keys text[], out late bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_turn record;
   v_job record;

@@ -180,7 +180,6 @@ end $$;
 create or replace function queue._pass_gates(p_ids bigint[], p_met bigint[], out passed bigint[],
   out failed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_flags integer;

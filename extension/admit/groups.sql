@@ -142,7 +142,6 @@ end $$;
 -- there, because its locks are released last: its jobs are visible, and the cursor has passed its number.
 create or replace function queue._adding_transactions()
 returns table (xid xid8) language plpgsql volatile parallel unsafe security invoker rows 5 as $$
-#variable_conflict use_column
 declare
   v_own constant xid8 := pg_current_xact_id();
 begin
@@ -238,7 +237,6 @@ end $$;
 create or replace function queue._check_groups()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'a group without one state'::text, null::bigint, g.name::text

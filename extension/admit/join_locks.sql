@@ -9,7 +9,6 @@
 create or replace function queue._join_locks(
   p_ids bigint[], out free bigint[], out passed bigint[], out displaced bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_changes record;
 begin
@@ -82,7 +81,6 @@ create or replace function queue._give_turn_to_older(
   p_locks text[], p_joining bigint[], out passed bigint[], out joined bigint[], out displaced bigint[],
   out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_lock record;
   v_reason text;

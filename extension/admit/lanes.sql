@@ -11,7 +11,6 @@ create or replace function queue._queue_entries(
   out attempts smallint[],
   out all_flags integer, out is_low boolean, out has_tags boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_queues text[];
   v_priorities integer[];

@@ -160,7 +160,6 @@ end $$;
 create or replace function queue._check_locks()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'finished, but still a member of a lock'::text, m.id, m.lock

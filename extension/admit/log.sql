@@ -14,7 +14,6 @@ create or replace function queue._admit_range(
   p_top integer default null, p_bottom integer default null,
   out n integer, out high_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_low bigint[];
 begin

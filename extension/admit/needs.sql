@@ -44,7 +44,6 @@ end $$;
 -- Locks: the caller holds the admission lock.
 create or replace function queue._wait_for_needs(p_ids bigint[], out passed bigint[], out failed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   with stand as materialized (select s.id, s.standing, s.holder from queue._needs_states(p_ids) s),
   wait as (
@@ -63,26 +62,38 @@ end $$;
 -- that left room.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 -- Invariant: only the state decides, so checking once too often does no harm.
--- In one piece: most of it is two statements.
 create or replace function queue._needs_changed(p_ids bigint[], out met bigint[], out changed bigint[],
   out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
-  v_ids bigint[];
-  v_taken record;
-  v_back bigint[];
-  v_next bigint[];
-  v_next_at bigint[];
+  v_found record;
   v_ask bigint[];
-  v_left bigint[];
-  v_standings text[];
-  v_holders bigint[];
+  v_taken record;
 begin
-  -- v_ask: needs to count; v_next: held by a need that is now satisfied
+  v_found := queue._dependents_to_check(p_ids);
+  v_ask := v_found.ask;
+  if v_found.freed is not null then
+    v_ask := v_ask || queue._find_next_need(v_found.freed, v_found.freed_at);
+  end if;
+  if v_ask is not null then
+    select r.met, r.changed into met, changed from queue._recount_needs(v_ask) r;
+  end if;
+  if v_found.back is not null then
+    v_taken := queue._return_to_needs(v_found.back);
+    changed := changed || v_taken.failed;
+    keys := v_taken.keys;
+  end if;
+end $$;
+
+-- What the change of needs asks of the jobs that have them. ask: their needs must be counted; freed: held by
+-- a need (freed_at) that is now satisfied; back: they have passed the gate, and may have to return.
+create or replace function queue._dependents_to_check(p_needs bigint[], out ask bigint[], out freed bigint[],
+  out freed_at bigint[], out back bigint[])
+language plpgsql stable parallel safe security invoker as $$
+begin
   with edge as materialized (
     select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, d.class, d.is_satisfied
-    from unnest(p_ids) u (id)
+    from unnest(p_needs) u (id)
     cross join lateral (
       select d.job_id, d.need_id, d.mode, d.class, d.is_satisfied
       from queue.need_now d where d.need_id = u.id offset 0) d
@@ -113,51 +124,66 @@ begin
     filter (where f.at is not null and not f.is_asked),
     array_agg(f.at) filter (where f.at is not null and not f.is_asked),
     array_agg(f.job_id) filter (where f.is_back)
-  into v_ask, v_next, v_next_at, v_back
+  into ask, freed, freed_at, back
   from found f;
-  if v_next is not null then
-    select array_agg(b.id order by b.id) filter (where b.need_id is not null and not b.is_failed),
-      array_agg(b.need_id order by b.id) filter (where b.need_id is not null and not b.is_failed),
-      array_agg(b.id) filter (where b.need_id is null or b.is_failed)
-    into v_ids, v_holders, v_left
-    from (
-      select u.id, b.need_id, b.is_failed
-      from unnest(v_next, v_next_at) u (id, at)
-      left join lateral (
-        select d.need_id, d.class = 'f' as is_failed
-        from queue.need_now d
-        where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id and not d.is_satisfied
-        order by d.job_id desc, d.need_id desc limit 1) b on true) b;
-    update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
-    v_ask := v_ask || v_left;
-  end if;
-  if v_ask is not null then
-    select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
-      array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-        or x.is_held_by_another),
-      array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-        or x.is_held_by_another),
-      array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-        or x.is_held_by_another),
-      array_agg(s.id) filter (where x.is_turned)
-    into met, v_ids, v_standings, v_holders, changed
-    from queue._needs_states(v_ask) s
-    cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
-    cross join lateral (
-      select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied'
-        and w.need_id is distinct from s.holder as is_held_by_another) x;
-    update queue.waiting w
-    set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed'
-      else 'needs' end,
-      need_id = v_holders[width_bucket(w.id, v_ids)]
-    where w.id = any (v_ids);
-    delete from queue.waiting w where w.id = any (met);
-  end if;
-  if v_back is not null then
-    v_taken := queue._return_to_needs(v_back);
-    changed := changed || v_taken.failed;
-    keys := v_taken.keys;
-  end if;
+end $$;
+
+-- Jobs whose need was the greatest that held them, and is satisfied: the next one below holds them. Returns
+-- the jobs without one, and those whose next one has failed: their needs must be counted.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._find_next_need(p_ids bigint[], p_needs bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+  v_holders bigint[];
+  v_left bigint[];
+begin
+  select array_agg(b.id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+    array_agg(b.need_id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+    array_agg(b.id) filter (where b.need_id is null or b.is_failed)
+  into v_ids, v_holders, v_left
+  from (
+    select u.id, b.need_id, b.is_failed
+    from unnest(p_ids, p_needs) u (id, at)
+    left join lateral (
+      select d.need_id, d.class = 'f' as is_failed
+      from queue.need_now d
+      where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id and not d.is_satisfied
+      order by d.job_id desc, d.need_id desc limit 1) b on true) b;
+  update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
+  return v_left;
+end $$;
+
+-- Counts the needs of waiting jobs. met: all are met, and they wait no longer; changed: they fail now, or no
+-- longer. The others get the need that holds them.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._recount_needs(p_ids bigint[], out met bigint[], out changed bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+  v_standings text[];
+  v_holders bigint[];
+begin
+  select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
+    array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
+      or x.is_held_by_another),
+    array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
+      or x.is_held_by_another),
+    array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
+      or x.is_held_by_another),
+    array_agg(s.id) filter (where x.is_turned)
+  into met, v_ids, v_standings, v_holders, changed
+  from queue._needs_states(p_ids) s
+  cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
+  cross join lateral (
+    select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied'
+      and w.need_id is distinct from s.holder as is_held_by_another) x;
+  update queue.waiting w
+  set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed'
+    else 'needs' end,
+    need_id = v_holders[width_bucket(w.id, v_ids)]
+  where w.id = any (v_ids);
+  delete from queue.waiting w where w.id = any (met);
 end $$;
 
 -- The state of the needs of jobs, by counting: satisfied, waiting or failed. Awaited jobs need only end, but
@@ -165,7 +191,6 @@ end $$;
 create or replace function queue._needs_states(p_ids bigint[])
 returns table (id bigint, standing text,
   holder bigint) language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select u.id, x.standing,
@@ -235,7 +260,6 @@ end $$;
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._return_to_needs(p_ids bigint[], out failed bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_job record;
   v_taken record;
@@ -267,7 +291,6 @@ end $$;
 -- Locks: the caller holds the admission lock; the row of queue.active_job by skip locked.
 create or replace function queue._dequeue_dependent(p_id bigint, out is_out boolean, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   is_out := false;
   if not exists (select from queue.waiting w where w.id = p_id

@@ -61,7 +61,6 @@ end $$;
 create or replace function queue._key_config(p_key text)
 returns table (slots integer, rate_limit integer, rate_per interval)
 language plpgsql stable parallel safe security invoker rows 1 as $$
-#variable_conflict use_column
 begin
   return query
     select c.slots, c.rate_limit, c.rate_per from queue.key_config c

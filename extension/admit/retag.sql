@@ -56,7 +56,6 @@ end $$;
 create or replace function queue._check_shares()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'only some lanes of a queue and priority have tags'::text, null::bigint,

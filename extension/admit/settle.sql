@@ -149,7 +149,6 @@ create or replace function queue._take_settlements(
   p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, out ids bigint[], out kinds text[],
   out flags smallint[], out payloads jsonb[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   with gone as (
     delete from queue.pending_settlement h
@@ -172,7 +171,6 @@ end $$;
 create or replace function queue._orphaned_settlements()
 returns table (xid xid8, seq bigint, job_id bigint, kind text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select h.xid, h.seq, h.job_id, h.kind

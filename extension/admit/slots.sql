@@ -14,7 +14,6 @@ create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
 returns table (n integer, id bigint, key text, slots integer, discards boolean, weight integer,
   rate_limit integer, rate_per interval)
 language plpgsql stable parallel safe security invoker rows 50 as $$
-#variable_conflict use_column
 begin
   return query
     select u.n::integer, u.id, k.key, k.slots, j.discards, coalesce((k.terms ->> 'weight')::integer, 1),
@@ -265,7 +264,6 @@ end $$;
 create or replace function queue._check_semaphores()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'slots in use without a claim'::text, null::bigint,

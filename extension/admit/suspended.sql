@@ -17,7 +17,6 @@
 -- rows.
 create or replace function queue._wait_for_signals(p_ids bigint[], out passed bigint[], out is_timed boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_job record;

@@ -9,7 +9,6 @@
 -- Locks: the caller holds the admission lock; the row of queue.active_job by skip locked.
 create or replace function queue._dequeue(p_id bigint, out place text, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_live record;
   v_waiting record;

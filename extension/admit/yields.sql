@@ -34,7 +34,6 @@ end $$;
 -- Yields that are committed and not settled yet: jobs[i] will need needs[i].
 create or replace function queue._pending_yields(out jobs bigint[], out needs bigint[])
 language plpgsql stable parallel safe security invoker as $$
-#variable_conflict use_column
 begin
   select array_agg(h.job_id), array_agg(n.id::bigint) into jobs, needs
   from queue.pending_settlement h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)

@@ -181,7 +181,6 @@ end $$;
 -- A value from a table may be compressed, and shows its size only when it is read.
 create or replace function queue._check_size(what text, value jsonb)
 returns boolean language plpgsql stable parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_most integer;
   v_size bigint;

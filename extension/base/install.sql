@@ -113,7 +113,6 @@ comment on function queue.migration() is
 create or replace function queue.configure(options jsonb)
 returns jsonb language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_options jsonb;

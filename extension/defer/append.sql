@@ -42,7 +42,6 @@ create or replace function queue._defer_full(
   p_deadline timestamptz, p_needs bigint[], p_concurrency_key text, p_concurrency_limit integer,
   p_options jsonb)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_task record;
   v_id bigint;

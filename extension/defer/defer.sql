@@ -11,7 +11,6 @@ create or replace function queue.defer(
   deadline timestamptz default null, needs bigint[] default null,
   concurrency_key text default null, concurrency_limit integer default null, options jsonb default null)
 returns bigint language plpgsql volatile parallel unsafe security definer as $$
-#variable_conflict use_column
 declare
   v_id bigint;
   v_is_awake boolean;
@@ -57,7 +56,6 @@ comment on function queue.defer(text, jsonb, text, integer, text, text, timestam
 create or replace function queue.defer_many(jobs jsonb)
 returns setof bigint language plpgsql volatile parallel unsafe security definer rows 1000
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_job jsonb;
 begin

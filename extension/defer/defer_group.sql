@@ -5,7 +5,6 @@ create or replace function queue.defer_group(jobs jsonb, "then" jsonb)
 returns table (then_id bigint, ids bigint[])
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_needs jsonb := defer_group."then" -> 'needs';
 begin
@@ -32,7 +31,6 @@ comment on function queue.defer_group(jsonb, jsonb) is
 create or replace function queue.defer_chain(jobs jsonb)
 returns setof bigint language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_job jsonb;
   v_id bigint;

@@ -17,7 +17,6 @@ create or replace function queue._take_idempotency_key(
   p_task text, p_queue text, p_args jsonb, p_options jsonb, p_given jsonb, out id bigint, out key text,
   out options jsonb)
 language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
-#variable_conflict use_column
 declare
   v_new_id bigint;
   v_unique_for interval;
@@ -98,7 +97,6 @@ end $$;
 create or replace function queue._used_idempotency_key(p_task text, p_args jsonb, p_options jsonb,
   out key text, out queue text)
 language plpgsql stable parallel safe security invoker set enable_seqscan = off as $$
-#variable_conflict use_column
 begin
   key := coalesce(p_options ->> 'idempotency_key',
     (select t.options ->> 'idempotency_key' from queue.task t where t.name = p_task));

@@ -62,7 +62,6 @@ end $$;
 -- The needs of a job, admitted or not.
 create or replace function queue._direct_needs(p_id bigint)
 returns table (id bigint) language plpgsql stable parallel safe security invoker rows 5 as $$
-#variable_conflict use_column
 begin
   return query
     select d.need_id from queue.need d where d.job_id = p_id

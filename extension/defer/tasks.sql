@@ -5,7 +5,6 @@
 create or replace function queue.register_task(name text, defaults jsonb default '{}')
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_defaults jsonb := coalesce(defaults, '{}');
   v_before jsonb;

@@ -6,7 +6,6 @@ create or replace function queue.check()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp set enable_nestloop = off set jit = off as $$
-#variable_conflict use_column
 begin
   {{installed}}
   return query select c.problem, c.id, c.detail from queue._check_places() c;
@@ -49,7 +48,6 @@ comment on function queue.check() is
 create or replace function queue._check_places()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'in two places'::text, x.id, string_agg(x.place, ', ' order by x.place)
@@ -130,7 +128,6 @@ end $$;
 create or replace function queue._check_need_rows()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'waits for needs although they do not hold it'::text, w.id, format('%s: %s', w.reason, n.standing)
@@ -183,7 +180,6 @@ end $$;
 create or replace function queue._check_suspended()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'no such job'::text, x.id, x.place

@@ -8,7 +8,6 @@ language plpgsql stable parallel safe security definer rows 20
 set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_ids bigint[];
   v_depths integer[];
@@ -47,7 +46,6 @@ comment on function queue.graph(bigint) is
 -- first: then a job is one step farther than the first job that led to it.
 create or replace function queue._walk(p_id bigint, p_dependents boolean)
 returns table (id bigint, depth integer) language plpgsql stable parallel safe security invoker rows 20 as $$
-#variable_conflict use_column
 declare
   v_ids bigint[];
   v_from integer[];
@@ -80,7 +78,6 @@ end $$;
 -- admitted.
 create or replace function queue._neighbours(p_id bigint, p_dependents boolean)
 returns table (id bigint) language plpgsql stable parallel safe security invoker rows 5 as $$
-#variable_conflict use_column
 begin
   if p_dependents then
     return query select d.job_id from queue.need d where d.need_id = p_id;

@@ -5,7 +5,6 @@ create or replace function queue.health()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security definer rows 12
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 begin
   {{installed}}
   return query select h.name, h.status, h.detail, h.fix from queue._health(clock_timestamp()) h;
@@ -19,7 +18,6 @@ comment on function queue.health() is
 create or replace function queue._health(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 12 as $$
-#variable_conflict use_column
 begin
   return query
     select h.name, h.status, h.detail, h.fix from queue._health_of_workers(p_now) h
@@ -39,7 +37,6 @@ end $$;
 create or replace function queue._health_of_workers(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin
@@ -109,7 +106,6 @@ end $$;
 create or replace function queue._health_of_work(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin
@@ -155,7 +151,6 @@ end $$;
 create or replace function queue._health_of_claims(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin

@@ -5,7 +5,6 @@
 create or replace function queue._health_of_sessions(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
   v_hidden bigint;
@@ -60,7 +59,6 @@ end $$;
 create or replace function queue._health_of_tables(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin
@@ -123,7 +121,6 @@ end $$;
 create or replace function queue._health_of_server(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin

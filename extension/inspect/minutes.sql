@@ -9,7 +9,6 @@ returns table (at timestamptz, succeeded bigint, failed bigint, cancelled bigint
   wait_p50 interval, wait_p95 interval, run_p50 interval, run_p95 interval)
 language plpgsql stable parallel safe security definer rows 100
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_step interval;
   v_from timestamptz;
@@ -71,7 +70,6 @@ returns table (task text, succeeded bigint, failed bigint, cancelled bigint, fai
   failure_rate numeric, wait_p50 interval, wait_p95 interval, run_p50 interval, run_p95 interval)
 language plpgsql stable parallel safe security definer rows 50
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_from timestamptz;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');

@@ -11,7 +11,6 @@ create or replace function queue.result(id bigint)
 returns table (state text, result jsonb, error text)
 language plpgsql stable parallel safe security definer rows 1
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     perform queue._require_jobs('{producer,worker,operator,reader}', array[result.id]);
@@ -30,7 +29,6 @@ create or replace function queue.needs(id bigint)
 returns table (need_id bigint, task text, state text, result jsonb, error text)
 language plpgsql stable parallel safe security definer rows 5
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_allowed text[];
 begin
@@ -63,7 +61,6 @@ create or replace function queue.await_result(id bigint)
 returns table (state text, result jsonb, error text, channel text, wait_for interval)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_since timestamptz;

@@ -14,7 +14,6 @@ returns table (id bigint, queue_name text, task_name text, job_state text, reaso
   attempts integer, created_at timestamptz, description text, bytes integer, excerpt text, next_id bigint)
 language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_path jsonpath := queue._check_search(search.pattern, search.queue, search.state, search.max_bytes,
     search.by, search.task, search.max_jobs);
@@ -90,7 +89,6 @@ comment on function queue.search(text, text, text, bigint, text, text, bigint, i
 create or replace function queue.get(id bigint, path text)
 returns setof jsonb language plpgsql stable parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_args jsonb;
 begin

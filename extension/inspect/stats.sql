@@ -15,7 +15,6 @@ returns table (
   run_p99_1h interval)
 language plpgsql stable parallel safe security definer rows 50
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_hour timestamptz := v_now - interval '1 hour';
@@ -98,7 +97,6 @@ returns table (queue text, ready bigint, running bigint, workers bigint, per_sec
   slots integer)
 language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_5m timestamptz := v_now - interval '5 minutes';

@@ -5,7 +5,6 @@
 create or replace function queue.why(id bigint)
 returns text language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_job record;
   v_text text;
@@ -116,7 +115,6 @@ returns table (id bigint, task text, args jsonb, queue text, priority integer, l
   scheduled_at timestamptz, deadline timestamptz)
 language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     queues := queue._narrow_queues('{worker,operator,reader}', queues);
@@ -253,7 +251,6 @@ end $$;
 create or replace function queue._overdue()
 returns table (id bigint,
   timeout_at timestamptz) language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select l.id, t.at

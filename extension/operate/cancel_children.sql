@@ -9,7 +9,6 @@ create or replace function queue.cancel_children(job bigint, abort boolean defau
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_allowed text[] := queue._allowed_queues('{operator}');
   v_ids bigint[];

@@ -6,7 +6,6 @@
 create or replace function queue.cancel(id bigint, abort boolean default false)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_live record;
@@ -52,7 +51,6 @@ comment on function queue.cancel(bigint, boolean) is
 create or replace function queue.hold(id bigint)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_taken record;
@@ -81,7 +79,6 @@ comment on function queue.hold(bigint) is
 create or replace function queue.unhold(id bigint)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
 begin

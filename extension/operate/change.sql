@@ -14,7 +14,6 @@ create or replace function queue.move(ids bigint[], queue text, force boolean de
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -55,7 +54,6 @@ create or replace function queue.set_priority(ids bigint[], priority integer)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -90,7 +88,6 @@ create or replace function queue.set_deadline(ids bigint[], at timestamptz)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -123,7 +120,6 @@ comment on function queue.set_deadline(bigint[], timestamptz) is
 create or replace function queue.reschedule(id bigint, at timestamptz default null)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
 begin
@@ -161,7 +157,6 @@ comment on function queue.reschedule(bigint, timestamptz) is
 create or replace function queue.set_args(id bigint, args jsonb)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_standing text;

@@ -5,7 +5,6 @@
 create or replace function queue.copy(id bigint, queue text default null)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_id bigint;
 begin
@@ -36,7 +35,6 @@ returns table (id bigint, claim bigint, task text, args jsonb, queue text, prior
   attempt integer, scheduled_at timestamptz, deadline timestamptz, headers jsonb, expires_at timestamptz)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_worker bigint;
   v_found record;

@@ -5,7 +5,6 @@ create or replace function queue.delete(ids bigint[], force boolean default fals
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_done bigint[];
@@ -40,7 +39,6 @@ comment on function queue.delete(bigint[], boolean) is
 create or replace function queue.delete_queue(name text, force boolean default false)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_later bigint[];
   v_ids bigint[];

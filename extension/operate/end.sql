@@ -6,7 +6,6 @@ create or replace function queue.fail_jobs(ids bigint[], message text default nu
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -53,7 +52,6 @@ create or replace function queue.done(ids bigint[])
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;

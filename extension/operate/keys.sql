@@ -8,7 +8,6 @@
 create or replace function queue.configure_key(pattern text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_old record;
   v_before jsonb;

@@ -7,7 +7,6 @@
 create or replace function queue.configure_queue(name text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_max_running integer;
   v_rate jsonb;
@@ -88,7 +87,6 @@ comment on function queue.configure_queue(text, jsonb) is
 create or replace function queue.create_queue(name text, paused boolean default false)
 returns boolean language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_is_new boolean;
 begin

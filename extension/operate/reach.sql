@@ -47,7 +47,6 @@ end $$;
 create or replace function queue._try_lock_job(p_id bigint, out standing text, out claim bigint,
   out worker_id bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_xid xid8;
 begin
@@ -107,7 +106,6 @@ end $$;
 create or replace function queue._change_results(p_ids bigint[], p_done bigint[])
 returns table (id bigint, outcome text, error text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select u.id,

@@ -8,7 +8,6 @@ create or replace function queue.retry(ids bigint[], force boolean default false
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_key record;
   v_without bigint[] := '{}'::bigint[];
@@ -57,7 +56,6 @@ create or replace function queue.retry_failed(task text default null, queue text
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     perform queue._require_queue('{operator}', retry_failed.queue);
@@ -93,16 +91,13 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
 
 -- The outcome for each id, in the given order. A job that has never started takes its queueing lock again,
 -- and is refused (QJ004) if another job holds it.
--- Locks: first of all the queueing locks' rows, in their order, because a session that defers such a job may
--- hold them long; then as retry.
+-- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then as retry.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
 -- again under it.
 -- Two sessions: operate/retry.cancel_key.spec.
--- In one piece: its lists of jobs share one loop.
 create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -111,18 +106,7 @@ declare
   v_keyed bigint[];
   v_unkeyed bigint[];
 begin
-  v_keyed := array(
-    select f.id from unnest(p_ids) u (id)
-    cross join lateral (
-      select f.id from queue.finished f join queue.job_now j on j.id = f.id
-      where f.id = u.id and j.queueing_lock is not null and j.claims = 0
-        and not (f.state = 'succeeded' and f.worker_id is not null)
-      offset 0) f);
-  if v_keyed <> '{}' then
-    insert into queue.queueing_lock (key, job_id)
-    select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
-    on conflict on constraint queueing_lock_pkey do nothing;
-  end if;
+  v_keyed := queue._retake_queueing_locks(p_ids);
   perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
@@ -156,14 +140,9 @@ begin
       v_back := v_back || v_job.id;
       v_done := v_done || v_job.id;
     elsif v_job.claim is not null then
-      perform from queue.active_job aj where aj.id = v_job.id
-        and aj.claim = v_job.claim for update skip locked;
-      continue when not p_force or not found;
-      delete from queue.expiry e where v_job.is_expired and e.id = v_job.id;
-      perform queue._end_attempt('{"outcome": "retried", "error": "taken back by a retry with force"}',
-        v_job.id, v_job.claim, true);
-      perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'retried');
-      v_done := v_done || v_job.id;
+      if p_force and queue._take_back(v_job.id, v_job.claim, v_job.worker_id, v_job.is_expired) then
+        v_done := v_done || v_job.id;
+      end if;
     elsif v_job.reason in ('schedule', 'signal') and v_job.claims > 0 then
       continue when (select t.place from queue._dequeue(v_job.id) t) is null;
       delete from queue.suspended w where w.job_id = v_job.id;
@@ -185,6 +164,47 @@ begin
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
     order by u.n;
+end $$;
+
+-- Takes the free queueing locks of finished jobs that have never started, and returns those jobs.
+-- Locks: the locks' rows, in their order, before anything else: a session that defers such a job may hold
+-- them long.
+create or replace function queue._retake_queueing_locks(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_keyed bigint[];
+begin
+  v_keyed := array(
+    select f.id from unnest(p_ids) u (id)
+    cross join lateral (
+      select f.id from queue.finished f join queue.job_now j on j.id = f.id
+      where f.id = u.id and j.queueing_lock is not null and j.claims = 0
+        and not (f.state = 'succeeded' and f.worker_id is not null)
+      offset 0) f);
+  if v_keyed <> '{}' then
+    insert into queue.queueing_lock (key, job_id)
+    select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
+    on conflict on constraint queueing_lock_pkey do nothing;
+  end if;
+  return v_keyed;
+end $$;
+
+-- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
+-- ending it.
+-- Locks: the caller holds the admission lock; the claim's row of queue.active_job by skip locked.
+create or replace function queue._take_back(p_id bigint, p_claim bigint, p_worker bigint,
+  p_is_expired boolean)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for update skip locked;
+  if not found then
+    return false;
+  end if;
+  delete from queue.expiry e where p_is_expired and e.id = p_id;
+  perform queue._end_attempt('{"outcome": "retried", "error": "taken back by a retry with force"}', p_id,
+    p_claim, true);
+  perform queue._notify_abort(p_id, p_claim, p_worker, 'retried');
+  return true;
 end $$;
 
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that

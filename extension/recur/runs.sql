@@ -6,7 +6,6 @@
 create or replace function queue._run_due_schedules(p_mark timestamptz, p_slice integer, out mark timestamptz,
   out runs integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_rows tid[];
@@ -70,7 +69,6 @@ create or replace function queue._run_schedules(
   p_rows tid[], p_now timestamptz, p_budget integer, out looked_at integer, out runs integer,
   out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_found record;
   v_has_pause boolean := exists (select from queue.pause p where p.is_paused

@@ -13,7 +13,6 @@ create or replace function queue.schedule(
   options jsonb default null)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_args jsonb := coalesce(schedule.args, '{}');
   v_options jsonb;
@@ -115,7 +114,6 @@ comment on function queue.unschedule(text) is
 create or replace function queue.enable_schedule(name text, enabled boolean default true)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_old record;
   v_now timestamptz;
@@ -161,7 +159,6 @@ comment on function queue.enable_schedule(text, boolean) is
 create or replace function queue.run_now(name text)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_schedule record;
   v_run_at timestamptz := clock_timestamp();
@@ -289,7 +286,6 @@ end $$;
 create or replace function queue._check_schedules()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'a schedule that is never checked'::text, null::bigint, format('%s: due %s', s.name, s.due_at)

@@ -5,7 +5,6 @@ create or replace function queue.attempts_left(id bigint, claim bigint)
 returns table (max_attempts integer, failures integer, is_last boolean)
 language plpgsql stable parallel safe security definer rows 1
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     perform queue._require_claims(array[attempts_left.id], array[attempts_left.claim]);
@@ -35,24 +34,15 @@ comment on function queue.attempts_left(bigint, bigint) is
 -- p_settle also the admission lock, by try; for an unknown task those of _leave_line. Why no wake-up is lost:
 -- the claim is settled, here or by the next admission.
 -- Raises: QJ001, QJ002, QJ005; the outcome has been checked.
--- In one piece: every outcome needs the claim's row and the policy, which are read once.
 create or replace function queue._end_attempt(p_outcome jsonb, p_id bigint, p_claim bigint, p_settle boolean)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz;  -- read under the lock of the claim's row, as work/minutes.sql asks for
   v_kind text := p_outcome ->> 'outcome';
   v_label text;
-  v_error text := left(coalesce(p_outcome ->> 'error', p_outcome ->> 'message'), 10000);
-  v_options jsonb := jsonb_strip_nulls(coalesce(nullif(p_outcome -> 'options', 'null'), '{}'));
   v_live record;
-  v_job record;
-  v_state record;
-  v_is_alone boolean;
-  v_limit integer;
+  v_end record;
   v_at timestamptz;
-  v_payload jsonb;
-  v_final text;
-  v_reason text;
 begin
   delete from queue.active_job aj where aj.id = p_id and aj.claim = p_claim
   returning aj.attempt, aj.lane, aj.flags, aj.claimed_at, aj.worker_id, aj.deadline into v_live;
@@ -60,93 +50,40 @@ begin
   if not found then
     perform queue._raise_claim_error(p_id, p_claim);
   end if;
-  select j.task, j.options, j.scheduled_at,
-    coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy
-    into v_job
-  from queue.job j left join queue.task t on t.name = j.task where j.id = p_id;
-  select coalesce(max(s.failures), 0) as failures, coalesce(max(s.crashes), 0) as crashes,
-    coalesce(max(s.progress), 0) as progress
-  into v_state from queue.job_override s where s.id = p_id;
   v_label := case v_kind when 'retry_later' then 'yielded' when 'suspended' then 'yielded'
     when 'retried' then 'aborted' when 'unknown_task' then 'released'
-    else coalesce(v_options ->> 'outcome', v_kind) end;
+    else coalesce(p_outcome -> 'options' ->> 'outcome', v_kind) end;
   if v_kind <> 'retried' and v_live.flags & {{aborting}} <> 0
     and exists (select from queue.abort a where a.id = p_id and a.claim = p_claim) then
     v_label := case v_kind when 'crashed' then 'crashed' else 'aborted' end;
     v_kind := 'aborted';
   end if;
-  case v_kind
-    when 'failed' then
-      v_limit := queue._max_attempts(v_job.policy, v_options);
-      if v_options -> 'retryable' = 'false' or v_state.failures + 1 >= v_limit then
-        v_final := 'failed';
-        v_reason := coalesce(v_options ->> 'reason', case when v_options -> 'retryable' = 'false'
-          then 'not_retryable' else 'attempts' end);
-      else
-        v_at := coalesce(queue._timestamp('retry_at', v_options -> 'retry_at'),
-          v_now + coalesce(queue._interval('retry_in', v_options -> 'retry_in'),
-          queue.backoff(v_job.policy, v_state.failures + 1)));
-        v_payload := nullif(jsonb_build_object('change',
-          v_options - '{retryable,retry_at,retry_in,reason,outcome}'::text[]), '{"change": {}}');
-      end if;
-    when 'retry_later' then
-      if v_state.progress + 1 > (case when v_job.options -> 'max_progress' = 'null' then null
-        else coalesce((v_job.options ->> 'max_progress')::integer, 100) end) then
-        v_final := 'failed';
-        v_reason := 'max_progress';
-      else
-        v_at := queue._timestamp('at', p_outcome -> 'at');
-        v_payload := queue._check_yield(p_id, p_outcome -> 'needs');
-      end if;
-    when 'suspended' then
-      v_at := queue._timestamp('at', p_outcome -> 'at');
-      v_payload := case when p_outcome ? 'needs'
-        then queue._check_yield(p_id, p_outcome -> 'needs') || '{"awaits": true}' end;
-    when 'unknown_task' then
-      select u.at, u.error into v_at, v_error
-      from queue._unknown_task(p_id, v_job.task, v_live.worker_id, v_now) u;
-      perform queue._leave_line(v_live.worker_id, false);
-      if v_at is null then
-        v_final := 'failed';
-        v_reason := 'unknown_task';
-        v_label := 'failed';
-      end if;
-    when 'aborted' then
-      v_final := 'cancelled';
-      v_reason := 'aborted';
-    when 'crashed' then
-      v_is_alone := p_outcome ? 'claim'
-        or exists (select from queue.lane l where l.lane = v_live.lane and l.kind = {{lane_crashed}})
-        or exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own);
-      v_limit := case when v_job.policy -> 'max_crashes' <> 'null' is not false
-        then coalesce((v_job.policy ->> 'max_crashes')::integer, 3) end;
-      v_final := case when v_job.policy ->> 'on_crash' = 'fail'
-        or v_is_alone and v_state.crashes + 1 >= v_limit then 'failed' end;
-      v_reason := case when v_job.policy ->> 'on_crash' = 'fail' then 'crashed' else 'crash_loop' end;
-    else null;
-  end case;
-  if v_final is null and v_kind <> 'retried' and v_live.flags & {{expires}} <> 0
+  v_end := queue._judge_attempt(p_outcome, v_kind, p_id, p_claim, v_live.lane, v_live.worker_id, v_now);
+  if v_kind = 'unknown_task' then
+    perform queue._leave_line(v_live.worker_id, false);
+    v_label := coalesce(v_end.final, v_label);
+  end if;
+  if v_end.final is null and v_kind <> 'retried' and v_live.flags & {{expires}} <> 0
     and exists (select from queue.expiry e where e.id = p_id and e.at <= v_now) then
-    v_final := 'cancelled';
-    v_reason := 'expired';
+    v_end.final := 'cancelled';
+    v_end.reason := 'expired';
   end if;
   -- a job that was rescheduled to a time before its own does not go back to that
-  v_at := coalesce(v_at, case when v_job.scheduled_at > v_now then '-infinity'::timestamptz end);
+  v_at := coalesce(v_end.at, case when (select j.scheduled_at from queue.job j where j.id = p_id) > v_now
+    then '-infinity'::timestamptz end);
   insert into queue.attempt (job_id, claim, attempt, worker_id, started_at, finished_at, outcome, error,
     details)
-  values (p_id, p_claim, v_live.attempt, v_live.worker_id, v_live.claimed_at, v_now, v_label, v_error,
-          case when v_kind = 'unknown_task' then jsonb_build_object('unknown_task', v_job.task)
+  values (p_id, p_claim, v_live.attempt, v_live.worker_id, v_live.claimed_at, v_now, v_label, v_end.error,
+          case when v_kind = 'unknown_task' then jsonb_build_object('unknown_task', v_end.task)
                else queue._truncate_details(nullif(p_outcome -> 'details', 'null')) end);
   insert into queue.job_override as s (id, attempts, claims, failures, crashes, progress, scheduled_at,
     started_at, error, has_steps, is_suspended, tag)
   values (p_id,
     v_live.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
-    1, case when v_kind = 'failed' then 1
-      else 0 end, case when v_label = 'crashed' then 1 else 0 end,
-      case when v_kind = 'retry_later' then 1 else 0 end,
-        v_at, case when v_kind not in ('released', 'unknown_task')
-        then v_live.claimed_at end,
-    case when v_kind not in ('retry_later', 'suspended', 'released', 'retried') then v_error end,
+    1, case when v_kind = 'failed' then 1 else 0 end, case when v_label = 'crashed' then 1 else 0 end,
+    case when v_kind = 'retry_later' then 1 else 0 end, v_at,
+    case when v_kind not in ('released', 'unknown_task') then v_live.claimed_at end,
+    case when v_kind not in ('retry_later', 'suspended', 'released', 'retried') then v_end.error end,
     v_kind = 'suspended' or exists (select from queue.step t where t.job_id = p_id),
     v_kind = 'suspended' and p_outcome ? 'is_open',
     case when v_kind = 'released' and v_live.deadline < '{{end_of_tags}}' then v_live.deadline end)
@@ -155,16 +92,17 @@ begin
         is_suspended, tag)
       = (excluded.attempts, s.claims + 1, s.failures + excluded.failures, s.crashes + excluded.crashes,
         s.progress + excluded.progress,
-         case when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
-           coalesce(excluded.started_at, s.started_at),
-         coalesce(excluded.error, s.error), excluded.has_steps, excluded.is_suspended, excluded.tag);
-  if v_final is not null then
+        case when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
+        coalesce(excluded.started_at, s.started_at), coalesce(excluded.error, s.error),
+        excluded.has_steps, excluded.is_suspended, excluded.tag);
+  if v_end.final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
-    values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_final, v_reason, v_error);
+    values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_end.final, v_end.reason,
+      v_end.error);
     perform queue._clean_up(array[p_id], array[v_live.flags]);
     perform queue._notify_waiters(array[p_id]);
     perform queue._settle_or_append(array[p_id], array[v_live.flags], 'ended', p_settle);
-    return v_final;
+    return v_end.final;
   end if;
   if v_live.flags & {{lease}} <> 0 then
     delete from queue.lease l where l.id = p_id;
@@ -172,9 +110,82 @@ begin
   if v_kind = 'retried' then
     perform queue._reset_counters(array[p_id]);
   end if;
-  perform queue._settle_or_append(array[p_id], array[v_live.flags], 'again', p_settle, v_payload);
-  return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_payload) end,
+  perform queue._settle_or_append(array[p_id], array[v_live.flags], 'again', p_settle, v_end.payload);
+  return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end,
                   case when v_at > v_now then 'scheduled' else 'ready' end);
+end $$;
+
+-- What an outcome means for its job. final: the state in which it ends, with its reason; else it runs again,
+-- at a time if given, with payload as its changes. task: the job's. p_kind: the outcome, or aborted.
+-- Raises: as _end_attempt.
+create or replace function queue._judge_attempt(
+  p_outcome jsonb, p_kind text, p_id bigint, p_claim bigint, p_lane integer, p_worker bigint,
+  p_now timestamptz, out final text, out reason text, out at timestamptz, out payload jsonb, out error text,
+  out task text)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_options jsonb := jsonb_strip_nulls(coalesce(nullif(p_outcome -> 'options', 'null'), '{}'));
+  v_job record;
+  v_state record;
+  v_is_alone boolean;
+  v_limit integer;
+begin
+  error := left(coalesce(p_outcome ->> 'error', p_outcome ->> 'message'), 10000);
+  select j.task, j.options,
+    coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy
+  into v_job
+  from queue.job j left join queue.task t on t.name = j.task where j.id = p_id;
+  select coalesce(max(s.failures), 0) as failures, coalesce(max(s.crashes), 0) as crashes,
+    coalesce(max(s.progress), 0) as progress
+  into v_state from queue.job_override s where s.id = p_id;
+  task := v_job.task;
+  case p_kind
+    when 'failed' then
+      v_limit := queue._max_attempts(v_job.policy, v_options);
+      if v_options -> 'retryable' = 'false' or v_state.failures + 1 >= v_limit then
+        final := 'failed';
+        reason := coalesce(v_options ->> 'reason', case when v_options -> 'retryable' = 'false'
+          then 'not_retryable' else 'attempts' end);
+      else
+        at := coalesce(queue._timestamp('retry_at', v_options -> 'retry_at'),
+          p_now + coalesce(queue._interval('retry_in', v_options -> 'retry_in'),
+          queue.backoff(v_job.policy, v_state.failures + 1)));
+        payload := nullif(jsonb_build_object('change',
+          v_options - '{retryable,retry_at,retry_in,reason,outcome}'::text[]), '{"change": {}}');
+      end if;
+    when 'retry_later' then
+      if v_state.progress + 1 > (case when v_job.options -> 'max_progress' = 'null' then null
+        else coalesce((v_job.options ->> 'max_progress')::integer, 100) end) then
+        final := 'failed';
+        reason := 'max_progress';
+      else
+        at := queue._timestamp('at', p_outcome -> 'at');
+        payload := queue._check_yield(p_id, p_outcome -> 'needs');
+      end if;
+    when 'suspended' then
+      at := queue._timestamp('at', p_outcome -> 'at');
+      payload := case when p_outcome ? 'needs'
+        then queue._check_yield(p_id, p_outcome -> 'needs') || '{"awaits": true}' end;
+    when 'unknown_task' then
+      select u.at, u.error into at, error from queue._unknown_task(p_id, v_job.task, p_worker, p_now) u;
+      if at is null then
+        final := 'failed';
+        reason := 'unknown_task';
+      end if;
+    when 'aborted' then
+      final := 'cancelled';
+      reason := 'aborted';
+    when 'crashed' then
+      v_is_alone := p_outcome ? 'claim'
+        or exists (select from queue.lane l where l.lane = p_lane and l.kind = {{lane_crashed}})
+        or exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own);
+      v_limit := case when v_job.policy -> 'max_crashes' <> 'null' is not false
+        then coalesce((v_job.policy ->> 'max_crashes')::integer, 3) end;
+      final := case when v_job.policy ->> 'on_crash' = 'fail'
+        or v_is_alone and v_state.crashes + 1 >= v_limit then 'failed' end;
+      reason := case when v_job.policy ->> 'on_crash' = 'fail' then 'crashed' else 'crash_loop' end;
+    else null;
+  end case;
 end $$;
 
 -- Raises: 22023 if they are not options of queue.fail.

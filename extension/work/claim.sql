@@ -23,7 +23,6 @@ create or replace function queue._claim_newcomer(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean,
   p_at_once integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz;
   v_has_lock boolean := false;
@@ -127,7 +126,6 @@ create or replace function queue._claim_one_lane(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean,
   p_has_lock boolean, p_at_once integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_queues text[];
   v_now timestamptz := clock_timestamp();
@@ -231,7 +229,6 @@ create or replace function queue._claim_loop(
   p_is_claimed boolean, p_has_lock boolean, p_has_more boolean, p_is_dry boolean, p_at_once integer,
   out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_queues text[] := p_queues;
   v_has_lock boolean := p_has_lock;

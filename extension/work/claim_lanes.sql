@@ -11,7 +11,6 @@
 create or replace function queue._claim_plain(
   p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_flags integer;
   v_is_mixed boolean;
@@ -58,7 +57,6 @@ create or replace function queue._probe_lanes(
   p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[],
   out is_registered boolean)
 language plpgsql stable parallel safe security invoker as $$
-#variable_conflict use_column
 begin
   is_registered := true;
   with ready as (

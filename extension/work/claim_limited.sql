@@ -70,7 +70,6 @@ create or replace function queue._claim_ids(
   p_worker bigint, p_ids bigint[], p_n integer, p_limits jsonb,
   out won bigint[], out rest bigint[], out full_queues text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   -- under the admission lock, so that earlier claims have lesser ones

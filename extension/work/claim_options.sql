@@ -5,51 +5,27 @@
 -- whatever the worker runs (queue.next).
 -- Locks and errors: as fetch. It claims under the admission lock, so that one function can serve every order
 -- and filter.
--- In one piece: most of it reads the options.
 create or replace function queue._claim_by_options(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean,
   p_by_hand boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
-  v_options jsonb := jsonb_strip_nulls(p_options);
   v_tasks text[];
-  v_before timestamptz;
   v_only bigint[];
-  v_limits jsonb := v_options -> 'max_running';
+  v_before timestamptz;
+  v_limits jsonb := jsonb_strip_nulls(p_options) -> 'max_running';
   v_lanes integer[];
   v_ready integer[];  -- of quarantined jobs
   v_turn text;
   v_ids bigint[] := '{}'::bigint[];
   v_more boolean;
 begin
-  perform queue._check_keys('options', p_options,
-    array['ids', 'order', 'tasks', 'functions', 'deadline_within', 'max_running']);
+  select o.tasks, o.ids, v_now + o.deadline_within into v_tasks, v_only, v_before
+  from queue._selection(p_options) o;
   if p_max_jobs < 1 then
     return null;  -- all were to be claimed ahead
   end if;
-  if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
-    perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.',
-      'order: ' || (v_options ->> 'order'));
-  elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array'
-    or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
-    perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
-  end if;
-  v_tasks := case when v_options ? 'tasks' then array(select t
-    from jsonb_array_elements_text(v_options -> 'tasks') t) end;
-  if v_options -> 'functions' = 'true' then
-    v_tasks := array(select t.name from queue.task t where t.function is not null
-      and (v_tasks is null or t.name = any (v_tasks)));
-  elsif coalesce(v_options -> 'functions', 'false') <> 'false' then
-    perform queue._invalid('functions must be true or false', 'Pass a JSON boolean.');
-  end if;
-  v_before := v_now + queue._interval('deadline_within', v_options -> 'deadline_within');
-  begin
-    v_only := case when v_options ? 'ids' then array(select i::bigint
-      from jsonb_array_elements_text(v_options -> 'ids') i) end;
-  exception when data_exception then
-    perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
-  end;
   perform queue._check_worker_limits(v_limits);
   if not queue._lock_admission(p_may_wait) then
     return null;
@@ -69,7 +45,7 @@ begin
         as first_id
       from queue.lane l
       cross join lateral (
-        select case when v_options ->> 'order' = 'listed' then min(q.n) else min(0) end as place
+        select case when p_options ->> 'order' = 'listed' then min(q.n) else min(0) end as place
         from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
         where queue._matches(l.queue, q.pattern)) m
       left join lateral (
@@ -104,6 +80,40 @@ begin
     perform queue._raise_marks(v_lanes);
   end if;
   return v_ids;
+end $$;
+
+-- Which jobs the options of fetch select; NULL: whichever. The options are checked.
+-- Raises: 22023.
+create or replace function queue._selection(p_options jsonb, out tasks text[], out ids bigint[],
+  out deadline_within interval)
+language plpgsql stable parallel unsafe security invoker as $$
+declare
+  v_options jsonb := jsonb_strip_nulls(p_options);
+begin
+  perform queue._check_keys('options', p_options,
+    array['ids', 'order', 'tasks', 'functions', 'deadline_within', 'max_running']);
+  if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
+    perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.',
+      'order: ' || (v_options ->> 'order'));
+  elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array'
+    or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
+    perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
+  end if;
+  tasks := case when v_options ? 'tasks' then array(select t
+    from jsonb_array_elements_text(v_options -> 'tasks') t) end;
+  if v_options -> 'functions' = 'true' then
+    tasks := array(select t.name from queue.task t where t.function is not null
+      and (tasks is null or t.name = any (tasks)));
+  elsif coalesce(v_options -> 'functions', 'false') <> 'false' then
+    perform queue._invalid('functions must be true or false', 'Pass a JSON boolean.');
+  end if;
+  deadline_within := queue._interval('deadline_within', v_options -> 'deadline_within');
+  begin
+    ids := case when v_options ? 'ids' then array(select i::bigint
+      from jsonb_array_elements_text(v_options -> 'ids') i) end;
+  exception when data_exception then
+    perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
+  end;
 end $$;
 
 -- How many jobs to claim if a worker asks for many: as many as fitted into this session's last full answer,

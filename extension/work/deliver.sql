@@ -142,7 +142,6 @@ end $$;
 -- Raises: 22023, QJ007.
 create or replace function queue._deliver(p_worker bigint, p_n integer, out ids bigint[], out claims bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   perform queue._check_max_jobs(p_n);
   if not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then

@@ -13,7 +13,6 @@ returns table (id bigint, claim bigint, task text, args jsonb, queue text, prior
   parent bigint, steps jsonb)
 language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_claimed record;
   v_at_once integer;
@@ -99,7 +98,6 @@ returns table (id bigint, claim bigint, task text, args jsonb, queue text, prior
   parent bigint, steps jsonb, error text)
 language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_ended record;
   v_claimed record;

@@ -10,7 +10,6 @@
 create or replace function queue.succeed(id bigint, claim bigint, result jsonb default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_attempt smallint;
   v_flags smallint;
@@ -142,7 +141,6 @@ create or replace function queue.finish_many(outcomes jsonb)
 returns table (id bigint, claim bigint, state text, error text)
 language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_ended record;
   v_none regclass;
@@ -179,7 +177,6 @@ create or replace function queue._finish(
   p_outcomes jsonb, out ids bigint[], out claims bigint[], out states text[], out errors text[],
   out has_refused boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_outcomes text[];
   v_results jsonb[];
@@ -242,7 +239,7 @@ begin
     end if;
   end if;
   if v_has_others then
-    select e.ids, e.claims, e.states, e.errors, has_refused or e.has_refused
+    select e.ids, e.claims, e.states, e.errors, _finish.has_refused or e.has_refused
     into ids, claims, states, errors, has_refused
     from queue._end_others(p_outcomes, ids, claims, states, errors) e;
   end if;

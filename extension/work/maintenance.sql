@@ -9,7 +9,6 @@ returns table (admitted integer, reaped integer, pruned integer, next_due timest
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
-#variable_conflict use_column
 begin
   {{installed}}
   perform queue._check_isolation();

@@ -10,7 +10,6 @@
 create or replace function queue.worker_died(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     perform queue._require_worker(worker_died.worker);
@@ -60,7 +59,6 @@ comment on function queue.reap() is
 create or replace function queue._reap(p_budget interval)
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
 begin
@@ -321,7 +319,6 @@ end $$;
 create or replace function queue._check_claim_rows()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'claimed by a removed worker'::text, aj.id, format('worker %s', aj.worker_id)

@@ -9,7 +9,6 @@ create or replace function queue.prune(max_jobs integer default 10000, state tex
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_safe_at timestamptz;
   v_pruned integer;

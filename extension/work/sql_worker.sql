@@ -89,7 +89,6 @@ create or replace function queue.function_call(id bigint, claim bigint)
 returns table (statement text, args jsonb, timeout interval, late_at timestamptz)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_task text;
 begin

@@ -18,7 +18,6 @@ create or replace function queue.begin_step(id bigint, claim bigint, name text, 
 returns table (finished boolean, value jsonb)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_key record;
   v_step record;
@@ -63,7 +62,6 @@ comment on function queue.begin_step(bigint, bigint, text, text) is
 create or replace function queue.finish_step(id bigint, claim bigint, name text, value jsonb default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_key record;
 begin
@@ -103,7 +101,6 @@ create or replace function queue.read_steps(id bigint, claim bigint, after text 
 returns table (name text, value jsonb)
 language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_after record;
 begin
@@ -165,7 +162,6 @@ end $$;
 create or replace function queue._step_in_run(p_id bigint, p_claim bigint, p_name text, p_no integer,
   out no integer, out run bigint, out finished_at timestamptz, out fingerprint text, out value jsonb)
 language plpgsql stable parallel safe security invoker as $$
-#variable_conflict use_column
 begin
   select s.no, s.run, s.finished_at, s.fingerprint, s.value into no, run, finished_at, fingerprint, value
   from queue.step s

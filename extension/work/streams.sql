@@ -8,7 +8,6 @@
 create or replace function queue.emit(id bigint, claim bigint, stream text, value jsonb)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_no bigint;
 begin
@@ -41,7 +40,6 @@ create or replace function queue.read_stream(id bigint, stream text, after bigin
 returns table (no bigint, value jsonb, emitted_at timestamptz)
 language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     perform queue._require_jobs('{producer,worker,operator,reader}', array[read_stream.id]);
@@ -74,7 +72,6 @@ create or replace function queue.set_progress(id bigint, claim bigint, percent n
   message text default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     perform queue._require_claims(array[set_progress.id], array[set_progress.claim]);

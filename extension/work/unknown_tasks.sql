@@ -58,7 +58,6 @@ end $$;
 create or replace function queue._unknown_tasks(p_now timestamptz)
 returns table (task text, jobs bigint,
   workers text) language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select a.details ->> 'unknown_task', count(distinct a.job_id),

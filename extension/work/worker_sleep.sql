@@ -22,7 +22,6 @@ returns table (may_sleep boolean, wait_for interval, channels text[], is_drained
   look_after interval)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_worker record;
   v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');

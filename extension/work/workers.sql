@@ -22,7 +22,6 @@ create or replace function queue.heartbeat(worker bigint)
 returns table (id bigint, claim bigint, reason text)
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   -- maintenance might keep others waiting for locks that another part of the transaction holds
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
@@ -56,7 +55,6 @@ create or replace function queue.claims(worker bigint)
 returns table (id bigint, claim bigint)
 language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 begin
   {{if_restricted}}
     perform queue._require_worker(claims.worker);
@@ -80,7 +78,6 @@ comment on function queue.claims(bigint) is
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_expires_at timestamptz;
 begin
@@ -108,7 +105,6 @@ comment on function queue.extend(bigint, bigint, interval) is
 create or replace function queue.deregister_worker(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
-#variable_conflict use_column
 declare
   v_claim record;
   v_ids bigint[] := '{}'::bigint[];
@@ -137,7 +133,6 @@ comment on function queue.deregister_worker(bigint) is
 -- Gives the claim a lease. Locks and errors: as extend.
 create or replace function queue._extend(p_id bigint, p_claim bigint, p_lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_claimed_at timestamptz;

@@ -1,6 +1,6 @@
 -- House rules, read from the catalog.
 
-select plan(28);
+select plan(29);
 
 create temp view functions as
   select p.oid, p.proname as name, p.oid::regprocedure::text as signature, starts_with(p.proname, '_') as is_internal, p.prosecdef, p.proconfig, p.provolatile, p.proparallel,
@@ -24,7 +24,7 @@ select results_eq($$select f.name from functions f where not f.is_internal and n
 select is_empty($$
   select f.name, m[1] from functions f
   cross join regexp_replace(f.prosrc, '--[^\n]*|/[*][^*]*[*]/|''[^'']*''', '', 'g') code
-  cross join regexp_matches(regexp_replace(code, 'operator\(pg_catalog\.[<>=]+\)|^\s*#variable_conflict.*?$|\mfor \w+ in\M|:=', '', 'gn'),
+  cross join regexp_matches(regexp_replace(code, 'operator\(pg_catalog\.[<>=]+\)|\mfor \w+ in\M|:=', '', 'gn'),
                             '((?<!pg_catalog\.|queue\.)\m(?!coalesce|cast|log|values|from)\w+\s*\(|\m(distinct from|nullif|in|between|like|case)\M|[-+*/<>=~!@#%^&|`?:])', 'g') m
   where f.name in ('defer', '_unrestricted', '_wake', 'run_function', 'work')
 $$, 'which qualify each function and operator, as does what is planned with defer');
@@ -47,6 +47,7 @@ select is_empty($$select f.signature from functions f where f.provolatile = 'i' 
 select is_empty($$select f.signature from functions f where f.prosrc ~* '\mreturning \*' or f.prosrc ~* 'raise exception ''' and f.prosrc !~* 'errcode'$$, 'errors have a code, and results a list of columns');
 select is_empty($$select f.signature from functions f where f.prosrc ~ '\mpg_sleep\M'$$, 'nothing sleeps');
 
+select is_empty($$select f.signature from functions f where f.prosrc ~ '#variable_conflict'$$, 'a name is a variable''s or a column''s, never both: PL/pgSQL would refuse it');
 select is_empty($$select f.signature from functions f where strpos(regexp_replace(f.prosrc, '--[^\n]*', '', 'g'), chr(92)) > 0$$,
                 'no backslash, which means something else where standard_conforming_strings is off');
 

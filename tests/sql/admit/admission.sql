@@ -1,6 +1,6 @@
 -- Admission: late commits, slices, prepared transactions, rollbacks; parked jobs.
 
-select plan(62);
+select plan(63);
 
 set pgdefer.notify = off;  -- PREPARE TRANSACTION refuses notifications
 
@@ -330,6 +330,19 @@ select is((select s.ids from queue._take_settlements('3', '{}', :'before', null)
 select is((select s.ids from queue._take_settlements('3', '{}', :'after', null) s), array[:id::bigint], 'and one that was not');
 rollback;
 select queue.fetch(:worker) \g /dev/null
+
+-- More jobs are due than a slice takes, and a schedule runs beside them
+select queue.schedule('hourly', 'every 1 hour', 'run') \g /dev/null
+select queue.defer('due', options => '{"delay": "1 hour"}') from generate_series(1, 3) \g /dev/null
+create function pg_temp.has_more() returns boolean language plpgsql as $$
+begin
+  perform queue._lock_admission(true), queue._admit(1000);
+  update queue.waiting w set at = clock_timestamp() from queue.job j where j.id = w.id and j.task = 'due';
+  update queue.schedule s set due_at = clock_timestamp();
+  return (select a.has_more from queue._admit(2) a);
+end $$;
+select is(pg_temp.has_more(), true, 'due jobs that are left are not forgotten because a schedule ran');
+select queue.unschedule('hourly') \g /dev/null
 
 -- No other role can lock the row of the admission lock
 select is((select count(*) from queue.admission), 1::bigint, 'one row is the admitter''s');

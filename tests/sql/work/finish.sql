@@ -1,6 +1,6 @@
 -- Ending claims: each outcome alone, many at once, with a fetch; refusals; malformed input changes nothing.
 
-select plan(131);
+select plan(132);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -232,5 +232,11 @@ select is((select state from queue.jobs where id = :f2), 'running', 'so that the
 select is_empty(format('select * from queue.finish_and_fetch(%s, jsonb_build_array(pg_temp.outcome(%s, %s, ''succeeded'')), ''{nothing*}'')', :worker, :f2, :claim), 'with nothing to do it returns nothing');
 select is((select state from queue.jobs where id = :f2), 'succeeded', 'and has finished');
 select is_empty(format('select * from queue.finish_and_fetch(%s, null, ''{nothing*}'')', :worker), 'NULL for no outcomes');
+select queue.defer('f3') as f3 \gset
+select claim from queue.fetch(:worker, options => jsonb_build_object('ids', jsonb_build_array(:f3))) \gset
+select results_eq(
+  format($$select id, error from queue.finish_and_fetch(%s, jsonb_build_array(pg_temp.outcome(777777, 1, 'succeeded'), pg_temp.outcome(%s, %s, 'failed')), '{nothing*}')$$,
+         :worker, :f3, :claim),
+  $$values (777777::bigint, 'QJ002')$$, 'a refused success beside a failure that counts');
 
 select * from finish();
