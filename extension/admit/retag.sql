@@ -77,7 +77,9 @@ begin
     from queue.active_job aj
     join queue.lane l on l.lane = aj.lane
     join queue.job_now j on j.id = aj.id
-    where aj.claim is null and aj.deadline >= l.tag_base and aj.deadline < '{{end_of_tags}}' and j.tag is null
+    -- later ones are from before a change of weights, which has forgotten the tags of shares
+    where aj.claim is null and aj.deadline >= l.tag_base and aj.deadline < l.tag_base + interval '1 year'
+      and j.tag is null
       and not exists (
         select from queue.share_tag t
         where t.queue = l.queue and t.priority = l.priority and t.key = ''
