@@ -267,7 +267,7 @@ begin
       perform queue._count_rate_starts(v_keys.keys[i], v_keys.rates[i], v_taken[i], v_now);
     end if;
   end loop;
-  if true = any (v_wait_several) then
+  if true = any (v_wait_several) or array_remove(v_wait_weights, null) <> '{}' then
     perform queue._advance(p_keys => v_add_keys);
   elsif v_add_keys <> '{}' then
     if array_remove(v_keys.rates, null) <> '{}' then

@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(91);
+select plan(103);
 
 set pgdefer.notify = off;
 
@@ -100,6 +100,60 @@ select pg_temp.finish_all();
 select is(pg_temp.claim(), null, 'as it has no room for a third');
 select pg_temp.pass('61 minutes');
 select is(pg_temp.claim(), 'c', 'until later');
+select pg_temp.end_all();
+
+-- A heavy job that waits first holds the others up for as long as it is the first: until it leaves, or another comes before it.
+\set begin_heavy 'do $$ begin perform pg_temp.defer(''used'', ''[{"key": "W", "limit": 4, "weight": 3}]''); end $$; do $$ begin perform pg_temp.claim(); end $$; do $$ begin perform pg_temp.defer(''heavy'', ''[{"key": "W", "limit": 4, "weight": 2}]'', ''{"deadline": "2990-01-01Z"}''); end $$; do $$ begin perform queue.tick(); end $$;'
+create function pg_temp.id_of(name text) returns bigint language sql as $$ select max(j.id) from queue.job j where j.args ->> 'name' = id_of.name $$;
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]') \g /dev/null
+select is(pg_temp.claim(), null, 'it does not fit');
+select queue.cancel(pg_temp.id_of('heavy')) \g /dev/null
+select is(pg_temp.claim(), 'light', 'it is cancelled');
+select pg_temp.end_all();
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]', '{"task": "other"}') \g /dev/null
+select is(pg_temp.claim(), null, 'it does not fit');
+select queue.pause(task => 't') \g /dev/null
+select is(pg_temp.claim(), 'light', 'its task is paused');
+select queue.resume(task => 't') \g /dev/null
+select pg_temp.end_all();
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]', '{"deadline": "2980-01-01Z"}') \g /dev/null
+select is(pg_temp.claim(), 'light', 'one comes that is more urgent');
+select pg_temp.end_all();
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]') \g /dev/null
+select is(pg_temp.claim(), null, 'it does not fit');
+select queue.set_deadline(array[pg_temp.id_of('light')], '2980-01-01Z') \g /dev/null
+select is(pg_temp.claim(), 'light', 'one becomes more urgent');
+select pg_temp.end_all();
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]') \g /dev/null
+select is(pg_temp.claim(), null, 'it does not fit');
+select queue.defer('t', deadline => '2980-01-01Z', needs => array[pg_temp.id_of('light')]) \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(), 'light', 'an urgent job needs one');
+select pg_temp.end_all();
+select pg_temp.defer('used', '[{"key": "W", "limit": 4}]') \g /dev/null
+select pg_temp.claim() \g /dev/null
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]', '{"scheduled_at": "2990-01-01Z"}'),
+  pg_temp.defer('heavy', '[{"key": "W", "limit": 4, "weight": 3}]', '{"queue": "later"}') \g /dev/null
+select queue.tick(), queue.move(array[pg_temp.id_of('light')], 'later') \g /dev/null
+select queue.reschedule(pg_temp.id_of('light')), queue.configure_key('W', '{"limit": 3}') \g /dev/null
+select is(pg_temp.claim(), 'light', 'a ready one has to wait, as its key has a lower limit now, and one was before it');
+select queue.configure_key('W', '{"limit": null}');
+select pg_temp.end_all();
+select is_empty('select * from queue.check()', 'in order');
+-- With a rate, the first that waits says when the next may start.
+select pg_temp.defer('a', '[{"key": "PR", "rate": {"limit": 1, "per": "1 hour"}}]') \g /dev/null
+select pg_temp.claim() \g /dev/null
+select pg_temp.defer('b', '[{"key": "PR", "rate": {"limit": 1, "per": "1 hour"}}]'), pg_temp.defer('c', '[{"key": "PR", "rate": {"limit": 1, "per": "1 hour"}}]', '{"task": "other"}') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.pause(task => 't') \g /dev/null
+select pg_temp.pass('61 minutes');
+select is(pg_temp.claim(), 'c', 'its task is paused: then the next');
+select queue.resume(task => 't') \g /dev/null
 select pg_temp.end_all();
 
 -- What is ready will start before what waits: the time for the next counts it.
