@@ -91,7 +91,8 @@ begin
 end $$;
 
 -- If jobs wait for keys whose rate allows no more starts now, sets the time at which it does in the row of
--- the first job of each lane; _admit_due then gives them their slots.
+-- the first job of each lane; _admit_due then gives them their slots. Maybe it does already, and did not when
+-- the caller looked: then the time is now.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -99,10 +100,14 @@ create or replace function queue._await_rates(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with shut as materialized (
-    select w.id, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)) as at
+    select w.id, coalesce(
+        queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)),
+        case when l.ready + least(coalesce(w.weight, 1), s.slots, s.rate_limit) <= s.slots - s.used
+          then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
     cross join lateral (
-      select s.key, s.rate_limit, s.rate_per, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines
+      select s.key, s.slots, s.used, s.rate_limit, s.rate_per, s.lanes, s.ready, s.waiting, s.lows,
+        s.low_deadlines
       from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
     cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
       l (lane, ready, waiting, low, low_deadline)

@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(103);
+select plan(104);
 
 set pgdefer.notify = off;
 
@@ -153,6 +153,14 @@ select queue.tick() \g /dev/null
 select queue.pause(task => 't') \g /dev/null
 select pg_temp.pass('61 minutes');
 select is(pg_temp.claim(), 'c', 'its task is paused: then the next');
+select pg_temp.finish_all();
+select pg_temp.defer('d', '[{"key": "PR", "rate": {"limit": 1, "per": "1 hour"}}]', '{"task": "other"}') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.pass('61 minutes');
+update queue.waiting w set at = null where w.key = 'kPR';
+-- as if the window had ended since the admission looked at it
+select queue._await_rates('{kPR}');
+select is(pg_temp.claim(), 'd', 'a window that ends while jobs go to wait for it is no longer waited for');
 select queue.resume(task => 't') \g /dev/null
 select pg_temp.end_all();
 
