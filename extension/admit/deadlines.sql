@@ -4,7 +4,8 @@
 -- jobs whose deadline is already earlier, because they have passed it on.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
--- Why no wake-up is lost: keys whose waiting jobs have another order now are handed over to the next admission.
+-- Why no wake-up is lost: keys whose waiting jobs have another order now are handed over to the next
+-- admission.
 create or replace function queue._propagate_deadline(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare

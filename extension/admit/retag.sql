@@ -3,8 +3,8 @@
 -- Gives tags to ready jobs, and to jobs that wait for a slot, if they have no tag or one from before a change
 -- of weights: to at most p_slice jobs of one lane. Returns false if no lane has such jobs.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: the session that holds
--- a row claims the job. If it rolls back, the job stays ready, behind jobs with a tag. Keys whose waiting jobs
--- have another order now are handed over to the next admission. So no wake-up is lost.
+-- a row claims the job. If it rolls back, the job stays ready, behind jobs with a tag. Keys whose waiting
+-- jobs have another order now are handed over to the next admission. So no wake-up is lost.
 create or replace function queue._retag(p_slice integer)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare

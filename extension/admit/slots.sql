@@ -102,7 +102,8 @@ begin
   with shut as materialized (
     select w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)),
-        case when l.ready + least(coalesce(w.weight, 1), s.slots, s.rate_limit) <= s.slots - s.used
+        case when l.ready + least(coalesce(w.weight, 1), s.slots, s.rate_limit)
+            <= least(s.slots, {{most_slots}}) - s.used
           then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
     cross join lateral (
@@ -302,7 +303,8 @@ begin
         or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
                   when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
                     then 'waits for a slot below the low mark'
-                  when s.waiting > 0 and s.ready + coalesce(w.weight, 1) <= s.slots - s.used
+                  when s.waiting > 0
+                    and s.ready + coalesce(w.weight, 1) <= least(s.slots, {{most_slots}}) - s.used
                     and (s.rate_limit is null or queue._rate_room(s.key, s.rate_limit, s.rate_per,
                       s.ready + coalesce(w.weight, 1), clock_timestamp()) >= s.ready + coalesce(w.weight, 1))
                     and not w.is_marked

@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(104);
+select plan(120);
 
 set pgdefer.notify = off;
 
@@ -189,6 +189,50 @@ select is_empty('select * from queue.check()', 'in order');
 select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' and j.args ->> 'name' = 'r' \g /dev/null
 select is(pg_temp.claim(), 'heavy light', 'then both start');
 select pg_temp.end_all();
+
+-- However heavy, a job is claimed at once, and no sum exceeds an integer. A fault would stop every worker.
+select pg_temp.defer('x y', '[{"key": "huge", "rate": {"limit": 999999999, "per": "1 hour"}, "weight": 999999998}]'), pg_temp.defer('z', '[{"key": "huge", "rate": {"limit": 999999999, "per": "1 hour"}}]') \g /dev/null
+set statement_timeout = '100 s';
+select is(pg_temp.claim(), 'x', 'a start may count almost a billion times');
+select is((select count(*) from queue.rate_start r where r.key = 'khuge'), 2::bigint, 'in two rows');
+reset statement_timeout;
+select pg_temp.pass('61 minutes');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), 'y z', 'and leaves the window');
+select pg_temp.end_all();
+select pg_temp.defer('a b c', '[{"key": "sum", "limit": 999999999, "weight": 999999999}]') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.defer('t', '{"name": "d"}', concurrency_key => 'sum', concurrency_limit => 2147483647) \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer('e', '[{"key": "sum", "rate": {"limit": 5, "per": "0.000001"}}]') \g /dev/null
+select lives_ok('select queue._admit(100)', 'three wait for slots, then for a rate');
+select is_empty('select * from queue.check()', 'in order');
+do $$
+begin
+  for i in 1 .. 3 loop
+    perform pg_temp.claim();
+    commit;
+    perform queue.tick();
+    commit;
+  end loop;
+end $$;
+select is((select s.used from queue.semaphores s where s.key = 'sum') between 999999999 and 1999999998, true, 'as many start as an integer can count');
+select pg_temp.end_all();
+select is_empty('select * from queue.check()', 'in order');
+-- Starts of several weights: forgotten with the window, not before.
+create function pg_temp.opens(weights integer[]) returns text language plpgsql as $$
+begin
+  delete from queue.rate_start r where r.key = 'R0';
+  for i in 1 .. cardinality(weights) loop
+    perform queue._count_rate_starts('R0', 10, weights[i], '2000-01-01Z'::timestamptz + i * interval '1 minute');
+  end loop;
+  return (select string_agg(coalesce(to_char(queue._rate_start_at('R0', m.no - 10 + n), 'MI'), '-'), ' ' order by n) || ', rows: ' || (select count(*) from queue.rate_start r where r.key = 'R0')
+    from generate_series(1, 10) n, (select max(r.no) as no from queue.rate_start r where r.key = 'R0') m);
+end $$;
+select is(pg_temp.opens(weights), expected, weights::text) from (values
+  ('{3}'::integer[], '- - - - - - - 01 01 01, rows: 2'), ('{3,1,4}', '- - 01 01 01 02 03 03 03 03, rows: 5'), ('{3,1,4,5}', '02 03 03 03 03 04 04 04 04 04, rows: 5'),
+  ('{3,1,4,5,1}', '03 03 03 03 04 04 04 04 04 05, rows: 5'), ('{3,1,4,5,1,2}', '03 03 04 04 04 04 04 05 06 06, rows: 7'), ('{10,10,2}', '02 02 02 02 02 02 02 02 03 03, rows: 4'),
+  ('{1,1,1,1,1,1,1,1,1,1,1,1}', '03 04 05 06 07 08 09 10 11 12, rows: 10'), ('{10,1,1,1}', '01 01 01 01 01 01 01 02 03 04, rows: 5'), ('{9,9,9}', '02 03 03 03 03 03 03 03 03 03, rows: 3')) v (weights, expected);
 
 -- The window, to the microsecond: a start that is as old as the window is long still lies in it.
 create function pg_temp.room(key text, at timestamptz) returns integer language sql as $$ select queue._rate_room(room.key, 2, '1 hour', 5, room.at) $$;
