@@ -3,8 +3,8 @@
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_is_refill: they come from the waiting jobs, so they need not queue up behind those. grown: keys whose
--- limit has grown; discarded: jobs in no gate that would have to wait, and must be discarded instead
--- (on_limit).
+-- limit has grown, or where a job waits that would fit, maybe before all others; discarded: jobs in no gate
+-- that would have to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_is_refill boolean, out discarded bigint[],
   out grown text[])
@@ -88,7 +88,8 @@ begin
       from queue._keys_of(p_ids, p_flags) x) x) x;
   grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
     v_keys.set_rate_pers);
-  select array_agg(queue._key_room(u.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp())
+  select array_agg(queue._key_room(u.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
+        clock_timestamp())
       order by u.n) as free,
     array_agg(least(s.slots, s.rate_limit) order by u.n) as most,
     bool_or(s.rate_limit is not null) as have_rates, array_agg(coalesce(s.ready[s.at], 0)
@@ -126,6 +127,11 @@ begin
     elsif p_ids[n] = any (v_keys.discards) then
       discarded := discarded || p_ids[n];
     else
+      if v_counts.ready[v_shut] + v_ready[v_shut] <= v_counts.free[v_shut]
+        - least(v_weight, v_counts.most[v_shut]) then
+        -- the others are too heavy, or it comes before them
+        grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
+      end if;
       v_waiting[v_shut] := v_waiting[v_shut] + 1;
       v_wait := v_wait || n;
       v_wait_pairs := v_wait_pairs || v_shut;
@@ -183,7 +189,8 @@ begin
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (
         select s.key, s.slots, s.rate_limit, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines,
-          queue._key_room(u.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as free
+          queue._key_room(u.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
+            clock_timestamp()) as free
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
@@ -273,10 +280,10 @@ begin
         or (select w.flags & {{mutex}} from queue.waiting w where w.id = m.id) = 0)
     group by k.key, m.id
   loop
-    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at into v_job;
+    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at, w.weight into v_job;
     if found then
       perform queue._count_unwaiting(v_job.key, v_job.lane);
-      keys := keys || case when v_job.at is not null then array[v_job.key] end;
+      keys := keys || case when num_nonnulls(v_job.at, v_job.weight) > 0 then array[v_job.key] end;
       asked := asked || v_turn.id;
       continue;
     end if;

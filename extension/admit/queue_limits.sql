@@ -15,9 +15,8 @@ begin
   if v_config.rate_limit is null then
     delete from queue.rate_start r where r.key = 'q' || p_queue;
   else
-    delete from queue.rate_start r
-    where r.key = 'q' || p_queue and r.no <= (select max(x.no) - v_config.rate_limit from queue.rate_start x
-      where x.key = 'q' || p_queue);
+    perform queue._forget_rate_starts('q' || p_queue, 0, max(r.no) - v_config.rate_limit)
+    from queue.rate_start r where r.key = 'q' || p_queue having count(*) > 0;
   end if;
   if v_config.max_running is not null or v_config.rate_limit is not null then
     update queue.lane l set kind = {{lane_limited}} where l.queue = p_queue and l.kind = {{lane_plain}};

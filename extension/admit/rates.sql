@@ -1,6 +1,27 @@
--- Rates: no window contains more starts of a key than its rate allows. queue.rate_start numbers the starts: k
--- more jobs may start if the start that is limit places before the k-th of them lies outside the window. A
--- key's first letter is its kind, as in queue.semaphore.
+-- Rates: no window contains more starts of a key than its rate allows. Starts are numbered: k more jobs may
+-- start if the start that is limit places before the k-th of them lies outside the window. A job of weight w
+-- counts as w starts. Starts at one time have two rows in queue.rate_start, the first and the last of them,
+-- however many they are, so that a heavy job costs no more than another. A key's first letter is its kind, as
+-- in queue.semaphore.
+
+-- When a key's start of this number was; NULL: there was none, or none that counts. A number without a row is
+-- one of those between two rows, which were at one time.
+create or replace function queue._rate_start_at(p_key text, p_no bigint)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_next record;
+begin
+  if p_no <= 0 then
+    return null;
+  end if;
+  select r.no, r.at into v_next from queue.rate_start r
+  where r.key = p_key and r.no >= p_no order by r.no limit 1;
+  if v_next.no > p_no and (select r.no from queue.rate_start r
+    where r.key = p_key and r.no < p_no order by r.no desc limit 1) is null then
+    return null;
+  end if;
+  return v_next.at;
+end $$;
 
 -- How many more jobs may start at p_now under a key's rate: at most p_n.
 create or replace function queue._rate_room(p_key text, p_limit integer, p_per interval, p_n integer,
@@ -16,8 +37,7 @@ begin
   from queue.rate_start r where r.key = p_key order by r.no desc limit 1;
   while v_low < v_room loop
     v_middle := (v_low::bigint + v_room + 1) / 2;
-    if exists (select from queue.rate_start r
-               where r.key = p_key and r.no = v_last.no + v_middle - p_limit and r.at >= v_last.horizon) then
+    if queue._rate_start_at(p_key, v_last.no + v_middle - p_limit) >= v_last.horizon then
       v_room := v_middle - 1;
     else
       v_low := v_middle;
@@ -33,9 +53,8 @@ returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
   v_at timestamptz;
 begin
-  select r.at + p_per into v_at
-  from (select r.no from queue.rate_start r where r.key = p_key order by r.no desc limit 1) l
-  join queue.rate_start r on r.key = p_key and r.no = l.no + least(p_n, p_limit) - p_limit;
+  select queue._rate_start_at(p_key, l.no + least(p_n, p_limit) - p_limit) + p_per into v_at
+  from (select r.no from queue.rate_start r where r.key = p_key order by r.no desc limit 1) l;
   return case when v_at >= clock_timestamp() then v_at end;
 end $$;
 
@@ -52,9 +71,31 @@ begin
   select r.no, r.at into v_no, v_at from queue.rate_start r where r.key = p_key order by r.no desc limit 1;
   v_no := coalesce(v_no, 0);
   insert into queue.rate_start (key, no, at)
-  select p_key, v_no + n, greatest(v_at, p_now) from generate_series(1, p_n) n;
+  select p_key, n, greatest(v_at, p_now) from (select v_no + 1 union select v_no + p_n) n (n);
+  perform queue._forget_rate_starts(p_key, v_no - p_limit, v_no + p_n - p_limit);
+end $$;
+
+-- Deletes a key's starts up to a number; of several at one time not the first row, if the last remains
+-- (_rate_start_at). Those up to p_from are gone already: so the search does not read dead rows.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: no window contains these starts.
+create or replace function queue._forget_rate_starts(p_key text, p_from bigint, p_upto bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_upto <= 0 then
+    return;
+  end if;
   delete from queue.rate_start r
-  where r.key = p_key and r.no > v_no - p_limit and r.no <= v_no + p_n - p_limit;
+  where r.key = p_key and r.no >= coalesce(queue._first_rate_start(p_key, p_from), p_from)
+    and r.no < queue._first_rate_start(p_key, p_upto);
+end $$;
+
+-- The row that remains as the first if a key's starts up to a number are forgotten; NULL: all remain.
+create or replace function queue._first_rate_start(p_key text, p_upto bigint)
+returns bigint language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce(
+    (select r.no from queue.rate_start r where r.key = p_key and r.no = p_upto + 1),
+    (select r.no from queue.rate_start r where r.key = p_key and r.no <= p_upto order by r.no desc limit 1));
 end $$;
 
 -- The settings of configure_key for a concurrency key: by its name, else by the longest prefix*; else no row.

@@ -4,7 +4,8 @@
 -- Gives tags to ready jobs, and to jobs that wait for a slot, if they have no tag or one from before a change
 -- of weights: to at most p_slice jobs of one lane. Returns false if no lane has such jobs.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: the session that holds
--- a row claims the job. If it rolls back, the job stays ready, behind jobs with a tag. So no wake-up is lost.
+-- a row claims the job. If it rolls back, the job stays ready, behind jobs with a tag. Keys whose waiting
+-- jobs have another order now are handed over to the next admission. So no wake-up is lost.
 create or replace function queue._retag(p_slice integer)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -46,6 +47,9 @@ begin
     update queue.waiting w set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
     where w.id = u.id and w.reason || '' = 'slot';
     perform queue._add_slots(v_old.keys, v_old.lanes, null, null, null, v_old.ids, v_tags);
+    -- a lighter job may be the first now, and fit
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    values (0, 'refill', 0, to_jsonb(array(select distinct k from unnest(v_old.keys) k)));
     return true;
   end if;
   update queue.lane l set retag_from = null where l.lane = v_lane.lane;
@@ -77,7 +81,9 @@ begin
     from queue.active_job aj
     join queue.lane l on l.lane = aj.lane
     join queue.job_now j on j.id = aj.id
-    where aj.claim is null and aj.deadline >= l.tag_base and aj.deadline < '{{end_of_tags}}' and j.tag is null
+    -- later ones are from before a change of weights, which has forgotten the tags of shares
+    where aj.claim is null and aj.deadline >= l.tag_base and aj.deadline < l.tag_base + interval '1 year'
+      and j.tag is null
       and not exists (
         select from queue.share_tag t
         where t.queue = l.queue and t.priority = l.priority and t.key = ''

@@ -18,7 +18,8 @@
 -- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key; in
 -- a lane without tags the places that were passed. p_places: the order of jobs within a share, before that of
 -- ids. It looks up the first job of each share and computes the tags of the others, so it costs as much as a
--- sort.
+-- sort. Of the lanes of a queue and priority only some may have jobs that still have to get new tags (_retag
+-- takes one lane after the other), but their shares have the same tags.
 -- Locks: the caller holds the admission lock. No wake-up can be lost: the caller makes the jobs ready.
 create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],
   p_keys text[] default null)
@@ -32,10 +33,11 @@ begin
     array_agg(g.until - interval '1 microsecond') as ends
   into v_groups
   from (
-    select distinct l.queue, l.priority, coalesce(u.key, '') as key,
-      coalesce(l.retag_from, '{{end_of_tags}}') as until
+    select l.queue, l.priority, coalesce(u.key, '') as key,
+      min(coalesce(l.retag_from, '{{end_of_tags}}')) as until
     from unnest(p_lanes, p_keys) u (lane, key) join queue.lane l on l.lane = u.lane
-    where l.tag_base is not null) g;
+    where l.tag_base is not null
+    group by 1, 2, 3) g;
   if v_groups.queues is null then
     return p_places;
   end if;

@@ -91,7 +91,8 @@ begin
 end $$;
 
 -- If jobs wait for keys whose rate allows no more starts now, sets the time at which it does in the row of
--- the first job of each lane; _admit_due then gives them their slots.
+-- the first job of each lane; _admit_due then gives them their slots. Maybe it does already, and did not when
+-- the caller looked: then the time is now.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -99,10 +100,15 @@ create or replace function queue._await_rates(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with shut as materialized (
-    select w.id, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)) as at
+    select w.id, coalesce(
+        queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)),
+        case when l.ready + least(coalesce(w.weight, 1), s.slots, s.rate_limit)
+            <= least(s.slots, {{most_slots}}) - s.used
+          then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
     cross join lateral (
-      select s.key, s.rate_limit, s.rate_per, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines
+      select s.key, s.slots, s.used, s.rate_limit, s.rate_per, s.lanes, s.ready, s.waiting, s.lows,
+        s.low_deadlines
       from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
     cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
       l (lane, ready, waiting, low, low_deadline)
@@ -297,7 +303,8 @@ begin
         or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
                   when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
                     then 'waits for a slot below the low mark'
-                  when s.waiting > 0 and s.ready + coalesce(w.weight, 1) <= s.slots - s.used
+                  when s.waiting > 0
+                    and s.ready + coalesce(w.weight, 1) <= least(s.slots, {{most_slots}}) - s.used
                     and (s.rate_limit is null or queue._rate_room(s.key, s.rate_limit, s.rate_per,
                       s.ready + coalesce(w.weight, 1), clock_timestamp()) >= s.ready + coalesce(w.weight, 1))
                     and not w.is_marked

@@ -32,11 +32,14 @@ begin
     or exists (select from queue.finished f where f.id = p_id) then
     return;
   end if;
-  delete from queue.waiting w where w.id = p_id returning w.reason, w.key, w.lane, w.at into v_waiting;
+  delete from queue.waiting w where w.id = p_id
+  returning w.reason, w.key, w.lane, w.at, w.weight into v_waiting;
   if found then
     if v_waiting.reason = 'slot' then
       perform queue._count_unwaiting(v_waiting.key, v_waiting.lane);
-      keys := case when v_waiting.at is not null and v_waiting.lane is not null then array[v_waiting.key] end;
+      -- if it was the first, the next one may fit where its weight did not, or wait for the key's rate
+      keys := case when v_waiting.lane is not null and num_nonnulls(v_waiting.at, v_waiting.weight) > 0
+        then array[v_waiting.key] end;
       perform queue._never_discard(array[p_id]);
     end if;
     place := v_waiting.reason;

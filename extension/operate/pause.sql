@@ -134,6 +134,8 @@ end $$;
 -- Locks: the caller holds the admission lock.
 -- Why no job is missed: jobs behind the gate can proceed only under the admission lock; a job whose claim has
 -- ended and is not settled yet (pending settlement) reaches the gate itself, by _route.
+-- Why no wake-up is lost: other tasks' jobs that waited behind these for a slot of a key get it, or wait for
+-- the key's rate, here.
 -- Why none is forgotten: resume finds rows of queue.waiting, and _admit_due finds them at their time. Two
 -- sessions: operate/pause.fetch.spec.
 create or replace function queue._return_to_pause(p_task text, p_queue text, p_until timestamptz)
@@ -170,6 +172,9 @@ begin
         where h.job_id = m.id and h.kind in ('ended', 'again'))
     returning m.id)
   insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
+  if v_slots.keys is not null then
+    perform queue._advance(p_keys => v_slots.keys);
+  end if;
 end $$;
 
 -- The number of jobs of queues and of a task that are unfinished and not running. Reads whole tables.

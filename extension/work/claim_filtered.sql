@@ -24,7 +24,8 @@ begin
       from (
         select s.key, l.lane, l.low, l.low_deadline, s.free
         from (select distinct on (s.key) s.key, s.lanes, s.waiting, s.lows, s.low_deadlines,
-            queue._key_room(s.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as free
+            queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
+              clock_timestamp()) as free
           from queue.semaphore s
               where s.lanes <> '{}' order by s.key, s.tick desc) s
         cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)
@@ -47,7 +48,8 @@ begin
         select w.id, w.key from queue.waiting w where w.id = u.id and w.reason || '' = 'slot'
           and w.lane = any (p_lanes) offset 0) w
       cross join lateral (
-        select queue._key_room(s.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as free
+        select queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
+          clock_timestamp()) as free
         from queue.semaphore s
         where s.key = w.key
         order by s.tick desc limit 1) s

@@ -140,7 +140,8 @@ begin
     from (
       select x.n, x.key, x.no, x.is_first, x.weight, least(s.slots, s.rate_limit) as most,
         s.rate_limit as rate,
-        queue._key_room(x.key, s.slots - s.used, s.rate_limit, s.rate_per, v_now) as free
+        queue._key_room(x.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
+          v_now) as free
       from (
         select x.n, x.key, x.weight, dense_rank() over (order by x.key)::integer as no,
           row_number() over (partition by x.key) = 1 as is_first
@@ -267,7 +268,7 @@ begin
       perform queue._count_rate_starts(v_keys.keys[i], v_keys.rates[i], v_taken[i], v_now);
     end if;
   end loop;
-  if true = any (v_wait_several) then
+  if true = any (v_wait_several) or array_remove(v_wait_weights, null) <> '{}' then
     perform queue._advance(p_keys => v_add_keys);
   elsif v_add_keys <> '{}' then
     if array_remove(v_keys.rates, null) <> '{}' then
@@ -334,7 +335,8 @@ begin
     from (select k.key, v_jobs.lanes[k.n] as lane, sum(k.weight) as n
       from queue._keys_of(v_jobs.ids, v_jobs.flags) k group by 1, 2) k
     cross join lateral (
-      select queue._key_room(s.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as free,
+      select queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
+          clock_timestamp()) as free,
         s.lanes, s.ready, s.lows, s.low_deadlines
       from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s
     cross join lateral unnest(s.lanes, s.ready, s.lows, s.low_deadlines) l (lane, ready, low, low_deadline)

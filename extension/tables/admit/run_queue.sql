@@ -100,7 +100,8 @@ create table queue.pause (
   constraint pause_pkey primary key (no)
 );
 
--- The last starts under each rate, numbered: as many as the rate's limit. key: as in queue.semaphore.
+-- The last starts under each rate, numbered: as many as the rate's limit; of several at one time the first
+-- and the last (admit/rates.sql). key: as in queue.semaphore.
 create table queue.rate_start (
   key text collate "C" not null,
   no bigint not null,

@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(91);
+select plan(120);
 
 set pgdefer.notify = off;
 
@@ -102,6 +102,68 @@ select pg_temp.pass('61 minutes');
 select is(pg_temp.claim(), 'c', 'until later');
 select pg_temp.end_all();
 
+-- A heavy job that waits first holds the others up for as long as it is the first: until it leaves, or another comes before it.
+\set begin_heavy 'do $$ begin perform pg_temp.defer(''used'', ''[{"key": "W", "limit": 4, "weight": 3}]''); end $$; do $$ begin perform pg_temp.claim(); end $$; do $$ begin perform pg_temp.defer(''heavy'', ''[{"key": "W", "limit": 4, "weight": 2}]'', ''{"deadline": "2990-01-01Z"}''); end $$; do $$ begin perform queue.tick(); end $$;'
+create function pg_temp.id_of(name text) returns bigint language sql as $$ select max(j.id) from queue.job j where j.args ->> 'name' = id_of.name $$;
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]') \g /dev/null
+select is(pg_temp.claim(), null, 'it does not fit');
+select queue.cancel(pg_temp.id_of('heavy')) \g /dev/null
+select is(pg_temp.claim(), 'light', 'it is cancelled');
+select pg_temp.end_all();
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]', '{"task": "other"}') \g /dev/null
+select is(pg_temp.claim(), null, 'it does not fit');
+select queue.pause(task => 't') \g /dev/null
+select is(pg_temp.claim(), 'light', 'its task is paused');
+select queue.resume(task => 't') \g /dev/null
+select pg_temp.end_all();
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]', '{"deadline": "2980-01-01Z"}') \g /dev/null
+select is(pg_temp.claim(), 'light', 'one comes that is more urgent');
+select pg_temp.end_all();
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]') \g /dev/null
+select is(pg_temp.claim(), null, 'it does not fit');
+select queue.set_deadline(array[pg_temp.id_of('light')], '2980-01-01Z') \g /dev/null
+select is(pg_temp.claim(), 'light', 'one becomes more urgent');
+select pg_temp.end_all();
+:begin_heavy
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]') \g /dev/null
+select is(pg_temp.claim(), null, 'it does not fit');
+select queue.defer('t', deadline => '2980-01-01Z', needs => array[pg_temp.id_of('light')]) \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(), 'light', 'an urgent job needs one');
+select pg_temp.end_all();
+select pg_temp.defer('used', '[{"key": "W", "limit": 4}]') \g /dev/null
+select pg_temp.claim() \g /dev/null
+select pg_temp.defer('light', '[{"key": "W", "limit": 4}]', '{"scheduled_at": "2990-01-01Z"}'),
+  pg_temp.defer('heavy', '[{"key": "W", "limit": 4, "weight": 3}]', '{"queue": "later"}') \g /dev/null
+select queue.tick(), queue.move(array[pg_temp.id_of('light')], 'later') \g /dev/null
+select queue.reschedule(pg_temp.id_of('light')), queue.configure_key('W', '{"limit": 3}') \g /dev/null
+select is(pg_temp.claim(), 'light', 'a ready one has to wait, as its key has a lower limit now, and one was before it');
+select queue.configure_key('W', '{"limit": null}');
+select pg_temp.end_all();
+select is_empty('select * from queue.check()', 'in order');
+-- With a rate, the first that waits says when the next may start.
+select pg_temp.defer('a', '[{"key": "PR", "rate": {"limit": 1, "per": "1 hour"}}]') \g /dev/null
+select pg_temp.claim() \g /dev/null
+select pg_temp.defer('b', '[{"key": "PR", "rate": {"limit": 1, "per": "1 hour"}}]'), pg_temp.defer('c', '[{"key": "PR", "rate": {"limit": 1, "per": "1 hour"}}]', '{"task": "other"}') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.pause(task => 't') \g /dev/null
+select pg_temp.pass('61 minutes');
+select is(pg_temp.claim(), 'c', 'its task is paused: then the next');
+select pg_temp.finish_all();
+select pg_temp.defer('d', '[{"key": "PR", "rate": {"limit": 1, "per": "1 hour"}}]', '{"task": "other"}') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.pass('61 minutes');
+update queue.waiting w set at = null where w.key = 'kPR';
+-- as if the window had ended since the admission looked at it
+select queue._await_rates('{kPR}');
+select is(pg_temp.claim(), 'd', 'a window that ends while jobs go to wait for it is no longer waited for');
+select queue.resume(task => 't') \g /dev/null
+select pg_temp.end_all();
+
 -- What is ready will start before what waits: the time for the next counts it.
 select pg_temp.defer('a b c d', '[{"key": "N", "rate": {"limit": 3, "per": "1 hour"}}]') \g /dev/null
 select is(pg_temp.claim(1), 'a', 'one of three starts, two are ready');
@@ -127,6 +189,50 @@ select is_empty('select * from queue.check()', 'in order');
 select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' and j.args ->> 'name' = 'r' \g /dev/null
 select is(pg_temp.claim(), 'heavy light', 'then both start');
 select pg_temp.end_all();
+
+-- However heavy, a job is claimed at once, and no sum exceeds an integer. A fault would stop every worker.
+select pg_temp.defer('x y', '[{"key": "huge", "rate": {"limit": 999999999, "per": "1 hour"}, "weight": 999999998}]'), pg_temp.defer('z', '[{"key": "huge", "rate": {"limit": 999999999, "per": "1 hour"}}]') \g /dev/null
+set statement_timeout = '100 s';
+select is(pg_temp.claim(), 'x', 'a start may count almost a billion times');
+select is((select count(*) from queue.rate_start r where r.key = 'khuge'), 2::bigint, 'in two rows');
+reset statement_timeout;
+select pg_temp.pass('61 minutes');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), 'y z', 'and leaves the window');
+select pg_temp.end_all();
+select pg_temp.defer('a b c', '[{"key": "sum", "limit": 999999999, "weight": 999999999}]') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.defer('t', '{"name": "d"}', concurrency_key => 'sum', concurrency_limit => 2147483647) \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer('e', '[{"key": "sum", "rate": {"limit": 5, "per": "0.000001"}}]') \g /dev/null
+select lives_ok('select queue._admit(100)', 'three wait for slots, then for a rate');
+select is_empty('select * from queue.check()', 'in order');
+do $$
+begin
+  for i in 1 .. 3 loop
+    perform pg_temp.claim();
+    commit;
+    perform queue.tick();
+    commit;
+  end loop;
+end $$;
+select is((select s.used from queue.semaphores s where s.key = 'sum') between 999999999 and 1999999998, true, 'as many start as an integer can count');
+select pg_temp.end_all();
+select is_empty('select * from queue.check()', 'in order');
+-- Starts of several weights: forgotten with the window, not before.
+create function pg_temp.opens(weights integer[]) returns text language plpgsql as $$
+begin
+  delete from queue.rate_start r where r.key = 'R0';
+  for i in 1 .. cardinality(weights) loop
+    perform queue._count_rate_starts('R0', 10, weights[i], '2000-01-01Z'::timestamptz + i * interval '1 minute');
+  end loop;
+  return (select string_agg(coalesce(to_char(queue._rate_start_at('R0', m.no - 10 + n), 'MI'), '-'), ' ' order by n) || ', rows: ' || (select count(*) from queue.rate_start r where r.key = 'R0')
+    from generate_series(1, 10) n, (select max(r.no) as no from queue.rate_start r where r.key = 'R0') m);
+end $$;
+select is(pg_temp.opens(weights), expected, weights::text) from (values
+  ('{3}'::integer[], '- - - - - - - 01 01 01, rows: 2'), ('{3,1,4}', '- - 01 01 01 02 03 03 03 03, rows: 5'), ('{3,1,4,5}', '02 03 03 03 03 04 04 04 04 04, rows: 5'),
+  ('{3,1,4,5,1}', '03 03 03 03 04 04 04 04 04 05, rows: 5'), ('{3,1,4,5,1,2}', '03 03 04 04 04 04 04 05 06 06, rows: 7'), ('{10,10,2}', '02 02 02 02 02 02 02 02 03 03, rows: 4'),
+  ('{1,1,1,1,1,1,1,1,1,1,1,1}', '03 04 05 06 07 08 09 10 11 12, rows: 10'), ('{10,1,1,1}', '01 01 01 01 01 01 01 02 03 04, rows: 5'), ('{9,9,9}', '02 03 03 03 03 03 03 03 03 03, rows: 3')) v (weights, expected);
 
 -- The window, to the microsecond: a start that is as old as the window is long still lies in it.
 create function pg_temp.room(key text, at timestamptz) returns integer language sql as $$ select queue._rate_room(room.key, 2, '1 hour', 5, room.at) $$;
