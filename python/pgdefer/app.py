@@ -15,7 +15,7 @@ from pgdefer.app_manage import Managing
 from pgdefer.app_manage_async import AsyncManaging
 from pgdefer.client.client import Client
 from pgdefer.codec import Codec
-from pgdefer.database.callers import OWN, CallersConnection, callers_own
+from pgdefer.database.callers import OWN, CallersConnection
 from pgdefer.database.source import Source
 from pgdefer.options import DeferOptions, HasId, job_id
 from pgdefer.tasks.blueprint import Blueprint
@@ -234,7 +234,7 @@ class App(Defining, AppCalls, AsyncAppCalls, Managing, AsyncManaging):
         connection: CallersConnection = OWN,
     ) -> Group:
         """Return jobs to defer, with one that follows them: `app.group([...]).then(call)`."""
-        return Group(self.client, calls, callers_own(connection))
+        return Group(self.client, calls, connection)
 
     def job(self, id: int | HasId) -> Job[Any]:
         """Return the job of an id, to read or change it, without asking the database.

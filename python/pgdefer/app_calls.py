@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 from pgdefer.database import sql
-from pgdefer.database.callers import OWN, AnyConnection, CallersConnection, callers_own
+from pgdefer.database.callers import OWN, AnyConnection
 from pgdefer.options import DeferOptions, HasId, job_id, to_json
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
@@ -36,19 +36,19 @@ class AppCalls(Registry):
     ) -> Job[Any]:
         """Defer a job of a task that need not be known here; its arguments are not checked."""
         call = prepare(self.client, task, args, options)
-        return submit(self.client, call, callers_own(connection))
+        return submit(self.client, call, connection)
 
     def defer_many(
-        self, calls: Iterable[PreparedJob[Any]], *, connection: CallersConnection = OWN
+        self, calls: Iterable[PreparedJob[Any]], *, connection: AnyConnection = OWN
     ) -> list[Job[Any]]:
         """Defer many jobs at once, of any tasks, all or none; in the order of the calls."""
-        return submit_many(self.client, check_prepared(calls), callers_own(connection))
+        return submit_many(self.client, check_prepared(calls), connection)
 
     def chain(
         self, calls: Iterable[PreparedJob[Any]], *, connection: AnyConnection = OWN
     ) -> list[Job[Any]]:
         """Defer jobs, each of which needs the one before it."""
-        return submit_chain(self.client, check_prepared(calls), callers_own(connection))
+        return submit_chain(self.client, check_prepared(calls), connection)
 
     def publish(
         self,
@@ -65,7 +65,7 @@ class AppCalls(Registry):
         """
         text = self.client.codec.dumps({} if payload is None else payload)
         parameters = {"event": event, "payload": text, "retain": to_json("retain", retain)}
-        ((is_first,),) = self.client.call(sql.PUBLISH, parameters, callers_own(connection))
+        ((is_first,),) = self.client.call(sql.PUBLISH, parameters, connection)
         return bool(is_first)
 
     def open_group(
@@ -75,7 +75,7 @@ class AppCalls(Registry):
         on_end: PreparedJob[Any] | None = None,
         on_success: PreparedJob[Any] | None = None,
         on_failure: PreparedJob[Any] | None = None,
-        connection: AnyConnection | None = None,
+        connection: AnyConnection = OWN,
     ) -> OpenGroup:
         """Open a group, which jobs join by `group=name` until it is closed.
 
@@ -110,7 +110,7 @@ class AppCalls(Registry):
         is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
         """
         parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
-        ((jobs,),) = self.client.call(sql.PAUSE, parameters, callers_own(connection))
+        ((jobs,),) = self.client.call(sql.PAUSE, parameters, connection)
         return int(jobs)
 
     def resume(
@@ -126,7 +126,7 @@ class AppCalls(Registry):
         queue stays. Returns and raises as `pause`.
         """
         parameters = {"queue": queue, "task": task}
-        ((jobs,),) = self.client.call(sql.RESUME, parameters, callers_own(connection))
+        ((jobs,),) = self.client.call(sql.RESUME, parameters, connection)
         return int(jobs)
 
     # Jobs
