@@ -21,7 +21,7 @@ from .actions import ACTIONS
 from .database import ABOUT, Database, LoginRefused, Refused, Unreachable, login_with
 from .figures import Figures
 from .sessions import Session, Sessions
-from .text import path_of
+from .text import path_of, root_of
 from .views import VIEWS
 from .visit import BadRequest, Form, NotFound, TooLarge, Visit, read_form, templates
 
@@ -179,7 +179,7 @@ class Page:
             return _failure(request, 403, "The proxy has named no role that may see this page.")
         query = {"next": _below(request)} if request.method == "GET" else {}
         tail = f"?{urllib.parse.urlencode(query)}" if query else ""
-        return RedirectResponse(f"{_root(request)}/login{tail}", 303)
+        return RedirectResponse(f"{root_of(request)}/login{tail}", 303)
 
     def _session(self, request: Request) -> Session | None:
         session = self._sessions.get(request.cookies.get(COOKIE, ""))
@@ -213,7 +213,7 @@ class Page:
 
     async def _login(self, request: Request) -> Response:
         if self._role_header is not None:
-            return RedirectResponse(f"{_root(request)}/", 303)
+            return RedirectResponse(f"{root_of(request)}/", 303)
         if request.method == "GET":
             return _login_page(request)
         try:
@@ -252,9 +252,9 @@ class Page:
             return again(refused.message, 403)
         target = form.text("next")
         path = target if target.startswith("/") and not target.startswith(("//", "/\\")) else "/"
-        response = RedirectResponse(f"{_root(request)}{path}", 303)
+        response = RedirectResponse(f"{root_of(request)}{path}", 303)
         _set_cookie(request, response, COOKIE, session.name)
-        response.delete_cookie(LOGIN_COOKIE, path=_root(request) or "/")
+        response.delete_cookie(LOGIN_COOKIE, path=root_of(request) or "/")
         return response
 
     async def _logout(self, request: Request) -> Response:
@@ -262,8 +262,8 @@ class Page:
         session = self._sessions.get(request.cookies.get(COOKIE, ""))
         if session is not None and session.has_sent(form.text("token")):
             self._sessions.drop(session)
-        response = RedirectResponse(f"{_root(request)}/login", 303)
-        response.delete_cookie(COOKIE, path=_root(request) or "/")
+        response = RedirectResponse(f"{root_of(request)}/login", 303)
+        response.delete_cookie(COOKIE, path=root_of(request) or "/")
         return response
 
 
@@ -275,10 +275,6 @@ def _static(name: str) -> Callable[[Request], Any]:
         return Response(body, media_type=STATIC[name], headers=headers)
 
     return answer
-
-
-def _root(request: Request) -> str:
-    return str(request.scope.get("root_path", "")).rstrip("/")
 
 
 def _below(request: Request) -> str:
@@ -298,7 +294,7 @@ def _set_cookie(request: Request, response: Response, name: str, value: str) -> 
     response.set_cookie(
         name,
         value,
-        path=_root(request) or "/",
+        path=root_of(request) or "/",
         httponly=True,
         samesite="lax" if name == COOKIE else "strict",
         secure=request.url.scheme == "https",
@@ -313,7 +309,7 @@ def _login_page(
     target = sent.text("next") if sent else request.query_params.get("next", "/")
     role = sent.text("role") if sent else ""
     body = templates.get_template("login.html").render(
-        root=_root(request), told=told, token=token, next=target, role=role
+        root=root_of(request), told=told, token=token, next=target, role=role
     )
     response = HTMLResponse(body, status)
     _set_cookie(request, response, LOGIN_COOKIE, token)
@@ -354,7 +350,7 @@ def _failure(
     again: bool = False,
 ) -> Response:
     body = templates.get_template("error.html").render(
-        root=_root(request), message=message, detail=detail, hint=hint, again=again
+        root=root_of(request), message=message, detail=detail, hint=hint, again=again
     )
     return HTMLResponse(body, status)
 

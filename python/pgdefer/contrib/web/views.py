@@ -139,8 +139,8 @@ VIEWS = {
     "/schedule": (schedule, None, "schedules"),
 }
 
-templates.globals |= {"bars": plots.bars, "lines": plots.lines}
-templates.filters["lasting"] = plots.lasting
+templates.globals |= {"bar_plot": plots.bar_plot, "line_plot": plots.line_plot}
+templates.filters["duration"] = plots.duration
 templates.globals["places"] = [
     (path, label, needs) for path, (_, label, needs) in VIEWS.items() if label is not None
 ]

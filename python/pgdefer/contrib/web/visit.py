@@ -109,7 +109,7 @@ class Visit:
     @property
     def root(self) -> str:
         """Return the path under which the page is mounted."""
-        return str(self.request.scope.get("root_path", "")).rstrip("/")
+        return text.root_of(self.request)
 
     def read(self, statement: str, **values: Any) -> list[dict[str, Any]]:
         """Return the rows of a statement of this visit."""
