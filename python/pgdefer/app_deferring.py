@@ -1,5 +1,5 @@
-# Generated from app_calls_async.py: change that, and run `make generate`.
-"""The calls of an App."""
+# Generated from app_deferring_async.py: change that, and run `make generate`.
+"""An App's calls that defer jobs, and wait for their results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pgdefer.tasks.prepared import PreparedJob, check_prepared, prepare
 from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.submit import submit, submit_chain, submit_many
 
-__all__ = ["AppCalls"]
+__all__ = ["Deferring"]
 
 
-class AppCalls(Registry):
-    """The calls of an App, on its own connections or on the caller's."""
+class Deferring(Registry):
+    """Deferring jobs and publishing events, on the app's connections or on the caller's."""
 
     # Deferring
 
@@ -93,43 +93,7 @@ class AppCalls(Registry):
         rows = self.client.call(sql.OPEN_GROUP, parameters, connection, tasks=tasks)
         return OpenGroup(self.client, name, bool(rows[0][0]), connection)
 
-    # Queues
-
-    def pause(
-        self,
-        queue: str | None = None,
-        *,
-        task: str | None = None,
-        until: dt.datetime | None = None,
-        connection: AnyConnection = OWN,
-    ) -> int:
-        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
-
-        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
-        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
-        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
-        """
-        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
-        ((jobs,),) = self.client.call(sql.PAUSE, parameters, connection)
-        return int(jobs)
-
-    def resume(
-        self,
-        queue: str | None = None,
-        *,
-        task: str | None = None,
-        connection: AnyConnection = OWN,
-    ) -> int:
-        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
-
-        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
-        queue stays. Returns and raises as `pause`.
-        """
-        parameters = {"queue": queue, "task": task}
-        ((jobs,),) = self.client.call(sql.RESUME, parameters, connection)
-        return int(jobs)
-
-    # Jobs
+    # Asking
 
     def result(self, job: int | HasId, timeout: float | None = None) -> Any:
         """Wait until a job has succeeded, for at most `timeout` seconds, and return its result.

@@ -1,5 +1,5 @@
-# Generated from app_manage_async.py: change that, and run `make generate`.
-"""An App's calls for operators."""
+# Generated from app_managing_async.py: change that, and run `make generate`.
+"""An App's calls for operators: what is there, and how to change it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["Managing"]
 
 
 class Managing(Registry):
-    """Each call takes a `connection` of the caller, as deferring does."""
+    """Lists, queues, schedules and many jobs. Each call takes a `connection`, as deferring does."""
 
     # Reading
 
@@ -119,6 +119,42 @@ class Managing(Registry):
         """Return a row for each check of what may stop or slow the queue."""
         rows = self.client.call(sql.HEALTH_CHECKS, {}, connection)
         return [HealthCheck(*row) for row in rows]
+
+    # Queues
+
+    def pause(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        until: dt.datetime | None = None,
+        connection: AnyConnection = OWN,
+    ) -> int:
+        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
+
+        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
+        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
+        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
+        """
+        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
+        ((jobs,),) = self.client.call(sql.PAUSE, parameters, connection)
+        return int(jobs)
+
+    def resume(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        connection: AnyConnection = OWN,
+    ) -> int:
+        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
+
+        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
+        queue stays. Returns and raises as `pause`.
+        """
+        parameters = {"queue": queue, "task": task}
+        ((jobs,),) = self.client.call(sql.RESUME, parameters, connection)
+        return int(jobs)
 
     # Schedules
 

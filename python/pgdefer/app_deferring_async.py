@@ -1,4 +1,4 @@
-"""The calls of an App."""
+"""An App's calls that defer jobs, and wait for their results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pgdefer.tasks.prepared import PreparedJob, check_prepared, prepare
 from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.submit_async import submit_async, submit_chain_async, submit_many_async
 
-__all__ = ["AsyncAppCalls"]
+__all__ = ["AsyncDeferring"]
 
 
-class AsyncAppCalls(Registry):
-    """The calls of an App, on its own connections or on the caller's."""
+class AsyncDeferring(Registry):
+    """Deferring jobs and publishing events, on the app's connections or on the caller's."""
 
     # Deferring
 
@@ -92,43 +92,7 @@ class AsyncAppCalls(Registry):
         rows = await self.client.call_async(sql.OPEN_GROUP, parameters, connection, tasks=tasks)
         return OpenGroup(self.client, name, bool(rows[0][0]), connection)
 
-    # Queues
-
-    async def pause_async(
-        self,
-        queue: str | None = None,
-        *,
-        task: str | None = None,
-        until: dt.datetime | None = None,
-        connection: AnyAsyncConnection = OWN,
-    ) -> int:
-        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
-
-        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
-        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
-        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
-        """
-        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
-        ((jobs,),) = await self.client.call_async(sql.PAUSE, parameters, connection)
-        return int(jobs)
-
-    async def resume_async(
-        self,
-        queue: str | None = None,
-        *,
-        task: str | None = None,
-        connection: AnyAsyncConnection = OWN,
-    ) -> int:
-        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
-
-        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
-        queue stays. Returns and raises as `pause`.
-        """
-        parameters = {"queue": queue, "task": task}
-        ((jobs,),) = await self.client.call_async(sql.RESUME, parameters, connection)
-        return int(jobs)
-
-    # Jobs
+    # Asking
 
     async def result_async(self, job: int | HasId, timeout: float | None = None) -> Any:  # noqa: ASYNC109
         """Wait until a job has succeeded, for at most `timeout` seconds, and return its result.

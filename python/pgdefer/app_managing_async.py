@@ -1,4 +1,4 @@
-"""An App's calls for operators."""
+"""An App's calls for operators: what is there, and how to change it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["AsyncManaging"]
 
 
 class AsyncManaging(Registry):
-    """Each call takes a `connection` of the caller, as deferring does."""
+    """Lists, queues, schedules and many jobs. Each call takes a `connection`, as deferring does."""
 
     # Reading
 
@@ -120,6 +120,42 @@ class AsyncManaging(Registry):
         """Return a row for each check of what may stop or slow the queue."""
         rows = await self.client.call_async(sql.HEALTH_CHECKS, {}, connection)
         return [HealthCheck(*row) for row in rows]
+
+    # Queues
+
+    async def pause_async(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        until: dt.datetime | None = None,
+        connection: AnyAsyncConnection = OWN,
+    ) -> int:
+        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
+
+        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
+        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
+        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
+        """
+        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
+        ((jobs,),) = await self.client.call_async(sql.PAUSE, parameters, connection)
+        return int(jobs)
+
+    async def resume_async(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        connection: AnyAsyncConnection = OWN,
+    ) -> int:
+        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
+
+        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
+        queue stays. Returns and raises as `pause`.
+        """
+        parameters = {"queue": queue, "task": task}
+        ((jobs,),) = await self.client.call_async(sql.RESUME, parameters, connection)
+        return int(jobs)
 
     # Schedules
 
