@@ -12,7 +12,7 @@ from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
 from pgdefer.database.callers import OWN, AnyConnection
-from pgdefer.options import to_json
+from pgdefer.options import ENDED, to_json
 from pgdefer.tasks.answers import outcome_of, value_of
 
 __all__ = ["JobCalls"]
@@ -59,7 +59,7 @@ class JobCalls(Generic[R_co]):
                 yield self.client.codec.decode(value)
             if rows:
                 waits.reset()
-            elif state in ("succeeded", "failed", "cancelled"):
+            elif state in ENDED:
                 return
             else:
                 time.sleep(waits.delay())

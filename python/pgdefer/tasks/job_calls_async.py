@@ -11,7 +11,7 @@ from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
 from pgdefer.database.callers import OWN, AnyAsyncConnection
-from pgdefer.options import to_json
+from pgdefer.options import ENDED, to_json
 from pgdefer.tasks.answers import outcome_of, value_of
 
 __all__ = ["AsyncJobCalls"]
@@ -58,7 +58,7 @@ class AsyncJobCalls(Generic[R_co]):
                 yield await self.client.codec.decode_async(value)
             if rows:
                 waits.reset()
-            elif state in ("succeeded", "failed", "cancelled"):
+            elif state in ENDED:
                 return
             else:
                 await asyncio.sleep(waits.delay())

@@ -20,6 +20,7 @@ from pgdefer.contrib.django.actions import act, act_on_each, may
 from pgdefer.contrib.django.models import Job
 from pgdefer.database import sql
 from pgdefer.errors import PgDeferError
+from pgdefer.options import ENDED
 
 __all__ = ["JobAdmin"]
 
@@ -44,7 +45,7 @@ OFFERED = {
     "hold": WAITING,
     "unhold": ("held",),
     "run_now": ("scheduled",),
-    "delete": (*WAITING, "held", "succeeded", "failed", "cancelled"),
+    "delete": (*WAITING, "held", *ENDED),
 }
 
 
