@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -97,3 +101,45 @@ class Jobs:
 @pytest.fixture
 def jobs(conn: psycopg.Connection[Any]) -> Jobs:
     return Jobs(conn)
+
+
+@pytest.fixture(params=["async", "sync"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    """Whether a handler is a coroutine: a test that asks runs with both."""
+    return bool(request.param == "async")
+
+
+def steps(conn: psycopg.Connection[Any], id: int) -> dict[str, Any]:
+    """Return the finished steps of a job."""
+    query = "select name, value from queue.steps where job_id = %s"
+    return dict(conn.execute(query, [id]).fetchall())
+
+
+class Program:
+    """Workers in processes of a program, whose handlers wait until the file `release` exists."""
+
+    def __init__(self, text: str, dsn: str, folder: Path) -> None:
+        self.release = folder / "release"
+        self._ran, self._path = folder / "ran", folder / "program.py"
+        text = text.format(dsn=dsn, ran=str(self._ran), release=str(self.release))
+        self._path.write_text(text)
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, *, lines: int = 0, **options: Any) -> subprocess.Popen[str]:
+        """Start a worker; wait until handlers have written so many lines."""
+        command = [sys.executable, str(self._path), json.dumps(options)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._started.append(process)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(lines)] == ["started\n"] * lines
+        return process
+
+    def ran(self) -> list[int]:
+        """Return the numbers that handlers have noted."""
+        return list(map(int, self._ran.read_text().split()))
+
+    def close(self) -> None:
+        """Kill the workers."""
+        for process in self._started:
+            process.kill()
+            process.communicate()
