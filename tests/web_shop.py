@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 
 from pgdefer import App, Retry, Worker
+from support import working
 
 Connection = psycopg.Connection[Any]
 QUEUES = "mail payments pictures reports shipping".split()
@@ -70,16 +71,12 @@ def open_shop(dsn: str) -> Iterator[dict[str, int]]:
     go = threading.Event()
     define(app, go)
     worker = Worker(app, QUEUES, name="shop-1", concurrency=4)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    try:
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            yield defer_all(app, connection)
-    finally:
-        go.set()
-        worker.stop()
-        thread.join()
-        app.close()
+    with contextlib.closing(app), working(worker):
+        try:
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                yield defer_all(app, connection)
+        finally:
+            go.set()
 
 
 def defer_all(app: App, connection: Connection) -> dict[str, int]:
