@@ -169,6 +169,21 @@ def create_database(server: EmbeddedServer, name: str, template: str = "template
         )
 
 
+def output_of(command: list[str], folder: Path, environment: Mapping[str, str]) -> str:
+    """Run a command that a reader would type, and return what it prints; it must not fail."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=environment,
+        timeout=300,
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout
+
+
 @contextlib.contextmanager
 def working(worker: Worker) -> Iterator[Worker]:
     """Run a worker in a thread during the block; after it, the worker was stopped and has ended."""
