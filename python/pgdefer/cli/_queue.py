@@ -11,6 +11,7 @@ from pgdefer.database import sql
 
 from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, fail, out, session
+from ._job import Task
 
 queues = typer.Typer(help="Queues.", no_args_is_help=True)
 
@@ -23,10 +24,6 @@ Pattern = Annotated[
     typer.Argument(
         metavar="[QUEUE]", help="A queue's name, prefix* or *.", autocompletion=_complete.queue
     ),
-]
-Task = Annotated[
-    str | None,
-    typer.Option("--task", "-t", help="Only jobs of this task.", autocompletion=_complete.task),
 ]
 
 COLUMNS = {

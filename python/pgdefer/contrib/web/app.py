@@ -126,7 +126,7 @@ class Page:
                 return view(visit)
 
         async def answer(request: Request) -> Response:
-            return await self._answer(request, Form({}), read)
+            return await run_in_threadpool(self._answer, request, Form({}), read)
 
         return answer
 
@@ -147,14 +147,11 @@ class Page:
                 return _failure(request, 413, "The form is too large.")
             except BadRequest:
                 return _failure(request, 400, "The form can't be read.")
-            return await self._answer(request, form, write)
+            return await run_in_threadpool(self._answer, request, form, write)
 
         return answer
 
-    async def _answer(self, request: Request, form: Form, handler: Handler) -> Response:
-        return await run_in_threadpool(self._answer_now, request, form, handler)
-
-    def _answer_now(self, request: Request, form: Form, handler: Handler) -> Response:
+    def _answer(self, request: Request, form: Form, handler: Handler) -> Response:
         try:
             session = self._session(request)
             if session is None:
