@@ -117,7 +117,7 @@ class Managing(Registry):
 
     def health(self, *, connection: AnyConnection = OWN) -> list[HealthCheck]:
         """Return a row for each check of what may stop or slow the queue."""
-        rows = self.client.call(sql.HEALTH_CHECKS, {}, connection)
+        rows = self.client.call(sql.HEALTH, {}, connection)
         return [HealthCheck(*row) for row in rows]
 
     # Queues
@@ -192,7 +192,7 @@ class Managing(Registry):
 
     def unschedule(self, name: str, *, connection: AnyConnection = OWN) -> bool:
         """Remove a schedule; return whether there was one."""
-        ((was_there,),) = self.client.call(sql.UNSCHEDULE_ONE, {"name": name}, connection)
+        ((was_there,),) = self.client.call(sql.UNSCHEDULE, {"name": name}, connection)
         return bool(was_there)
 
     def run_now(self, name: str, *, connection: AnyConnection = OWN) -> Job[Any]:

@@ -118,7 +118,7 @@ class AsyncManaging(Registry):
 
     async def health_async(self, *, connection: AnyAsyncConnection = OWN) -> list[HealthCheck]:
         """Return a row for each check of what may stop or slow the queue."""
-        rows = await self.client.call_async(sql.HEALTH_CHECKS, {}, connection)
+        rows = await self.client.call_async(sql.HEALTH, {}, connection)
         return [HealthCheck(*row) for row in rows]
 
     # Queues
@@ -193,9 +193,7 @@ class AsyncManaging(Registry):
 
     async def unschedule_async(self, name: str, *, connection: AnyAsyncConnection = OWN) -> bool:
         """Remove a schedule; return whether there was one."""
-        ((was_there,),) = await self.client.call_async(
-            sql.UNSCHEDULE_ONE, {"name": name}, connection
-        )
+        ((was_there,),) = await self.client.call_async(sql.UNSCHEDULE, {"name": name}, connection)
         return bool(was_there)
 
     async def run_now_async(self, name: str, *, connection: AnyAsyncConnection = OWN) -> Job[Any]:

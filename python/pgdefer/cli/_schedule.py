@@ -81,7 +81,7 @@ def rm(
     """Remove a schedule."""
     confirm(f"Remove the schedule {_show.escaped(name)}?", yes=yes, dry_run=dry_run)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(sql.UNSCHEDULE_ONE, {"name": name})
+        rows = on.call(sql.UNSCHEDULE, {"name": name})
     if not rows.values[0]["was_there"]:
         fail(Exit.NOT_FOUND, f"there is no schedule {_show.escaped(name)}")
     _show.answer(rows, lambda _: "removed")
