@@ -7,7 +7,6 @@ import importlib.util
 import os
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import sqlalchemy as sa
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgdefer import Worker
 from pgdefer.cli._pg import find_program
 from pgdefer.database.server import UNSAFE_SPEED, EmbeddedServer, sql_folder
 
@@ -182,19 +180,6 @@ def output_of(command: list[str], folder: Path, environment: Mapping[str, str]) 
     )
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
-
-
-@contextlib.contextmanager
-def working(worker: Worker) -> Iterator[Worker]:
-    """Run a worker in a thread during the block; after it, the worker was stopped and has ended."""
-    thread = threading.Thread(target=worker.run, name=f"worker {worker.name}")
-    thread.start()
-    try:
-        yield worker
-    finally:
-        worker.stop()
-        thread.join(300)
-        assert not thread.is_alive(), thread.name
 
 
 def url_of(dsn: str, driver: str = "psycopg") -> sa.URL:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
 
 from pgdefer import App, Retry, Worker
-from support import working
+from workers import wait_for, working
 
 Connection = psycopg.Connection[Any]
 QUEUES = "mail payments pictures reports shipping".split()
@@ -20,15 +19,6 @@ QUEUES = "mail payments pictures reports shipping".split()
 
 class CardDeclinedError(Exception):
     """An error of a task, with a traceback."""
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """Wait until the condition holds, and return its value."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
 
 
 def define(app: App, go: threading.Event) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,10 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from pgdefer import App, Worker
+from pgdefer import App
+from workers import running as running
+from workers import until as until
+from workers import wait_for as wait_for
 
 
 @pytest.fixture
@@ -24,38 +24,6 @@ def app(dsn: str) -> Iterator[App]:
     app = App(dsn)
     yield app
     app.close()
-
-
-@contextlib.asynccontextmanager
-async def running(app: App, *arguments: Any, **options: Any) -> AsyncIterator[Worker]:
-    """A worker that runs during the test and is stopped gracefully after it."""
-    worker = Worker(app, *arguments, **options)
-    task = asyncio.create_task(worker.run_async())
-    try:
-        yield worker
-    finally:
-        if not task.done():
-            worker.stop()
-        async with asyncio.timeout(300):
-            await task
-        await app.close_async()
-
-
-async def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """Wait until the condition holds, and return its value."""
-    async with asyncio.timeout(seconds):
-        while not (found := condition()):  # noqa: ASYNC110 (it may lie in the database)
-            await asyncio.sleep(0.005)
-        return found
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """As `until`, for tests that have no event loop."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
 
 
 def give_up(conn: psycopg.Connection[Any]) -> None:

@@ -22,7 +22,7 @@ from pgdefer import (
     current_job,
 )
 from pgdefer.database import sql
-from support import working
+from workers import working
 
 from .conftest import Jobs, running, until
 
