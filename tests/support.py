@@ -167,6 +167,21 @@ def create_database(server: EmbeddedServer, name: str, template: str = "template
         )
 
 
+def output_of(command: list[str], folder: Path, environment: Mapping[str, str]) -> str:
+    """Run a command that a reader would type, and return what it prints; it must not fail."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=environment,
+        timeout=300,
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout
+
+
 def url_of(dsn: str, driver: str = "psycopg") -> sa.URL:
     """Return a DSN as SQLAlchemy's URL."""
     given = {name: str(value) for name, value in conninfo_to_dict(dsn).items()}

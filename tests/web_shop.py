@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
 
 from pgdefer import App, Retry, Worker
+from workers import wait_for, working
 
 Connection = psycopg.Connection[Any]
 QUEUES = "mail payments pictures reports shipping".split()
@@ -19,15 +19,6 @@ QUEUES = "mail payments pictures reports shipping".split()
 
 class CardDeclinedError(Exception):
     """An error of a task, with a traceback."""
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """Wait until the condition holds, and return its value."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
 
 
 def define(app: App, go: threading.Event) -> None:
@@ -70,16 +61,12 @@ def open_shop(dsn: str) -> Iterator[dict[str, int]]:
     go = threading.Event()
     define(app, go)
     worker = Worker(app, QUEUES, name="shop-1", concurrency=4)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    try:
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            yield defer_all(app, connection)
-    finally:
-        go.set()
-        worker.stop()
-        thread.join()
-        app.close()
+    with contextlib.closing(app), working(worker):
+        try:
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                yield defer_all(app, connection)
+        finally:
+            go.set()
 
 
 def defer_all(app: App, connection: Connection) -> dict[str, int]:

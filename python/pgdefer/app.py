@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
-from pgdefer.app_calls import AppCalls
-from pgdefer.app_calls_async import AsyncAppCalls
-from pgdefer.app_manage import Managing
-from pgdefer.app_manage_async import AsyncManaging
+from pgdefer.app_deferring import Deferring
+from pgdefer.app_deferring_async import AsyncDeferring
+from pgdefer.app_managing import Managing
+from pgdefer.app_managing_async import AsyncManaging
 from pgdefer.client.client import Client
 from pgdefer.codec import Codec
-from pgdefer.database.callers import OWN, CallersConnection, callers_own
+from pgdefer.database.callers import OWN, CallersConnection
 from pgdefer.database.source import Source
 from pgdefer.options import DeferOptions, HasId, job_id
 from pgdefer.tasks.blueprint import Blueprint
@@ -45,7 +45,7 @@ JobHook = TypeVar("JobHook", bound=Callable[[JobEvent], Any])
 WorkerHook = TypeVar("WorkerHook", bound=Callable[[Worker], Any])
 
 
-class App(Defining, AppCalls, AsyncAppCalls, Managing, AsyncManaging):
+class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     """Tasks, and the database of their jobs.
 
     `dsn` names the database. Without it, libpq's environment variables do; without those, or
@@ -234,7 +234,7 @@ class App(Defining, AppCalls, AsyncAppCalls, Managing, AsyncManaging):
         connection: CallersConnection = OWN,
     ) -> Group:
         """Return jobs to defer, with one that follows them: `app.group([...]).then(call)`."""
-        return Group(self.client, calls, callers_own(connection))
+        return Group(self.client, calls, connection)
 
     def job(self, id: int | HasId) -> Job[Any]:
         """Return the job of an id, to read or change it, without asking the database.

@@ -535,10 +535,6 @@ _DECODERS: dict[str, Decoder] = {
     "set": set,
     "frozenset": frozenset,
     "dict": lambda value: {key: item for key, item in value},  # noqa: C416 (checks the pairs)
-    "datetime": lambda value: value,
-    "time": lambda value: value,
-    "enum": lambda value: value,
-    "dataclass": lambda value: value,
 }
 
 # The tags of values that `raw` decodes.

@@ -15,6 +15,10 @@ __all__ = ["DeferOptions", "RecurringOptions", "Retry", "TaskOptions", "interval
 
 T = TypeVar("T")
 
+# The states of jobs that have ended, and all states.
+ENDED = ("succeeded", "failed", "cancelled")
+STATES = ("scheduled", "waiting", "upstream_failed", "blocked", "ready", "running", "held", *ENDED)
+
 
 class HasId(Protocol):
     """A job, as `defer` returns it."""

@@ -8,7 +8,7 @@ import enum
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
 import psycopg
@@ -116,20 +116,21 @@ class _Moment(TimestamptzLoader):
     """Loads moments. Moments without a Python value, such as infinity, stay text."""
 
     def load(self, data: Buffer) -> Any:
-        try:
-            return super().load(data)
-        except (psycopg.DataError, NotImplementedError):  # of another style, as well
-            return bytes(data).decode()
+        return _or_text(super().load, data)
 
 
 class _Span(IntervalLoader):
     """Loads intervals in the same way."""
 
     def load(self, data: Buffer) -> Any:
-        try:
-            return super().load(data)
-        except (psycopg.DataError, NotImplementedError):  # of another style, as well
-            return bytes(data).decode()
+        return _or_text(super().load, data)
+
+
+def _or_text(load: Callable[[Buffer], Any], data: Buffer) -> Any:
+    try:
+        return load(data)
+    except (psycopg.DataError, NotImplementedError):  # of another style, as well
+        return bytes(data).decode()
 
 
 @dataclasses.dataclass

@@ -9,19 +9,7 @@ import typer
 from pgdefer.database import sql
 from pgdefer.database.source import Source
 from pgdefer.database.sql import Statement
-
-STATES = (
-    "scheduled",
-    "waiting",
-    "upstream_failed",
-    "blocked",
-    "ready",
-    "running",
-    "held",
-    "succeeded",
-    "failed",
-    "cancelled",
-)
+from pgdefer.options import STATES
 
 
 def state(incomplete: str) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from pgdefer.database import sql
 
@@ -97,13 +97,14 @@ def reap(dsn: DSN = None, as_json: AsJson = False) -> None:
     """End dead claims: of silent workers, past their lease or their timeout."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.REAP)
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-        return
-    row = rows.values[0]
-    out.print(Text(f"{_show.count(row['reaped'], 'claim')} ended"))
+    _show.answer(rows, _reaped)
+
+
+def _reaped(row: Mapping[str, Any]) -> str:
+    said = f"{_show.count(row['reaped'], 'claim')} ended"
     if row["next_expiry"] is not None:
-        out.print(Text(f"the next may be dead at {_show.moment(row['next_expiry'])}"))
+        said += f"\nthe next may be dead at {_show.moment(row['next_expiry'])}"
+    return said
 
 
 @db.command("tick")
@@ -138,7 +139,4 @@ def prune(
     asked = {"max_jobs": limit, "state": state, "older_than": older_than}
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.PRUNE, asked)
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        out.print(Text(f"{_show.count(rows.values[0]['jobs'], 'job')} removed"))
+    _show.answer(rows, lambda row: f"{_show.count(row['jobs'], 'job')} removed")

@@ -11,7 +11,7 @@ import typer
 from pgdefer.database import sql
 
 from . import _complete, _show
-from ._base import DSN, AsJson, DryRun, out, session
+from ._base import DSN, AsJson, DryRun, session
 
 
 def defer(
@@ -87,7 +87,4 @@ def defer(
     }
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.DEFER_ONE, asked)
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        out.print(str(rows.values[0]["id"]), highlight=False)
+    _show.answer(rows, lambda row: str(row["id"]))

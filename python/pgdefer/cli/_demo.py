@@ -60,7 +60,7 @@ def run(source: Source, *, concurrency: int, limit: int | None, console: Console
         if connection.execute(sql.DEMO_LOCK.psycopg).fetchone() != (True,):
             raise PgDeferError("another demo runs on this database")
         connection.execute(sql.DEMO_PREPARE.psycopg)
-        (last,) = connection.execute(sql.DEMO_LAST_ID.psycopg).fetchone() or (0,)
+        (last,) = connection.execute(sql.LAST_ID.psycopg).fetchone() or (0,)
         console.print("ready.")
         demo = Demo(App(dsn), connection, last, concurrency, limit)
         asyncio.run(demo.run(console))

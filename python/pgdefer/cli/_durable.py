@@ -11,13 +11,13 @@ import typer
 from rich.text import Text
 
 from pgdefer.database import sql
+from pgdefer.options import ENDED
 
 from . import _show
-from ._base import DSN, AsJson, DryRun, Exit, fail, out, session
+from ._base import DSN, AsJson, DryRun, Exit, Session, fail, out, session
 from ._job import Id, jobs
 
 STEPS = {"name": "step", "finished_at": "finished", "claim": "claim", "value": "value"}
-ENDED = ("succeeded", "failed", "cancelled")
 
 Payload = Annotated[str, typer.Argument(metavar="[JSON]", help="Its payload; - reads stdin.")]
 Step = Annotated[str, typer.Argument(metavar="STEP", help="The step's name, from `job steps`.")]
@@ -29,12 +29,19 @@ def _read(payload: str) -> str:
     return text
 
 
+def _state_of(on: Session, id: int) -> str:
+    """Return a job's state; exit if there is no such job."""
+    rows = on.call(sql.JOB, {"id": id}).values
+    if not rows:
+        fail(Exit.NOT_FOUND, f"job not found (id: {id})")
+    return str(rows[0]["state"])
+
+
 @jobs.command("steps")
 def steps(id: Id, dsn: DSN = None, as_json: AsJson = False) -> None:
     """List the finished steps of a durable job, in order."""
     with session(dsn, as_json=as_json) as on:
-        if not on.call(sql.JOB, {"id": id}).values:
-            fail(Exit.NOT_FOUND, f"job not found (id: {id})")
+        _state_of(on, id)
         rows = on.call(sql.FINISHED_STEPS, {"id": id})
     if rows.texts is not None:
         _show.print_json(rows.texts)
@@ -82,14 +89,12 @@ def stream(
     """Print the values that a job emits to a stream: one JSON value per line."""
     with contextlib.suppress(KeyboardInterrupt), session(dsn) as on:
         while True:
-            job = on.call(sql.JOB, {"id": id}).values
-            if not job:
-                fail(Exit.NOT_FOUND, f"job not found (id: {id})")
+            state = _state_of(on, id)
             asked: dict[str, Any] = {"id": id, "stream": name, "after": after}
             if rows := on.call(sql.READ_STREAM_AS_TEXT, asked).values:
                 after = rows[-1]["no"]
                 _show.write("\n".join(row["value"] for row in rows))
-            elif not follow or job[0]["state"] in ENDED:
+            elif not follow or state in ENDED:
                 return
             else:
                 time.sleep(interval)

@@ -46,9 +46,9 @@ def ls_groups(dsn: DSN = None, as_json: AsJson = False) -> None:
 def show_group(name: Name, dsn: DSN = None, as_json: AsJson = False) -> None:
     """Show a group: its jobs by state, and the jobs that its callbacks have deferred."""
     with session(dsn, as_json=as_json) as on:
-        if not on.call(sql.GROUPS, {"name": name}).values:
-            fail(Exit.NOT_FOUND, f"group not found: {name}")
         rows = on.call(sql.GROUPS, {"name": name})
+    if not rows.values:
+        fail(Exit.NOT_FOUND, f"group not found: {name}")
     _show.table(rows, GROUP)
 
 

@@ -291,10 +291,7 @@ def why(id: Id, dsn: DSN = None, as_json: AsJson = False) -> None:
     """Say why a job is not running."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.WHY, {"id": id})
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        out.print(Text(_show.escaped(rows.values[0]["why"])), soft_wrap=True)
+    _show.answer(rows, lambda row: _show.escaped(row["why"]))
 
 
 @jobs.command("tail")
@@ -419,10 +416,7 @@ def copy(
     """Defer a copy of a job, with the same args and options; print its id."""
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.COPY, {"id": id, "queue": to})
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        out.print(str(rows.values[0]["id"]), highlight=False)
+    _show.answer(rows, lambda row: str(row["id"]))
 
 
 @jobs.command("restart")
@@ -555,8 +549,7 @@ def cancel(
     dry_run: DryRun = False,
 ) -> None:
     """Cancel jobs that have not started; with --abort, also running ones."""
-    what = f"job {ids[0]}" if len(ids) == 1 else f"{len(ids)} jobs"
-    confirm(f"Cancel {what}?", yes=yes, dry_run=dry_run)
+    confirm(f"Cancel {_count(ids)}?", yes=yes, dry_run=dry_run)
     refused = 0
     for id in dict.fromkeys(ids):
         try:
@@ -671,7 +664,4 @@ def _change_one(
     """Call a function on one job, and print its new state."""
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(statement, parameters)
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        out.print(Text(f"{parameters['id']}: {rows.values[0]['state']}"))
+    _show.answer(rows, lambda row: f"{parameters['id']}: {row['state']}")

@@ -11,6 +11,7 @@ from pgdefer.database import sql
 
 from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, fail, out, session
+from ._job import Task
 
 queues = typer.Typer(help="Queues.", no_args_is_help=True)
 
@@ -23,10 +24,6 @@ Pattern = Annotated[
     typer.Argument(
         metavar="[QUEUE]", help="A queue's name, prefix* or *.", autocompletion=_complete.queue
     ),
-]
-Task = Annotated[
-    str | None,
-    typer.Option("--task", "-t", help="Only jobs of this task.", autocompletion=_complete.task),
 ]
 
 COLUMNS = {
@@ -92,10 +89,7 @@ def delete(
     confirm(f"Remove the queue {_show.escaped(name)} and all its jobs?", yes=yes, dry_run=dry_run)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.DELETE_QUEUE, {"name": name, "force": force})
-    if rows.texts is not None:
-        _show.print_json(rows.texts)
-    else:
-        out.print(f"{_show.count(rows.values[0]['jobs'], 'job')} removed", highlight=False)
+    _show_jobs(rows, "removed")
 
 
 @queues.command("pause")
@@ -114,7 +108,7 @@ def pause(
     _check_which(queue, task, every=every)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.PAUSE, {"queue": queue, "until": until, "task": task})
-    _show_affected(rows)
+    _show_jobs(rows, "affected")
 
 
 @queues.command("resume")
@@ -130,7 +124,7 @@ def resume(
     _check_which(queue, task, every=every)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.RESUME, {"queue": queue, "task": task})
-    _show_affected(rows)
+    _show_jobs(rows, "affected")
 
 
 def _check_which(queue: str | None, task: str | None, *, every: bool) -> None:
@@ -140,12 +134,12 @@ def _check_which(queue: str | None, task: str | None, *, every: bool) -> None:
         fail(Exit.USAGE, "name a queue or pass --task or --all")
 
 
-def _show_affected(rows: Rows) -> None:
+def _show_jobs(rows: Rows, what: str) -> None:
+    """Print how many jobs were affected, or removed."""
     if rows.texts is not None:
         _show.print_json(rows.texts)
     else:
-        number = rows.values[0]["jobs"]
-        out.print(f"{_show.count(number, 'job')} affected", highlight=False)
+        out.print(f"{_show.count(rows.values[0]['jobs'], 'job')} {what}", highlight=False)
 
 
 @queues.command("configure")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from pgdefer.database import sql
 
 from . import _complete, _show
-from ._base import DSN, AsJson, DryRun, Exit, Yes, confirm, fail, out, session
+from ._base import DSN, AsJson, DryRun, Exit, Yes, confirm, fail, session
 
 schedules = typer.Typer(help="Recurring runs.", no_args_is_help=True)
 
@@ -63,10 +63,11 @@ def add(
     asked = {"name": name, "cron": cron, "task": task, "args": args, "timezone": timezone}
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.SCHEDULE_ONE, asked | {"options": options})
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        out.print(Text(f"next run: {_show.cell(rows.values[0]['next_run_at']) or 'never'}"))
+    _show.answer(rows, _next_run)
+
+
+def _next_run(row: Mapping[str, Any]) -> str:
+    return f"next run: {_show.cell(row['next_run_at']) or 'never'}"
 
 
 @schedules.command("rm")
@@ -80,13 +81,10 @@ def rm(
     """Remove a schedule."""
     confirm(f"Remove the schedule {_show.escaped(name)}?", yes=yes, dry_run=dry_run)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(sql.UNSCHEDULE_ONE, {"name": name})
+        rows = on.call(sql.UNSCHEDULE, {"name": name})
     if not rows.values[0]["was_there"]:
         fail(Exit.NOT_FOUND, f"there is no schedule {_show.escaped(name)}")
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        out.print("removed", highlight=False)
+    _show.answer(rows, lambda _: "removed")
 
 
 @schedules.command("run")
@@ -94,10 +92,7 @@ def run(name: Name, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = 
     """Defer a schedule's job now. Prints the job's id."""
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.RUN_NOW, {"name": name})
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        out.print(_show.cell(rows.values[0]["id"]), highlight=False)
+    _show.answer(rows, lambda row: str(row["id"]))
 
 
 @schedules.command("enable")
@@ -111,10 +106,7 @@ def enable(
     """Enable a schedule; with --off, disable it."""
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.ENABLE_SCHEDULE, {"name": name, "enabled": not off})
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        out.print(Text(f"next run: {_show.cell(rows.values[0]['next_run_at']) or 'never'}"))
+    _show.answer(rows, _next_run)
 
 
 @schedules.command("next")

@@ -6,7 +6,7 @@ import base64
 import datetime as dt
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -253,6 +253,14 @@ def record(values: Mapping[str, Any], *, full: bool = False) -> None:
         else:
             text = moment(value) if isinstance(value, dt.datetime) else cell(value)
             out.print(label, Text(text), sep="", soft_wrap=True)
+
+
+def answer(rows: Rows, words: Callable[[Mapping[str, Any]], str]) -> None:
+    """Print the only row of a call: as JSON, or in words."""
+    if rows.texts is not None:
+        write(rows.texts[0])
+    else:
+        out.print(Text(words(rows.values[0])), soft_wrap=True)
 
 
 def outcomes(rows: Rows) -> None:

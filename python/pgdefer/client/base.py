@@ -26,7 +26,7 @@ class StandIn(Protocol):
         self,
         statement: Statement,
         parameters: Mapping[str, Any],
-        connection: CallersConnection | None,
+        connection: CallersConnection,
         defaults: Mapping[str, JobOptions],
     ) -> Rows:
         """Register these defaults of tasks, then run a statement."""
@@ -35,7 +35,7 @@ class StandIn(Protocol):
         self,
         statement: Statement,
         parameters: Mapping[str, Any],
-        connection: CallersConnection | None,
+        connection: CallersConnection,
         defaults: Mapping[str, JobOptions],
     ) -> Rows:
         """Register these defaults of tasks, then run a statement."""

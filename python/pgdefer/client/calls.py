@@ -11,7 +11,7 @@ import psycopg
 
 from pgdefer.client.base import ClientBase, tasks_json
 from pgdefer.database import sql
-from pgdefer.database.callers import AnyConnection, CallersConnection, Rows
+from pgdefer.database.callers import OWN, AnyConnection, CallersConnection, Rows, check_given
 from pgdefer.database.execute import execute
 from pgdefer.database.source import PsycopgConnection
 from pgdefer.errors import InvalidParameter, error_context
@@ -27,7 +27,7 @@ class ClientCalls(ClientBase):
         self,
         statement: sql.Statement,
         parameters: Mapping[str, Any],
-        connection: CallersConnection | None = None,
+        connection: CallersConnection = OWN,
         *,
         tasks: Iterable[str] = (),
     ) -> Rows:
@@ -35,6 +35,7 @@ class ClientCalls(ClientBase):
 
         Before that, register these tasks, as far as they are defined here.
         """
+        check_given(connection)
         if self.stand_in is not None:
             defaults = self.unregistered(tasks)
             return self.stand_in.call(statement, parameters, connection, defaults)
@@ -52,9 +53,9 @@ class ClientCalls(ClientBase):
     def _connection(
         self,
         defaults: Mapping[str, JobOptions],
-        callers: CallersConnection | None = None,
+        callers: CallersConnection = OWN,
     ) -> Iterator[AnyConnection]:
-        if callers is None:
+        if callers is OWN:
             with self.pool.connection() as own:
                 if defaults:
                     self.register(own)

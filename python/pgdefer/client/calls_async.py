@@ -10,7 +10,7 @@ import psycopg
 
 from pgdefer.client.base import ClientBase, tasks_json
 from pgdefer.database import sql
-from pgdefer.database.callers import AnyAsyncConnection, CallersConnection, Rows
+from pgdefer.database.callers import OWN, AnyAsyncConnection, CallersConnection, Rows, check_given
 from pgdefer.database.execute_async import execute_async
 from pgdefer.database.source import AsyncPsycopgConnection
 from pgdefer.errors import InvalidParameter, error_context
@@ -26,7 +26,7 @@ class AsyncClientCalls(ClientBase):
         self,
         statement: sql.Statement,
         parameters: Mapping[str, Any],
-        connection: CallersConnection | None = None,
+        connection: CallersConnection = OWN,
         *,
         tasks: Iterable[str] = (),
     ) -> Rows:
@@ -34,6 +34,7 @@ class AsyncClientCalls(ClientBase):
 
         Before that, register these tasks, as far as they are defined here.
         """
+        check_given(connection)
         if self.stand_in is not None:
             defaults = self.unregistered(tasks)
             return await self.stand_in.call_async(statement, parameters, connection, defaults)
@@ -51,9 +52,9 @@ class AsyncClientCalls(ClientBase):
     async def _connection_async(
         self,
         defaults: Mapping[str, JobOptions],
-        callers: CallersConnection | None = None,
+        callers: CallersConnection = OWN,
     ) -> AsyncIterator[AnyAsyncConnection]:
-        if callers is None:
+        if callers is OWN:
             async with self.pool_async.connection() as own:
                 if defaults:
                     await self.register_async(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
@@ -22,7 +23,7 @@ __all__ = [
     "AnyConnection",
     "CallersConnection",
     "Rows",
-    "callers_own",
+    "check_given",
     "is_django",
     "is_sqlalchemy",
     "rows_on_django",
@@ -51,21 +52,27 @@ CallersConnection: TypeAlias = AnyConnection | AnyAsyncConnection
 
 Rows = Sequence[Sequence[Any]]
 
-#: The default of a parameter `connection`: a transaction of the call's own.
-OWN: Any = object()
+
+class _Own(enum.Enum):
+    OWN = "own"
+
+    def __repr__(self) -> str:
+        return self.name
 
 
-def callers_own(connection: CallersConnection) -> CallersConnection | None:
-    """Return the caller's connection, or None for OWN.
+#: The default of each parameter `connection`: one of the app's own, in a transaction of its own.
+OWN: Any = _Own.OWN
 
-    Raises TypeError if it is None, such as that of a library that has not connected yet: the call
-    would silently have a transaction of its own.
+
+def check_given(connection: CallersConnection) -> None:
+    """Raise TypeError if a connection is None, as a library's that has not connected yet may be.
+
+    Otherwise the call would silently have a transaction of its own.
     """
     if connection is None:
         raise TypeError(
             "connection is None: pass one, or omit it for a transaction of the job's own"
         )
-    return None if connection is OWN else connection
 
 
 def _is_of(connection: object, modules: Sequence[str], names: Sequence[str]) -> bool:

@@ -86,7 +86,9 @@ SCHEDULES_OF = Statement("""
     select name from queue.schedules where source = cast(:source as text)
 """)
 
-UNSCHEDULE = Statement("select * from queue.unschedule(cast(:name as text))")
+UNSCHEDULE = Statement("""
+    select was_there from queue.unschedule(cast(:name as text)) as was_there
+""")
 
 # Working
 
@@ -373,7 +375,7 @@ TASK_STATS = Statement("""
     from queue.stats() order by queue, task
 """)
 
-HEALTH_CHECKS = Statement("select name, status, detail, fix from queue.health()")
+HEALTH = Statement("select name, status, detail, fix from queue.health()")
 
 PEEK = Statement("select * from queue.peek(cast(:queues as text[]), cast(:n as integer))")
 
@@ -427,9 +429,8 @@ CANCEL = Statement("""
     select state from queue.cancel(cast(:id as bigint), cast(:abort as boolean)) as state
 """)
 
-CANCEL_CHILDREN = Statement("""
-    select id, outcome, error
-    from queue.cancel_children(cast(:id as bigint), cast(:abort as boolean))
+CANCEL_CHILDREN = Statement(f"""
+    {_JOB_CHANGE} queue.cancel_children(cast(:id as bigint), cast(:abort as boolean))
 """)
 
 SET_ARGS = Statement("""
@@ -484,8 +485,6 @@ WORKERS = Statement("""
 
 STATS = Statement("select * from queue.stats()")
 
-HEALTH = Statement("select * from queue.health()")
-
 CHECK = Statement("select * from queue.check()")
 
 REAP = Statement("select * from queue.reap()")
@@ -505,10 +504,6 @@ SCHEDULE_ONE = Statement("""
       cast(:name as text), cast(:cron as text), cast(:task as text),
       cast(cast(:args as text) as jsonb), cast(:timezone as text),
       cast(cast(:options as text) as jsonb)) as next_run_at
-""")
-
-UNSCHEDULE_ONE = Statement("""
-    select was_there from queue.unschedule(cast(:name as text)) as was_there
 """)
 
 ENABLE_SCHEDULE = Statement("""
@@ -565,20 +560,13 @@ RUNS_WITHIN = Statement("""
 
 # Completing words
 
-QUEUES_LIKE = Statement("""
-    select name from queue.queues where starts_with(name, cast(:word as text))
-    order by name limit 200
-""")
+_LIKE = "where starts_with(name, cast(:word as text)) order by name limit 200"
 
-TASKS_LIKE = Statement("""
-    select name from queue.tasks where starts_with(name, cast(:word as text))
-    order by name limit 200
-""")
+QUEUES_LIKE = Statement(f"select name from queue.queues {_LIKE}")
 
-SCHEDULES_LIKE = Statement("""
-    select name from queue.schedules where starts_with(name, cast(:word as text))
-    order by name limit 200
-""")
+TASKS_LIKE = Statement(f"select name from queue.tasks {_LIKE}")
+
+SCHEDULES_LIKE = Statement(f"select name from queue.schedules {_LIKE}")
 
 # Moving in. The tables of the other queue are found by the search path.
 
@@ -708,8 +696,6 @@ DEMO_UNFINISHED = Statement("""
     select count(*) from queue.jobs
     where id > :after and state not in ('succeeded', 'failed', 'cancelled')
 """)
-
-DEMO_LAST_ID = Statement("select coalesce(max(id), 0) from queue.jobs")
 
 DEMO_STATES = Statement("""
     select task, state, count(*),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from pgdefer.client.client import Client
-from pgdefer.database.callers import CallersConnection
+from pgdefer.database.callers import CallersConnection, check_given
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.prepared import PreparedJob, check_prepared
 from pgdefer.tasks.submit import submit_group
@@ -24,8 +24,9 @@ class Group:
         self,
         client: Client,
         calls: Iterable[PreparedJob[Any]],
-        connection: CallersConnection | None,
+        connection: CallersConnection,
     ) -> None:
+        check_given(connection)
         self._client = client
         self._calls = check_prepared(calls)
         self._connection = connection

@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
-from pgdefer.database.callers import AnyConnection
-from pgdefer.options import to_json
+from pgdefer.database.callers import OWN, AnyConnection
+from pgdefer.options import ENDED, to_json
 from pgdefer.tasks.answers import outcome_of, value_of
 
 __all__ = ["JobCalls"]
@@ -36,11 +36,11 @@ class JobCalls(Generic[R_co]):
         result: R_co = self.client.result(self.id, timeout)
         return result
 
-    def state(self, *, connection: AnyConnection | None = None) -> str:
+    def state(self, *, connection: AnyConnection = OWN) -> str:
         """Return its state, as in the view queue.jobs."""
         return value_of(self.client.call(sql.STATE, {"id": self.id}, connection))
 
-    def why(self, *, connection: AnyConnection | None = None) -> str:
+    def why(self, *, connection: AnyConnection = OWN) -> str:
         """Return the reason why it is not running, or how it ended."""
         return value_of(self.client.call(sql.WHY, {"id": self.id}, connection))
 
@@ -59,16 +59,14 @@ class JobCalls(Generic[R_co]):
                 yield self.client.codec.decode(value)
             if rows:
                 waits.reset()
-            elif state in ("succeeded", "failed", "cancelled"):
+            elif state in ENDED:
                 return
             else:
                 time.sleep(waits.delay())
 
     # Changing
 
-    def signal(
-        self, name: str, payload: Any = None, *, connection: AnyConnection | None = None
-    ) -> None:
+    def signal(self, name: str, payload: Any = None, *, connection: AnyConnection = OWN) -> None:
         """Send it a signal, for which its handler waits now or later: each wait takes one."""
         text = self.client.codec.dumps({} if payload is None else payload)
         parameters = {"id": self.id, "name": name, "payload": text}
@@ -79,7 +77,7 @@ class JobCalls(Generic[R_co]):
         *,
         abort: bool = False,
         children: bool = False,
-        connection: AnyConnection | None = None,
+        connection: AnyConnection = OWN,
     ) -> str:
         """Cancel it, if it has not started, and return `cancelled`.
 
@@ -94,9 +92,7 @@ class JobCalls(Generic[R_co]):
             self.cancel_children(abort=abort, connection=connection)
         return state
 
-    def cancel_children(
-        self, *, abort: bool = False, connection: AnyConnection | None = None
-    ) -> list[int]:
+    def cancel_children(self, *, abort: bool = False, connection: AnyConnection = OWN) -> list[int]:
         """Cancel the jobs that it has deferred and waits for, and theirs; return their ids.
 
         Running ones are told to stop with `abort`, and left alone without it.
@@ -114,7 +110,7 @@ class JobCalls(Generic[R_co]):
         *,
         force: bool = False,
         from_step: str | None = None,
-        connection: AnyConnection | None = None,
+        connection: AnyConnection = OWN,
     ) -> str:
         """Run it again if it has finished, or now if it waits for a retry; return its new state.
 
@@ -127,15 +123,13 @@ class JobCalls(Generic[R_co]):
         parameters = {"ids": [self.id], "force": force, "from_step": from_step}
         return outcome_of(self.client.call(sql.RETRY, parameters, connection))
 
-    def fork(self, from_step: str, *, connection: AnyConnection | None = None) -> int:
+    def fork(self, from_step: str, *, connection: AnyConnection = OWN) -> int:
         """Defer a copy that continues from a finished step, with those before it; return its id."""
         parameters = {"id": self.id, "from_step": from_step}
         ((id_,),) = self.client.call(sql.FORK, parameters, connection)
         return int(id_)
 
-    def reschedule(
-        self, at: dt.datetime | None = None, *, connection: AnyConnection | None = None
-    ) -> str:
+    def reschedule(self, at: dt.datetime | None = None, *, connection: AnyConnection = OWN) -> str:
         """Change its time (None: now); return its new state.
 
         Raises InvalidState if it runs or has finished, ValueError for a time without a zone.
@@ -143,18 +137,18 @@ class JobCalls(Generic[R_co]):
         parameters = {"id": self.id, "at": to_json("at", at)}
         return value_of(self.client.call(sql.RESCHEDULE, parameters, connection))
 
-    def hold(self, *, connection: AnyConnection | None = None) -> str:
+    def hold(self, *, connection: AnyConnection = OWN) -> str:
         """Put it on hold until `unhold`, and return `held`; it keeps its place at its lock.
 
         Raises InvalidState if it runs or has finished.
         """
         return value_of(self.client.call(sql.HOLD, {"id": self.id}, connection))
 
-    def unhold(self, *, connection: AnyConnection | None = None) -> str:
+    def unhold(self, *, connection: AnyConnection = OWN) -> str:
         """Release it, and return its new state. Raises InvalidState if it is not held."""
         return value_of(self.client.call(sql.UNHOLD, {"id": self.id}, connection))
 
-    def set_priority(self, priority: int, *, connection: AnyConnection | None = None) -> str:
+    def set_priority(self, priority: int, *, connection: AnyConnection = OWN) -> str:
         """Change its priority; if it runs or has finished, that of its next run. Returns its state.
 
         Raises TypeError if it is not an int, ValueError if it exceeds 32 bits.
@@ -162,9 +156,7 @@ class JobCalls(Generic[R_co]):
         parameters = {"ids": [self.id], "priority": to_json("priority", priority)}
         return outcome_of(self.client.call(sql.SET_PRIORITY, parameters, connection))
 
-    def set_deadline(
-        self, at: dt.datetime | None, *, connection: AnyConnection | None = None
-    ) -> str:
+    def set_deadline(self, at: dt.datetime | None, *, connection: AnyConnection = OWN) -> str:
         """Change its deadline; if it runs or has finished, that of its next run. Returns its state.
 
         None removes it. Raises ValueError for a time without a zone.
@@ -172,7 +164,7 @@ class JobCalls(Generic[R_co]):
         parameters = {"ids": [self.id], "at": to_json("at", at)}
         return outcome_of(self.client.call(sql.SET_DEADLINE, parameters, connection))
 
-    def set_args(self, args: Mapping[str, Any], *, connection: AnyConnection | None = None) -> str:
+    def set_args(self, args: Mapping[str, Any], *, connection: AnyConnection = OWN) -> str:
         """Replace all its arguments; return its state.
 
         They are not checked against the task. A failed or cancelled job uses them for its retry;
@@ -181,7 +173,7 @@ class JobCalls(Generic[R_co]):
         parameters = {"id": self.id, "args": self.client.codec.dumps_args(args)}
         return value_of(self.client.call(sql.SET_ARGS, parameters, connection))
 
-    def delete(self, *, force: bool = False, connection: AnyConnection | None = None) -> None:
+    def delete(self, *, force: bool = False, connection: AnyConnection = OWN) -> None:
         """Remove it and every trace of it.
 
         Raises InvalidState without `force` if it runs or unfinished jobs need it. With `force`

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
-from pgdefer.database.callers import AnyAsyncConnection
-from pgdefer.options import to_json
+from pgdefer.database.callers import OWN, AnyAsyncConnection
+from pgdefer.options import ENDED, to_json
 from pgdefer.tasks.answers import outcome_of, value_of
 
 __all__ = ["AsyncJobCalls"]
@@ -35,11 +35,11 @@ class AsyncJobCalls(Generic[R_co]):
         result: R_co = await self.client.result_async(self.id, timeout)
         return result
 
-    async def state_async(self, *, connection: AnyAsyncConnection | None = None) -> str:
+    async def state_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
         """Return its state, as in the view queue.jobs."""
         return value_of(await self.client.call_async(sql.STATE, {"id": self.id}, connection))
 
-    async def why_async(self, *, connection: AnyAsyncConnection | None = None) -> str:
+    async def why_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
         """Return the reason why it is not running, or how it ended."""
         return value_of(await self.client.call_async(sql.WHY, {"id": self.id}, connection))
 
@@ -58,7 +58,7 @@ class AsyncJobCalls(Generic[R_co]):
                 yield await self.client.codec.decode_async(value)
             if rows:
                 waits.reset()
-            elif state in ("succeeded", "failed", "cancelled"):
+            elif state in ENDED:
                 return
             else:
                 await asyncio.sleep(waits.delay())
@@ -66,7 +66,7 @@ class AsyncJobCalls(Generic[R_co]):
     # Changing
 
     async def signal_async(
-        self, name: str, payload: Any = None, *, connection: AnyAsyncConnection | None = None
+        self, name: str, payload: Any = None, *, connection: AnyAsyncConnection = OWN
     ) -> None:
         """Send it a signal, for which its handler waits now or later: each wait takes one."""
         text = self.client.codec.dumps({} if payload is None else payload)
@@ -78,7 +78,7 @@ class AsyncJobCalls(Generic[R_co]):
         *,
         abort: bool = False,
         children: bool = False,
-        connection: AnyAsyncConnection | None = None,
+        connection: AnyAsyncConnection = OWN,
     ) -> str:
         """Cancel it, if it has not started, and return `cancelled`.
 
@@ -94,7 +94,7 @@ class AsyncJobCalls(Generic[R_co]):
         return state
 
     async def cancel_children_async(
-        self, *, abort: bool = False, connection: AnyAsyncConnection | None = None
+        self, *, abort: bool = False, connection: AnyAsyncConnection = OWN
     ) -> list[int]:
         """Cancel the jobs that it has deferred and waits for, and theirs; return their ids.
 
@@ -113,7 +113,7 @@ class AsyncJobCalls(Generic[R_co]):
         *,
         force: bool = False,
         from_step: str | None = None,
-        connection: AnyAsyncConnection | None = None,
+        connection: AnyAsyncConnection = OWN,
     ) -> str:
         """Run it again if it has finished, or now if it waits for a retry; return its new state.
 
@@ -126,16 +126,14 @@ class AsyncJobCalls(Generic[R_co]):
         parameters = {"ids": [self.id], "force": force, "from_step": from_step}
         return outcome_of(await self.client.call_async(sql.RETRY, parameters, connection))
 
-    async def fork_async(
-        self, from_step: str, *, connection: AnyAsyncConnection | None = None
-    ) -> int:
+    async def fork_async(self, from_step: str, *, connection: AnyAsyncConnection = OWN) -> int:
         """Defer a copy that continues from a finished step, with those before it; return its id."""
         parameters = {"id": self.id, "from_step": from_step}
         ((id_,),) = await self.client.call_async(sql.FORK, parameters, connection)
         return int(id_)
 
     async def reschedule_async(
-        self, at: dt.datetime | None = None, *, connection: AnyAsyncConnection | None = None
+        self, at: dt.datetime | None = None, *, connection: AnyAsyncConnection = OWN
     ) -> str:
         """Change its time (None: now); return its new state.
 
@@ -144,19 +142,19 @@ class AsyncJobCalls(Generic[R_co]):
         parameters = {"id": self.id, "at": to_json("at", at)}
         return value_of(await self.client.call_async(sql.RESCHEDULE, parameters, connection))
 
-    async def hold_async(self, *, connection: AnyAsyncConnection | None = None) -> str:
+    async def hold_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
         """Put it on hold until `unhold`, and return `held`; it keeps its place at its lock.
 
         Raises InvalidState if it runs or has finished.
         """
         return value_of(await self.client.call_async(sql.HOLD, {"id": self.id}, connection))
 
-    async def unhold_async(self, *, connection: AnyAsyncConnection | None = None) -> str:
+    async def unhold_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
         """Release it, and return its new state. Raises InvalidState if it is not held."""
         return value_of(await self.client.call_async(sql.UNHOLD, {"id": self.id}, connection))
 
     async def set_priority_async(
-        self, priority: int, *, connection: AnyAsyncConnection | None = None
+        self, priority: int, *, connection: AnyAsyncConnection = OWN
     ) -> str:
         """Change its priority; if it runs or has finished, that of its next run. Returns its state.
 
@@ -166,7 +164,7 @@ class AsyncJobCalls(Generic[R_co]):
         return outcome_of(await self.client.call_async(sql.SET_PRIORITY, parameters, connection))
 
     async def set_deadline_async(
-        self, at: dt.datetime | None, *, connection: AnyAsyncConnection | None = None
+        self, at: dt.datetime | None, *, connection: AnyAsyncConnection = OWN
     ) -> str:
         """Change its deadline; if it runs or has finished, that of its next run. Returns its state.
 
@@ -176,7 +174,7 @@ class AsyncJobCalls(Generic[R_co]):
         return outcome_of(await self.client.call_async(sql.SET_DEADLINE, parameters, connection))
 
     async def set_args_async(
-        self, args: Mapping[str, Any], *, connection: AnyAsyncConnection | None = None
+        self, args: Mapping[str, Any], *, connection: AnyAsyncConnection = OWN
     ) -> str:
         """Replace all its arguments; return its state.
 
@@ -187,7 +185,7 @@ class AsyncJobCalls(Generic[R_co]):
         return value_of(await self.client.call_async(sql.SET_ARGS, parameters, connection))
 
     async def delete_async(
-        self, *, force: bool = False, connection: AnyAsyncConnection | None = None
+        self, *, force: bool = False, connection: AnyAsyncConnection = OWN
     ) -> None:
         """Remove it and every trace of it.
 

@@ -7,7 +7,7 @@ from typing import Self
 
 from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.database.callers import AnyAsyncConnection, AnyConnection, CallersConnection
+from pgdefer.database.callers import OWN, AnyAsyncConnection, AnyConnection, CallersConnection
 
 __all__ = ["OpenGroup"]
 
@@ -20,7 +20,7 @@ class OpenGroup:
     """
 
     def __init__(
-        self, client: Client, name: str, is_new: bool, connection: CallersConnection | None
+        self, client: Client, name: str, is_new: bool, connection: CallersConnection
     ) -> None:
         self._client = client
         self._connection = connection
@@ -31,12 +31,12 @@ class OpenGroup:
     def __repr__(self) -> str:
         return f"OpenGroup({self.name!r})"
 
-    def close(self, *, connection: AnyConnection | None = None) -> bool:
+    def close(self, *, connection: AnyConnection = OWN) -> bool:
         """Close the group; False if it was closed before."""
         rows = self._client.call(sql.CLOSE_GROUP, {"name": self.name}, connection)
         return bool(rows[0][0])
 
-    async def close_async(self, *, connection: AnyAsyncConnection | None = None) -> bool:
+    async def close_async(self, *, connection: AnyAsyncConnection = OWN) -> bool:
         """Close the group; False if it was closed before."""
         rows = await self._client.call_async(sql.CLOSE_GROUP, {"name": self.name}, connection)
         return bool(rows[0][0])

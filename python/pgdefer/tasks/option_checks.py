@@ -11,12 +11,12 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from pgdefer.options import ENDED
+
 __all__ = ["check_cron", "check_options"]
 
 # The greatest value of each field of a cron expression, beginning with the seconds.
 LAST = (59, 59, 23, 31, 12, 7)
-
-OUTCOMES = ("succeeded", "failed", "cancelled")
 
 
 @functools.cache
@@ -67,10 +67,8 @@ def _check_retain(what: str, value: Any) -> None:
             raise TypeError(f"{what}: retain must be a timedelta, not {value!r}")
         return
     for outcome, each in value.items():
-        if outcome not in OUTCOMES:
-            raise ValueError(
-                f"{what}: retain has the outcome {outcome!r}: give succeeded, failed, cancelled"
-            )
+        if outcome not in ENDED:
+            raise ValueError(f"{what}: retain has the outcome {outcome!r}: give {', '.join(ENDED)}")
         _check_value(what, f"retain[{outcome!r}]", each, dt.timedelta)
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 from pgdefer.client.client import Client, client_here
-from pgdefer.database.callers import CallersConnection
+from pgdefer.database.callers import CallersConnection, check_given
 from pgdefer.options import DeferOptions, JobOptions, as_list, defer_object
 from pgdefer.tasks.context import running_job
 from pgdefer.tasks.job import Job
@@ -126,8 +126,9 @@ class Preparer(Generic[P, R]):
         name: str,
         parameters: Parameters,
         options: Mapping[str, Any],
-        connection: CallersConnection | None,
+        connection: CallersConnection,
     ) -> None:
+        check_given(connection)
         self.client = client
         self.name = name
         self.parameters = parameters

@@ -23,7 +23,7 @@ __all__ = [
 R = TypeVar("R")
 
 
-def submit(client: Client, call: PreparedJob[R], connection: CallersConnection | None) -> Job[R]:
+def submit(client: Client, call: PreparedJob[R], connection: CallersConnection) -> Job[R]:
     """Defer a job."""
     parameters = defer_parameters(call.task, call.args, call.options)
     statement = sql.DEFER
@@ -39,7 +39,7 @@ def submit(client: Client, call: PreparedJob[R], connection: CallersConnection |
 
 
 def submit_many(
-    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection | None
+    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection
 ) -> list[Job[Any]]:
     """Defer many jobs at once, all or none."""
     if not calls:
@@ -55,7 +55,7 @@ def submit_many(
 
 
 def submit_chain(
-    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection | None
+    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection
 ) -> list[Job[Any]]:
     """Defer jobs, each of which needs the one before it."""
     parameters = {"jobs": jobs_json(calls)}
@@ -72,7 +72,7 @@ def submit_group(
     client: Client,
     calls: Sequence[PreparedJob[Any]],
     then: PreparedJob[R],
-    connection: CallersConnection | None,
+    connection: CallersConnection,
 ) -> tuple[Job[R], list[Job[Any]]]:
     """Defer jobs, and one more that needs them all; return that one, and the others."""
     parameters = {"jobs": jobs_json(calls), "then": then.to_json()}

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 async def submit_async(
-    client: Client, call: PreparedJob[R], connection: CallersConnection | None
+    client: Client, call: PreparedJob[R], connection: CallersConnection
 ) -> Job[R]:
     """Defer a job."""
     parameters = defer_parameters(call.task, call.args, call.options)
@@ -40,7 +40,7 @@ async def submit_async(
 
 
 async def submit_many_async(
-    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection | None
+    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection
 ) -> list[Job[Any]]:
     """Defer many jobs at once, all or none."""
     if not calls:
@@ -56,7 +56,7 @@ async def submit_many_async(
 
 
 async def submit_chain_async(
-    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection | None
+    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection
 ) -> list[Job[Any]]:
     """Defer jobs, each of which needs the one before it."""
     parameters = {"jobs": jobs_json(calls)}
@@ -73,7 +73,7 @@ async def submit_group_async(
     client: Client,
     calls: Sequence[PreparedJob[Any]],
     then: PreparedJob[R],
-    connection: CallersConnection | None,
+    connection: CallersConnection,
 ) -> tuple[Job[R], list[Job[Any]]]:
     """Defer jobs, and one more that needs them all; return that one, and the others."""
     parameters = {"jobs": jobs_json(calls), "then": then.to_json()}

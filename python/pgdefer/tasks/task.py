@@ -12,7 +12,6 @@ from pgdefer.database.callers import (
     AnyAsyncConnection,
     AnyConnection,
     CallersConnection,
-    callers_own,
 )
 from pgdefer.errors import UnknownTask
 from pgdefer.options import DeferOptions, JobOptions, TaskOptions, as_list
@@ -95,7 +94,7 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
             if execution.batch is None
             else batch_parameters(execution.batch_of, version)
         )
-        super().__init__(client, name, parameters, {}, None)
+        super().__init__(client, name, parameters, {}, OWN)
         self.__doc__ = function.__doc__
         self.__name__ = getattr(function, "__name__", name)
         self.__module__ = function.__module__
@@ -141,8 +140,7 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
 
         Raises TypeError if the connection is None, because the job would have its own transaction.
         """
-        callers = callers_own(connection)
-        return ConfiguredTask(self.client, self.name, self.parameters, options, callers)
+        return ConfiguredTask(self.client, self.name, self.parameters, options, connection)
 
     def defer_with(self, connection: AnyConnection, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Defer in the transaction of the caller's connection or session."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pgdefer.app import App
 from pgdefer.database import sql
-from pgdefer.database.callers import CallersConnection, Rows
+from pgdefer.database.callers import Rows
 from pgdefer.database.sql import Statement
 from pgdefer.options import JobOptions, interval_text
 from pgdefer.tasks.parameters import SCHEDULED_FOR
@@ -31,13 +31,7 @@ class AskingQueue:
         self._after = 0
         self._travelled = dt.timedelta()
 
-    async def _call(
-        self,
-        statement: Statement,
-        parameters: Mapping[str, Any],
-        connection: CallersConnection | None,
-        defaults: Mapping[str, JobOptions],
-    ) -> Rows:
+    async def _call(self, statement: Statement, parameters: Mapping[str, Any]) -> Rows:
         raise NotImplementedError
 
     def _at_once(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -62,7 +56,7 @@ class AskingQueue:
         self, task: Task[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
     ) -> list[DeferredJob]:
         """Return the jobs deferred in this test: as `deferred`."""
-        rows = await self._call(sql.DEFERRED, {"after": self._after}, None, {})
+        rows = await self._call(sql.DEFERRED, {"after": self._after})
         jobs = [deferred_job(self.app.client, row) for row in rows]
         return jobs if task is None else found(jobs, task, arguments(task, args, kwargs))
 
@@ -119,14 +113,14 @@ class AskingQueue:
         length = dt.timedelta(**duration)
         if length <= dt.timedelta():
             raise ValueError("time passes forward: use travel(hours=1) or the like")
-        ((now,),) = await self._call(sql.CLOCK, {}, None, {})
+        ((now,),) = await self._call(sql.CLOCK, {})
         due = []
         await self._rehearse()
         for job in await self.deferred_async():
             if job.state == "scheduled" and job.scheduled_at is not None:
                 at = job.scheduled_at - length
                 parameters = {"id": job.id, "at": None if at <= now else at.isoformat()}
-                await self._call(sql.RESCHEDULE, parameters, None, {})
+                await self._call(sql.RESCHEDULE, parameters)
                 due += [job.id] if at <= now else []
         if schedules:
             due += await self._recur(length)
@@ -144,7 +138,7 @@ class AskingQueue:
                 "start": interval_text(self._travelled),
                 "length": interval_text(length),
             }
-            rows = await self._call(sql.RUNS_WITHIN, parameters, None, {})
+            rows = await self._call(sql.RUNS_WITHIN, parameters)
             runs += [(run_at, schedule) for (run_at,) in rows]
         options_of = {"catch_up", "max_delay", "overlap", "enabled", "deadline"}
         ids = []
@@ -152,7 +146,7 @@ class AskingQueue:
             args = json.loads(schedule.args) | {SCHEDULED_FOR: run_at.isoformat()}
             rest = {k: v for k, v in schedule.options.items() if k not in options_of}
             job = {"task": schedule.task, "args": args, **_nested(rest)}
-            rows = await self._call(sql.DEFER_MANY, {"jobs": json.dumps([job])}, None, {})
+            rows = await self._call(sql.DEFER_MANY, {"jobs": json.dumps([job])})
             ids.append(rows[0][0])
         return ids
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from pgdefer.database import sql
-from pgdefer.database.callers import CallersConnection, Rows
+from pgdefer.database.callers import Rows
 from pgdefer.database.sql import Statement
 from pgdefer.errors import JobFailed
-from pgdefer.options import JobOptions
 from pgdefer.testing.asking import AskingQueue
 from pgdefer.testing.connections import run_apart
 from pgdefer.testing.jobs import DeferredJob
@@ -47,14 +46,7 @@ class CommittedTestQueue(AskingQueue):
             await self.app.client.call_async(sql.DELETE, {"ids": ids, "force": True})
         await self.app.close_async()
 
-    async def _call(
-        self,
-        statement: Statement,
-        parameters: Mapping[str, Any],
-        connection: CallersConnection | None,
-        defaults: Mapping[str, JobOptions],
-    ) -> Rows:
-        del connection, defaults
+    async def _call(self, statement: Statement, parameters: Mapping[str, Any]) -> Rows:
         try:
             asyncio.get_running_loop()
         except RuntimeError:

@@ -29,6 +29,7 @@ from pgdefer.tasks.context import (
 from pgdefer.tasks.task import Task
 from pgdefer.testing.connections import (
     AsyncOverSync,
+    at_once,
     driver_of,
     is_asynchronous,
     run_apart,
@@ -81,7 +82,7 @@ async def perform(
     try:
         async with savepoint(connection, keep=True):
             if waits and not task.is_async:
-                return await asyncio.to_thread(_at_once, job, task, connection)
+                return await asyncio.to_thread(at_once, _perform(job, task, connection))
             if task.is_async and not waits:
                 return run_apart(_perform(job, task, connection))
             return await _perform(job, task, connection)
@@ -127,18 +128,6 @@ async def perform_batch(
 def _decoded(job: JobContext) -> dict[str, Any]:
     args: dict[str, Any] = job.client.codec.decode_stored(job._stored)
     return args
-
-
-def _at_once(job: JobContext, task: Task[..., Any], connection: CallersConnection) -> Ended:
-    """Run a function in a thread of its own."""
-    coroutine = _perform(job, task, connection)
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        ended: Ended = done.value
-        return ended
-    coroutine.close()
-    raise AssertionError("a function waits for nothing")
 
 
 async def _perform(job: JobContext, task: Task[..., Any], connection: CallersConnection) -> Ended:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from pgdefer.app import App
 from pgdefer.client.base import tasks_json
 from pgdefer.database import sql
-from pgdefer.database.callers import CallersConnection, Rows
+from pgdefer.database.callers import OWN, CallersConnection, Rows
 from pgdefer.database.execute import execute
 from pgdefer.database.execute_async import execute_async
 from pgdefer.database.sql import Statement
@@ -98,11 +98,11 @@ class TestQueue(AskingQueue):
         self,
         statement: Statement,
         parameters: Mapping[str, Any],
-        connection: CallersConnection | None = None,
+        connection: CallersConnection = OWN,
         defaults: Mapping[str, JobOptions] | None = None,
     ) -> Rows:
         """Run a statement on the test's connection, or on the caller's."""
-        rows = self._at_once(self._call(statement, parameters, connection, defaults or {}))
+        rows = self._at_once(self._call(statement, parameters, connection, defaults))
         if self._runs_after(statement):
             self.run()
         return rows
@@ -111,11 +111,11 @@ class TestQueue(AskingQueue):
         self,
         statement: Statement,
         parameters: Mapping[str, Any],
-        connection: CallersConnection | None = None,
+        connection: CallersConnection = OWN,
         defaults: Mapping[str, JobOptions] | None = None,
     ) -> Rows:
         """Run a statement on the test's connection, or on the caller's."""
-        rows = await self._call(statement, parameters, connection, defaults or {})
+        rows = await self._call(statement, parameters, connection, defaults)
         if self._runs_after(statement):
             await self.run_async()
         return rows
@@ -124,19 +124,19 @@ class TestQueue(AskingQueue):
         self,
         statement: Statement,
         parameters: Mapping[str, Any],
-        connection: CallersConnection | None,
-        defaults: Mapping[str, JobOptions],
+        connection: CallersConnection = OWN,
+        defaults: Mapping[str, JobOptions] | None = None,
     ) -> Rows:
         new = {
             name: options
-            for name, options in defaults.items()
+            for name, options in (defaults or {}).items()
             if self._registered.get(name) is not options
         }
         async with contextlib.AsyncExitStack() as stack:
-            if connection is None:
+            if connection is OWN:
                 # A refused statement must not end the test's transaction.
                 await stack.enter_async_context(savepoint(self.connection))
-            used = self.connection if connection is None else unwrapped(connection)
+            used = self.connection if connection is OWN else unwrapped(connection)
             if new:
                 await self._execute(used, sql.REGISTER_TASKS, {"tasks": tasks_json(new)})
             rows = await self._execute(used, statement, parameters)
@@ -156,7 +156,7 @@ class TestQueue(AskingQueue):
 
     async def result_async(self, id: int) -> Any:
         """Return the result of a job that has run. Raises JobFailed, JobCancelled, TimeoutError."""
-        ((state, result, error),) = await self._call(sql.RESULT_TEXT, {"id": id}, None, {})
+        ((state, result, error),) = await self._call(sql.RESULT_TEXT, {"id": id})
         match state:
             case "succeeded":
                 return None if result is None else self.app.codec.loads(result)
@@ -228,14 +228,14 @@ class TestQueue(AskingQueue):
         return ran
 
     async def _rehearse(self) -> None:
-        await self._call(sql.REHEARSE, {}, None, {})
+        await self._call(sql.REHEARSE, {})
 
     async def _run_some(self, queues: list[str] | None, *, waits: bool) -> list[RanJob]:
         """Run the next job, or those of the next batch; return how they ended."""
         if self._worker is None:
             info = json.dumps({"test": True, "dead_after": "1 day"})
             new = {"name": "test", "queues": None, "info": info}
-            ((self._worker,),) = await self._call(sql.REGISTER_WORKER, new, None, {})
+            ((self._worker,),) = await self._call(sql.REGISTER_WORKER, new)
         await self._rehearse()
         rows = await self._fetch(queues, 1, None)
         if not rows:
@@ -262,12 +262,12 @@ class TestQueue(AskingQueue):
 
     async def _fetch(self, queues: list[str] | None, max_jobs: int, options: str | None) -> Rows:
         asked = {"worker": self._worker, "queues": queues, "max_jobs": max_jobs, "options": options}
-        return await self._call(sql.FETCH, asked, None, {})
+        return await self._call(sql.FETCH, asked)
 
     async def _finish(self, id: int, ended: Ended) -> str:
         if ended.outcome is None:
-            ((state,),) = await self._call(sql.STATE, {"id": id}, None, {})
+            ((state,),) = await self._call(sql.STATE, {"id": id})
             return str(state)
         outcomes = {"outcomes": f"[{ended.outcome}]"}
-        ((_, _, state, error),) = await self._call(sql.FINISH_MANY, outcomes, None, {})
+        ((_, _, state, error),) = await self._call(sql.FINISH_MANY, outcomes)
         return str(state or error)

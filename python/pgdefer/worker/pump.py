@@ -239,12 +239,9 @@ class Pump:
 
     async def _before_sleep(self) -> Sleep:
         """Say that this worker goes to sleep, with what it would fetch for its widest slots."""
-        worker, options = self._state.registered(), self._sleep_options()
         if not self._listens:
-            rows = await self._ask(
-                sql.BEFORE_SLEEP, worker=worker, queues=self._queues, options=options
-            )
-            return Sleep.of(rows[0])
+            return await self._ask_before_sleep()
+        worker, options = self._state.registered(), self._sleep_options()
         try:
             return await self._listener.before_sleep(worker, self._queues, options)
         except psycopg.Error as error:
@@ -261,13 +258,17 @@ class Pump:
         That session would be the one to be woken, so it says at once that it is busy.
         """
         if sleep.is_drained is None:
-            worker, options = self._state.registered(), self._sleep_options()
-            rows = await self._ask(
-                sql.BEFORE_SLEEP, worker=worker, queues=self._queues, options=options
-            )
-            await self._ask(sql.AFTER_SLEEP, worker=worker)
-            sleep = Sleep.of(rows[0])
+            sleep = await self._ask_before_sleep()
+            await self._ask(sql.AFTER_SLEEP, worker=self._state.registered())
         return sleep.is_drained
+
+    async def _ask_before_sleep(self) -> Sleep:
+        """Ask on the main connection whether, and how long, to sleep."""
+        worker, options = self._state.registered(), self._sleep_options()
+        rows = await self._ask(
+            sql.BEFORE_SLEEP, worker=worker, queues=self._queues, options=options
+        )
+        return Sleep.of(rows[0])
 
     # Claiming
 

@@ -10,7 +10,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from web_page import PASSWORD
-from web_shop import state, wait_for
+from web_shop import state
+from workers import wait_for
 
 from .conftest import Open, log_in
 

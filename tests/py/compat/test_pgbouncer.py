@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import sqlalchemy as sa
 from sqlalchemy.ext import asyncio as sa_async
 
 from bouncer import PROGRAM, Bouncer, bouncing
-from pgdefer import App, RetryLater, Worker, current_job
+from pgdefer import App, RetryLater, current_job
 from support import url_of
+from workers import running, until
 
 Connection = psycopg.Connection[Any]
 if PROGRAM is None and os.environ.get("PGDEFER_TEST_STRICT"):
@@ -35,25 +35,6 @@ pytestmark = [
 def bouncer(dsn: str) -> Iterator[Bouncer]:
     with bouncing(dsn) as bouncer:
         yield bouncer
-
-
-@contextlib.asynccontextmanager
-async def running(app: App) -> AsyncIterator[Worker]:
-    worker = Worker(app)
-    task = asyncio.create_task(worker.run_async())
-    try:
-        yield worker
-    finally:
-        worker.stop()
-        async with asyncio.timeout(300):
-            await task
-        await app.close_async()
-
-
-async def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 (it lies in the database)
-            await asyncio.sleep(0.02)
 
 
 def held(conn: Connection) -> int:

@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 from pgdefer.database.server import EmbeddedServer
-from support import ROOT
+from support import ROOT, output_of
 
 from .conftest import PROJECT
 
@@ -62,17 +62,7 @@ class Reader:
         return ""
 
     def _run(self, command: list[str]) -> str:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=self.folder,
-            env=self.environment,
-            timeout=300,
-        )
-        assert not done.returncode, done.stdout + done.stderr
-        return done.stdout
+        return output_of(command, self.folder, self.environment)
 
 
 def test_the_page(tmp_path: Path, environment: dict[str, str]) -> None:

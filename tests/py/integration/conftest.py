@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from pgdefer import App, Worker
+from pgdefer import App
+from workers import running as running
+from workers import until as until
+from workers import wait_for as wait_for
 
 
 @pytest.fixture
@@ -20,38 +24,6 @@ def app(dsn: str) -> Iterator[App]:
     app = App(dsn)
     yield app
     app.close()
-
-
-@contextlib.asynccontextmanager
-async def running(app: App, *arguments: Any, **options: Any) -> AsyncIterator[Worker]:
-    """A worker that runs during the test and is stopped gracefully after it."""
-    worker = Worker(app, *arguments, **options)
-    task = asyncio.create_task(worker.run_async())
-    try:
-        yield worker
-    finally:
-        if not task.done():
-            worker.stop()
-        async with asyncio.timeout(300):
-            await task
-        await app.close_async()
-
-
-async def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """Wait until the condition holds, and return its value."""
-    async with asyncio.timeout(seconds):
-        while not (found := condition()):  # noqa: ASYNC110 (it may lie in the database)
-            await asyncio.sleep(0.005)
-        return found
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """As `until`, for tests that have no event loop."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
 
 
 def give_up(conn: psycopg.Connection[Any]) -> None:
@@ -97,3 +69,45 @@ class Jobs:
 @pytest.fixture
 def jobs(conn: psycopg.Connection[Any]) -> Jobs:
     return Jobs(conn)
+
+
+@pytest.fixture(params=["async", "sync"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    """Whether a handler is a coroutine: a test that asks runs with both."""
+    return bool(request.param == "async")
+
+
+def steps(conn: psycopg.Connection[Any], id: int) -> dict[str, Any]:
+    """Return the finished steps of a job."""
+    query = "select name, value from queue.steps where job_id = %s"
+    return dict(conn.execute(query, [id]).fetchall())
+
+
+class Program:
+    """Workers in processes of a program, whose handlers wait until the file `release` exists."""
+
+    def __init__(self, text: str, dsn: str, folder: Path) -> None:
+        self.release = folder / "release"
+        self._ran, self._path = folder / "ran", folder / "program.py"
+        text = text.format(dsn=dsn, ran=str(self._ran), release=str(self.release))
+        self._path.write_text(text)
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, *, lines: int = 0, **options: Any) -> subprocess.Popen[str]:
+        """Start a worker; wait until handlers have written so many lines."""
+        command = [sys.executable, str(self._path), json.dumps(options)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._started.append(process)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(lines)] == ["started\n"] * lines
+        return process
+
+    def ran(self) -> list[int]:
+        """Return the numbers that handlers have noted."""
+        return list(map(int, self._ran.read_text().split()))
+
+    def close(self) -> None:
+        """Kill the workers."""
+        for process in self._started:
+            process.kill()
+            process.communicate()

@@ -10,7 +10,6 @@ import json
 import logging
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +36,7 @@ from pgdefer.contrib import otel, sentry
 from pgdefer.tasks.context import running_job
 from pgdefer.testing import TestQueue
 
-from .conftest import Jobs, give_up, running, until, wait_for
+from .conftest import Jobs, Program, give_up, running, until, wait_for
 
 pytestmark = pytest.mark.client
 
@@ -945,58 +944,35 @@ if __name__ == "__main__":
 """
 
 
-class Program:
-    """Workers in processes; five jobs, whose handler waits until `release` exists."""
-
-    def __init__(self, dsn: str, folder: Path) -> None:
-        self.release = folder / "release"
-        self._ran, self._path = folder / "ran", folder / "program.py"
-        text = PROGRAM.format(dsn=dsn, ran=str(self._ran), release=str(self.release))
-        self._path.write_text(text)
-        self.started: list[subprocess.Popen[str]] = []
-        with App(dsn) as app:
-            for _ in range(5):
-                app.defer("t")
-
-    def start(self, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, str(self._path), json.dumps(options)]
-        self.started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return self.started[-1]
-
-    def start_batch(self, jobs: Jobs, **options: Any) -> subprocess.Popen[str]:
-        process = self.start(**options)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "started\n"
-        assert {(row["state"], row["attempts"]) for row in jobs()} == {("running", 1)}
-        return process
-
-    def sizes(self) -> list[int]:
-        return list(map(int, self._ran.read_text().split()))
-
-
 @pytest.fixture
-def program(dsn: str, tmp_path: Path) -> Iterator[Program]:
-    found = Program(dsn, tmp_path)
-    yield found
-    for process in found.started:
-        process.kill()
-        process.communicate()
+def program(app: App, dsn: str, tmp_path: Path) -> Iterator[Program]:
+    """Five jobs, which make one batch."""
+    for _ in range(5):
+        app.defer("t")
+    with contextlib.closing(Program(PROGRAM, dsn, tmp_path)) as found:
+        yield found
+
+
+def start_batch(program: Program, jobs: Jobs, **options: Any) -> subprocess.Popen[str]:
+    process = program.start(lines=1, **options)
+    assert {(row["state"], row["attempts"]) for row in jobs()} == {("running", 1)}
+    return process
 
 
 def test_a_worker_that_is_killed(program: Program, jobs: Jobs, conn: Connection) -> None:
     """Any of the jobs may be the cause: each runs alone the next time."""
-    program.start_batch(jobs).kill()
+    start_batch(program, jobs).kill()
     give_up(conn)
     assert [(row["state"], row["crashes"]) for row in jobs()] == [("ready", 1)] * 5
     program.release.touch()
     assert program.start().wait(300) == 0
     assert [row["state"] for row in jobs()] == ["succeeded"] * 5
-    assert program.sizes() == [5] + [1] * 5
+    assert program.ran() == [5] + [1] * 5
 
 
 @pytest.mark.soak
 def test_a_worker_that_freezes(program: Program, jobs: Jobs, conn: Connection) -> None:
-    frozen = program.start_batch(jobs, heartbeat_every=0.3, dead_after=1.5)
+    frozen = start_batch(program, jobs, heartbeat_every=0.3, dead_after=1.5)
     frozen.send_signal(signal.SIGSTOP)
     wait_for(lambda: conn.execute("select from queue.reap() r where r.reaped > 0").fetchall())
     program.release.touch()

@@ -20,7 +20,7 @@ from psycopg.conninfo import conninfo_to_dict
 import pgdefer
 from pgdefer.database.server import EmbeddedServer
 from pgdefer.options import ARGUMENTS
-from support import ROOT, server_program
+from support import ROOT, output_of, server_program
 
 pytestmark = pytest.mark.client
 
@@ -91,17 +91,7 @@ class Reader:
         return ""
 
     def _run(self, command: list[str]) -> str:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=self.folder,
-            env=self.environment,
-            timeout=300,
-        )
-        assert not done.returncode, done.stdout + done.stderr
-        return done.stdout
+        return output_of(command, self.folder, self.environment)
 
     def _sql(self, text: str) -> str:
         """Type into the single psql session."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
-import pytest
 
 from pgdefer import (
     App,
@@ -22,19 +21,9 @@ from pgdefer import (
     current_job,
 )
 
-from .conftest import Jobs, running, until
+from .conftest import Jobs, running, steps, until
 
 Connection = psycopg.Connection[Any]
-
-
-@pytest.fixture(params=["async", "sync"])
-def is_async(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "async")
-
-
-def steps(conn: Connection, id: int) -> dict[str, Any]:
-    query = "select name, value from queue.steps where job_id = %s"
-    return dict(conn.execute(query, [id]).fetchall())
 
 
 async def test_a_step_runs_once(app: App, jobs: Jobs, conn: Connection, is_async: bool) -> None:

@@ -15,11 +15,6 @@ from .conftest import Jobs, running, until
 Connection = psycopg.Connection[Any]
 
 
-@pytest.fixture(params=["async", "sync"])
-def is_async(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "async")
-
-
 def define(app: App) -> list[str]:
     """Define a parent that awaits a running child and two that wait, of which one is a parent."""
     ended: list[str] = []

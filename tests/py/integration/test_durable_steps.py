@@ -15,7 +15,7 @@ import pytest
 
 from pgdefer import App, JobContext, JobFailed, RetryLater, StepChanged, current_job
 
-from .conftest import running
+from .conftest import running, steps
 
 Connection = psycopg.Connection[Any]
 
@@ -37,16 +37,6 @@ def note(line: str) -> None:
     with open({runs!r}, "a") as file:
         print(line, file=file)
 """
-
-
-@pytest.fixture(params=["async", "sync"])
-def is_async(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "async")
-
-
-def steps(conn: Connection, id: int) -> dict[str, Any]:
-    query = "select name, value from queue.steps where job_id = %s"
-    return dict(conn.execute(query, [id]).fetchall())
 
 
 async def test_each_call_of_a_decorated_function_is_a_step(

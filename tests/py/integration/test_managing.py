@@ -87,8 +87,8 @@ def test_each_method_has_its_twin() -> None:
         plain, other = (inspect.signature(getattr(kind, n)) for n in (name, f"{name}_async"))
         assert [*plain.parameters] == [*other.parameters]
         if name in METHODS:
-            assert plain.parameters["connection"].annotation == "AnyConnection | None"
-            assert other.parameters["connection"].annotation == "AnyAsyncConnection | None"
+            assert plain.parameters["connection"].annotation == "AnyConnection"
+            assert other.parameters["connection"].annotation == "AnyAsyncConnection"
 
 
 async def test_what_each_does(app: App, jobs: Jobs, call: Call) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from pgdefer import App
 from pgdefer.worker import executor, prefetch
 
-from .conftest import Jobs, give_up, running, until, wait_for
+from .conftest import Jobs, Program, give_up, running, until, wait_for
 
 pytestmark = pytest.mark.client
 
@@ -203,46 +202,24 @@ if __name__ == "__main__":
 """
 
 
-class Program:
-    """Workers in processes, which hold claims ahead once both jobs of `block` have started."""
-
-    def __init__(self, dsn: str, folder: Path) -> None:
-        self.ran, self.release = folder / "ran", folder / "release"
-        self._path = folder / "program.py"
-        self._path.write_text(PROGRAM.format(dsn=dsn, ran=str(self.ran), release=str(self.release)))
-        self.started: list[subprocess.Popen[str]] = []
-        self.app = App(dsn)
-        for task, n in (("quick", 300), ("block", 2), ("quick", 20)):
-            for _ in range(n):
-                self.app.defer(task)
-
-    def start(self, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, str(self._path), json.dumps(options)]
-        self.started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return self.started[-1]
-
-    def start_blocked(self, jobs: Jobs, **options: Any) -> subprocess.Popen[str]:
-        process = self.start(concurrency=2, **options)
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == ["started\n"] * 2
-        wait_for(lambda: shown(jobs) == {("running", 1): 20})
-        return process
-
-    def runs(self) -> list[int]:
-        return sorted(map(int, self.ran.read_text().split()))
-
-
 @pytest.fixture
-def program(dsn: str, tmp_path: Path) -> Iterator[Program]:
-    found = Program(dsn, tmp_path)
-    yield found
-    for process in found.started:
-        process.kill()
-        process.communicate()
+def program(app: App, dsn: str, tmp_path: Path) -> Iterator[Program]:
+    """Jobs of which workers hold some ahead once both jobs of `block` have started."""
+    for task, n in (("quick", 300), ("block", 2), ("quick", 20)):
+        for _ in range(n):
+            app.defer(task)
+    with contextlib.closing(Program(PROGRAM, dsn, tmp_path)) as found:
+        yield found
+
+
+def start_blocked(program: Program, jobs: Jobs, **options: Any) -> subprocess.Popen[str]:
+    process = program.start(lines=2, concurrency=2, **options)
+    wait_for(lambda: shown(jobs) == {("running", 1): 20})
+    return process
 
 
 def test_a_worker_that_is_killed(program: Program, jobs: Jobs, conn: Connection) -> None:
-    program.start_blocked(jobs).kill()
+    start_blocked(program, jobs).kill()
     give_up(conn)
     # Nobody knows which of them it had started: each may have killed it, and runs alone.
     assert shown(jobs) == {("ready", 1): 20}
@@ -251,22 +228,22 @@ def test_a_worker_that_is_killed(program: Program, jobs: Jobs, conn: Connection)
     assert set(jobs.states().values()) == {"succeeded"}
     assert shown(jobs) == {("succeeded", 2): 20}
     assert {row["crashes"] for row in jobs()[-20:]} == {1}
-    assert set(program.runs()) == {row["id"] for row in jobs() if row["task"] == "quick"}
+    assert set(program.ran()) == {row["id"] for row in jobs() if row["task"] == "quick"}
 
 
 def test_a_worker_that_freezes(program: Program, jobs: Jobs, conn: Connection) -> None:
     options = {"heartbeat_every": 0.3, "dead_after": 1.5}
-    frozen = program.start_blocked(jobs, **options)
+    frozen = start_blocked(program, jobs, **options)
     frozen.send_signal(signal.SIGSTOP)
     # Not by force: a worker that was silent for less than `dead_after` need not doubt its claims.
     wait_for(lambda: conn.execute("select from queue.reap() r where r.reaped > 0").fetchall())
     program.release.touch()
     assert program.start(drain=True).wait(300) == 0
     assert set(jobs.states().values()) == {"succeeded"}
-    ended = program.runs()
+    ended = sorted(program.ran())
     frozen.send_signal(signal.SIGCONT)
     wait_for(lambda: conn.execute("select count(*) from queue.workers where is_alive").fetchone())
     frozen.send_signal(signal.SIGTERM)
     assert frozen.wait(300) == 0
     # It has started none of those that it held: others have run them.
-    assert program.runs() == ended == sorted(set(ended))
+    assert sorted(program.ran()) == ended == sorted(set(ended))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import threading
 import time
 from typing import Any
 
@@ -23,29 +22,13 @@ from pgdefer import (
     current_job,
 )
 from pgdefer.database import sql
+from workers import working
 
 from .conftest import Jobs, running, until
 
 pytestmark = pytest.mark.client
 
 Connection = psycopg.Connection[Any]
-
-
-class InThread:
-    """A worker in a thread, so that a test can wait in its own."""
-
-    def __init__(self, app: App, **options: Any) -> None:
-        self.worker = Worker(app, **options)
-        self._thread = threading.Thread(target=self.worker.run)
-
-    def __enter__(self) -> Worker:
-        self._thread.start()
-        return self.worker
-
-    def __exit__(self, *_: object) -> None:
-        self.worker._loop.call_soon_threadsafe(self.worker.stop)
-        self._thread.join(300)
-        assert not self._thread.is_alive()
 
 
 def add_tasks(app: App) -> Any:
@@ -76,7 +59,7 @@ def add_tasks(app: App) -> Any:
 
 def test_results(app: App, conn: Connection) -> None:
     tasks = add_tasks(app)
-    with InThread(app):
+    with working(Worker(app)):
         assert tasks.double.defer(4).result() == 8
         assert tasks.slow.defer(0.3).result(300) == dt.timedelta(seconds=0.3)
         with pytest.raises(JobFailed, match="job 3 failed: ValueError: no") as failed:
@@ -120,7 +103,7 @@ def test_any_style(app: App, conn: Connection, style: str) -> None:
     def task() -> str:
         return current_job().extend(dt.timedelta(hours=1)).isoformat()
 
-    with InThread(app):
+    with working(Worker(app)):
         end = task.defer().result(300)
     assert dt.datetime.fromisoformat(end) > dt.datetime.now(dt.UTC)
     app.close()

@@ -10,13 +10,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 
 from pgdefer.database.server import EmbeddedServer, ServerError, find_binaries, temporary_server
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
@@ -35,13 +36,6 @@ def own(folder: Path) -> Iterator[EmbeddedServer]:
     server = EmbeddedServer(folder, settings={"fsync": "off"})
     yield server
     server.stop("immediate")
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 300) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
@@ -298,11 +292,11 @@ def test_it_stops_after_its_last_user_however_that_ended(folder: Path) -> None:
         users[1].communicate()
         time.sleep(1)  # no condition shows that it does not stop
         assert alive(pid)
-    wait_until(lambda: not alive(pid))
-    wait_until(lambda: not server.status().running)
+    wait_for(lambda: not alive(pid))
+    wait_for(lambda: not server.status().running)
     write_row(server.ensure_running())
     server.release()
-    wait_until(lambda: not server.status().running)
+    wait_for(lambda: not server.status().running)
     assert rows(server.ensure_running()) == 1
     server.stop()
 
@@ -314,8 +308,8 @@ def test_a_killed_process_leaves_no_temporary_server() -> None:
     pid, folder = user.stdout.readline().split()
     user.kill()
     user.communicate()
-    wait_until(lambda: not alive(int(pid)))
-    wait_until(lambda: not Path(folder).exists())
+    wait_for(lambda: not alive(int(pid)))
+    wait_for(lambda: not Path(folder).exists())
 
 
 @pytest.mark.long

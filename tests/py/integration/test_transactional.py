@@ -14,6 +14,7 @@ from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_async
 
 from pgdefer import App, Retry, RetryLater, current_job
+from support import url_of
 
 from .conftest import Jobs, running, until
 
@@ -218,13 +219,7 @@ class Effect(Base):
 
 @pytest.fixture
 def url(dsn: str) -> sa.URL:
-    info = psycopg.conninfo.conninfo_to_dict(dsn)
-    url = sa.URL.create(
-        "postgresql+psycopg",
-        username=str(info["user"]),
-        database=str(info["dbname"]),
-        query={"host": str(info["host"])},
-    )
+    url = url_of(dsn)
     engine = sa.create_engine(url)
     Base.metadata.create_all(engine)
     engine.dispose()

@@ -28,6 +28,7 @@ from pgdefer import (
     current_job,
     model_codec,
 )
+from support import url_of
 
 from .conftest import Jobs, give_up, running, until
 
@@ -588,13 +589,7 @@ class User(Base):
 
 @pytest.mark.parametrize("is_async", [True, False])
 async def test_rows_are_fetched_again(app: App, jobs: Jobs, dsn: str, is_async: bool) -> None:
-    info = psycopg.conninfo.conninfo_to_dict(dsn)
-    url = sa.URL.create(
-        "postgresql+psycopg",
-        username=str(info["user"]),
-        database=str(info["dbname"]),
-        query={"host": str(info["host"])},
-    )
+    url = url_of(dsn)
     engine = sa.create_engine(url)
     Base.metadata.create_all(engine)
     threads = set()

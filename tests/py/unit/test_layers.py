@@ -56,7 +56,7 @@ LAYERS = [
     worker.batch_runner
     worker.worker
     worker.stream worker.multi
-    app_calls app_calls_async app_manage app_manage_async
+    app_deferring app_deferring_async app_managing app_managing_async
     app
     pgdefer
     models alembic cli

@@ -25,8 +25,12 @@ nothing: Any = None
         lambda: app.publish("event", connection=nothing),
         lambda: app.pause("queue", connection=nothing),
         lambda: app.resume("queue", connection=nothing),
+        lambda: app.open_group("group", connection=nothing),
+        lambda: app.list_queues(connection=nothing),
+        lambda: app.job(1).cancel(connection=nothing),
         lambda: asyncio.run(app.defer_async("task", connection=nothing)),
         lambda: asyncio.run(app.defer_many_async([call], connection=nothing)),
+        lambda: asyncio.run(app.job(1).state_async(connection=nothing)),
     ],
 )
 def test_none_is_no_connection(defer: Callable[[], Any]) -> None:

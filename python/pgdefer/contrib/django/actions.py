@@ -1,4 +1,4 @@
-"""The common part of the admin's actions: permissions, and a message for each refused row."""
+"""The common part of the admin: lists, permissions, and a message for each refused row."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from django.contrib import messages
+from django.contrib.admin.views.main import ChangeList
 from django.contrib.auth import get_permission_codename
 from django.db import transaction
 from django.http import HttpRequest
@@ -13,7 +14,21 @@ from django.http import HttpRequest
 from pgdefer.contrib.django import conf
 from pgdefer.errors import PgDeferError
 
-__all__ = ["act", "act_on_each", "may"]
+__all__ = ["UncountedList", "act", "act_on_each", "may"]
+
+
+class UncountedList(ChangeList):
+    """A list of rows that were read without counting all there are."""
+
+    def show(self, request: HttpRequest, rows: Any, per_page: int) -> None:
+        """Set what Django's templates read, as `get_results` must."""
+        self.result_list = rows
+        self.result_count = len(rows)
+        self.full_result_count = None
+        self.show_full_result_count = False
+        self.show_admin_actions = True
+        self.can_show_all = self.multi_page = False
+        self.paginator = self.model_admin.get_paginator(request, rows, per_page)
 
 
 def may(request: HttpRequest, model: Any, what: str) -> bool:

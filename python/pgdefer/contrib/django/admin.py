@@ -11,7 +11,7 @@ from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
 from pgdefer.contrib.django import app
-from pgdefer.contrib.django.actions import act_on_each, may
+from pgdefer.contrib.django.actions import UncountedList, act_on_each, may
 from pgdefer.contrib.django.admin_jobs import JobAdmin
 from pgdefer.contrib.django.models import (
     Job,
@@ -42,19 +42,12 @@ admin.site.register(Job, JobAdmin)
 MAX_ROWS = 500
 
 
-class ViewChangeList(ChangeList):
+class ViewChangeList(UncountedList):
     """All rows on one page, read once: counting them costs as much as reading them."""
 
     def get_results(self, request: HttpRequest) -> None:
         """Read the rows."""
-        found: Any = list(self.queryset[:MAX_ROWS])
-        self.result_list = found
-        self.result_count = len(self.result_list)
-        self.full_result_count = None
-        self.show_full_result_count = False
-        self.show_admin_actions = True
-        self.can_show_all = self.multi_page = False
-        self.paginator = self.model_admin.get_paginator(request, found, MAX_ROWS)
+        self.show(request, list(self.queryset[:MAX_ROWS]), MAX_ROWS)
 
 
 class ViewAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
@@ -82,11 +75,6 @@ class ViewAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Nobody deletes a row of a view."""
         del request, obj
         return False
-
-    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return whether the user may view or change such rows."""
-        del obj
-        return may(request, self.model, "view") or may(request, self.model, "change")
 
     def has_operate_permission(self, request: HttpRequest) -> bool:
         """Return whether the user may act on such rows."""

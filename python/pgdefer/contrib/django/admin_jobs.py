@@ -16,10 +16,11 @@ from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext_lazy as _
 
 from pgdefer.contrib.django import app
-from pgdefer.contrib.django.actions import act, act_on_each, may
+from pgdefer.contrib.django.actions import UncountedList, act, act_on_each, may
 from pgdefer.contrib.django.models import Job
 from pgdefer.database import sql
 from pgdefer.errors import PgDeferError
+from pgdefer.options import ENDED
 
 __all__ = ["JobAdmin"]
 
@@ -44,7 +45,7 @@ OFFERED = {
     "hold": WAITING,
     "unhold": ("held",),
     "run_now": ("scheduled",),
-    "delete": (*WAITING, "held", "succeeded", "failed", "cancelled"),
+    "delete": (*WAITING, "held", *ENDED),
 }
 
 
@@ -94,7 +95,7 @@ class TaskFilter(_Filter):
     statement = sql.TASKS_LIKE
 
 
-class JobChangeList(ChangeList):
+class JobChangeList(UncountedList):
     """A page of jobs, newest first, and a link to older ones, without a count."""
 
     older: str | None = None
@@ -119,14 +120,7 @@ class JobChangeList(ChangeList):
             else:
                 ids.append(row[0])
         rows = {job.id: job for job in self.root_queryset.filter(id__in=ids)}
-        found: Any = [rows[id] for id in ids if id in rows]
-        self.result_list = found
-        self.result_count = len(self.result_list)
-        self.full_result_count = None
-        self.show_full_result_count = False
-        self.show_admin_actions = True
-        self.can_show_all = self.multi_page = False
-        self.paginator = self.model_admin.get_paginator(request, found, self.list_per_page)
+        self.show(request, [rows[id] for id in ids if id in rows], self.list_per_page)
         if before is not None:
             self.older = self.get_query_string({BEFORE: before})
 

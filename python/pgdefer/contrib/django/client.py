@@ -14,7 +14,7 @@ from pgdefer.client.base import tasks_json
 from pgdefer.client.client import Client
 from pgdefer.contrib.django.connections import DjangoSource
 from pgdefer.database import sql
-from pgdefer.database.callers import CallersConnection, Rows, is_django
+from pgdefer.database.callers import OWN, CallersConnection, Rows, is_django
 from pgdefer.database.execute import execute
 from pgdefer.errors import sqlstate_of
 from pgdefer.options import JobOptions
@@ -43,14 +43,14 @@ class DjangoClient(Client):
         self,
         statement: sql.Statement,
         parameters: Mapping[str, Any],
-        connection: CallersConnection | None = None,
+        connection: CallersConnection = OWN,
         *,
         tasks: Iterable[str] = (),
     ) -> Rows:
         """Run a statement on the caller's connection, or on this thread's Django connection."""
-        if connection is None and statement in _APART:
+        if connection is OWN and statement in _APART:
             return super().call(statement, parameters, tasks=tasks)
-        used: Any = connections[self.alias] if connection is None else connection
+        used: Any = connections[self.alias] if connection is OWN else connection
         if not is_django(used):
             return super().call(statement, parameters, used, tasks=tasks)
         if defaults := self.unregistered(tasks):
@@ -61,12 +61,12 @@ class DjangoClient(Client):
         self,
         statement: sql.Statement,
         parameters: Mapping[str, Any],
-        connection: CallersConnection | None = None,
+        connection: CallersConnection = OWN,
         *,
         tasks: Iterable[str] = (),
     ) -> Rows:
         """Do as `call`, in the thread that has Django's connection."""
-        if connection is not None and not is_django(connection):
+        if connection is not OWN and not is_django(connection):
             return await super().call_async(statement, parameters, connection, tasks=tasks)
         call = functools.partial(self.call, tasks=tuple(tasks))
         return await sync_to_async(call, thread_sensitive=True)(statement, parameters, connection)

@@ -8,6 +8,7 @@ from django.contrib.postgres.fields import ArrayField
 from django.core.checks import CheckMessage
 from django.db import models
 
+from pgdefer import options
 from pgdefer.contrib.django import conf
 from pgdefer.database.source import FIRST, LAST
 from pgdefer.errors import PgDeferError
@@ -100,18 +101,7 @@ def _to(model: str, column: str, related: str = "+") -> Any:
 class Job(View):
     """A job, in its state as far as the database knows it."""
 
-    STATES: ClassVar[tuple[str, ...]] = (
-        "scheduled",
-        "waiting",
-        "upstream_failed",
-        "blocked",
-        "ready",
-        "running",
-        "held",
-        "succeeded",
-        "failed",
-        "cancelled",
-    )
+    STATES: ClassVar[tuple[str, ...]] = options.STATES
 
     id = models.BigIntegerField(primary_key=True)
     task = models.TextField()

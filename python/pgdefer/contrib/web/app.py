@@ -21,7 +21,7 @@ from .actions import ACTIONS
 from .database import ABOUT, Database, LoginRefused, Refused, Unreachable, login_with
 from .figures import Figures
 from .sessions import Session, Sessions
-from .text import path_of
+from .text import path_of, root_of
 from .views import VIEWS
 from .visit import BadRequest, Form, NotFound, TooLarge, Visit, read_form, templates
 
@@ -126,7 +126,7 @@ class Page:
                 return view(visit)
 
         async def answer(request: Request) -> Response:
-            return await self._answer(request, Form({}), read)
+            return await run_in_threadpool(self._answer, request, Form({}), read)
 
         return answer
 
@@ -147,14 +147,11 @@ class Page:
                 return _failure(request, 413, "The form is too large.")
             except BadRequest:
                 return _failure(request, 400, "The form can't be read.")
-            return await self._answer(request, form, write)
+            return await run_in_threadpool(self._answer, request, form, write)
 
         return answer
 
-    async def _answer(self, request: Request, form: Form, handler: Handler) -> Response:
-        return await run_in_threadpool(self._answer_now, request, form, handler)
-
-    def _answer_now(self, request: Request, form: Form, handler: Handler) -> Response:
+    def _answer(self, request: Request, form: Form, handler: Handler) -> Response:
         try:
             session = self._session(request)
             if session is None:
@@ -179,7 +176,7 @@ class Page:
             return _failure(request, 403, "The proxy has named no role that may see this page.")
         query = {"next": _below(request)} if request.method == "GET" else {}
         tail = f"?{urllib.parse.urlencode(query)}" if query else ""
-        return RedirectResponse(f"{_root(request)}/login{tail}", 303)
+        return RedirectResponse(f"{root_of(request)}/login{tail}", 303)
 
     def _session(self, request: Request) -> Session | None:
         session = self._sessions.get(request.cookies.get(COOKIE, ""))
@@ -213,7 +210,7 @@ class Page:
 
     async def _login(self, request: Request) -> Response:
         if self._role_header is not None:
-            return RedirectResponse(f"{_root(request)}/", 303)
+            return RedirectResponse(f"{root_of(request)}/", 303)
         if request.method == "GET":
             return _login_page(request)
         try:
@@ -252,9 +249,9 @@ class Page:
             return again(refused.message, 403)
         target = form.text("next")
         path = target if target.startswith("/") and not target.startswith(("//", "/\\")) else "/"
-        response = RedirectResponse(f"{_root(request)}{path}", 303)
+        response = RedirectResponse(f"{root_of(request)}{path}", 303)
         _set_cookie(request, response, COOKIE, session.name)
-        response.delete_cookie(LOGIN_COOKIE, path=_root(request) or "/")
+        response.delete_cookie(LOGIN_COOKIE, path=root_of(request) or "/")
         return response
 
     async def _logout(self, request: Request) -> Response:
@@ -262,8 +259,8 @@ class Page:
         session = self._sessions.get(request.cookies.get(COOKIE, ""))
         if session is not None and session.has_sent(form.text("token")):
             self._sessions.drop(session)
-        response = RedirectResponse(f"{_root(request)}/login", 303)
-        response.delete_cookie(COOKIE, path=_root(request) or "/")
+        response = RedirectResponse(f"{root_of(request)}/login", 303)
+        response.delete_cookie(COOKIE, path=root_of(request) or "/")
         return response
 
 
@@ -275,10 +272,6 @@ def _static(name: str) -> Callable[[Request], Any]:
         return Response(body, media_type=STATIC[name], headers=headers)
 
     return answer
-
-
-def _root(request: Request) -> str:
-    return str(request.scope.get("root_path", "")).rstrip("/")
 
 
 def _below(request: Request) -> str:
@@ -298,7 +291,7 @@ def _set_cookie(request: Request, response: Response, name: str, value: str) -> 
     response.set_cookie(
         name,
         value,
-        path=_root(request) or "/",
+        path=root_of(request) or "/",
         httponly=True,
         samesite="lax" if name == COOKIE else "strict",
         secure=request.url.scheme == "https",
@@ -313,7 +306,7 @@ def _login_page(
     target = sent.text("next") if sent else request.query_params.get("next", "/")
     role = sent.text("role") if sent else ""
     body = templates.get_template("login.html").render(
-        root=_root(request), told=told, token=token, next=target, role=role
+        root=root_of(request), told=told, token=token, next=target, role=role
     )
     response = HTMLResponse(body, status)
     _set_cookie(request, response, LOGIN_COOKIE, token)
@@ -354,7 +347,7 @@ def _failure(
     again: bool = False,
 ) -> Response:
     body = templates.get_template("error.html").render(
-        root=_root(request), message=message, detail=detail, hint=hint, again=again
+        root=root_of(request), message=message, detail=detail, hint=hint, again=again
     )
     return HTMLResponse(body, status)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["Plot", "bars", "lasting", "lines"]
+__all__ = ["Plot", "bar_plot", "duration", "line_plot"]
 
 WIDTH, HEIGHT = 1000.0, 100.0
 
@@ -15,55 +15,57 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """Rectangles (x, y, width, height, name) or lines (points, name), and the value at the top."""
+    """Rectangles (x, y, width, height, name) or lines (points, name), and the greatest value."""
 
-    top: float
+    most: float
     rectangles: list[tuple[float, float, float, float, str]]
     lines: list[tuple[str, str]]
 
 
-def bars(rows: Sequence[Row], names: Sequence[str]) -> Plot:
+def bar_plot(rows: Sequence[Row], names: Sequence[str]) -> Plot:
     """Return stacked bars: for each row, its value of each name."""
-    top = max((sum(row[name] for name in names) for row in rows), default=0)
-    wide = WIDTH / max(len(rows), 1)
-    found = []
-    for place, row in enumerate(rows):
-        below = HEIGHT
+    most = max((sum(row[name] for name in names) for row in rows), default=0)
+    step = WIDTH / max(len(rows), 1)
+    rectangles = []
+    for number, row in enumerate(rows):
+        y = HEIGHT
         for name in names:
             if row[name]:
-                height = HEIGHT * row[name] / top
-                below -= height
-                x, width = round(place * wide, 2), round(wide * 0.85, 2)
-                found.append((x, round(below, 2), width, round(height, 2), name))
-    return Plot(top, found, [])
+                height = HEIGHT * row[name] / most
+                y -= height
+                x, width = round(number * step, 2), round(step * 0.85, 2)
+                rectangles.append((x, round(y, 2), width, round(height, 2), name))
+    return Plot(most, rectangles, [])
 
 
-def lines(rows: Sequence[Row], names: Sequence[str]) -> Plot:
+def line_plot(rows: Sequence[Row], names: Sequence[str]) -> Plot:
     """Return a line for each name, broken where a row has no value."""
-    values = [row[name] for row in rows for name in names if row[name] is not None]
-    top = max(values, default=0)
-    found = [(" ".join(points), name) for name in names for points in _runs(rows, name, top or 1)]
-    return Plot(top, [], found)
+    most = max((row[name] for row in rows for name in names if row[name] is not None), default=0)
+    lines = [
+        (" ".join(points), name) for name in names for points in _pieces(rows, name, most or 1)
+    ]
+    return Plot(most, [], lines)
 
 
-def _runs(rows: Sequence[Row], name: str, top: float) -> Iterator[list[str]]:
-    wide = WIDTH / max(len(rows), 1)
+def _pieces(rows: Sequence[Row], name: str, most: float) -> Iterator[list[str]]:
+    """Yield the points of each piece of a line."""
+    step = WIDTH / max(len(rows), 1)
     points: list[str] = []
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         if row[name] is None:
             if points:
                 yield points
             points = []
             continue
-        y = round(HEIGHT - HEIGHT * row[name] / top, 2)
-        # a step as wide as the row, so that a value without neighbours is seen
-        points += [f"{place * wide:.2f},{y}", f"{(place + 1) * wide:.2f},{y}"]
+        y = round(HEIGHT - HEIGHT * row[name] / most, 2)
+        # as wide as the row, so that a value without neighbours is seen
+        points += [f"{number * step:.2f},{y}", f"{(number + 1) * step:.2f},{y}"]
     if points:
         yield points
 
 
-def lasting(seconds: float | None) -> str:
-    """Return a time as the plots and tables show it, to two or three digits."""
+def duration(seconds: float | None) -> str:
+    """Return a duration as the plots and tables show it, to two or three digits."""
     if seconds is None:
         return ""
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")):

@@ -99,11 +99,6 @@ select id, name, array_to_string(queues, ', ') as queues, registered_at, last_se
 from queue.workers order by is_alive desc, running desc, id limit 500
 """
 
-RUNNING = """
-select id, worker_id, task, queue, started_at from queue.jobs
-where state = 'running' and worker_id = %(worker)s order by id desc limit 50
-"""
-
 TASKS = """
 select name, left(defaults::text, 2000) as defaults from queue.tasks order by name limit 1000
 """

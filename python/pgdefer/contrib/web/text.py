@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-__all__ = ["cut", "moment", "path_of", "plain"]
+__all__ = ["cut", "moment", "path_of", "plain", "root_of"]
 
 # Control characters, and those that change the direction or hide what follows.
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
@@ -32,6 +32,11 @@ def cut(value: Any, size: int) -> str:
 def moment(value: str | None) -> str:
     """Return a time as the pages show it: UTC, to the second."""
     return "" if value is None else re.sub(r"(\.\d+)?\+00$", "", value)
+
+
+def root_of(request: Request) -> str:
+    """Return the path under which the page is mounted, empty if it is the whole site."""
+    return str(request.scope.get("root_path", "")).rstrip("/")
 
 
 def path_of(request: Request) -> str:

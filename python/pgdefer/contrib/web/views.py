@@ -25,7 +25,6 @@ def now(visit: Visit) -> Response:
     may = visit.session
     return visit.page(
         "now.html",
-        sees_health=may.sees("health"),
         health=visit.figure(queries.HEALTH) if may.sees("health") else None,
         metrics=visit.figure(queries.METRICS) if may.sees("metrics") else None,
         series=visit.figure(queries.SERIES) if may.sees("series") else None,
@@ -70,7 +69,7 @@ def job(visit: Visit) -> Response:
 
 def queues(visit: Visit) -> Response:
     """List queues, with their limits."""
-    return visit.page("queues.html", queues=visit.read(queries.QUEUES), done=None)
+    return visit.page("queues.html", queues=visit.read(queries.QUEUES))
 
 
 def locks(visit: Visit) -> Response:
@@ -140,8 +139,8 @@ VIEWS = {
     "/schedule": (schedule, None, "schedules"),
 }
 
-templates.globals |= {"bars": plots.bars, "lines": plots.lines}
-templates.filters["lasting"] = plots.lasting
+templates.globals |= {"bar_plot": plots.bar_plot, "line_plot": plots.line_plot}
+templates.filters["duration"] = plots.duration
 templates.globals["places"] = [
     (path, label, needs) for path, (_, label, needs) in VIEWS.items() if label is not None
 ]

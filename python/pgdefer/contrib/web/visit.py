@@ -70,10 +70,6 @@ class Form:
         """Return whether a box is checked."""
         return self.text(name) != ""
 
-    def all(self) -> list[tuple[str, str]]:
-        """Return all fields."""
-        return [(name, value) for name, values in self._fields.items() for value in values]
-
 
 def whole(value: str) -> int:
     """Return a number that fits into a bigint."""
@@ -113,7 +109,7 @@ class Visit:
     @property
     def root(self) -> str:
         """Return the path under which the page is mounted."""
-        return str(self.request.scope.get("root_path", "")).rstrip("/")
+        return text.root_of(self.request)
 
     def read(self, statement: str, **values: Any) -> list[dict[str, Any]]:
         """Return the rows of a statement of this visit."""
@@ -135,7 +131,6 @@ class Visit:
             can_log_out=self.can_log_out,
             path=text.path_of(self.request),
             statements=statements,
-            query=self.query,
             **values,
         )
         return HTMLResponse(body, status)

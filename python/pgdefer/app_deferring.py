@@ -1,5 +1,5 @@
-# Generated from app_calls_async.py: change that, and run `make generate`.
-"""The calls of an App."""
+# Generated from app_deferring_async.py: change that, and run `make generate`.
+"""An App's calls that defer jobs, and wait for their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 from pgdefer.database import sql
-from pgdefer.database.callers import OWN, AnyConnection, CallersConnection, callers_own
+from pgdefer.database.callers import OWN, AnyConnection
 from pgdefer.options import DeferOptions, HasId, job_id, to_json
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
@@ -18,11 +18,11 @@ from pgdefer.tasks.prepared import PreparedJob, check_prepared, prepare
 from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.submit import submit, submit_chain, submit_many
 
-__all__ = ["AppCalls"]
+__all__ = ["Deferring"]
 
 
-class AppCalls(Registry):
-    """The calls of an App, on its own connections or on the caller's."""
+class Deferring(Registry):
+    """Deferring jobs and publishing events, on the app's connections or on the caller's."""
 
     # Deferring
 
@@ -36,19 +36,19 @@ class AppCalls(Registry):
     ) -> Job[Any]:
         """Defer a job of a task that need not be known here; its arguments are not checked."""
         call = prepare(self.client, task, args, options)
-        return submit(self.client, call, callers_own(connection))
+        return submit(self.client, call, connection)
 
     def defer_many(
-        self, calls: Iterable[PreparedJob[Any]], *, connection: CallersConnection = OWN
+        self, calls: Iterable[PreparedJob[Any]], *, connection: AnyConnection = OWN
     ) -> list[Job[Any]]:
         """Defer many jobs at once, of any tasks, all or none; in the order of the calls."""
-        return submit_many(self.client, check_prepared(calls), callers_own(connection))
+        return submit_many(self.client, check_prepared(calls), connection)
 
     def chain(
         self, calls: Iterable[PreparedJob[Any]], *, connection: AnyConnection = OWN
     ) -> list[Job[Any]]:
         """Defer jobs, each of which needs the one before it."""
-        return submit_chain(self.client, check_prepared(calls), callers_own(connection))
+        return submit_chain(self.client, check_prepared(calls), connection)
 
     def publish(
         self,
@@ -65,7 +65,7 @@ class AppCalls(Registry):
         """
         text = self.client.codec.dumps({} if payload is None else payload)
         parameters = {"event": event, "payload": text, "retain": to_json("retain", retain)}
-        ((is_first,),) = self.client.call(sql.PUBLISH, parameters, callers_own(connection))
+        ((is_first,),) = self.client.call(sql.PUBLISH, parameters, connection)
         return bool(is_first)
 
     def open_group(
@@ -75,7 +75,7 @@ class AppCalls(Registry):
         on_end: PreparedJob[Any] | None = None,
         on_success: PreparedJob[Any] | None = None,
         on_failure: PreparedJob[Any] | None = None,
-        connection: AnyConnection | None = None,
+        connection: AnyConnection = OWN,
     ) -> OpenGroup:
         """Open a group, which jobs join by `group=name` until it is closed.
 
@@ -93,43 +93,7 @@ class AppCalls(Registry):
         rows = self.client.call(sql.OPEN_GROUP, parameters, connection, tasks=tasks)
         return OpenGroup(self.client, name, bool(rows[0][0]), connection)
 
-    # Queues
-
-    def pause(
-        self,
-        queue: str | None = None,
-        *,
-        task: str | None = None,
-        until: dt.datetime | None = None,
-        connection: AnyConnection = OWN,
-    ) -> int:
-        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
-
-        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
-        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
-        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
-        """
-        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
-        ((jobs,),) = self.client.call(sql.PAUSE, parameters, callers_own(connection))
-        return int(jobs)
-
-    def resume(
-        self,
-        queue: str | None = None,
-        *,
-        task: str | None = None,
-        connection: AnyConnection = OWN,
-    ) -> int:
-        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
-
-        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
-        queue stays. Returns and raises as `pause`.
-        """
-        parameters = {"queue": queue, "task": task}
-        ((jobs,),) = self.client.call(sql.RESUME, parameters, callers_own(connection))
-        return int(jobs)
-
-    # Jobs
+    # Asking
 
     def result(self, job: int | HasId, timeout: float | None = None) -> Any:
         """Wait until a job has succeeded, for at most `timeout` seconds, and return its result.

@@ -1,4 +1,4 @@
-"""The calls of an App."""
+"""An App's calls that defer jobs, and wait for their results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 from pgdefer.database import sql
-from pgdefer.database.callers import OWN, AnyAsyncConnection, CallersConnection, callers_own
+from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.options import DeferOptions, HasId, job_id, to_json
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
@@ -17,11 +17,11 @@ from pgdefer.tasks.prepared import PreparedJob, check_prepared, prepare
 from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.submit_async import submit_async, submit_chain_async, submit_many_async
 
-__all__ = ["AsyncAppCalls"]
+__all__ = ["AsyncDeferring"]
 
 
-class AsyncAppCalls(Registry):
-    """The calls of an App, on its own connections or on the caller's."""
+class AsyncDeferring(Registry):
+    """Deferring jobs and publishing events, on the app's connections or on the caller's."""
 
     # Deferring
 
@@ -35,19 +35,19 @@ class AsyncAppCalls(Registry):
     ) -> Job[Any]:
         """Defer a job of a task that need not be known here; its arguments are not checked."""
         call = prepare(self.client, task, args, options)
-        return await submit_async(self.client, call, callers_own(connection))
+        return await submit_async(self.client, call, connection)
 
     async def defer_many_async(
-        self, calls: Iterable[PreparedJob[Any]], *, connection: CallersConnection = OWN
+        self, calls: Iterable[PreparedJob[Any]], *, connection: AnyAsyncConnection = OWN
     ) -> list[Job[Any]]:
         """Defer many jobs at once, of any tasks, all or none; in the order of the calls."""
-        return await submit_many_async(self.client, check_prepared(calls), callers_own(connection))
+        return await submit_many_async(self.client, check_prepared(calls), connection)
 
     async def chain_async(
         self, calls: Iterable[PreparedJob[Any]], *, connection: AnyAsyncConnection = OWN
     ) -> list[Job[Any]]:
         """Defer jobs, each of which needs the one before it."""
-        return await submit_chain_async(self.client, check_prepared(calls), callers_own(connection))
+        return await submit_chain_async(self.client, check_prepared(calls), connection)
 
     async def publish_async(
         self,
@@ -64,9 +64,7 @@ class AsyncAppCalls(Registry):
         """
         text = self.client.codec.dumps({} if payload is None else payload)
         parameters = {"event": event, "payload": text, "retain": to_json("retain", retain)}
-        ((is_first,),) = await self.client.call_async(
-            sql.PUBLISH, parameters, callers_own(connection)
-        )
+        ((is_first,),) = await self.client.call_async(sql.PUBLISH, parameters, connection)
         return bool(is_first)
 
     async def open_group_async(
@@ -76,7 +74,7 @@ class AsyncAppCalls(Registry):
         on_end: PreparedJob[Any] | None = None,
         on_success: PreparedJob[Any] | None = None,
         on_failure: PreparedJob[Any] | None = None,
-        connection: AnyAsyncConnection | None = None,
+        connection: AnyAsyncConnection = OWN,
     ) -> OpenGroup:
         """Open a group, which jobs join by `group=name` until it is closed.
 
@@ -94,43 +92,7 @@ class AsyncAppCalls(Registry):
         rows = await self.client.call_async(sql.OPEN_GROUP, parameters, connection, tasks=tasks)
         return OpenGroup(self.client, name, bool(rows[0][0]), connection)
 
-    # Queues
-
-    async def pause_async(
-        self,
-        queue: str | None = None,
-        *,
-        task: str | None = None,
-        until: dt.datetime | None = None,
-        connection: AnyAsyncConnection = OWN,
-    ) -> int:
-        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
-
-        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
-        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
-        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
-        """
-        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
-        ((jobs,),) = await self.client.call_async(sql.PAUSE, parameters, callers_own(connection))
-        return int(jobs)
-
-    async def resume_async(
-        self,
-        queue: str | None = None,
-        *,
-        task: str | None = None,
-        connection: AnyAsyncConnection = OWN,
-    ) -> int:
-        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
-
-        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
-        queue stays. Returns and raises as `pause`.
-        """
-        parameters = {"queue": queue, "task": task}
-        ((jobs,),) = await self.client.call_async(sql.RESUME, parameters, callers_own(connection))
-        return int(jobs)
-
-    # Jobs
+    # Asking
 
     async def result_async(self, job: int | HasId, timeout: float | None = None) -> Any:  # noqa: ASYNC109
         """Wait until a job has succeeded, for at most `timeout` seconds, and return its result.

@@ -1,5 +1,5 @@
-# Generated from app_manage_async.py: change that, and run `make generate`.
-"""An App's calls for operators."""
+# Generated from app_managing_async.py: change that, and run `make generate`.
+"""An App's calls for operators: what is there, and how to change it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Unpack
 
 from pgdefer.database import sql
-from pgdefer.database.callers import AnyConnection
+from pgdefer.database.callers import OWN, AnyConnection
 from pgdefer.errors import refused
 from pgdefer.options import HasId, JobOptions, RecurringOptions, as_list, job_id, to_json
 from pgdefer.tasks.infos import (
@@ -34,7 +34,7 @@ __all__ = ["Managing"]
 
 
 class Managing(Registry):
-    """Each call takes a `connection` of the caller, as deferring does."""
+    """Lists, queues, schedules and many jobs. Each call takes a `connection`, as deferring does."""
 
     # Reading
 
@@ -48,7 +48,7 @@ class Managing(Registry):
         by: Literal["text", "path", "key"] = "text",
         before: int | None = None,
         max_jobs: int = 100,
-        connection: AnyConnection | None = None,
+        connection: AnyConnection = OWN,
     ) -> list[JobInfo]:
         """Return jobs, newest first, also finished ones; with `before`, those with smaller ids.
 
@@ -68,57 +68,93 @@ class Managing(Registry):
         rows = self.client.call(sql.LIST_JOBS, parameters, connection)
         return [JobInfo(*row) for row in rows]
 
-    def list_queues(self, *, connection: AnyConnection | None = None) -> list[QueueInfo]:
+    def list_queues(self, *, connection: AnyConnection = OWN) -> list[QueueInfo]:
         """Return the queues, by name."""
         rows = self.client.call(sql.QUEUES, {}, connection)
         return [QueueInfo(*row) for row in rows]
 
-    def list_tasks(self, *, connection: AnyConnection | None = None) -> list[TaskInfo]:
+    def list_tasks(self, *, connection: AnyConnection = OWN) -> list[TaskInfo]:
         """Return the tasks that are registered in the database, by name."""
         rows = self.client.call(sql.LIST_TASKS, {}, connection)
         return [TaskInfo(*row) for row in rows]
 
-    def list_locks(self, *, connection: AnyConnection | None = None) -> list[LockInfo]:
+    def list_locks(self, *, connection: AnyConnection = OWN) -> list[LockInfo]:
         """Return the locks of unfinished jobs, those with the most waiting jobs first."""
         rows = self.client.call(sql.LOCKS, {}, connection)
         return [LockInfo(*row) for row in rows]
 
-    def list_slots(self, *, connection: AnyConnection | None = None) -> list[SlotInfo]:
+    def list_slots(self, *, connection: AnyConnection = OWN) -> list[SlotInfo]:
         """Return the limits, and how much of each is in use."""
         rows = self.client.call(sql.SEMAPHORES, {}, connection)
         return [SlotInfo(*row) for row in rows]
 
-    def list_shares(self, *, connection: AnyConnection | None = None) -> list[ShareInfo]:
+    def list_shares(self, *, connection: AnyConnection = OWN) -> list[ShareInfo]:
         """Return the shares, by queue and priority."""
         rows = self.client.call(sql.SHARES, {}, connection)
         return [ShareInfo(*row) for row in rows]
 
     def list_groups(
-        self, name: str | None = None, *, connection: AnyConnection | None = None
+        self, name: str | None = None, *, connection: AnyConnection = OWN
     ) -> list[GroupInfo]:
         """Return the groups, or the one of a name, newest first."""
         rows = self.client.call(sql.GROUPS, {"name": name}, connection)
         return [GroupInfo(*row) for row in rows]
 
-    def list_workers(self, *, connection: AnyConnection | None = None) -> list[WorkerInfo]:
+    def list_workers(self, *, connection: AnyConnection = OWN) -> list[WorkerInfo]:
         """Return the workers, including those that have gone within the last minute."""
         rows = self.client.call(sql.LIST_WORKERS, {}, connection)
         return [WorkerInfo(*row) for row in rows]
 
-    def list_schedules(self, *, connection: AnyConnection | None = None) -> list[ScheduleInfo]:
+    def list_schedules(self, *, connection: AnyConnection = OWN) -> list[ScheduleInfo]:
         """Return the schedules, by name."""
         rows = self.client.call(sql.LIST_SCHEDULES, {}, connection)
         return [ScheduleInfo(*row) for row in rows]
 
-    def stats(self, *, connection: AnyConnection | None = None) -> list[TaskStats]:
+    def stats(self, *, connection: AnyConnection = OWN) -> list[TaskStats]:
         """Return the numbers of jobs, by queue and task."""
         rows = self.client.call(sql.TASK_STATS, {}, connection)
         return [TaskStats(*row) for row in rows]
 
-    def health(self, *, connection: AnyConnection | None = None) -> list[HealthCheck]:
+    def health(self, *, connection: AnyConnection = OWN) -> list[HealthCheck]:
         """Return a row for each check of what may stop or slow the queue."""
-        rows = self.client.call(sql.HEALTH_CHECKS, {}, connection)
+        rows = self.client.call(sql.HEALTH, {}, connection)
         return [HealthCheck(*row) for row in rows]
+
+    # Queues
+
+    def pause(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        until: dt.datetime | None = None,
+        connection: AnyConnection = OWN,
+    ) -> int:
+        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
+
+        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
+        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
+        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
+        """
+        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
+        ((jobs,),) = self.client.call(sql.PAUSE, parameters, connection)
+        return int(jobs)
+
+    def resume(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        connection: AnyConnection = OWN,
+    ) -> int:
+        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
+
+        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
+        queue stays. Returns and raises as `pause`.
+        """
+        parameters = {"queue": queue, "task": task}
+        ((jobs,),) = self.client.call(sql.RESUME, parameters, connection)
+        return int(jobs)
 
     # Schedules
 
@@ -130,7 +166,7 @@ class Managing(Registry):
         args: Mapping[str, Any] | None = None,
         *,
         timezone: str = "UTC",
-        connection: AnyConnection | None = None,
+        connection: AnyConnection = OWN,
         **options: Unpack[RecurringOptions],
     ) -> dt.datetime | None:
         """Create or change a schedule, a customer's for example; return its next run.
@@ -154,12 +190,12 @@ class Managing(Registry):
         found: dt.datetime | None = next_run
         return found
 
-    def unschedule(self, name: str, *, connection: AnyConnection | None = None) -> bool:
+    def unschedule(self, name: str, *, connection: AnyConnection = OWN) -> bool:
         """Remove a schedule; return whether there was one."""
-        ((was_there,),) = self.client.call(sql.UNSCHEDULE_ONE, {"name": name}, connection)
+        ((was_there,),) = self.client.call(sql.UNSCHEDULE, {"name": name}, connection)
         return bool(was_there)
 
-    def run_now(self, name: str, *, connection: AnyConnection | None = None) -> Job[Any]:
+    def run_now(self, name: str, *, connection: AnyConnection = OWN) -> Job[Any]:
         """Defer a job of a schedule now, in addition to its runs."""
         ((id,),) = self.client.call(sql.RUN_NOW, {"name": name}, connection)
         return Job(id, self.client)
@@ -172,7 +208,7 @@ class Managing(Registry):
         *,
         queue: str | None = None,
         max_jobs: int = 1000,
-        connection: AnyConnection | None = None,
+        connection: AnyConnection = OWN,
     ) -> list[Job[Any]]:
         """Run failed jobs again, oldest first; return those that will run."""
         name = task.name if isinstance(task, Task) else task
@@ -186,7 +222,7 @@ class Managing(Registry):
         queue: str,
         *,
         force: bool = False,
-        connection: AnyConnection | None = None,
+        connection: AnyConnection = OWN,
     ) -> None:
         """Move jobs to another queue. Raises the error of the first job that is refused."""
         ids = [job_id(job) for job in as_list("jobs", jobs)]
@@ -201,7 +237,7 @@ class Managing(Registry):
         *,
         older_than: dt.timedelta | None = None,
         max_jobs: int = 1000,
-        connection: AnyConnection | None = None,
+        connection: AnyConnection = OWN,
     ) -> int:
         """Delete finished jobs whose retention is over; return their number.
 

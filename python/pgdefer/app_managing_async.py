@@ -1,4 +1,4 @@
-"""An App's calls for operators."""
+"""An App's calls for operators: what is there, and how to change it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Unpack
 
 from pgdefer.database import sql
-from pgdefer.database.callers import AnyAsyncConnection
+from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.errors import refused
 from pgdefer.options import HasId, JobOptions, RecurringOptions, as_list, job_id, to_json
 from pgdefer.tasks.infos import (
@@ -33,7 +33,7 @@ __all__ = ["AsyncManaging"]
 
 
 class AsyncManaging(Registry):
-    """Each call takes a `connection` of the caller, as deferring does."""
+    """Lists, queues, schedules and many jobs. Each call takes a `connection`, as deferring does."""
 
     # Reading
 
@@ -47,7 +47,7 @@ class AsyncManaging(Registry):
         by: Literal["text", "path", "key"] = "text",
         before: int | None = None,
         max_jobs: int = 100,
-        connection: AnyAsyncConnection | None = None,
+        connection: AnyAsyncConnection = OWN,
     ) -> list[JobInfo]:
         """Return jobs, newest first, also finished ones; with `before`, those with smaller ids.
 
@@ -67,73 +67,95 @@ class AsyncManaging(Registry):
         rows = await self.client.call_async(sql.LIST_JOBS, parameters, connection)
         return [JobInfo(*row) for row in rows]
 
-    async def list_queues_async(
-        self, *, connection: AnyAsyncConnection | None = None
-    ) -> list[QueueInfo]:
+    async def list_queues_async(self, *, connection: AnyAsyncConnection = OWN) -> list[QueueInfo]:
         """Return the queues, by name."""
         rows = await self.client.call_async(sql.QUEUES, {}, connection)
         return [QueueInfo(*row) for row in rows]
 
-    async def list_tasks_async(
-        self, *, connection: AnyAsyncConnection | None = None
-    ) -> list[TaskInfo]:
+    async def list_tasks_async(self, *, connection: AnyAsyncConnection = OWN) -> list[TaskInfo]:
         """Return the tasks that are registered in the database, by name."""
         rows = await self.client.call_async(sql.LIST_TASKS, {}, connection)
         return [TaskInfo(*row) for row in rows]
 
-    async def list_locks_async(
-        self, *, connection: AnyAsyncConnection | None = None
-    ) -> list[LockInfo]:
+    async def list_locks_async(self, *, connection: AnyAsyncConnection = OWN) -> list[LockInfo]:
         """Return the locks of unfinished jobs, those with the most waiting jobs first."""
         rows = await self.client.call_async(sql.LOCKS, {}, connection)
         return [LockInfo(*row) for row in rows]
 
-    async def list_slots_async(
-        self, *, connection: AnyAsyncConnection | None = None
-    ) -> list[SlotInfo]:
+    async def list_slots_async(self, *, connection: AnyAsyncConnection = OWN) -> list[SlotInfo]:
         """Return the limits, and how much of each is in use."""
         rows = await self.client.call_async(sql.SEMAPHORES, {}, connection)
         return [SlotInfo(*row) for row in rows]
 
-    async def list_shares_async(
-        self, *, connection: AnyAsyncConnection | None = None
-    ) -> list[ShareInfo]:
+    async def list_shares_async(self, *, connection: AnyAsyncConnection = OWN) -> list[ShareInfo]:
         """Return the shares, by queue and priority."""
         rows = await self.client.call_async(sql.SHARES, {}, connection)
         return [ShareInfo(*row) for row in rows]
 
     async def list_groups_async(
-        self, name: str | None = None, *, connection: AnyAsyncConnection | None = None
+        self, name: str | None = None, *, connection: AnyAsyncConnection = OWN
     ) -> list[GroupInfo]:
         """Return the groups, or the one of a name, newest first."""
         rows = await self.client.call_async(sql.GROUPS, {"name": name}, connection)
         return [GroupInfo(*row) for row in rows]
 
-    async def list_workers_async(
-        self, *, connection: AnyAsyncConnection | None = None
-    ) -> list[WorkerInfo]:
+    async def list_workers_async(self, *, connection: AnyAsyncConnection = OWN) -> list[WorkerInfo]:
         """Return the workers, including those that have gone within the last minute."""
         rows = await self.client.call_async(sql.LIST_WORKERS, {}, connection)
         return [WorkerInfo(*row) for row in rows]
 
     async def list_schedules_async(
-        self, *, connection: AnyAsyncConnection | None = None
+        self, *, connection: AnyAsyncConnection = OWN
     ) -> list[ScheduleInfo]:
         """Return the schedules, by name."""
         rows = await self.client.call_async(sql.LIST_SCHEDULES, {}, connection)
         return [ScheduleInfo(*row) for row in rows]
 
-    async def stats_async(self, *, connection: AnyAsyncConnection | None = None) -> list[TaskStats]:
+    async def stats_async(self, *, connection: AnyAsyncConnection = OWN) -> list[TaskStats]:
         """Return the numbers of jobs, by queue and task."""
         rows = await self.client.call_async(sql.TASK_STATS, {}, connection)
         return [TaskStats(*row) for row in rows]
 
-    async def health_async(
-        self, *, connection: AnyAsyncConnection | None = None
-    ) -> list[HealthCheck]:
+    async def health_async(self, *, connection: AnyAsyncConnection = OWN) -> list[HealthCheck]:
         """Return a row for each check of what may stop or slow the queue."""
-        rows = await self.client.call_async(sql.HEALTH_CHECKS, {}, connection)
+        rows = await self.client.call_async(sql.HEALTH, {}, connection)
         return [HealthCheck(*row) for row in rows]
+
+    # Queues
+
+    async def pause_async(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        until: dt.datetime | None = None,
+        connection: AnyAsyncConnection = OWN,
+    ) -> int:
+        """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
+
+        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
+        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
+        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
+        """
+        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
+        ((jobs,),) = await self.client.call_async(sql.PAUSE, parameters, connection)
+        return int(jobs)
+
+    async def resume_async(
+        self,
+        queue: str | None = None,
+        *,
+        task: str | None = None,
+        connection: AnyAsyncConnection = OWN,
+    ) -> int:
+        """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
+
+        Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
+        queue stays. Returns and raises as `pause`.
+        """
+        parameters = {"queue": queue, "task": task}
+        ((jobs,),) = await self.client.call_async(sql.RESUME, parameters, connection)
+        return int(jobs)
 
     # Schedules
 
@@ -145,7 +167,7 @@ class AsyncManaging(Registry):
         args: Mapping[str, Any] | None = None,
         *,
         timezone: str = "UTC",
-        connection: AnyAsyncConnection | None = None,
+        connection: AnyAsyncConnection = OWN,
         **options: Unpack[RecurringOptions],
     ) -> dt.datetime | None:
         """Create or change a schedule, a customer's for example; return its next run.
@@ -169,18 +191,12 @@ class AsyncManaging(Registry):
         found: dt.datetime | None = next_run
         return found
 
-    async def unschedule_async(
-        self, name: str, *, connection: AnyAsyncConnection | None = None
-    ) -> bool:
+    async def unschedule_async(self, name: str, *, connection: AnyAsyncConnection = OWN) -> bool:
         """Remove a schedule; return whether there was one."""
-        ((was_there,),) = await self.client.call_async(
-            sql.UNSCHEDULE_ONE, {"name": name}, connection
-        )
+        ((was_there,),) = await self.client.call_async(sql.UNSCHEDULE, {"name": name}, connection)
         return bool(was_there)
 
-    async def run_now_async(
-        self, name: str, *, connection: AnyAsyncConnection | None = None
-    ) -> Job[Any]:
+    async def run_now_async(self, name: str, *, connection: AnyAsyncConnection = OWN) -> Job[Any]:
         """Defer a job of a schedule now, in addition to its runs."""
         ((id,),) = await self.client.call_async(sql.RUN_NOW, {"name": name}, connection)
         return Job(id, self.client)
@@ -193,7 +209,7 @@ class AsyncManaging(Registry):
         *,
         queue: str | None = None,
         max_jobs: int = 1000,
-        connection: AnyAsyncConnection | None = None,
+        connection: AnyAsyncConnection = OWN,
     ) -> list[Job[Any]]:
         """Run failed jobs again, oldest first; return those that will run."""
         name = task.name if isinstance(task, Task) else task
@@ -207,7 +223,7 @@ class AsyncManaging(Registry):
         queue: str,
         *,
         force: bool = False,
-        connection: AnyAsyncConnection | None = None,
+        connection: AnyAsyncConnection = OWN,
     ) -> None:
         """Move jobs to another queue. Raises the error of the first job that is refused."""
         ids = [job_id(job) for job in as_list("jobs", jobs)]
@@ -222,7 +238,7 @@ class AsyncManaging(Registry):
         *,
         older_than: dt.timedelta | None = None,
         max_jobs: int = 1000,
-        connection: AnyAsyncConnection | None = None,
+        connection: AnyAsyncConnection = OWN,
     ) -> int:
         """Delete finished jobs whose retention is over; return their number.
 

@@ -1,0 +1,59 @@
+"""Workers that run during a test, and waiting for what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from pgdefer import App, Worker
+
+__all__ = ["running", "until", "wait_for", "working"]
+
+
+@contextlib.asynccontextmanager
+async def running(app: App, *arguments: Any, **options: Any) -> AsyncIterator[Worker]:
+    """A worker that runs during the test and is stopped gracefully after it."""
+    worker = Worker(app, *arguments, **options)
+    task = asyncio.create_task(worker.run_async())
+    try:
+        yield worker
+    finally:
+        if not task.done():
+            worker.stop()
+        async with asyncio.timeout(300):
+            await task
+        await app.close_async()
+
+
+@contextlib.contextmanager
+def working(worker: Worker) -> Iterator[Worker]:
+    """Run a worker in a thread during the block; after it, the worker was stopped and has ended."""
+    thread = threading.Thread(target=worker.run, name=f"worker {worker.name}")
+    thread.start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        thread.join(300)
+        assert not thread.is_alive(), thread.name
+
+
+async def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
+    """Wait until the condition holds, and return its value."""
+    async with asyncio.timeout(seconds):
+        while not (found := condition()):  # noqa: ASYNC110 (it may lie in the database)
+            await asyncio.sleep(0.005)
+        return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
+    """As `until`, for tests that have no event loop."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+    return found
