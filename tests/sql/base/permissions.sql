@@ -102,6 +102,7 @@ insert into calls values
   ('select count(*) from queue.first_run', ''),
   ('select count(*) from queue.unrestricted', ''),
   ('select count(*) from queue.visible_queues', ''),
+  ('select count(*) from queue.hidden_paths', ''),
   ('select queue.defer_group(''[]'', ''{"task": "t"}'')', 'p'),
   ('select queue.defer_chain(''[{"task": "t"}]'')', 'p'),
   ('select queue.result(:id)', 'pwor'),
