@@ -128,7 +128,7 @@ begin
   if p_paths is null then
     return p_new;
   end if;
-  v_args := queue._as_shown(p_new, p_old, queue._cut(p_paths, p_old));
+  v_args := queue._as_shown(p_new, p_old, queue._cut(p_paths, p_old), 50);
   if exists (
     select from (select v_args as args, p_paths as paths) x
     cross join lateral (
@@ -141,18 +141,20 @@ begin
 end $$;
 
 -- Replaces in args each part that equals what was shown of the old ones by the old one. It goes no deeper
--- than something is hidden, so not deeper than a path.
-create or replace function queue._as_shown(p_new jsonb, p_old jsonb, p_shown jsonb)
+-- than something is hidden, and than p_depth: tagged values may hold others without end.
+create or replace function queue._as_shown(p_new jsonb, p_old jsonb, p_shown jsonb, p_depth integer)
 returns jsonb language plpgsql immutable parallel safe security invoker as $$
 begin
   if p_new = p_shown then
     return p_old;
-  elsif p_shown = p_old or jsonb_typeof(p_new) <> 'object' or jsonb_typeof(p_shown) <> 'object' then
+  elsif p_shown = p_old or p_depth = 0 or jsonb_typeof(p_new) <> 'object'
+    or jsonb_typeof(p_shown) <> 'object' then
     return p_new;
   end if;
   return (
     select coalesce(jsonb_object_agg(e.key,
-      case when p_shown ? e.key then queue._as_shown(e.value, p_old -> e.key, p_shown -> e.key)
+      case when p_shown ? e.key
+        then queue._as_shown(e.value, p_old -> e.key, p_shown -> e.key, p_depth - 1)
         else e.value end), '{}')
     from jsonb_each(p_new) e);
 end $$;

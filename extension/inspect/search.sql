@@ -59,7 +59,8 @@ begin
       if v_job.is_asked and (search.pattern is null or v_job.match > 0) then
         select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
           job.description, v_bytes,
-          queue._excerpt(search.pattern, search.by, v_path, queue._cut(v_hidden -> job.task, job.args))
+          queue._excerpt(search.pattern, search.by, v_path,
+            queue._cut(v_hidden -> job.task, job.args))
         into id, queue_name, task_name, job_state, reason, priority, attempts, created_at, description, bytes,
           excerpt
         from queue.jobs job where job.id = v_job.id;

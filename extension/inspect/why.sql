@@ -128,7 +128,8 @@ begin
   end if;
   v_hidden := queue._hidden_paths();
   return query
-    select j.id, j.task, queue._cut(v_hidden -> j.task, j.args), j.queue, j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
+    select j.id, j.task, queue._cut(v_hidden -> j.task, j.args), j.queue,
+      j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
     from (
       select c.id, g.priority, c.deadline, c.first_id
       from (

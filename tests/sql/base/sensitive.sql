@@ -1,6 +1,6 @@
 -- Sensitive args: who sees them, in every place that shows args, and that nobody finds out by asking.
 
-select plan(155);
+select plan(160);
 
 create role pgdefer_hide_reader;
 create role pgdefer_hide_operator;
@@ -142,6 +142,14 @@ select queue.defer('list', '{"cards": [{"number": 1}, {"number": 2}], "a": 1}') 
 select is(pg_temp.operator(format('select queue.set_args(%s, ''{"cards": [{"number": "***"}, {"number": "***"}], "a": 2}'')', :list)), 'ready', 'a list as it was shown');
 select is((select j.args from queue.jobs j where j.id = :list), '{"cards": [{"number": 1}, {"number": 2}], "a": 2}', 'keeps its values');
 select is(left(pg_temp.operator(format('select queue.set_args(%s, %L)', :list, l.args)), 5), '22023', 'not a changed one, whose values might change places') from (values ('{"cards": [{"number": "***"}]}'), ('{"cards": [{"number": "***", "x": 1}, {"number": "***"}]}'), ('{"cards": [{"number": "***"}, {"number": 3}]}'), ('{"cards": {"number": "***"}}')) l (args);
+
+select queue.register_task('deep', '{"sensitive": ["a.b"]}');
+select queue.defer('deep', ('{"a": ' || repeat('{"__pgdefer__": "x", "value": ', 1000) || '{"b": "hid"}' || repeat('}', 1001))::jsonb) as deep \gset
+select is(strpos(pg_temp.operator(format('select args from queue.jobs where id = %s', :deep)), 'hid'), 0, 'tags in tags in tags');
+select is(pg_temp.operator(format('select queue.set_args(%s, (select args || ''{"c": 1}'' from queue.jobs where id = %s))', :deep, :deep)), 'ready', 'what is as it was is kept, however deep');
+select is(strpos((select j.args::text from queue.jobs j where j.id = :deep), '"b": "hid"') > 0, true, 'there');
+select is(left(pg_temp.operator(format('select queue.set_args(%s, (select jsonb_set(args, ''{a,x}'', ''1'') || ''{"c": 2}'' from queue.jobs where id = %s))', :deep, :deep)), 5), 'ready', 'also beside a change that is not too deep');
+select is(left(pg_temp.operator(format('select queue.set_args(%s, (select jsonb_set(args, (''{a'' || repeat('',value'', 200) || '',x}'')::text[], ''1'') from queue.jobs where id = %s))', :deep, :deep)), 5), '22023', 'but not beside one that is');
 
 -- The audit
 select queue.set_args(:id, :'whole') \g /dev/null
