@@ -14,7 +14,7 @@ declare
   v_text text;
   v_path text;
   v_steps jsonb;
-  v_found jsonb := '[]';
+  v_found jsonb := '[]'::jsonb;
 begin
   if coalesce(jsonb_typeof(p_paths), 'null') = 'null' then
     return null;
