@@ -87,10 +87,10 @@ end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is
   'Returns jobs, newest first, whose args (or description) match pattern; sensitive args count as'
     ' ***. by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a'
-    ' predicate that is true; without variables), key (a whole lock, queueing lock, idempotency key or concurrency key). Without a'
-    ' pattern it returns all jobs of a queue (a name, prefix* or *), task and state. If it stops at max_jobs'
-    ' or after max_bytes (NULL: no limit), the last row has no id, excerpt says so, and next_id is the value'
-    ' of before for the next call.';
+    ' predicate that is true; without variables), key (a whole lock, queueing lock, idempotency key or'
+    ' concurrency key). Without a pattern it returns all jobs of a queue (a name, prefix* or *), task and'
+    ' state. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
+    ' excerpt says so, and next_id is the value of before for the next call.';
 
 -- Raises: 22023, QJ001.
 create or replace function queue.get(id bigint, path text)
