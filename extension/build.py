@@ -284,14 +284,19 @@ def macros(source: Path) -> dict[str, str]:
     """Return the value of each `{{name}}`, from lines `name = value` and `name := text`.
 
     A value is a number, the two numbers of an advisory lock, or names of bits with | between them.
+    A text goes on in indented lines, and may contain texts above it.
     """
     path = source / "macros"
     found: dict[str, str] = {}
     bits: dict[str, int] = {}
+    name = ""
     for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        if line.startswith("  ") and name in found:
+            found[name] += "\n" + put_in(path, line, found)
+            continue
         name, sign, value = line.partition(" := ")
         if sign:
-            found[name] = value
+            found[name] = put_in(path, value, found)
             continue
         name, sign, value = line.partition("#")[0].partition(" = ")
         value = value.strip()
@@ -329,14 +334,18 @@ def read(source: Path, entry: str) -> str:
                 f"{path}:{number}: a backslash means something else where a session has"
                 " standard_conforming_strings off: use chr(92), or [.] and the like in patterns"
             )
-    known = macros(source)
+    return put_in(path, text.rstrip(), macros(source)) + "\n"
 
-    def put_in(found: re.Match[str]) -> str:
+
+def put_in(path: Path, text: str, known: dict[str, str]) -> str:
+    """Return the text with each `{{name}}` replaced by its value."""
+
+    def value(found: re.Match[str]) -> str:
         if found[1] not in known:
-            raise BuildError(f"{path}: {found[0]} is not defined in {source / 'macros'}")
+            raise BuildError(f"{path}: {found[0]} is not defined in the file macros")
         return known[found[1]]
 
-    return re.sub(r"\{\{(\w+)\}\}", put_in, text.rstrip()) + "\n"
+    return re.sub(r"\{\{(\w+)\}\}", value, text)
 
 
 def text_array(items: list[str]) -> str:

@@ -59,7 +59,7 @@ begin
         when 'deadline' then jsonb_build_object('deadline', j.deadline)
         when 'scheduled_at' then jsonb_build_object('scheduled_at', j.scheduled_at)
         when 'task' then jsonb_build_object('task', j.task)
-        when 'args' then jsonb_build_object('args', j.args) else '{}' end)
+        when 'args' then jsonb_build_object('args', j.args, 'task', j.task) else '{}' end)
     from (select distinct i.id from unnest(p_ids) i (id)) u
     cross join lateral (
       select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.task, j.args

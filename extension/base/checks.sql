@@ -264,3 +264,27 @@ begin
       'Pass {"limit": 10, "per": "1 minute"}.');
   end if;
 end $$;
+
+-- Raises: 22023 unless it is a jsonpath without variables.
+create or replace function queue._jsonpath(p_path text)
+returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_path jsonpath;
+begin
+  begin
+    v_path := p_path::jsonpath;
+    -- a template is read only if it is text
+    perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
+    from regexp_matches(v_path::text, replace('[.]datetime[(]("(?:~~.|[^"~~])*")[)]', '~', chr(92)), 'g') t;
+  exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
+    perform queue._invalid('not a jsonpath',
+      'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
+  end;
+  -- it is shown with quotes around all names and texts
+  if strpos(regexp_replace(v_path::text, replace('"(?:~~.|[^"~~])*"', '~', chr(92)), '""', 'g'), '$""') > 0
+    then
+    perform queue._invalid('a jsonpath may not contain variables',
+      'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
+  end if;
+  return v_path;
+end $$;

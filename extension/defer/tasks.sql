@@ -1,7 +1,8 @@
 -- Tasks: names with defaults. Registration is optional: it only fills arguments that a call leaves NULL.
 
 -- Locks: the task's row if something changes. Raises: 22023; 42501 if a role other than the owner sets or
--- changes a function.
+-- changes a function. Why no caller but the owner drops a sensitive path: the old ones are read in the row
+-- that the insert has locked.
 create or replace function queue.register_task(name text, defaults jsonb default '{}')
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -13,16 +14,19 @@ declare
   v_limits integer[];
   v_terms jsonb;
   v_function text;
+  v_sensitive jsonb;
+  v_is_owner boolean := pg_has_role(queue._caller(), current_user, 'usage');
 begin
   {{installed}}
   perform queue._check_name('task', register_task.name);
   perform queue._check_keys('defaults', v_defaults,
     array['queue', 'priority', 'lock', 'queueing_lock', 'deadline',
-    'concurrency_key', 'concurrency_limit', 'function'] || queue._option_keys());
+    'concurrency_key', 'concurrency_limit', 'function', 'sensitive'] || queue._option_keys());
   if exists (select from queue.task t where t.name = register_task.name and t.defaults = v_defaults) then
     return;
   end if;
   perform queue._check_types('defaults', v_defaults);
+  v_sensitive := queue._sensitive_paths(v_defaults -> 'sensitive');
   v_function := queue._task_function(register_task.name, v_defaults -> 'function');
   if v_defaults ->> 'queue' <> '' then
     perform queue._check_queue(v_defaults ->> 'queue');
@@ -33,28 +37,36 @@ begin
     perform queue._check_name('queueing_lock', v_defaults ->> 'queueing_lock');
   end if;
   v_options := queue._check_options(v_defaults -
-    '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function}'::text[]);
+    '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function}'::text[]
+    - 'sensitive');
   select k.keys, k.limits, k.terms into v_keys, v_limits, v_terms
   from queue._check_concurrency(v_defaults ->> 'concurrency_key',
     (v_defaults ->> 'concurrency_limit')::integer, v_options -> 'concurrency') k;
   select t.defaults into v_before from queue.task t
   where t.name = register_task.name for no key update;
   insert into queue.task as t (name, queue, priority, lock, queueing_lock, deadline, keys, limits, options,
-    function, defaults, is_plain)
+    function, sensitive, defaults, is_plain)
   values (register_task.name, nullif(v_defaults ->> 'queue', ''), (v_defaults ->> 'priority')::integer,
     nullif(v_defaults ->> 'lock', ''), nullif(v_defaults ->> 'queueing_lock', ''),
     queue._interval('deadline', v_defaults -> 'deadline'), v_keys, v_limits,
     nullif(v_options - '{retry,concurrency}'::text[]
       || case when v_terms is not null then jsonb_build_object('terms', v_terms) else '{}' end, '{}'),
-    v_function, v_defaults,
+    v_function, v_sensitive, v_defaults,
     not v_defaults ?| '{lock,queueing_lock,deadline,concurrency_key}'::text[] and v_options - 'retry' = '{}')
   on conflict on constraint task_pkey do update
-    set (queue, priority, lock, queueing_lock, deadline, keys, limits, options, function, defaults, is_plain)
+    set (queue, priority, lock, queueing_lock, deadline, keys, limits, options, function, sensitive, defaults,
+         is_plain)
       = (excluded.queue, excluded.priority, excluded.lock, excluded.queueing_lock, excluded.deadline,
-        excluded.keys,
-         excluded.limits, excluded.options, excluded.function, excluded.defaults, excluded.is_plain)
-    where t.defaults <> excluded.defaults;
+         excluded.keys, excluded.limits, excluded.options, excluded.function,
+         case when v_is_owner then excluded.sensitive
+           else queue._sensitive_paths(queue._keep_paths(t.defaults, excluded.defaults) -> 'sensitive') end,
+         case when v_is_owner then excluded.defaults
+           else queue._keep_paths(t.defaults, excluded.defaults) end, excluded.is_plain)
+    where t.defaults <> case when v_is_owner then excluded.defaults
+      else queue._keep_paths(t.defaults, excluded.defaults) end
+  returning t.sensitive into v_sensitive;
   if found then
+    perform queue._check_templates(v_sensitive, v_defaults);
     perform queue._audit('register_task', jsonb_build_object('name', register_task.name, 'defaults',
       v_defaults), p_before => v_before);
   end if;
@@ -64,6 +76,9 @@ comment on function queue.register_task(text, jsonb) is
     ' queueing_lock, deadline (an interval from the time of deferring), concurrency_key, concurrency_limit'
     ' and every key of options. function: the schema.name of a database function that takes the args as one'
     ' jsonb and runs the task (queue.work, queue.run_function); only the owner of the queue may set it.'
+    ' sensitive: a list of paths to args that nobody reads but the owner and workers: card.number,'
+    ' cards[*].number; all others read ***, also in jobs already deferred, and may add paths but not remove'
+    ' any.'
     ' Calling it again with the same defaults has no effect. Jobs already deferred keep their defaults,'
     ' except for the retry policy, which is read when an attempt ends.';
 

@@ -25,8 +25,10 @@ declare
   v_looked bigint := 0;
   v_found integer := 0;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
+  v_hidden jsonb;
 begin
   {{installed}}
+  v_hidden := queue._hidden_paths();
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
     exit when v_ids = '{}';
@@ -41,7 +43,10 @@ begin
         from queue.job_now j
         where j.id = u.id offset 0) j
       cross join lateral (
-        select coalesce(queue._replaced_args(u.id, j.flags), j.args) as args,
+        -- cut before the pattern is compared, so that nobody finds out by it what is hidden
+        select case when v_hidden ? j.task
+            then queue._cut(v_hidden -> j.task, coalesce(queue._replaced_args(u.id, j.flags), j.args))
+            else coalesce(queue._replaced_args(u.id, j.flags), j.args) end as args,
           (search.queue is null or queue._matches(j.queue, search.queue))
             and (search.task is null or j.task = search.task)
             and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
@@ -53,7 +58,8 @@ begin
       if v_job.is_asked and (search.pattern is null or v_job.match > 0) then
         select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
           job.description, v_bytes,
-          queue._excerpt(search.pattern, search.by, v_path, job.args)
+          queue._excerpt(search.pattern, search.by, v_path,
+            queue._cut(v_hidden -> job.task, job.args))
         into id, queue_name, task_name, job_state, reason, priority, attempts, created_at, description, bytes,
           excerpt
         from queue.jobs job where job.id = v_job.id;
@@ -78,12 +84,12 @@ begin
   end if;
 end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is
-  'Returns jobs, newest first, whose args (or description) match pattern. by: text (a substring of the'
-    ' args as JSON text), path (a jsonpath that finds something, or a predicate that is true; without'
-    ' variables), key (a whole lock, queueing lock, idempotency key or concurrency key). Without a'
-    ' pattern it returns all jobs of a queue (a name, prefix* or *), task and state. If it stops at max_jobs'
-    ' or after max_bytes (NULL: no limit), the last row has no id, excerpt says so, and next_id is the value'
-    ' of before for the next call.';
+  'Returns jobs, newest first, whose args (or description) match pattern; sensitive args count as'
+    ' ***. by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a'
+    ' predicate that is true; without variables), key (a whole lock, queueing lock, idempotency key or'
+    ' concurrency key). Without a pattern it returns all jobs of a queue (a name, prefix* or *), task and'
+    ' state. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
+    ' excerpt says so, and next_id is the value of before for the next call.';
 
 -- Raises: 22023, QJ001.
 create or replace function queue.get(id bigint, path text)
@@ -99,7 +105,8 @@ begin
     perform queue._invalid('path is missing',
       'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
   end if;
-  select coalesce(queue._replaced_args(j.id, j.flags), j.args) into v_args
+  select queue._cut(queue._hidden_paths() -> j.task, coalesce(queue._replaced_args(j.id, j.flags), j.args))
+  into v_args
   from queue.job_now j where j.id = get.id;
   if not found then
     perform queue._job_not_found(get.id);
@@ -111,7 +118,8 @@ begin
 end $$;
 comment on function queue.get(bigint, text) is
   'Returns the values that a path finds in a job''s args, a row for each: items[0].price, or any'
-    ' jsonpath, such as $.items[*].price. JSON null gives a row with null; a missing value gives no row.';
+    ' jsonpath, such as $.items[*].price. JSON null gives a row with null; a missing value gives no row. A'
+    ' sensitive value (register_task) gives *** to all but the owner.';
 
 -- Returns the pattern as a jsonpath if it is one.
 -- Raises: 22023.
@@ -142,30 +150,6 @@ begin
     perform queue._check_name('task', p_task);
   end if;
   return case when p_by = 'path' then queue._jsonpath(p_pattern) end;
-end $$;
-
--- Raises: 22023 unless it is a jsonpath without variables.
-create or replace function queue._jsonpath(p_path text)
-returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
-declare
-  v_path jsonpath;
-begin
-  begin
-    v_path := p_path::jsonpath;
-    -- a template is read only if it is text
-    perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
-    from regexp_matches(v_path::text, replace('[.]datetime[(]("(?:~~.|[^"~~])*")[)]', '~', chr(92)), 'g') t;
-  exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
-    perform queue._invalid('not a jsonpath',
-      'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
-  end;
-  -- it is shown with quotes around all names and texts
-  if strpos(regexp_replace(v_path::text, replace('"(?:~~.|[^"~~])*"', '~', chr(92)), '""', 'g'), '$""') > 0
-    then
-    perform queue._invalid('a jsonpath may not contain variables',
-      'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
-  end if;
-  return v_path;
 end $$;
 
 -- The number of bytes read of a job, negative if it does not match. A path is a predicate if it gives a truth

@@ -115,6 +115,8 @@ returns table (id bigint, task text, args jsonb, queue text, priority integer, l
   scheduled_at timestamptz, deadline timestamptz)
 language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
+declare
+  v_hidden jsonb;
 begin
   {{if_restricted}}
     queues := queue._narrow_queues('{worker,operator,reader}', queues);
@@ -122,8 +124,10 @@ begin
   if peek.n is null or peek.n < 1 then
     perform queue._invalid('n must be at least 1', 'Pass how many jobs to show.');
   end if;
+  v_hidden := queue._hidden_paths();
   return query
-    select j.id, j.task, j.args, j.queue, j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
+    select j.id, j.task, queue._cut(v_hidden -> j.task, j.args), j.queue,
+      j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
     from (
       select c.id, g.priority, c.deadline, c.first_id
       from (
@@ -159,7 +163,8 @@ begin
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
-  'Returns the jobs that fetch would claim next, in order. Changes nothing.';
+  'Returns the jobs that fetch would claim next, in order. Changes nothing. Sensitive args read *** for all'
+    ' but the owner.';
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(): of at most 10,000
 -- running jobs and 10,000 that have ended.

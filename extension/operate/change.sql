@@ -159,6 +159,7 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_before jsonb;
+  v_args jsonb;
   v_standing text;
 begin
   {{if_restricted}}
@@ -178,13 +179,16 @@ begin
       'Only a job that neither runs nor has succeeded can get other args, and only after the transaction'
       ' that deferred it has committed. If another transaction may be changing it, try again.');
   end if;
-  perform queue._override(set_args.id, p_args => set_args.args);
+  v_args := queue._uncut(queue._hidden_paths() -> (v_before -> 0 ->> 'task'), set_args.args,
+    v_before -> 0 -> 'args');
+  perform queue._check_size('args', v_args);
+  perform queue._override(set_args.id, p_args => v_args);
   perform queue._announce();
-  perform queue._audit_jobs('set_args', jsonb_build_object('args', set_args.args), array[set_args.id],
-    v_before);
+  perform queue._audit_jobs('set_args', jsonb_build_object('args', v_args), array[set_args.id], v_before);
   return queue._state(set_args.id);
 end $$;
 comment on function queue.set_args(bigint, jsonb) is
   'Replaces all args of a job that neither runs nor has succeeded by another object; a failed or'
     ' cancelled job uses them for its retry. Its lock and keys stay as they were filled from the old args.'
-    ' Returns its state.';
+    ' Whatever a role that may not see sensitive args leaves as it was shown, with ***, keeps its old value;'
+    ' a new *** in place of a sensitive value is refused. Returns its state.';

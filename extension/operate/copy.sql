@@ -50,7 +50,8 @@ begin
   v_worker := queue._register_worker('operator', queues, '{"listen": false}');
   select queue._claim_by_options(v_worker, queues, 1, '{}', true, true) as ids into v_found;
   select c.id, c.claim,
-    c.task, case when x.size <= 65536 then c.args end, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
+    c.task, case when x.size <= 65536 then queue._cut(queue._hidden_paths() -> c.task, c.args) end,
+    c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
     c.deadline,
     case when x.size <= 65536 then c.headers end
   into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
@@ -77,7 +78,8 @@ comment on function queue.next(text[], boolean, interval) is
   'Claims the next job of queues (names, prefix*, *; NULL: all) by hand, for queue.succeed, fail or'
     ' release with its id and claim. The claim has its own lease, and counts as crashed when that ends'
     ' (expires_at); queue.extend renews it. With ack => true the job is marked succeeded immediately, reason'
-    ' operator. No row: there is no job. Args of more than 64 kB are left out: read them in queue.jobs.';
+    ' operator. No row: there is no job. Args of more than 64 kB are left out: read them in queue.jobs.'
+    ' Sensitive args read *** for all but the owner.';
 
 -- Appends a copy of a job, with further flags, and returns its id. It wakes nobody.
 -- Locks: none. Raises: QJ001.

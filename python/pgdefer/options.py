@@ -136,10 +136,12 @@ class TaskOptions(_Common, total=False):
     """The defaults that a task may register; `deadline` is relative to the call of defer.
 
     None leaves the option out, so that the app's default does not apply. For `max_progress` it
-    means no limit.
+    means no limit. `sensitive` lists paths to arguments, such as `card.number` or
+    `cards[*].number`, that nobody reads but workers and the owner of the queue.
     """
 
     deadline: dt.timedelta | None
+    sensitive: Sequence[str] | None
 
 
 class DeferOptions(_Common, total=False):
@@ -265,6 +267,7 @@ _CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
     "parent": lambda _, value: job_id(value),
     "retain": _by_outcome,
     "retry": _mapping,
+    "sensitive": as_list,
 }
 
 

@@ -15,13 +15,3 @@ create table queue.audit_log (
 );
 create index audit_log_at_idx on queue.audit_log (at);
 create index audit_log_ids_idx on queue.audit_log using gin (ids);
-
-create view queue.audit as
-select a.id, a.at, a.role, a.login, a.call, a.args, a.ids, a.queues, a.before
-from queue.audit_log a
-where (select x.is_all from queue.visible_queues x)
-  or a.queues <> '{}' and not exists (select from unnest(a.queues) q
-    where q like any ((select x.queues from queue.visible_queues x)::text[]) is not true);
-comment on view queue.audit is
-  'Calls by which operators changed jobs, queues, schedules, tasks, settings or access: the time, the role,'
-    ' the call with its arguments, the jobs that it changed, and the values before.';

@@ -97,7 +97,8 @@ from queue.job j
 left join queue.job_override s on s.id = j.id;
 
 -- Registered tasks. is_plain: the task has at most a queue and a priority. function: the database function
--- that runs it, as schema.name. job_options: queue and priority as options of a job.
+-- that runs it, as schema.name. sensitive: the steps of each path to args that only the owner and workers see
+-- (base/sensitive.sql). job_options: queue and priority as options of a job.
 create table queue.task (
   name text collate "C" not null,
   priority integer,
@@ -110,6 +111,7 @@ create table queue.task (
   limits integer[],
   options jsonb,
   function text,
+  sensitive jsonb,
   defaults jsonb not null,
   job_options queue.job_options generated always as (
     case when num_nonnulls(queue, priority) > 0
@@ -117,6 +119,8 @@ create table queue.task (
            null)::queue.job_options end) stored,
   constraint task_pkey primary key (name)
 );
+
+create index task_sensitive_idx on queue.task (name) where sensitive is not null;
 
 -- The holder of each queueing lock. replacing: set while a committed replacement has not been applied yet.
 create table queue.queueing_lock (

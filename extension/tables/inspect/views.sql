@@ -55,7 +55,12 @@ select j.id, j.task, j.queue,
       and not (j.claims > 0 and exists (select from queue.pending_settlement h
         where h.job_id = j.id and h.kind = 'again')) then 'lock'
   end as reason,
-  coalesce(r.args, j.args) as args, coalesce(r.priority, j.priority) as priority, j.lock,
+  case when (select h.paths from queue.hidden_paths h) ? j.task
+    then (select c.args
+      from (select coalesce(r.args, j.args) as args,
+        (select h.paths from queue.hidden_paths h) -> j.task as paths) x
+      cross join lateral ({{cut}}) c (args))
+    else coalesce(r.args, j.args) end as args, coalesce(r.priority, j.priority) as priority, j.lock,
   j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs,
   j.deadline, nullif(coalesce(r.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at,
   (j.options ->> 'expires_at')::timestamptz as expires_at,
@@ -91,7 +96,7 @@ where (select x.is_all from queue.visible_queues x)
   or j.queue like any ((select x.queues from queue.visible_queues x)::text[]);
 comment on view queue.jobs is
   'All jobs, until they are removed. The state is the one that the database knows so far: admission may'
-    ' change that of a new job.';
+    ' change that of a new job. Sensitive args (register_task) read *** for all but the owner.';
 
 create view queue.attempts as
 select a.job_id, a.attempt, a.claim, a.worker_id, a.started_at, a.finished_at, a.outcome, a.error, a.details
@@ -239,7 +244,12 @@ comment on view queue.shares is
     ' 10,000 that have ended.';
 
 create view queue.schedules as
-select s.name, s.cron, s.timezone, s.task, s.args, s.options, s.is_enabled as enabled,
+select s.name, s.cron, s.timezone, s.task,
+  case when (select h.paths from queue.hidden_paths h) ? s.task
+    then (select c.args
+      from (select s.args, (select h.paths from queue.hidden_paths h) -> s.task as paths) x
+      cross join lateral ({{cut}}) c (args))
+    else s.args end as args, s.options, s.is_enabled as enabled,
   s.next_run_at, s.last_run_at, s.last_job_id, case when s.is_enabled then s.reason else 'disabled' end
     as reason,
   s.catch_up, s.max_delay, case when s.skips_overlap then 'skip' else 'allow' end as overlap,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import sentry_sdk
 from sentry_sdk.crons import capture_checkin
@@ -25,7 +26,8 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
     """Report jobs that have failed for good; with `retries`, also failures that will be retried.
 
     Reports that handlers make themselves have the job's context, too. With `crons`, each run of a
-    recurring task is a check-in of the monitor with the task's name.
+    recurring task is a check-in of the monitor with the task's name. Events of tasks with the
+    option `sensitive` have no local variables, which hold the arguments.
     """
     # Its records of failures would be events too.
     ignore_logger("pgdefer.job")
@@ -33,7 +35,7 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
     @contextlib.contextmanager
     def scoped(job: JobContext) -> Iterator[None]:
         with sentry_sdk.isolation_scope() as scope:
-            _describe(scope, job)
+            _describe(app, scope, job)
             is_run = crons and job.scheduled_for is not None
             monitor = re.sub(r"[^\w-]+", "-", job.task)[:50]
             checkin = capture_checkin(monitor, status="in_progress") if is_run else None
@@ -48,7 +50,7 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
 
     def report(event: JobEvent) -> None:
         with sentry_sdk.new_scope() as scope:
-            _describe(scope, event.job)
+            _describe(app, scope, event.job)
             scope.set_tag("pgdefer.state", event.state)
             if event.exception is not None:
                 scope.capture_exception(event.exception)
@@ -61,10 +63,21 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
         app.on("retry")(report)
 
 
-def _describe(scope: sentry_sdk.Scope, job: JobContext) -> None:
+def _describe(app: App, scope: sentry_sdk.Scope, job: JobContext) -> None:
     scope.set_transaction_name(job.task, source="task")
     scope.set_tag("pgdefer.task", job.task)
     scope.set_tag("pgdefer.queue", job.queue)
     scope.set_context(
         "pgdefer", {"id": job.id, "task": job.task, "queue": job.queue, "attempt": job.attempt}
     )
+    defaults = app.client.defaults.get(job.task)
+    if defaults is not None and defaults.options.get("sensitive"):
+        scope.add_event_processor(_without_variables)
+
+
+def _without_variables(event: Any, _hint: Any) -> Any:
+    for kind in ("exception", "threads"):
+        for value in (event.get(kind) or {}).get("values") or ():
+            for frame in (value.get("stacktrace") or {}).get("frames") or ():
+                frame.pop("vars", None)
+    return event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -85,6 +86,38 @@ def test_a_jobs_page(app: DjangoApp, drain: Callable[..., None]) -> None:
     assert not Job.objects.exists()
     assert admin.get(f"{JOBS}{failed}/change/").status_code == 302
     assert admin.get(f"{JOBS}1/act/retry/").status_code == 404
+
+
+def test_sensitive_args_are_hidden(app: DjangoApp, shop: str) -> None:
+    """From a role that is neither the queue's owner nor its member, in the admin and the model."""
+    args = {"card": {"number": "4111-secret", "name": "n"}, "user": "u"}
+    with psycopg.connect(shop, autocommit=True) as owner:
+        owner.execute("""select queue.register_task('pay', '{"sensitive": ["card.number"]}')""")
+        id = app.defer("pay", args).id
+        admin = browser("change_job", "view_schedule")
+        owner.execute("create role django_hides")
+        try:
+            owner.execute("select queue.grant_access('django_hides', 'operator')")
+            owner.execute("grant django_hides to current_user")
+            owner.execute("grant pg_read_all_data, pg_write_all_data to django_hides")
+            with connection.cursor() as cursor:
+                cursor.execute("set role django_hides")
+                assert Job.objects.get(id=id).args["card"] == {"number": "***", "name": "n"}
+                assert not Job.objects.filter(args__card__number="4111-secret").exists()
+                pages = [admin.get(f"{JOBS}{id}/change/"), admin.get(JOBS)]
+                assert [page.status_code for page in pages] == [200, 200]
+                assert "***" in pages[0].text
+                assert "4111-secret" not in pages[0].text + pages[1].text
+                assert listed(admin, "?q=4111-secret") == []
+                assert listed(admin, '?q=$.card.number ? (@ == "4111-secret")') == []
+                edited = {"card": {"number": "***", "name": "n"}, "user": "v"}
+                admin.post(f"{JOBS}{id}/change/", {"args": json.dumps(edited)})
+                cursor.execute("reset role")
+            assert Job.objects.get(id=id).args == args | {"user": "v"}
+        finally:
+            owner.execute("drop owned by django_hides")
+            owner.execute("select queue.revoke_access('django_hides')")
+            owner.execute("drop role django_hides")
 
 
 def test_each_action(app: DjangoApp, drain: Callable[..., None]) -> None:

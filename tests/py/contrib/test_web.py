@@ -448,6 +448,43 @@ def test_a_restricted_role_sees_only_its_queues(login: Login, conn: Connection) 
     assert client.get("/jobs").status_code == 403
 
 
+def test_sensitive_args_are_hidden(login: Login, conn: Connection) -> None:
+    conn.execute("""select queue.register_task('pay', '{"sensitive": ["card.number"]}')""")
+    args = '{"card": {"number": "4111-secret", "name": "n"}, "user": "u"}'
+    conn.execute("select queue.defer('pay', %s)", [args])
+    conn.execute("select queue.schedule('monthly', '@monthly', 'pay', %s)", [args])
+    conn.execute("select queue.set_args(1, %s)", [args.replace("name", "alias")])
+    for role in ("page_reader", "page_operator"):
+        client = login(role)
+        for path in (
+            *PLACES,
+            "/jobs/1",
+            "/jobs/1/set_args",
+            "/jobs?task=pay",
+            "/jobs?pattern=user",
+            "/jobs?by=path&pattern=" + quote("$.card"),
+            "/schedules/monthly",
+            "/audit?id=1",
+        ):
+            answer = client.get(path)
+            assert "4111-secret" not in answer.text, path
+            assert answer.status_code in (200, 403, 404, 405), path
+        assert "***" in client.get("/jobs/1").text
+        for asked in ("pattern=4111", "by=path&pattern=" + quote('$.card.number == "4111-secret"')):
+            answer = client.get(f"/jobs?{asked}")
+            assert answer.status_code == 200
+            assert 'href="/jobs/1"' not in answer.text
+    shown = '{"card": {"number": "***", "alias": "n"}, "user": "new"}'
+    assert send(client, "/jobs/1/set_args", args=shown).status_code == 303
+    wrong = send(client, "/jobs/1/set_args", args='{"card": [{"number": "***"}]}')
+    assert wrong.status_code == 400
+    assert "in place of a sensitive value" in wrong.text
+    assert send(client, "/jobs/1/copy").status_code == 303
+    assert "4111-secret" not in client.get("/jobs/2").text + client.get("/audit").text
+    rows = conn.execute("select args from queue.jobs").fetchall()
+    assert rows == [({"card": {"number": "4111-secret", "alias": "n"}, "user": "new"},)] * 2
+
+
 # Mounting
 
 

@@ -165,11 +165,30 @@ async def test_sentry(app: App, jobs: Jobs) -> None:
         def says() -> None:
             sentry_sdk.capture_message("hello")
 
+        @app.task(name="pays", sensitive=["card.number"])
+        def pays(card: dict[str, str]) -> None:
+            digits = card["number"]
+            try:
+                raise ValueError("no card")
+            except ValueError:
+                sentry_sdk.capture_exception()
+            raise LookupError(str(len(digits)))
+
         async with running(app):
             job = await bad.defer_async()
             await says.defer_async()
             await jobs.end()
             await until(lambda: len(events) == 2)
+            await pays.defer_async({"number": "4111-secret"})
+            await jobs.end()
+            await until(lambda: len(events) == 4)
+        paid = [events.pop(), events.pop()]
+        assert {one["exception"]["values"][-1]["type"] for one in paid} == {
+            "ValueError",
+            "LookupError",
+        }
+        assert "4111-secret" not in str(paid)
+        assert "'vars'" in str(events)
         by_task = {event["tags"]["pgdefer.task"]: event for event in events}
         assert by_task["bad"]["contexts"]["pgdefer"] == {
             "id": job.id,

@@ -150,7 +150,7 @@ create function pg_temp.last() returns text language sql as $$
   from queue.audit a order by a.id desc limit 1
 $$;
 select queue.set_args(:ready, '{"b": null}') \g /dev/null
-select is(pg_temp.last(), 'set_args {args: {b: null}} 1 {shop} [{args: {a: null}, queue: shop, state: ready}]', 'the args before, with their nulls');
+select is(pg_temp.last(), 'set_args {args: {b: null}} 1 {shop} [{args: {a: null}, task: t, queue: shop, state: ready}]', 'the args before, with their nulls');
 select queue.set_priority(array[:ready, :ended], 9) \g /dev/null
 select is(pg_temp.last(), format('set_priority {priority: 9} 2 {shop} [{ids: [%s], queue: shop, state: ready, priority: 3}, {ids: [%s], queue: shop, state: failed, priority: 0}]', :ready, :ended), 'each as it was');
 select queue.set_deadline(array[:ready], '2999-01-01Z'), queue.set_deadline(array[:ready, :ended], null) \g /dev/null

@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role, and that nothing under a caller's control changes them.
 
-select plan(175);
+select plan(176);
 
 -- The outcome of a call by a role: ok, or its SQLSTATE. Its effects are undone.
 create function pg_temp.as_role(role text, call text) returns text language plpgsql as $$
@@ -102,6 +102,7 @@ insert into calls values
   ('select count(*) from queue.first_run', ''),
   ('select count(*) from queue.unrestricted', ''),
   ('select count(*) from queue.visible_queues', ''),
+  ('select count(*) from queue.hidden_paths', ''),
   ('select queue.defer_group(''[]'', ''{"task": "t"}'')', 'p'),
   ('select queue.defer_chain(''[{"task": "t"}]'')', 'p'),
   ('select queue.result(:id)', 'pwor'),
