@@ -15,7 +15,8 @@ from pgdefer.app_managing import Managing
 from pgdefer.app_managing_async import AsyncManaging
 from pgdefer.client.client import Client
 from pgdefer.codec import Codec
-from pgdefer.database.callers import OWN, CallersConnection
+from pgdefer.database.callers import OWN, AnyPool, CallersConnection
+from pgdefer.database.pool_source import PoolSource, pools_of
 from pgdefer.database.source import Source
 from pgdefer.options import DeferOptions, HasId, job_id
 from pgdefer.tasks.blueprint import Blueprint
@@ -76,6 +77,11 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     Connections are opened when first needed, at most `max_connections` for synchronous calls and as
     many for each event loop; further calls wait. Four of each are kept open;
     `close` and `close_async` close them. All threads and event loops may use an App.
+
+    `connection` is the application's own pool of psycopg_pool, which the application opens and
+    closes: each call takes a connection of it, and gives it back. Synchronous calls need a
+    `ConnectionPool`, others an `AsyncConnectionPool`; a tuple may have one of each. Workers, and
+    waits for results, have connections of their own, by default to the pool's database.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         headers: Callable[[str], Mapping[str, Any]] | None = None,
         defaults: AllTaskOptions | None = None,
         max_connections: int = 20,
+        connection: AnyPool | tuple[AnyPool, AnyPool] = OWN,
     ) -> None:
         surrounding = check_middleware("middleware", middleware)
         deferring = check_middleware("defer_middleware", defer_middleware, "a Deferral")
@@ -102,12 +109,19 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         check_options("App(defaults=...)", defaults or {}, AllTaskOptions)
         if max_connections < 1:
             raise ValueError(f"max_connections must be at least 1, not {max_connections}")
+        pools = () if connection is OWN else pools_of(connection)
+        source = (
+            PoolSource(pools[0], pgbouncer=pgbouncer, listen_dsn=listen_dsn)
+            if pools and dsn is None and not embedded
+            else Source(dsn, embedded=embedded, pgbouncer=pgbouncer, listen_dsn=listen_dsn)
+        )
         client = Client(
-            Source(dsn, embedded=embedded, pgbouncer=pgbouncer, listen_dsn=listen_dsn),
+            source,
             headers=headers,
             middleware=surrounding,
             defer_middleware=deferring,
             max_connections=max_connections,
+            pools=pools,
         )
         name = name or module_name(sys._getframe(1).f_globals["__name__"])
         super().__init__(client, name, imports)

@@ -8,7 +8,9 @@ from typing import Any, NoReturn, Protocol
 
 from pgdefer._text import logger
 from pgdefer.codec import VERSION, Codec
-from pgdefer.database.callers import CallersConnection, Rows
+from pgdefer.database.callers import AnyPool, CallersConnection, Rows, is_pool
+from pgdefer.database.callers_pool import CallersPool
+from pgdefer.database.callers_pool_async import AsyncCallersPool
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.database.source import Source
 from pgdefer.database.sql import Statement
@@ -84,8 +86,11 @@ class ClientBase:
         middleware: Sequence[Any] = (),
         defer_middleware: Sequence[Any] = (),
         max_connections: int = 20,
+        pools: Sequence[AnyPool] = (),
     ) -> None:
         self.source = source
+        #: The application's own pools, of which calls use connections; empty: own ones.
+        self.callers_pools = pools
         self.codec = Codec()
         #: Returns a job's headers, by its task's name.
         self.headers = headers
@@ -107,10 +112,18 @@ class ClientBase:
 
     def open_pools(self) -> None:
         """Create pools for the source; they open connections when first needed."""
-        self.pool = SyncPool(self.source, most=self._max_connections)
+        self.own_pool = SyncPool(self.source, most=self._max_connections)
+        self.own_pool_async = AsyncPool(self.source, most=self._max_connections)
+        self.pool: SyncPool | CallersPool = self.own_pool
+        self.pool_async: AsyncPool | AsyncCallersPool = self.own_pool_async
+        # With one of the other kind alone, calls are refused: they would be beside the pool.
+        for pool in self.callers_pools:
+            if is_pool(pool, "ConnectionPool") or len(self.callers_pools) == 1:
+                self.pool = CallersPool(pool)
+            if is_pool(pool, "AsyncConnectionPool") or len(self.callers_pools) == 1:
+                self.pool_async = AsyncCallersPool(pool)
         # Separate, because a call may wait for the result of a job that another has yet to defer.
         self.waiting_pool = SyncPool(self.source.notify_source or self.source)
-        self.pool_async = AsyncPool(self.source, most=self._max_connections)
 
     def dumps_args(self, task: str, args: Mapping[str, Any] | None) -> str:
         """Return the JSON of arguments by name, with the version that the task has here."""

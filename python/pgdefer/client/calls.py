@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import psycopg
 
 from pgdefer.client.base import ClientBase, tasks_json
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyConnection, CallersConnection, Rows, check_given
+from pgdefer.database.callers_pool import lent
 from pgdefer.database.execute import execute
 from pgdefer.database.source import PsycopgConnection
 from pgdefer.errors import InvalidParameter, error_context
@@ -61,21 +62,25 @@ class ClientCalls(ClientBase):
                     self.register(own)
                 yield own
             return
-        used = cast("AnyConnection", callers)
         if defaults and self.source.is_chosen:
-            with self.pool.connection() as own:
+            # Not of the application's pool: the caller may hold the last of its connections.
+            with self.own_pool.connection() as own:
                 self.register(own)
-        elif defaults:
-            # Only the caller's connection is known. A registration in its transaction may be
-            # rolled back with it, so nothing is remembered.
-            execute(used, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
-        yield used
+        with lent(callers) as used:
+            if defaults and not self.source.is_chosen:
+                # Only the caller's connection is known. A registration in its transaction may be
+                # rolled back with it, so nothing is remembered.
+                execute(used, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+            yield used
 
     def register(self, connection: PsycopgConnection) -> None:
         """Register the defaults of all tasks; the same defaults again change nothing."""
         defaults = dict(self.defaults)
         try:
-            execute(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+            with contextlib.ExitStack() as stack:
+                if not connection.autocommit:
+                    stack.enter_context(connection.transaction())
+                execute(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
         except psycopg.errors.InsufficientPrivilege:
             self.forbidden_to_register()
         except InvalidParameter:

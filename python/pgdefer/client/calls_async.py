@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import psycopg
 
 from pgdefer.client.base import ClientBase, tasks_json
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection, CallersConnection, Rows, check_given
+from pgdefer.database.callers_pool_async import lent_async
 from pgdefer.database.execute_async import execute_async
 from pgdefer.database.source import AsyncPsycopgConnection
 from pgdefer.errors import InvalidParameter, error_context
@@ -60,21 +61,25 @@ class AsyncClientCalls(ClientBase):
                     await self.register_async(own)
                 yield own
             return
-        used = cast("AnyAsyncConnection", callers)
         if defaults and self.source.is_chosen:
-            async with self.pool_async.connection() as own:
+            # Not of the application's pool: the caller may hold the last of its connections.
+            async with self.own_pool_async.connection() as own:
                 await self.register_async(own)
-        elif defaults:
-            # Only the caller's connection is known. A registration in its transaction may be
-            # rolled back with it, so nothing is remembered.
-            await execute_async(used, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
-        yield used
+        async with lent_async(callers) as used:
+            if defaults and not self.source.is_chosen:
+                # Only the caller's connection is known. A registration in its transaction may be
+                # rolled back with it, so nothing is remembered.
+                await execute_async(used, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+            yield used
 
     async def register_async(self, connection: AsyncPsycopgConnection) -> None:
         """Register the defaults of all tasks; the same defaults again change nothing."""
         defaults = dict(self.defaults)
         try:
-            await execute_async(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+            async with contextlib.AsyncExitStack() as stack:
+                if not connection.autocommit:
+                    await stack.enter_async_context(connection.transaction())
+                await execute_async(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
         except psycopg.errors.InsufficientPrivilege:
             self.forbidden_to_register()
         except InvalidParameter:

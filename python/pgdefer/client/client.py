@@ -36,6 +36,7 @@ class Client(ClientCalls, AsyncClientCalls):
         self.close()
         pgbouncer = self.source.pgbouncer if pgbouncer is None else pgbouncer
         self.source = Source(dsn, pgbouncer=pgbouncer, listen_dsn=listen_dsn)
+        self.callers_pools = ()  # they lead to the former database
         self.open_pools()
         self._registered.clear()
 
@@ -43,7 +44,7 @@ class Client(ClientCalls, AsyncClientCalls):
         """Return a copy for another database, which may replace this client: see `entered`."""
         twin = copy.copy(self)
         twin.origin = self if self.origin is None else self.origin
-        twin.source, twin.stand_in = source, None
+        twin.source, twin.stand_in, twin.callers_pools = source, None, ()
         twin._registered, twin._may_register = {}, True
         twin.open_pools()
         return twin
@@ -59,12 +60,12 @@ class Client(ClientCalls, AsyncClientCalls):
 
     def close(self) -> None:
         """Close the connections of synchronous calls."""
-        self.pool.close()
+        self.own_pool.close()
         self.waiting_pool.close()
 
     async def close_async(self) -> None:
         """Close the connections of the running event loop, and those of synchronous calls."""
-        self.pool_async.close()
+        self.own_pool_async.close()
         waiter = self._waiters.pop(asyncio.get_running_loop(), None)
         if waiter is not None:
             waiter.close()
@@ -73,7 +74,7 @@ class Client(ClientCalls, AsyncClientCalls):
     def close_idle(self) -> None:
         """Close connections that are not in use. Nobody waits for a result meanwhile."""
         self.close()
-        self.pool_async.close_idle()
+        self.own_pool_async.close_idle()
         for waiter in self._waiters.values():
             waiter.close()
 

@@ -1,16 +1,18 @@
-"""The caller's own connection, from any supported library."""
+"""The caller's own connection or pool, from any supported library."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from pgdefer.database.sql import Statement
 
 if TYPE_CHECKING:
     import psycopg
+    import psycopg_pool
     import sqlalchemy as sa
     import sqlalchemy.ext.asyncio as sa_async
     import sqlalchemy.orm as sa_orm
@@ -21,19 +23,23 @@ __all__ = [
     "OWN",
     "AnyAsyncConnection",
     "AnyConnection",
+    "AnyPool",
     "CallersConnection",
     "Rows",
     "check_given",
     "is_django",
+    "is_pool",
     "is_sqlalchemy",
     "rows_on_django",
     "rows_on_django_async",
     "sqlalchemy_text",
     "unfit",
+    "untaken",
 ]
 
 AnyConnection: TypeAlias = Union[
     "psycopg.Connection[Any]",
+    "psycopg_pool.ConnectionPool[Any]",
     "sa.Connection",
     "sa_orm.Session",
     "sa_orm.scoped_session[Any]",
@@ -42,6 +48,7 @@ AnyConnection: TypeAlias = Union[
 ]
 AnyAsyncConnection: TypeAlias = Union[
     "psycopg.AsyncConnection[Any]",
+    "psycopg_pool.AsyncConnectionPool[Any]",
     "sa_async.AsyncConnection",
     "sa_async.AsyncSession",
     "sa_async.async_scoped_session[Any]",
@@ -49,6 +56,9 @@ AnyAsyncConnection: TypeAlias = Union[
     "ConnectionProxy[Any]",
 ]
 CallersConnection: TypeAlias = AnyConnection | AnyAsyncConnection
+AnyPool: TypeAlias = Union[
+    "psycopg_pool.ConnectionPool[Any]", "psycopg_pool.AsyncConnectionPool[Any]"
+]
 
 Rows = Sequence[Sequence[Any]]
 
@@ -98,6 +108,29 @@ def is_django(connection: object) -> bool:
     return _is_of(connection, modules, ("BaseDatabaseWrapper", "ConnectionProxy"))
 
 
+def is_pool(connection: object, *names: str) -> bool:
+    """Whether it is a pool of psycopg_pool, of one of these classes; by default of any."""
+    return _is_of(connection, ("psycopg_pool",), names or ("ConnectionPool", "AsyncConnectionPool"))
+
+
+@contextlib.contextmanager
+def untaken(pool: Any) -> Iterator[None]:
+    """Let the error of a pool that lends no connection say what to do."""
+    import psycopg_pool  # noqa: PLC0415 (optional; it is loaded, because there is a pool)
+
+    try:
+        yield
+    except psycopg_pool.PoolClosed as error:
+        raise psycopg_pool.PoolClosed(
+            f"{error}: open it before the call, as by `with pool:`, and close it after the last"
+        ) from error
+    except psycopg_pool.PoolTimeout as error:
+        raise psycopg_pool.PoolTimeout(
+            f"{error}: no server answers, or other code holds all {pool.max_size} connections. "
+            "Code that holds one should give it to the call: connection=connection"
+        ) from error
+
+
 def rows_on_django(connection: Any, statement: Statement, parameters: Mapping[str, Any]) -> Rows:
     """Run a statement as Django does: Django connects if needed, and logs and counts it."""
     if getattr(connection, "vendor", None) != "postgresql":
@@ -127,9 +160,21 @@ def sqlalchemy_text(statement: Statement) -> sa.TextClause:
 
 def unfit(connection: object) -> str:
     """Return the error that says why a connection can't be used."""
+    if is_pool(connection, "AsyncConnectionPool"):
+        return (
+            "this call is synchronous, and its pool is an AsyncConnectionPool: await the function "
+            "whose name ends in _async, or use a ConnectionPool; an App takes one of each kind, "
+            "App(connection=(pool, async_pool))"
+        )
+    if is_pool(connection):
+        return (
+            "this call is asynchronous, and its pool is a ConnectionPool, which would block the "
+            "event loop: use an AsyncConnectionPool; an App takes one of each kind, "
+            "App(connection=(pool, async_pool))"
+        )
     kind = f"{type(connection).__module__}.{type(connection).__qualname__}"
     return (
-        f"this call can't use a {kind}: give a connection of psycopg or Django, or a session or "
-        "connection of SQLAlchemy; asynchronous ones to functions whose names end in _async, "
-        "others to others"
+        f"this call can't use a {kind}: give a connection of psycopg or Django, a pool of psycopg, "
+        "or a session or connection of SQLAlchemy; asynchronous ones to functions whose names end "
+        "in _async, others to others"
     )

@@ -15,7 +15,13 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, Source, close_now
+from pgdefer.database.source import (
+    AsyncPsycopgConnection,
+    PsycopgConnection,
+    Source,
+    adapt,
+    close_now,
+)
 
 __all__ = ["AsyncPool", "SyncPool", "async_cursor", "cursor", "is_usable"]
 
@@ -167,9 +173,13 @@ _NO_TURN: Any = contextlib.nullcontext()
 
 def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
     """Return a cursor of tuples, whatever the connection's factories."""
-    return psycopg.Cursor(connection, row_factory=tuple_row)
+    made = psycopg.Cursor(connection, row_factory=tuple_row)
+    adapt(made.adapters)
+    return made
 
 
 def async_cursor(connection: psycopg.AsyncConnection[Any]) -> psycopg.AsyncCursor[tuple[Any, ...]]:
     """Return a cursor of tuples, whatever the connection's factories."""
-    return psycopg.AsyncCursor(connection, row_factory=tuple_row)
+    made = psycopg.AsyncCursor(connection, row_factory=tuple_row)
+    adapt(made.adapters)
+    return made

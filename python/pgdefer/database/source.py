@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg.abc import Buffer
+from psycopg.adapt import AdaptersMap
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
@@ -21,7 +22,16 @@ from pgdefer.errors import InvalidParameter
 if TYPE_CHECKING:
     from pgdefer.database.server import EmbeddedServer
 
-__all__ = ["FIRST", "LAST", "AsyncPsycopgConnection", "PsycopgConnection", "Source", "close_now"]
+__all__ = [
+    "FIRST",
+    "LAST",
+    "AsyncPsycopgConnection",
+    "PsycopgConnection",
+    "Source",
+    "adapt",
+    "close_now",
+    "completed",
+]
 
 AsyncPsycopgConnection = psycopg.AsyncConnection[tuple[Any, ...]]
 PsycopgConnection = psycopg.Connection[tuple[Any, ...]]
@@ -112,11 +122,7 @@ class Source:
         dsn = self._dsn or ""
         if self.kind == "embedded":
             dsn = self._embedded(restart=restart)
-        named = conninfo_to_dict(dsn)
-        missing = {name: value for name, value in DEFAULTS.items() if name not in named}
-        if "fallback_application_name" in missing and "application_name" in named:
-            del missing["fallback_application_name"]
-        return make_conninfo(dsn, **missing)
+        return completed(dsn)
 
     def _embedded(self, *, restart: bool) -> str:
         from pgdefer.database.install import install  # noqa: PLC0415 (needs this module)
@@ -150,7 +156,7 @@ class Source:
         connection = psycopg.connect(
             conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
         )
-        _adapt(connection)
+        adapt(connection.adapters)
         if not self.pgbouncer:  # the session may serve another client next time
             try:
                 connection.execute(sql.READ_COMMITTED.psycopg)
@@ -177,7 +183,7 @@ class Source:
         connection = await psycopg.AsyncConnection.connect(
             conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
         )
-        _adapt(connection)
+        adapt(connection.adapters)
         if not self.pgbouncer:
             try:
                 await connection.execute(sql.READ_COMMITTED.psycopg)
@@ -185,6 +191,15 @@ class Source:
                 close_now(connection)
                 raise
         return connection
+
+
+def completed(dsn: str, **others: Any) -> str:
+    """Return a DSN with other parameters of libpq, and with DEFAULTS for what it leaves out."""
+    named = conninfo_to_dict(dsn, **others)
+    missing = {name: value for name, value in DEFAULTS.items() if name not in named}
+    if "fallback_application_name" in missing and "application_name" in named:
+        del missing["fallback_application_name"]
+    return make_conninfo(dsn, **others, **missing)
 
 
 def _check(dsn: str) -> None:
@@ -198,9 +213,10 @@ def _check(dsn: str) -> None:
         ) from None
 
 
-def _adapt(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+def adapt(adapters: AdaptersMap) -> None:
+    """Have it load moments that a datetime can't hold, such as infinity."""
     for loader in (_TextTime, _BinaryTime):
-        connection.adapters.register_loader("timestamptz", loader)
+        adapters.register_loader("timestamptz", loader)
 
 
 def close_now(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:

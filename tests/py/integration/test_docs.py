@@ -229,6 +229,17 @@ def test_the_readme(reader: Reader) -> None:
     ]
 
 
+REQUESTS = """
+from fastapi.testclient import TestClient
+from pooled import web
+
+with TestClient(web) as client:
+    for id in range(2):
+        for path in (f"/pictures/{id}", f"/pictures/{id}/thumbnail"):
+            print(client.post(path).status_code)
+"""
+
+
 def test_the_page_on_python(reader: Reader) -> None:
     reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
     output = ""
@@ -252,6 +263,12 @@ def test_the_page_on_python(reader: Reader) -> None:
         "visit | succeeded | 2",
         "(8 rows)",
     ]
+    reader.type_in(Block(0, "sh", "psql -c 'create table picture (id int)'"))
+    assert reader.type_in(Block(0, "python", REQUESTS)).split() == ["200"] * 4
+    reader.type_in(Block(0, "sh", "pgdefer worker -A pooled:jobs --drain"))
+    query = "select state from queue.jobs where task = 'thumbnail'"
+    found = reader.type_in(Block(0, "sh", f'psql -At -c "{query}"'))
+    assert found.split() == ["succeeded"] * 4
 
 
 def test_the_page_on_durable_jobs(reader: Reader) -> None:

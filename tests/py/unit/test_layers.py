@@ -19,7 +19,8 @@ LAYERS = [
     options codec database.callers
     database.install
     database.source
-    database.pool database.connection
+    database.pool database.connection database.pool_source
+    database.callers_pool database.callers_pool_async
     database.execute database.execute_async
     database.results
     client.base

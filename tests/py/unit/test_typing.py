@@ -15,6 +15,7 @@ import dataclasses
 from datetime import timedelta
 from typing import Any
 import psycopg
+import psycopg_pool
 import sqlalchemy.ext.asyncio as sa_async
 import sqlalchemy.orm as sa_orm
 from pgdefer import App, BatchJob, Decision, Job, JobContext, Retry, current_job, models
@@ -76,7 +77,11 @@ def decide(error: BaseException, job: JobContext) -> Decision | None:
 def decided() -> None: ...
 
 async def use(
-    connection: psycopg.Connection, other: psycopg.AsyncConnection, row: models.Job
+    connection: psycopg.Connection,
+    other: psycopg.AsyncConnection,
+    pool: psycopg_pool.ConnectionPool,
+    async_pool: psycopg_pool.AsyncConnectionPool,
+    row: models.Job,
 ) -> None:
 """
 
@@ -108,6 +113,9 @@ GOOD = """
     x: Job[Any] = insert.defer(whatever=1)
     y: Job[Any] = await insert_rows.defer_async("a", n=1)
     w: int = await app.resume_async(connection=sa_async.AsyncSession())
+    z: App = App(connection=(pool, async_pool)) if w else App(connection=pool)
+    aa: Job[float] = await send.configure(connection=async_pool).defer_async(1)
+    bb: str = a.hold(connection=pool)
 """
 
 BAD = [
@@ -137,6 +145,9 @@ BAD = [
     ("a.cancel(True)", "Too many positional arguments"),
     ("a.hold(connection=other)", "incompatible type"),
     ("await a.hold_async(connection=connection)", "incompatible type"),
+    ("a.hold(connection=async_pool)", "incompatible type"),
+    ("await a.hold_async(connection=pool)", "incompatible type"),
+    ("App(connection=connection)", "incompatible type"),
     ("a.reschedule('2030-01-01')", "incompatible type"),
     ("a.set_priority('5')", "incompatible type"),
     ("insert_rows.defer(name=1)", "incompatible type"),
