@@ -1,6 +1,6 @@
 -- Groups: their counts, and their callbacks, each deferred once, when its time has come.
 
-select plan(61);
+select plan(62);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -238,7 +238,11 @@ select is_empty('select * from queue.check()', 'all is sound');
 
 -- A transaction that adds jobs to a group may stay open for long
 begin;
-insert into queue.pending_settlement (job_id, kind, flags) values (-1, 'group', 0);
+select pg_current_xact_id() as adding \gset
+prepare transaction 'adding';
+insert into queue.pending_settlement (job_id, kind, flags, xid) values (-1, 'group', 0, :'adding');
 select clock_timestamp() as looked_at \gset
 select cmp_ok(queue._next_due(), '>', :'looked_at'::timestamptz + interval '500 ms', 'workers do not poll for its end');
-rollback;
+rollback prepared 'adding';
+select queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'after its end nothing is left of that');
