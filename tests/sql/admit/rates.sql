@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(120);
+select plan(125);
 
 set pgdefer.notify = off;
 
@@ -143,6 +143,19 @@ select queue.tick(), queue.move(array[pg_temp.id_of('light')], 'later') \g /dev/
 select queue.reschedule(pg_temp.id_of('light')), queue.configure_key('W', '{"limit": 3}') \g /dev/null
 select is(pg_temp.claim(), 'light', 'a ready one has to wait, as its key has a lower limit now, and one was before it');
 select queue.configure_key('W', '{"limit": null}');
+select pg_temp.end_all();
+select is_empty('select * from queue.check()', 'in order');
+select queue.defer('t', jsonb_build_object('name', n), options => jsonb_build_object('share', left(n, 1), 'concurrency', jsonb_build_array(jsonb_build_object('key', 'S', 'limit', 4, 'weight', w))))
+from unnest('{used,u2,v1,v2,heavy}'::text[], '{3,1,1,1,2}'::int[]) v (n, w) \g /dev/null
+select is(pg_temp.claim(), 'used u2', 'all is taken');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.args ->> 'name' = 'u2' \g /dev/null
+select is(pg_temp.claim(), 'v1', 'a slot is free');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.args ->> 'name' = 'v1' \g /dev/null
+select is(pg_temp.claim(), null, 'it is the turn of a heavy one');
+select queue.configure_share('v', '{"weight": 5}');
+select queue.tick() from generate_series(1, 3) \g /dev/null
+select is(pg_temp.claim(), 'v2', 'shares have other weights, and a lighter job comes before it');
+select queue.configure_share('v', '{"weight": null}');
 select pg_temp.end_all();
 select is_empty('select * from queue.check()', 'in order');
 -- With a rate, the first that waits says when the next may start.
