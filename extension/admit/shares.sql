@@ -226,13 +226,13 @@ end $$;
 create or replace function queue._begin_tags(p_queue text, p_priority integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  delete from queue.share_tag t
-  where t.queue = p_queue and t.priority = p_priority;
   update queue.lane l set tag_base = coalesce(l.tag_base - interval '1 year', '{{first_tag}}'),
     retag_from = coalesce(l.tag_base, '{{end_of_tags}}')
   where l.queue = p_queue and l.priority = p_priority and l.kind < {{lane_crashed}}
     and (l.tag_base is null or l.tag_base > '{{least_tag}}');
   if found then
+    delete from queue.share_tag t
+    where t.queue = p_queue and t.priority = p_priority;
     update queue.cursor k set has_backlog = true
     where k.tick = (select max(m.tick) from queue.cursor m) and not k.has_backlog;
   end if;

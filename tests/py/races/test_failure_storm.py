@@ -277,6 +277,7 @@ def drain(conn: Connection) -> None:
     ).fetchone()
     assert row is not None
     fetch = "select id, claim from queue.fetch(%s, null, %s)"
+    stuck: list[Any] = []
     end = time.monotonic() + 300
     while time.monotonic() < end:
         conn.execute("select * from queue.tick()")
@@ -290,13 +291,13 @@ def drain(conn: Connection) -> None:
             elif reason == "upstream_failed":
                 with contextlib.suppress(psycopg.errors.DatabaseError):
                     conn.execute("select queue.cancel(%s)", (id,))
-        if not left:
+        stuck = conn.execute(
+            "select id, state, reason, queue.why(id) from queue.jobs "
+            "where state not in ('succeeded', 'failed', 'cancelled') order by id limit 10"
+        ).fetchall()
+        if not left and not stuck:
             break
-    stuck = conn.execute(
-        "select id, state, reason, queue.why(id) from queue.jobs "
-        "where state not in ('succeeded', 'failed', 'cancelled') order by id limit 10"
-    ).fetchall()
-    assert not stuck
+    assert not stuck, stuck
     assert conn.execute("select count(*) from queue.active_job").fetchone() == (0,)
     assert conn.execute("select count(*) from queue.lease").fetchone() == (0,)
     assert conn.execute("select count(*) from queue.lock_member").fetchone() == (0,)

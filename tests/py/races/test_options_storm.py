@@ -213,6 +213,8 @@ class Storm:
             job["needs"] = needs
             options["needs_mode"] = dice.choice(["all", "any"])
             options["on_need_failure"] = dice.choice(["block", "proceed"])
+            if (options["needs_mode"], options["on_need_failure"]) == ("any", "block"):
+                options["max_progress"] = 0  # or it may wait for ever for needs that were deleted
         if self.may(0.15):
             job["queueing_lock"] = dice.choice("QR")
             options["unique_until"] = dice.choice(["start", "finish"])

@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(120);
+select plan(126);
 
 set pgdefer.notify = off;
 
@@ -145,6 +145,19 @@ select is(pg_temp.claim(), 'light', 'a ready one has to wait, as its key has a l
 select queue.configure_key('W', '{"limit": null}');
 select pg_temp.end_all();
 select is_empty('select * from queue.check()', 'in order');
+select queue.defer('t', jsonb_build_object('name', n), options => jsonb_build_object('share', left(n, 1), 'concurrency', jsonb_build_array(jsonb_build_object('key', 'S', 'limit', 4, 'weight', w))))
+from unnest('{used,u2,v1,v2,heavy}'::text[], '{3,1,1,1,2}'::int[]) v (n, w) \g /dev/null
+select is(pg_temp.claim(), 'used u2', 'all is taken');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.args ->> 'name' = 'u2' \g /dev/null
+select is(pg_temp.claim(), 'v1', 'a slot is free');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.args ->> 'name' = 'v1' \g /dev/null
+select is(pg_temp.claim(), null, 'it is the turn of a heavy one');
+select queue.configure_share('v', '{"weight": 5}');
+select queue.tick() from generate_series(1, 3) \g /dev/null
+select is(pg_temp.claim(), 'v2', 'shares have other weights, and a lighter job comes before it');
+select queue.configure_share('v', '{"weight": null}');
+select pg_temp.end_all();
+select is_empty('select * from queue.check()', 'in order');
 -- With a rate, the first that waits says when the next may start.
 select pg_temp.defer('a', '[{"key": "PR", "rate": {"limit": 1, "per": "1 hour"}}]') \g /dev/null
 select pg_temp.claim() \g /dev/null
@@ -232,7 +245,7 @@ end $$;
 select is(pg_temp.opens(weights), expected, weights::text) from (values
   ('{3}'::integer[], '- - - - - - - 01 01 01, rows: 2'), ('{3,1,4}', '- - 01 01 01 02 03 03 03 03, rows: 5'), ('{3,1,4,5}', '02 03 03 03 03 04 04 04 04 04, rows: 5'),
   ('{3,1,4,5,1}', '03 03 03 03 04 04 04 04 04 05, rows: 5'), ('{3,1,4,5,1,2}', '03 03 04 04 04 04 04 05 06 06, rows: 7'), ('{10,10,2}', '02 02 02 02 02 02 02 02 03 03, rows: 4'),
-  ('{1,1,1,1,1,1,1,1,1,1,1,1}', '03 04 05 06 07 08 09 10 11 12, rows: 10'), ('{10,1,1,1}', '01 01 01 01 01 01 01 02 03 04, rows: 5'), ('{9,9,9}', '02 03 03 03 03 03 03 03 03 03, rows: 3')) v (weights, expected);
+  ('{1,1,1,1,1,1,1,1,1,1,1,1}', '03 04 05 06 07 08 09 10 11 12, rows: 10'), ('{10,1,1,1}', '01 01 01 01 01 01 01 02 03 04, rows: 5'), ('{1,5,6}', '02 02 02 02 03 03 03 03 03 03, rows: 4'), ('{9,9,9}', '02 03 03 03 03 03 03 03 03 03, rows: 3')) v (weights, expected);
 
 -- The window, to the microsecond: a start that is as old as the window is long still lies in it.
 create function pg_temp.room(key text, at timestamptz) returns integer language sql as $$ select queue._rate_room(room.key, 2, '1 hour', 5, room.at) $$;

@@ -1,6 +1,6 @@
 -- Shares: turns by weight within a queue and priority.
 
-select plan(88);
+select plan(90);
 
 set pgdefer.notify = off;
 
@@ -279,5 +279,16 @@ select is_empty('select * from queue.check()', 'each job and each share has one 
 select is((select count(*) from queue.lane l where l.retag_from is not null), 0::bigint, 'the other lane follows');
 select is(length(pg_temp.starts(9, 9, '{lanes}')), 20, 'all that may start does');
 select pg_temp.finish_all();
+-- After so many changes of weights that there is no room left before the oldest tags, nothing changes any more.
+select pg_temp.defer('a1 a2', 'A', '{"queue": "full"}'), pg_temp.defer('b1 b2', 'B', '{"queue": "full"}') \g /dev/null
+select queue.tick() \g /dev/null
+update queue.lane l set tag_base = l.tag_base - interval '2701 years' where l.queue = 'full';
+update queue.active_job aj set deadline = aj.deadline - interval '2701 years' where aj.lane = (select l.lane from queue.lane l where l.queue = 'full');
+update queue.share_tag t set tag = t.tag - interval '2701 years' where t.queue = 'full';
+select queue.configure_share('A', '{"weight": 2}');
+select is_empty('select * from queue.check()', 'as each job has a tag');
+select is(pg_temp.starts(4, 1, '{full}'), 'a1 b1 a2 b2', 'in turns');
+select pg_temp.finish_all();
+select queue.configure_share('A', '{"weight": null}');
 select is_empty('select * from queue.check()', 'sound');
 select * from finish();
