@@ -19,8 +19,9 @@ T = TypeVar("T")
 class HasId(Protocol):
     """A job, as `defer` returns it."""
 
+    # An int. But the ids of models are SQLAlchemy's descriptors, which pyright sees as such here.
     @property
-    def id(self) -> int:
+    def id(self) -> Any:
         """The job's id."""
 
 
