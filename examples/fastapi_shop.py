@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 import sqlalchemy as sa
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, Field
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -118,7 +119,7 @@ async def place(new: NewOrder) -> OrderState:
             taken = sa.update(Product).where(Product.name == new.product)
             await session.execute(taken.values(stock=Product.stock - new.quantity))
             return OrderState(id=order.id, receipt=None, job="ready")
-    except sa.exc.IntegrityError as error:
+    except IntegrityError as error:
         raise HTTPException(409, "there is not enough of that") from error
 
 

@@ -23,8 +23,9 @@ STATES = ("scheduled", "waiting", "upstream_failed", "blocked", "ready", "runnin
 class HasId(Protocol):
     """A job, as `defer` returns it."""
 
+    # An int. But the ids of models are SQLAlchemy's descriptors, which pyright sees as such here.
     @property
-    def id(self) -> int:
+    def id(self) -> Any:
         """The job's id."""
 
 

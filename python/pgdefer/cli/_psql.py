@@ -16,6 +16,9 @@ from ._base import DSN, Exit, fail, out, reported
 from ._pg import find_program, without_password
 
 SHORTCUTS = Path(__file__).with_name("psqlrc")
+# The server adds to each error of PL/pgSQL the lines of functions that it came through, and only
+# the client can leave them out. The user's own file may show them again, and so does \errverbose.
+QUIET_ERRORS = "\\set SHOW_CONTEXT never\n"
 
 
 def psql(
@@ -31,10 +34,10 @@ def psql(
     program = find_program("psql")
     if program is None:
         fail(Exit.ERROR, "psql is not installed: apt install postgresql-client, or the like")
-    # psql reads only one such file: this one reads the user's, then the shortcuts.
+    # psql reads only one such file: this one includes the user's, then the shortcuts.
     start = _folder("XDG_CACHE_HOME", ".cache") / "psqlrc"
     files = [file for file in (_user_file(), SHORTCUTS) if file.exists()]
-    start.write_text("".join(map(_include, files)), "utf-8")
+    start.write_text("".join([QUIET_ERRORS, *map(_include, files)]), "utf-8")
     shown, environment = without_password(conninfo)
     environment["PSQLRC"] = str(start)
     os.execve(program, [program, "-d", shown, *(arguments or [])], environment)  # noqa: S606

@@ -159,6 +159,15 @@ DeadAfter = Annotated[
     float,
     typer.Option(min=0, metavar="SECONDS", help="Others get its jobs after this much silence."),
 ]
+PollEvery = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="How long to sleep at most before asking the database, where notifications do not "
+        "arrive: 0.01 to 60.",
+        show_default="as the database says",
+    ),
+]
 Drain = Annotated[
     bool, typer.Option("--drain", help="End when no job is left that would start by itself.")
 ]
@@ -238,6 +247,7 @@ def worker(
     shutdown_timeout: ShutdownTimeout = None,
     heartbeat_every: HeartbeatEvery = 10.0,
     dead_after: DeadAfter = 30.0,
+    poll_every: PollEvery = None,
     drain: Drain = False,
     max_jobs: MaxJobs = None,
     prune_schedules: PruneSchedules = False,
@@ -269,6 +279,7 @@ def worker(
         "shutdown_timeout": shutdown_timeout,
         "heartbeat_every": heartbeat_every,
         "dead_after": dead_after,
+        "poll_every": poll_every,
         "drain": drain,
         "max_jobs": max_jobs,
         "prune_schedules": prune_schedules,
@@ -276,10 +287,7 @@ def worker(
         "prefetch": prefetch,
         "http": http,
     }
-    if concurrency is not None:
-        options["concurrency"] = concurrency
-    if slots:
-        options["slots"] = slots
+    _slots(options, concurrency, slots)
     _choose(options, queues, tasks, max_running, strict=strict)
     with _checked():
         check_options(options)
@@ -350,6 +358,14 @@ def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
         least=("up_for",),
         empty="There are no workers.",
     )
+
+
+def _slots(options: WorkerOptions, concurrency: int | None, slots: list[str] | None) -> None:
+    """Set the options that say how many jobs run at once."""
+    if concurrency is not None:
+        options["concurrency"] = concurrency
+    if slots:
+        options["slots"] = slots
 
 
 def _choose(

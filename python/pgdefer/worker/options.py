@@ -11,12 +11,15 @@ __all__ = ["WorkerOptions", "check_options"]
 
 # The greatest number that the database takes.
 MOST = 2**31 - 1
-# The options that are numbers: of which types, and the least.
-NUMBERS: dict[str, tuple[Any, int]] = {
-    **dict.fromkeys(("concurrency", "jobs_per_process", "max_jobs"), (int, 1)),
-    "prefetch": (int, 0),
-    **dict.fromkeys(("shutdown_timeout", "heartbeat_every", "dead_after"), ((int, float), 0)),
+# The options that are numbers: of which types, the least, and the greatest.
+NUMBERS: dict[str, tuple[Any, float, float]] = {
+    **dict.fromkeys(("concurrency", "jobs_per_process", "max_jobs"), (int, 1, MOST)),
+    "prefetch": (int, 0, MOST),
+    **dict.fromkeys(("shutdown_timeout", "heartbeat_every", "dead_after"), ((int, float), 0, MOST)),
+    "poll_every": ((int, float), 0.01, 60),
 }
+# Those that may be None.
+OPTIONAL = frozenset({"max_jobs", "shutdown_timeout", "poll_every"})
 
 
 class WorkerOptions(TypedDict, total=False):
@@ -40,10 +43,13 @@ class WorkerOptions(TypedDict, total=False):
     process before a handler's leaks fill the memory.
 
     `heartbeat_every` and `dead_after` (10 and 30 seconds): the time between heartbeats, and the
-    silence after which others get the worker's jobs. `jobs_per_process`: replace a child process
-    after this many jobs (100). `prune_schedules`: remove schedules that this app has registered
-    before and no longer has. `http="127.0.0.1:9000"`: the address that answers /healthz, /readyz
-    and /metrics. `register_schedules=False` registers no schedules, as in tests.
+    silence after which others get the worker's jobs. `poll_every`: for how many seconds an idle
+    worker sleeps at most before it asks the database; None, the default: as long as
+    `queue.before_sleep` says. It is for where notifications do not arrive. `jobs_per_process`:
+    replace a child process after this many jobs (100). `prune_schedules`: remove schedules that
+    this app has registered before and no longer has. `http="127.0.0.1:9000"`: the address that
+    answers /healthz, /readyz and /metrics. `register_schedules=False` registers no schedules, as in
+    tests.
     """
 
     concurrency: int
@@ -58,6 +64,7 @@ class WorkerOptions(TypedDict, total=False):
     max_jobs: int | None
     heartbeat_every: float
     dead_after: float
+    poll_every: float | None
     jobs_per_process: int
     prune_schedules: bool
     register_schedules: bool
@@ -76,8 +83,8 @@ def check_options(options: WorkerOptions) -> None:
     if options.get("tasks") == []:
         raise ValueError("tasks is empty: leave it out to run all")
     for name in options.keys() & NUMBERS.keys():
-        kind, least = NUMBERS[name]
-        _check_number(name, options.get(name), kind, at_least=least)
+        kind, least, most = NUMBERS[name]
+        _check_number(name, options.get(name), kind, at_least=least, at_most=most)
     for queue, limit in (options.get("max_running") or {}).items():
         _check_number(f"max_running of {queue!r}", limit, int, at_least=1)
     if (address := options.get("http")) is not None:
@@ -89,12 +96,14 @@ def check_options(options: WorkerOptions) -> None:
         )
 
 
-def _check_number(name: str, value: object, kind: Any, *, at_least: int) -> None:
-    if value is None and name in ("max_jobs", "shutdown_timeout"):
+def _check_number(
+    name: str, value: object, kind: Any, *, at_least: float, at_most: float = MOST
+) -> None:
+    if value is None and name in OPTIONAL:
         return
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {value}")
-    if not value <= MOST:  # NaN, too
-        raise ValueError(f"{name} must be at most {MOST}, not {value}")
+    if not value <= at_most:  # NaN, too
+        raise ValueError(f"{name} must be at most {at_most}, not {value}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ class Pump:
         queues: list[str] | None,
         slots: list[Slots],
         is_drain: bool,
+        poll_every: float | None,
         stop: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         gate: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
@@ -84,6 +86,8 @@ class Pump:
         self._queues = queues
         self._slots = slots
         self._is_drain = is_drain
+        # How long a sleep lasts at most, whatever the database allows.
+        self._longest = math.inf if poll_every is None else poll_every
         self._stop = stop
         self._spawn = spawn
         # Passed to connect, where others connect as well.
@@ -234,7 +238,7 @@ class Pump:
         if self._listens and sleep.must_look and await self._round_trip(free):
             return
         # Unless it is for this worker, before_sleep tells whether it is worth while to look.
-        was_woken = await self._wait(sleep.seconds)
+        was_woken = await self._wait(min(sleep.seconds, self._longest))
         self._is_dry = not (was_woken and self._listener.is_first) and not sleep.must_look
 
     async def _before_sleep(self) -> Sleep:

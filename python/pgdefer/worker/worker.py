@@ -91,6 +91,7 @@ class Worker:
         self.shutdown_timeout = options.get("shutdown_timeout")
         self.heartbeat_every = options.get("heartbeat_every", 10.0)
         self.dead_after = options.get("dead_after", 30.0)
+        self.poll_every = options.get("poll_every")
         self.drain = options.get("drain", False)
         self.prune_schedules = options.get("prune_schedules", False)
         self.http = options.get("http")
@@ -248,6 +249,7 @@ class Worker:
             queues=self.queues,
             slots=self.slots,
             is_drain=self.drain,
+            poll_every=self.poll_every,
             stop=self.stop,
             spawn=self._spawn,
             gate=contextlib.nullcontext if shared is None else shared.gate.entered,

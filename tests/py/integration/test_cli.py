@@ -255,6 +255,8 @@ def test_a_signal_while_a_worker_reports_its_end(
         (["worker", "-A", "json", "--heartbeat-every", "0"], Exit.USAGE, "must be above 0"),
         (["worker", "-A", "json", "--dead-after", "5"], Exit.USAGE, "below dead_after: 10 and 5"),
         (["worker", "-A", "json", "--dead-after", "inf"], Exit.USAGE, "dead_after must be"),
+        (["worker", "-A", "json", "--poll-every", "0"], Exit.USAGE, "poll_every must be at least"),
+        (["worker", "-A", "json", "--poll-every", "nan"], Exit.USAGE, "poll_every must be at most"),
         (["install", "--dsn", NOWHERE], Exit.UNREACHABLE, "onnection refused"),
         (["version", "--dsn", NOWHERE], Exit.UNREACHABLE, "onnection refused"),
         (["install", "--form", "other"], Exit.USAGE, "Invalid value"),

@@ -1148,6 +1148,27 @@ def test_psql(run: Run, dsn: str, tmp_path: Path, server: EmbeddedServer) -> Non
     assert done.stdout.rstrip().endswith("cancelled\n(1 row)")
 
 
+@pytest.mark.parametrize("own", ["", "\\set SHOW_CONTEXT always\n"])
+def test_errors_in_psql(
+    run: Run, dsn: str, tmp_path: Path, server: EmbeddedServer, own: str
+) -> None:
+    if server_program(server, "psql") is None:
+        pytest.skip("there is no psql")
+    (tmp_path / ".psqlrc").write_text(own)
+    done = subprocess.run(
+        [sys.executable, "-m", "pgdefer", "psql"],
+        input="select queue.cancel(99);\n\\errverbose\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    assert done.stderr.startswith("ERROR:  job not found\nDETAIL:  id: 99\nHINT:  The id is wrong")
+    first, _, whole = done.stderr.partition("QJ001")
+    assert ("CONTEXT" in first) == bool(own)
+    assert "CONTEXT:  PL/pgSQL function queue." in whole
+
+
 SECRET = "to'p se\\cret"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
+import math
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -35,6 +36,13 @@ def app() -> App:
         (None, {"shutdown_timeout": "5"}, TypeError, "shutdown_timeout must be a number, not '5'"),
         (None, {"dead_after": 10}, ValueError, "heartbeat_every must be above 0 and below dead"),
         (None, {"heartbeat_every": 0}, ValueError, "heartbeat_every must be above 0 and below"),
+        (None, {"poll_every": 0}, ValueError, "poll_every must be at least 0.01, not 0"),
+        (None, {"poll_every": -1}, ValueError, "poll_every must be at least 0.01, not -1"),
+        (None, {"poll_every": 61}, ValueError, "poll_every must be at most 60, not 61"),
+        (None, {"poll_every": math.nan}, ValueError, "poll_every must be at most 60, not nan"),
+        (None, {"poll_every": math.inf}, ValueError, "poll_every must be at most 60, not inf"),
+        (None, {"poll_every": True}, TypeError, "poll_every must be a number, not True"),
+        (None, {"poll_every": "1"}, TypeError, "poll_every must be a number, not '1'"),
         (None, {"slots": ["1:99999999999w"]}, ValueError, "the horizon of '1:99999999999w' is too"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,14 +158,23 @@ BAD = [
 ]
 
 
-@pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """mypy's errors by the line of code; one run for all, because it takes seconds."""
-    folder = tmp_path_factory.mktemp("typing")
-    lines = [*HEAD.splitlines(), *GOOD.splitlines(), *(f"    {code}" for code, _ in BAD)]
-    (folder / "use.py").write_text("\n".join(lines) + "\n")
+def test_the_tutorial(tmp_path: Path) -> None:
+    """Its code has the types that it says; the one mistake is there to be shown."""
+    page = (Path(__file__).parents[3] / "docs/tutorial.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for number, block in enumerate(blocks):
+        name = "shop.py" if block.startswith("# shop.py") else f"block_{number}.py"
+        with (tmp_path / name).open("a") as file:
+            file.write(block)
+    done = mypy(tmp_path, ".")
+    assert [line for line in done if " error:" in line and "nmae" not in line] == []
+    assert any("nmae" in line for line in done)
+
+
+def mypy(folder: Path, *files: str) -> list[str]:
+    """Return the lines of mypy's output."""
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "use.py"],
+        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", *files],
         check=False,
         cwd=folder,
         capture_output=True,
@@ -172,8 +182,17 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         env={"PATH": "/usr/bin", "MYPYPATH": str(Path(__file__).parents[3] / "python")},
     )
     assert not done.stderr, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """mypy's errors by the line of code; one run for all, because it takes seconds."""
+    folder = tmp_path_factory.mktemp("typing")
+    lines = [*HEAD.splitlines(), *GOOD.splitlines(), *(f"    {code}" for code, _ in BAD)]
+    (folder / "use.py").write_text("\n".join(lines) + "\n")
     found: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
+    for line in mypy(folder, "use.py"):
         _, number, message = line.split(":", 2)
         if " error:" in message:
             found.setdefault(lines[int(number) - 1].strip(), []).append(message)
