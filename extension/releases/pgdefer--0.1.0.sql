@@ -76,6 +76,7 @@ $pgdefer_guard$;
 
 -- base/errors.sql
 -- Errors: each has a stable SQLSTATE and a fixed message. DETAIL has the ids, HINT the remedy.
+-- Tests: base/checks.sql, base/permissions.sql.
 
 -- Raises: 22023, always. A detail may contain the caller's values, so it is cut.
 create or replace function queue._invalid(message text, hint text, detail text default '')
@@ -239,16 +240,6 @@ create table queue.audit_log (
 create index audit_log_at_idx on queue.audit_log (at);
 create index audit_log_ids_idx on queue.audit_log using gin (ids);
 
-create view queue.audit as
-select a.id, a.at, a.role, a.login, a.call, a.args, a.ids, a.queues, a.before
-from queue.audit_log a
-where (select x.is_all from queue.visible_queues x)
-  or a.queues <> '{}' and not exists (select from unnest(a.queues) q
-    where q like any ((select x.queues from queue.visible_queues x)::text[]) is not true);
-comment on view queue.audit is
-  'Calls by which operators changed jobs, queues, schedules, tasks, settings or access: the time, the role,'
-    ' the call with its arguments, the jobs that it changed, and the values before.';
-
 -- tables/defer/job.sql
 -- The options of a job besides its task and args. NULL in queue, priority and flags stands for their
 -- defaults. size: the bytes of args and headers as text, if args have more than 2,000.
@@ -349,7 +340,8 @@ from queue.job j
 left join queue.job_override s on s.id = j.id;
 
 -- Registered tasks. is_plain: the task has at most a queue and a priority. function: the database function
--- that runs it, as schema.name. job_options: queue and priority as options of a job.
+-- that runs it, as schema.name. sensitive: the steps of each path to args that only the owner and workers see
+-- (base/sensitive.sql). job_options: queue and priority as options of a job.
 create table queue.task (
   name text collate "C" not null,
   priority integer,
@@ -362,6 +354,7 @@ create table queue.task (
   limits integer[],
   options jsonb,
   function text,
+  sensitive jsonb,
   defaults jsonb not null,
   job_options queue.job_options generated always as (
     case when num_nonnulls(queue, priority) > 0
@@ -369,6 +362,8 @@ create table queue.task (
            null)::queue.job_options end) stored,
   constraint task_pkey primary key (name)
 );
+
+create index task_sensitive_idx on queue.task (name) where sensitive is not null;
 
 -- The holder of each queueing lock. replacing: set while a committed replacement has not been applied yet.
 create table queue.queueing_lock (
@@ -568,7 +563,8 @@ create table queue.pause (
   constraint pause_pkey primary key (no)
 );
 
--- The last starts under each rate, numbered: as many as the rate's limit. key: as in queue.semaphore.
+-- The last starts under each rate, numbered: as many as the rate's limit; of several at one time the first
+-- and the last (admit/rates.sql). key: as in queue.semaphore.
 create table queue.rate_start (
   key text collate "C" not null,
   no bigint not null,
@@ -1122,6 +1118,170 @@ create table queue.schedule_run (
 create index schedule_run_decided_idx on queue.schedule_run
   using brin (decided_at) with (pages_per_range = 32, autosummarize = on);
 
+-- tables/inspect/hidden.sql
+-- The sensitive paths of all tasks that have some (base/sensitive.sql), for a reader who may not see what
+-- they lead to; NULL for the owner, and if there are none. In a function the reader is the owner. Private.
+create view queue.hidden_paths as
+select jsonb_object_agg(t.name, t.sensitive) as paths
+from queue.task t
+where t.sensitive is not null
+  and not pg_has_role(current_user,
+    (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass), 'usage');
+
+-- The args of set_args are those of the task in before; those of schedule name their task beside them.
+create view queue.audit as
+select a.id, a.at, a.role, a.login, a.call,
+  case when a.args ? 'args' and (select h.paths from queue.hidden_paths h)
+      ? coalesce(a.args ->> 'task', a.before -> 0 ->> 'task')
+    then a.args || jsonb_build_object('args', (
+      select c.args
+      from (select a.args -> 'args' as args, (select h.paths from queue.hidden_paths h)
+        -> coalesce(a.args ->> 'task', a.before -> 0 ->> 'task') as paths) x
+      cross join lateral (with recursive walk (rest, value, path) as (
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    union all
+    select s.rest, s.value, w.path || s.key
+    from walk w
+    cross join lateral (
+      select w.rest - 0 as rest, w.value -> (w.rest ->> 0) as value, array[w.rest ->> 0] as key
+      where jsonb_typeof(w.rest -> 0) = 'string' and jsonb_typeof(w.value) = 'object'
+        and w.value ? (w.rest ->> 0) and (not w.value ? '__pgdefer__' or w.rest ->> 0 = 'value')
+      union all
+      select case when t.is_whole then '[]' else w.rest end,
+        case when t.is_whole then w.value else w.value -> 'value' end,
+        case when t.is_whole then '{}'::text[] else '{value}' end
+      from (
+        select w.value ->> '__pgdefer__' = 'dict'
+          or coalesce(jsonb_typeof(w.value -> 'value') not in ('object', 'array'), true) as is_whole
+        where jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__') t
+      union all
+      select case jsonb_typeof(w.rest -> 0) when 'string' then w.rest else w.rest - 0 end, e.value,
+        array[(e.n - 1)::text]
+      from jsonb_array_elements(case when jsonb_typeof(w.value) = 'array' then w.value end)
+        with ordinality e (value, n)
+      where jsonb_typeof(w.rest -> 0) <> 'number' or w.rest ->> 0 = (e.n - 1)::text
+      union all
+      select w.rest - 0, w.value, '{}'::text[]
+      where jsonb_typeof(w.rest -> 0) <> 'string' and jsonb_typeof(w.value) <> 'array'
+        and coalesce(w.rest ->> 0, '0') = '0'
+        and not coalesce(jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__', false)) s
+    where w.rest <> '[]'),
+  place as materialized (
+    select row_number() over (order by cardinality(p.path) desc, p.path) as n, p.path
+    from (select distinct l.path
+      from (select w.path from walk w where w.rest = '[]' limit 101) l) p),
+  done (n, args) as (
+    select 0::bigint, x.args
+    union all
+    select p.n, jsonb_set(d.args, p.path, '"***"') from done d join place p on p.n = d.n + 1)
+  select case when (select count(*) from place) <= 100
+    then (select d.args from done d order by d.n desc limit 1)
+    else x.args || (select jsonb_object_agg(p.value ->> 0, '***') from jsonb_array_elements(x.paths) p
+      where x.args ? (p.value ->> 0)) end) c (args)))
+    else a.args end as args,
+  a.ids, a.queues,
+  case when a.before ? 'args' and (select h.paths from queue.hidden_paths h) ? (a.before ->> 'task')
+    then a.before || jsonb_build_object('args', (
+      select c.args
+      from (select a.before -> 'args' as args, (select h.paths from queue.hidden_paths h)
+        -> (a.before ->> 'task') as paths) x
+      cross join lateral (with recursive walk (rest, value, path) as (
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    union all
+    select s.rest, s.value, w.path || s.key
+    from walk w
+    cross join lateral (
+      select w.rest - 0 as rest, w.value -> (w.rest ->> 0) as value, array[w.rest ->> 0] as key
+      where jsonb_typeof(w.rest -> 0) = 'string' and jsonb_typeof(w.value) = 'object'
+        and w.value ? (w.rest ->> 0) and (not w.value ? '__pgdefer__' or w.rest ->> 0 = 'value')
+      union all
+      select case when t.is_whole then '[]' else w.rest end,
+        case when t.is_whole then w.value else w.value -> 'value' end,
+        case when t.is_whole then '{}'::text[] else '{value}' end
+      from (
+        select w.value ->> '__pgdefer__' = 'dict'
+          or coalesce(jsonb_typeof(w.value -> 'value') not in ('object', 'array'), true) as is_whole
+        where jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__') t
+      union all
+      select case jsonb_typeof(w.rest -> 0) when 'string' then w.rest else w.rest - 0 end, e.value,
+        array[(e.n - 1)::text]
+      from jsonb_array_elements(case when jsonb_typeof(w.value) = 'array' then w.value end)
+        with ordinality e (value, n)
+      where jsonb_typeof(w.rest -> 0) <> 'number' or w.rest ->> 0 = (e.n - 1)::text
+      union all
+      select w.rest - 0, w.value, '{}'::text[]
+      where jsonb_typeof(w.rest -> 0) <> 'string' and jsonb_typeof(w.value) <> 'array'
+        and coalesce(w.rest ->> 0, '0') = '0'
+        and not coalesce(jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__', false)) s
+    where w.rest <> '[]'),
+  place as materialized (
+    select row_number() over (order by cardinality(p.path) desc, p.path) as n, p.path
+    from (select distinct l.path
+      from (select w.path from walk w where w.rest = '[]' limit 101) l) p),
+  done (n, args) as (
+    select 0::bigint, x.args
+    union all
+    select p.n, jsonb_set(d.args, p.path, '"***"') from done d join place p on p.n = d.n + 1)
+  select case when (select count(*) from place) <= 100
+    then (select d.args from done d order by d.n desc limit 1)
+    else x.args || (select jsonb_object_agg(p.value ->> 0, '***') from jsonb_array_elements(x.paths) p
+      where x.args ? (p.value ->> 0)) end) c (args)))
+    when a.before -> 0 ? 'args' and (select h.paths from queue.hidden_paths h) ? (a.before -> 0 ->> 'task')
+    then jsonb_set(a.before, '{0,args}', (
+      select c.args
+      from (select a.before -> 0 -> 'args' as args, (select h.paths from queue.hidden_paths h)
+        -> (a.before -> 0 ->> 'task') as paths) x
+      cross join lateral (with recursive walk (rest, value, path) as (
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    union all
+    select s.rest, s.value, w.path || s.key
+    from walk w
+    cross join lateral (
+      select w.rest - 0 as rest, w.value -> (w.rest ->> 0) as value, array[w.rest ->> 0] as key
+      where jsonb_typeof(w.rest -> 0) = 'string' and jsonb_typeof(w.value) = 'object'
+        and w.value ? (w.rest ->> 0) and (not w.value ? '__pgdefer__' or w.rest ->> 0 = 'value')
+      union all
+      select case when t.is_whole then '[]' else w.rest end,
+        case when t.is_whole then w.value else w.value -> 'value' end,
+        case when t.is_whole then '{}'::text[] else '{value}' end
+      from (
+        select w.value ->> '__pgdefer__' = 'dict'
+          or coalesce(jsonb_typeof(w.value -> 'value') not in ('object', 'array'), true) as is_whole
+        where jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__') t
+      union all
+      select case jsonb_typeof(w.rest -> 0) when 'string' then w.rest else w.rest - 0 end, e.value,
+        array[(e.n - 1)::text]
+      from jsonb_array_elements(case when jsonb_typeof(w.value) = 'array' then w.value end)
+        with ordinality e (value, n)
+      where jsonb_typeof(w.rest -> 0) <> 'number' or w.rest ->> 0 = (e.n - 1)::text
+      union all
+      select w.rest - 0, w.value, '{}'::text[]
+      where jsonb_typeof(w.rest -> 0) <> 'string' and jsonb_typeof(w.value) <> 'array'
+        and coalesce(w.rest ->> 0, '0') = '0'
+        and not coalesce(jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__', false)) s
+    where w.rest <> '[]'),
+  place as materialized (
+    select row_number() over (order by cardinality(p.path) desc, p.path) as n, p.path
+    from (select distinct l.path
+      from (select w.path from walk w where w.rest = '[]' limit 101) l) p),
+  done (n, args) as (
+    select 0::bigint, x.args
+    union all
+    select p.n, jsonb_set(d.args, p.path, '"***"') from done d join place p on p.n = d.n + 1)
+  select case when (select count(*) from place) <= 100
+    then (select d.args from done d order by d.n desc limit 1)
+    else x.args || (select jsonb_object_agg(p.value ->> 0, '***') from jsonb_array_elements(x.paths) p
+      where x.args ? (p.value ->> 0)) end) c (args)))
+    else a.before end as before
+from queue.audit_log a
+where (select x.is_all from queue.visible_queues x)
+  or a.queues <> '{}' and not exists (select from unnest(a.queues) q
+    where q like any ((select x.queues from queue.visible_queues x)::text[]) is not true);
+comment on view queue.audit is
+  'Calls by which operators changed jobs, queues, schedules, tasks, settings or access: the time, the role,'
+    ' the call with its arguments, the jobs that it changed, and the values before. In args of a task that'
+    ' has sensitive ones, the owner alone sees these.';
+
 -- tables/inspect/views.sql
 -- Committed jobs that admission has not read yet. Private.
 create view queue.unadmitted as
@@ -1180,7 +1340,52 @@ select j.id, j.task, j.queue,
       and not (j.claims > 0 and exists (select from queue.pending_settlement h
         where h.job_id = j.id and h.kind = 'again')) then 'lock'
   end as reason,
-  coalesce(r.args, j.args) as args, coalesce(r.priority, j.priority) as priority, j.lock,
+  case when (select h.paths from queue.hidden_paths h) ? j.task
+    then (select c.args
+      from (select coalesce(r.args, j.args) as args,
+        (select h.paths from queue.hidden_paths h) -> j.task as paths) x
+      cross join lateral (with recursive walk (rest, value, path) as (
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    union all
+    select s.rest, s.value, w.path || s.key
+    from walk w
+    cross join lateral (
+      select w.rest - 0 as rest, w.value -> (w.rest ->> 0) as value, array[w.rest ->> 0] as key
+      where jsonb_typeof(w.rest -> 0) = 'string' and jsonb_typeof(w.value) = 'object'
+        and w.value ? (w.rest ->> 0) and (not w.value ? '__pgdefer__' or w.rest ->> 0 = 'value')
+      union all
+      select case when t.is_whole then '[]' else w.rest end,
+        case when t.is_whole then w.value else w.value -> 'value' end,
+        case when t.is_whole then '{}'::text[] else '{value}' end
+      from (
+        select w.value ->> '__pgdefer__' = 'dict'
+          or coalesce(jsonb_typeof(w.value -> 'value') not in ('object', 'array'), true) as is_whole
+        where jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__') t
+      union all
+      select case jsonb_typeof(w.rest -> 0) when 'string' then w.rest else w.rest - 0 end, e.value,
+        array[(e.n - 1)::text]
+      from jsonb_array_elements(case when jsonb_typeof(w.value) = 'array' then w.value end)
+        with ordinality e (value, n)
+      where jsonb_typeof(w.rest -> 0) <> 'number' or w.rest ->> 0 = (e.n - 1)::text
+      union all
+      select w.rest - 0, w.value, '{}'::text[]
+      where jsonb_typeof(w.rest -> 0) <> 'string' and jsonb_typeof(w.value) <> 'array'
+        and coalesce(w.rest ->> 0, '0') = '0'
+        and not coalesce(jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__', false)) s
+    where w.rest <> '[]'),
+  place as materialized (
+    select row_number() over (order by cardinality(p.path) desc, p.path) as n, p.path
+    from (select distinct l.path
+      from (select w.path from walk w where w.rest = '[]' limit 101) l) p),
+  done (n, args) as (
+    select 0::bigint, x.args
+    union all
+    select p.n, jsonb_set(d.args, p.path, '"***"') from done d join place p on p.n = d.n + 1)
+  select case when (select count(*) from place) <= 100
+    then (select d.args from done d order by d.n desc limit 1)
+    else x.args || (select jsonb_object_agg(p.value ->> 0, '***') from jsonb_array_elements(x.paths) p
+      where x.args ? (p.value ->> 0)) end) c (args))
+    else coalesce(r.args, j.args) end as args, coalesce(r.priority, j.priority) as priority, j.lock,
   j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs,
   j.deadline, nullif(coalesce(r.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at,
   (j.options ->> 'expires_at')::timestamptz as expires_at,
@@ -1216,7 +1421,7 @@ where (select x.is_all from queue.visible_queues x)
   or j.queue like any ((select x.queues from queue.visible_queues x)::text[]);
 comment on view queue.jobs is
   'All jobs, until they are removed. The state is the one that the database knows so far: admission may'
-    ' change that of a new job.';
+    ' change that of a new job. Sensitive args (register_task) read *** for all but the owner.';
 
 create view queue.attempts as
 select a.job_id, a.attempt, a.claim, a.worker_id, a.started_at, a.finished_at, a.outcome, a.error, a.details
@@ -1364,7 +1569,52 @@ comment on view queue.shares is
     ' 10,000 that have ended.';
 
 create view queue.schedules as
-select s.name, s.cron, s.timezone, s.task, s.args, s.options, s.is_enabled as enabled,
+select s.name, s.cron, s.timezone, s.task,
+  case when (select h.paths from queue.hidden_paths h) ? s.task
+    then (select c.args
+      from (select s.args, (select h.paths from queue.hidden_paths h) -> s.task as paths) x
+      cross join lateral (with recursive walk (rest, value, path) as (
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    union all
+    select s.rest, s.value, w.path || s.key
+    from walk w
+    cross join lateral (
+      select w.rest - 0 as rest, w.value -> (w.rest ->> 0) as value, array[w.rest ->> 0] as key
+      where jsonb_typeof(w.rest -> 0) = 'string' and jsonb_typeof(w.value) = 'object'
+        and w.value ? (w.rest ->> 0) and (not w.value ? '__pgdefer__' or w.rest ->> 0 = 'value')
+      union all
+      select case when t.is_whole then '[]' else w.rest end,
+        case when t.is_whole then w.value else w.value -> 'value' end,
+        case when t.is_whole then '{}'::text[] else '{value}' end
+      from (
+        select w.value ->> '__pgdefer__' = 'dict'
+          or coalesce(jsonb_typeof(w.value -> 'value') not in ('object', 'array'), true) as is_whole
+        where jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__') t
+      union all
+      select case jsonb_typeof(w.rest -> 0) when 'string' then w.rest else w.rest - 0 end, e.value,
+        array[(e.n - 1)::text]
+      from jsonb_array_elements(case when jsonb_typeof(w.value) = 'array' then w.value end)
+        with ordinality e (value, n)
+      where jsonb_typeof(w.rest -> 0) <> 'number' or w.rest ->> 0 = (e.n - 1)::text
+      union all
+      select w.rest - 0, w.value, '{}'::text[]
+      where jsonb_typeof(w.rest -> 0) <> 'string' and jsonb_typeof(w.value) <> 'array'
+        and coalesce(w.rest ->> 0, '0') = '0'
+        and not coalesce(jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__', false)) s
+    where w.rest <> '[]'),
+  place as materialized (
+    select row_number() over (order by cardinality(p.path) desc, p.path) as n, p.path
+    from (select distinct l.path
+      from (select w.path from walk w where w.rest = '[]' limit 101) l) p),
+  done (n, args) as (
+    select 0::bigint, x.args
+    union all
+    select p.n, jsonb_set(d.args, p.path, '"***"') from done d join place p on p.n = d.n + 1)
+  select case when (select count(*) from place) <= 100
+    then (select d.args from done d order by d.n desc limit 1)
+    else x.args || (select jsonb_object_agg(p.value ->> 0, '***') from jsonb_array_elements(x.paths) p
+      where x.args ? (p.value ->> 0)) end) c (args))
+    else s.args end as args, s.options, s.is_enabled as enabled,
   s.next_run_at, s.last_run_at, s.last_job_id, case when s.is_enabled then s.reason else 'disabled' end
     as reason,
   s.catch_up, s.max_delay, case when s.skips_overlap then 'skip' else 'allow' end as overlap,
@@ -1697,7 +1947,6 @@ end $$;
 -- A value from a table may be compressed, and shows its size only when it is read.
 create or replace function queue._check_size(what text, value jsonb)
 returns boolean language plpgsql stable parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_most integer;
   v_size bigint;
@@ -1782,8 +2031,33 @@ begin
   end if;
 end $$;
 
+-- Raises: 22023 unless it is a jsonpath without variables.
+create or replace function queue._jsonpath(p_path text)
+returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_path jsonpath;
+begin
+  begin
+    v_path := p_path::jsonpath;
+    -- a template is read only if it is text
+    perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
+    from regexp_matches(v_path::text, replace('[.]datetime[(]("(?:~~.|[^"~~])*")[)]', '~', chr(92)), 'g') t;
+  exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
+    perform queue._invalid('not a jsonpath',
+      'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
+  end;
+  -- it is shown with quotes around all names and texts
+  if strpos(regexp_replace(v_path::text, replace('"(?:~~.|[^"~~])*"', '~', chr(92)), '""', 'g'), '$""') > 0
+    then
+    perform queue._invalid('a jsonpath may not contain variables',
+      'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
+  end if;
+  return v_path;
+end $$;
+
 -- base/queue_names.sql
 -- Names of queues and patterns, and the queues that are paused.
+-- Tests: operate/pause.sql, work/fetch.sql.
 
 -- Whether a queue's name is selected by a name, prefix* or *.
 create or replace function queue._matches(p_queue text, p_pattern text)
@@ -1859,6 +2133,7 @@ end $$;
 -- SET ROLE, else the role that logged in (_caller). This is the role whose EXECUTE was checked, unless the
 -- call came through another security definer function; then that function's caller needs rights too. Views
 -- filter by current_user, which is exact.
+-- Tests: base/permissions.sql.
 
 -- Raises: 42501 unless the caller may use all queues that a name or pattern selects (NULL: every queue).
 create or replace function queue._require_queue(p_kinds text[], p_queue text)
@@ -2104,6 +2379,236 @@ begin
     from queue.worker w where w.id = p_worker);
 end $$;
 
+-- base/sensitive.sql
+-- Sensitive args: values that nobody reads but the owner of the queue, and workers in the jobs that they
+-- claim. register_task names them by paths. Everything that shows args puts *** in their place: the views by
+-- queue.hidden_paths and the macro cut, functions by _hidden_paths and _cut. The paths are read as the args
+-- are shown, so a change of a task's paths applies to all its jobs at once. A task without paths costs
+-- nothing: whether any task has some is looked up once per query that shows args.
+
+-- The steps of each path, from a list of texts; NULL if there are none. A name is a text, an element [2] its
+-- number, all elements [*] null.
+-- Raises: 22023.
+create or replace function queue._sensitive_paths(p_paths jsonb)
+returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_item jsonb;
+  v_text text;
+  v_path text;
+  v_steps jsonb;
+  v_found jsonb := '[]'::jsonb;
+begin
+  if coalesce(jsonb_typeof(p_paths), 'null') = 'null' then
+    return null;
+  elsif jsonb_typeof(p_paths) <> 'array' then
+    perform queue._invalid('sensitive must be a list of paths',
+      'Pass ["card.number", "password"].', 'type: ' || jsonb_typeof(p_paths));
+  elsif jsonb_array_length(p_paths) > 100 then
+    perform queue._invalid('sensitive has too many paths', 'Pass at most 100.',
+      format('paths: %s', jsonb_array_length(p_paths)));
+  end if;
+  for v_item in select e.value from jsonb_array_elements(p_paths) e loop
+    v_text := case when jsonb_typeof(v_item) = 'string' then v_item #>> '{}' end;
+    if v_text is null or v_text = '' or octet_length(v_text) > 1000 then
+      perform queue._invalid('a sensitive path must be a text of 1 to 1,000 bytes',
+        'Write it as in card.number or cards[*].number.', 'value: ' || left(v_item::text, 200));
+    end if;
+    -- as PostgreSQL writes it: each name in quotes
+    v_path := queue._jsonpath(case when v_text ~ '^[[:space:]]*([$]|(lax|strict)[[:space:]])' then v_text
+      else '$.' || v_text end)::text;
+    if v_path !~ replace('^[$][.]"(~~.|[^"~~])*"([.]"(~~.|[^"~~])*"|[[][*][]]|[[][0-9]{1,9}[]])*$', '~',
+      chr(92)) then
+      perform queue._invalid('a sensitive path may only have names, [*] and numbers of elements',
+        'Write it as in card.number, cards[*].number or items[0].price; quote odd names: "a b".c.',
+        'path: ' || left(v_text, 200));
+    end if;
+    v_steps := (
+      select jsonb_agg(case when s.part[1] is not null then s.part[1]::jsonb when s.part[2] <> '*'
+        then to_jsonb(s.part[2]::integer) else 'null' end order by s.n)
+      from regexp_matches(v_path, replace('[.]("(?:~~.|[^"~~])*")|[[]([*]|[0-9]+)[]]', '~', chr(92)), 'g')
+        with ordinality s (part, n));
+    if jsonb_array_length(v_steps) > 20 then
+      perform queue._invalid('a sensitive path has too many steps', 'Use at most 20.',
+        'path: ' || left(v_text, 200));
+    elsif not exists (select from jsonb_array_elements(v_found) f where f.value = v_steps) then
+      v_found := v_found || jsonb_build_array(v_steps);
+    end if;
+  end loop;
+  return nullif(v_found, '[]');
+end $$;
+
+-- Raises: 22023 if a template among options names a sensitive arg: names of locks and keys are shown to all.
+create or replace function queue._check_templates(p_paths jsonb, p_options jsonb)
+returns void language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_found record;
+begin
+  select o.key, p.value ->> 0 as field into v_found
+  from (
+    select e.key, e.value #>> '{}' as template from jsonb_each(p_options) e
+    where e.key in ('lock', 'queueing_lock', 'concurrency_key', 'share', 'group', 'idempotency_key')
+    union all
+    select 'concurrency', c.value ->> 'key'
+    from jsonb_array_elements(case jsonb_typeof(p_options -> 'concurrency') when 'array'
+      then p_options -> 'concurrency' end) c) o
+  cross join jsonb_array_elements(p_paths) p
+  where strpos(o.template, format('{%s}', p.value ->> 0)) > 0
+  limit 1;
+  if found then
+    perform queue._invalid(v_found.key || ' names a sensitive field',
+      'Names of locks and keys are shown to everybody: fill them from another field.',
+      'field: ' || left(v_found.field, 200));
+  end if;
+end $$;
+
+-- The defaults of a task, with the sensitive paths among its old defaults that they lack.
+create or replace function queue._keep_paths(p_old jsonb, p_new jsonb)
+returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_old jsonb := nullif(p_old -> 'sensitive', 'null');
+  v_added jsonb;
+begin
+  if v_old is null or v_old = '[]' then
+    return p_new;
+  end if;
+  select coalesce(jsonb_agg(e.value order by e.n), '[]') into v_added
+  from jsonb_array_elements(nullif(p_new -> 'sensitive', 'null')) with ordinality e (value, n)
+  where not exists (
+    select from jsonb_array_elements(queue._sensitive_paths(v_old)) o
+    where jsonb_build_array(o.value) = queue._sensitive_paths(jsonb_build_array(e.value)));
+  return p_new || jsonb_build_object('sensitive', v_old || v_added);
+end $$;
+
+-- The sensitive paths of all tasks that have some, if the caller may not see what they lead to, else NULL.
+create or replace function queue._hidden_paths()
+returns jsonb language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select jsonb_object_agg(t.name, t.sensitive) from queue.task t
+    where t.sensitive is not null and not pg_has_role(queue._caller(), current_user, 'usage'));
+end $$;
+
+-- Args with *** in place of what paths lead to; as they are without paths.
+create or replace function queue._cut(p_paths jsonb, p_args jsonb)
+returns jsonb language plpgsql immutable parallel safe security invoker as $$
+begin
+  if p_paths is null or p_args is null then
+    return p_args;
+  end if;
+  return (
+    select c.args from (select p_args as args, p_paths as paths) x
+    cross join lateral (with recursive walk (rest, value, path) as (
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    union all
+    select s.rest, s.value, w.path || s.key
+    from walk w
+    cross join lateral (
+      select w.rest - 0 as rest, w.value -> (w.rest ->> 0) as value, array[w.rest ->> 0] as key
+      where jsonb_typeof(w.rest -> 0) = 'string' and jsonb_typeof(w.value) = 'object'
+        and w.value ? (w.rest ->> 0) and (not w.value ? '__pgdefer__' or w.rest ->> 0 = 'value')
+      union all
+      select case when t.is_whole then '[]' else w.rest end,
+        case when t.is_whole then w.value else w.value -> 'value' end,
+        case when t.is_whole then '{}'::text[] else '{value}' end
+      from (
+        select w.value ->> '__pgdefer__' = 'dict'
+          or coalesce(jsonb_typeof(w.value -> 'value') not in ('object', 'array'), true) as is_whole
+        where jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__') t
+      union all
+      select case jsonb_typeof(w.rest -> 0) when 'string' then w.rest else w.rest - 0 end, e.value,
+        array[(e.n - 1)::text]
+      from jsonb_array_elements(case when jsonb_typeof(w.value) = 'array' then w.value end)
+        with ordinality e (value, n)
+      where jsonb_typeof(w.rest -> 0) <> 'number' or w.rest ->> 0 = (e.n - 1)::text
+      union all
+      select w.rest - 0, w.value, '{}'::text[]
+      where jsonb_typeof(w.rest -> 0) <> 'string' and jsonb_typeof(w.value) <> 'array'
+        and coalesce(w.rest ->> 0, '0') = '0'
+        and not coalesce(jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__', false)) s
+    where w.rest <> '[]'),
+  place as materialized (
+    select row_number() over (order by cardinality(p.path) desc, p.path) as n, p.path
+    from (select distinct l.path
+      from (select w.path from walk w where w.rest = '[]' limit 101) l) p),
+  done (n, args) as (
+    select 0::bigint, x.args
+    union all
+    select p.n, jsonb_set(d.args, p.path, '"***"') from done d join place p on p.n = d.n + 1)
+  select case when (select count(*) from place) <= 100
+    then (select d.args from done d order by d.n desc limit 1)
+    else x.args || (select jsonb_object_agg(p.value ->> 0, '***') from jsonb_array_elements(x.paths) p
+      where x.args ? (p.value ->> 0)) end) c (args));
+end $$;
+
+-- The args that a caller means who saw the old ones cut: what is as it was shown stays as it was.
+-- Raises: 22023 for *** in another place that a path leads to.
+create or replace function queue._uncut(p_paths jsonb, p_new jsonb, p_old jsonb)
+returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
+declare
+  v_args jsonb;
+begin
+  if p_paths is null then
+    return p_new;
+  end if;
+  v_args := queue._as_shown(p_new, p_old, queue._cut(p_paths, p_old), 50);
+  if exists (
+    select from (select v_args as args, p_paths as paths) x
+    cross join lateral (
+      with recursive walk (rest, value, path) as (
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    union all
+    select s.rest, s.value, w.path || s.key
+    from walk w
+    cross join lateral (
+      select w.rest - 0 as rest, w.value -> (w.rest ->> 0) as value, array[w.rest ->> 0] as key
+      where jsonb_typeof(w.rest -> 0) = 'string' and jsonb_typeof(w.value) = 'object'
+        and w.value ? (w.rest ->> 0) and (not w.value ? '__pgdefer__' or w.rest ->> 0 = 'value')
+      union all
+      select case when t.is_whole then '[]' else w.rest end,
+        case when t.is_whole then w.value else w.value -> 'value' end,
+        case when t.is_whole then '{}'::text[] else '{value}' end
+      from (
+        select w.value ->> '__pgdefer__' = 'dict'
+          or coalesce(jsonb_typeof(w.value -> 'value') not in ('object', 'array'), true) as is_whole
+        where jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__') t
+      union all
+      select case jsonb_typeof(w.rest -> 0) when 'string' then w.rest else w.rest - 0 end, e.value,
+        array[(e.n - 1)::text]
+      from jsonb_array_elements(case when jsonb_typeof(w.value) = 'array' then w.value end)
+        with ordinality e (value, n)
+      where jsonb_typeof(w.rest -> 0) <> 'number' or w.rest ->> 0 = (e.n - 1)::text
+      union all
+      select w.rest - 0, w.value, '{}'::text[]
+      where jsonb_typeof(w.rest -> 0) <> 'string' and jsonb_typeof(w.value) <> 'array'
+        and coalesce(w.rest ->> 0, '0') = '0'
+        and not coalesce(jsonb_typeof(w.value) = 'object' and w.value ? '__pgdefer__', false)) s
+    where w.rest <> '[]') select w.path, w.value from walk w where w.rest = '[]') w
+    where w.value = '"***"' and p_old #> w.path is distinct from '"***"') then
+    perform queue._invalid('args contain *** in place of a sensitive value',
+      'Write the value. queue.set_args also takes what holds it, an array as a whole, as it was shown.');
+  end if;
+  return v_args;
+end $$;
+
+-- Replaces in args each part that equals what was shown of the old ones by the old one. It goes no deeper
+-- than something is hidden, and than p_depth: tagged values may hold others without end.
+create or replace function queue._as_shown(p_new jsonb, p_old jsonb, p_shown jsonb, p_depth integer)
+returns jsonb language plpgsql immutable parallel safe security invoker as $$
+begin
+  if p_new = p_shown then
+    return p_old;
+  elsif p_shown = p_old or p_depth = 0 or jsonb_typeof(p_new) <> 'object'
+    or jsonb_typeof(p_shown) <> 'object' then
+    return p_new;
+  end if;
+  return (
+    select coalesce(jsonb_object_agg(e.key,
+      case when p_shown ? e.key
+        then queue._as_shown(e.value, p_old -> e.key, p_shown -> e.key, p_depth - 1)
+        else e.value end), '{}')
+    from jsonb_each(p_new) e);
+end $$;
+
 -- base/audit.sql
 -- The audit: a call by which an operator changes something leaves one row in queue.audit_log, in the
 -- transaction of the call. A call that raises leaves none, as it has changed nothing.
@@ -2166,7 +2671,7 @@ begin
         when 'deadline' then jsonb_build_object('deadline', j.deadline)
         when 'scheduled_at' then jsonb_build_object('scheduled_at', j.scheduled_at)
         when 'task' then jsonb_build_object('task', j.task)
-        when 'args' then jsonb_build_object('args', j.args) else '{}' end)
+        when 'args' then jsonb_build_object('args', j.args, 'task', j.task) else '{}' end)
     from (select distinct i.id from unnest(p_ids) i (id)) u
     cross join lateral (
       select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.task, j.args
@@ -2255,6 +2760,7 @@ end $$;
 -- base/notify.sql
 -- Every NOTIFY that SQL sends: to sleeping workers, to the worker of a claim, to clients that wait for a
 -- result.
+-- Tests: work/worker_sleep.sql, work/line.races.spec.
 
 -- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
 -- Qualified, like defer.
@@ -2266,8 +2772,10 @@ begin
   end if;
 end $$;
 
--- Tells workers that a job may have become ready, if any worker may sleep. The lead sleeper's own session
--- gets the sleep lock, which it holds; it may be the worker's only connection, and fetch while others sleep.
+-- Tells workers that a job may have become ready, if any worker may sleep. In the lead sleeper's own session
+-- the try proves nothing, because that session already holds the lock. It may be the worker's only
+-- connection, which fetches while others sleep. So there this function always notifies.
+-- Locks: the sleep lock, shared and by try.
 create or replace function queue._announce()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -2300,7 +2808,7 @@ begin
   end if;
 end $$;
 
--- Tells all workers to give back the jobs that they have claimed and not started.
+-- Tells all workers to give back the jobs that they have claimed and not started. Locks: none.
 create or replace function queue._notify_pause()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -2310,6 +2818,7 @@ begin
 end $$;
 
 -- Tells a worker to abort a claim: by its channel, and by heartbeat.
+-- Locks: the new row's key; the caller has locked the job's row of queue.active_job.
 create or replace function queue._notify_abort(p_id bigint, p_claim bigint, p_worker bigint, p_reason text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -2322,6 +2831,7 @@ end $$;
 
 -- base/admission_lock.sql
 -- The admission lock, and how to end a session that keeps it.
+-- Tests: admit/admission.sql.
 
 -- Locks: the admission lock by try. Raises: 42501 if the owner may not end that session.
 create or replace function queue.unblock()
@@ -2567,9 +3077,9 @@ end $$;
 
 -- Turns checks on when the first role is restricted, and off when none is. A barrier keeps filtering views
 -- from showing hidden rows to a reader's own condition, at the cost of some plans.
--- Locks: those views, for which it waits 100 ms at a time, a hundred times: a transaction that has read one
--- may stay open, and sessions that read one meanwhile, as operations do that hold the admission lock, wait no
--- longer than that.
+-- Locks: those views. It waits for 100 ms at a time, a hundred times, because a transaction that has read a
+-- view may stay open. Sessions that read a view meanwhile wait behind it for at most 100 ms. Operations that
+-- hold the admission lock are among them.
 -- Raises: 55P03.
 create or replace function queue._switch_restriction()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -2611,102 +3121,36 @@ begin
   end loop;
 end $$;
 
--- The functions that roles may call. is_for_some: also for a role that is restricted to some queues.
--- In one piece: it is one list.
+-- The functions that roles of each kind may call. is_for_some: also those restricted to some queues.
 create or replace function queue._function_grants()
 returns table (name text, kinds text[], is_for_some boolean)
 language plpgsql immutable parallel safe security invoker rows 50 as $$
 begin
-  return query values
-    ('after_sleep'::text, '{worker}'::text[], true),
-    ('attempts_left', '{worker,operator}', true),
-    ('autoscale_hint', '{operator,reader}', true),
-    ('await_jobs', '{worker}', true),
-    ('await_result', '{producer,worker}', true),
-    ('backoff', '{worker,operator,reader}', true),
-    ('before_sleep', '{worker}', true),
-    ('begin_step', '{worker}', true),
-    ('cancel', '{operator}', true),
-    ('cancel_children', '{operator}', true),
-    ('check', '{operator,reader}', false),
-    ('claims', '{worker}', true),
-    ('close_group', '{producer,operator}', false),
-    ('configure', '{operator}', false),
-    ('configure_key', '{operator}', false),
-    ('configure_queue', '{operator}', true),
-    ('configure_share', '{operator}', false),
-    ('copy', '{operator}', true),
-    ('create_queue', '{operator}', true),
-    ('defer', '{producer}', true),
-    ('defer_chain', '{producer}', true),
-    ('defer_group', '{producer}', true),
-    ('defer_many', '{producer}', true),
-    ('defer_trigger', '{producer}', true),
-    ('delete', '{operator}', true),
-    ('delete_queue', '{operator}', true),
-    ('deregister_worker', '{worker}', true),
-    ('done', '{operator}', true),
-    ('emit', '{worker}', true),
-    ('enable_schedule', '{operator}', false),
-    ('extend', '{worker,operator}', true),
-    ('fail', '{worker,operator}', true),
-    ('fail_jobs', '{operator}', true),
-    ('fetch', '{worker}', true),
-    ('finish_and_fetch', '{worker}', true),
-    ('finish_many', '{worker}', true),
-    ('finish_step', '{worker}', true),
-    ('finish_steps', '{worker}', true),
-    ('fork', '{operator}', true),
-    ('function_call', '{worker}', true),
-    ('get', '{operator,reader}', true),
-    ('graph', '{operator,reader}', true),
-    ('health', '{operator,reader}', false),
-    ('heartbeat', '{worker}', true),
-    ('hold', '{operator}', true),
-    ('move', '{operator}', true),
-    ('needs', '{worker,operator,reader}', true),
-    ('next', '{operator}', true),
-    ('next_runs', '{worker,operator,reader}', true),
-    ('open_group', '{producer}', false),
-    ('pause', '{operator}', true),
-    ('peek', '{worker,operator,reader}', true),
-    ('prune', '{operator}', false),
-    ('publish', '{producer,worker,operator}', false),
-    ('read_steps', '{worker}', true),
-    ('read_stream', '{producer,worker,operator,reader}', true),
-    ('reap', '{worker,operator}', true),
-    ('register_task', '{producer,worker,operator}', false),
-    ('register_worker', '{worker}', true),
-    ('release', '{worker,operator}', true),
-    ('reschedule', '{operator}', true),
-    ('result', '{producer,worker,operator,reader}', true),
-    ('resume', '{operator}', true),
-    ('retry', '{operator}', true),
-    ('retry_failed', '{operator}', true),
-    ('retry_later', '{worker,operator}', true),
-    ('run_function', '{worker}', true),
-    ('run_now', '{operator}', false),
-    ('schedule', '{worker,operator}', false),
-    ('search', '{operator,reader}', true),
-    ('series', '{operator,reader}', true),
-    ('set_args', '{operator}', true),
-    ('set_deadline', '{operator}', true),
-    ('set_priority', '{operator}', true),
-    ('set_progress', '{worker}', true),
-    ('signal', '{producer,worker,operator}', true),
-    ('sleep', '{worker}', true),
-    ('stats', '{operator,reader}', true),
-    ('succeed', '{worker,operator}', true),
-    ('task_stats', '{operator,reader}', true),
-    ('tick', '{worker,operator}', true),
-    ('unblock', '{operator}', false),
-    ('unhold', '{operator}', true),
-    ('unschedule', '{worker,operator}', false),
-    ('version', '{producer,worker,operator,reader}', true),
-    ('wait', '{worker}', true),
-    ('why', '{operator,reader}', true),
-    ('work', '{worker}', true),
-    ('worker_died', '{worker}', true);
+  return query
+    select unnest(g.names), g.kinds, g.is_for_some
+    from (values
+      ('{producer}'::text[], true, '{defer, defer_chain, defer_group, defer_many, defer_trigger}'::text[]),
+      ('{producer,worker}', true, '{await_result}'),
+      ('{producer,worker,operator}', true, '{signal}'),
+      ('{producer,worker,operator,reader}', true, '{read_stream, result, version}'),
+      ('{worker}', true, '{
+        after_sleep, await_jobs, before_sleep, begin_step, claims, deregister_worker, emit, fetch,
+        finish_and_fetch, finish_many, finish_step, finish_steps, function_call, heartbeat, read_steps,
+        register_worker, run_function, set_progress, sleep, wait, work, worker_died}'),
+      ('{worker,operator}', true, '{attempts_left, extend, fail, reap, release, retry_later, succeed, tick}'),
+      ('{worker,operator,reader}', true, '{backoff, needs, next_runs, peek}'),
+      ('{operator}', true, '{
+        cancel, cancel_children, configure_queue, copy, create_queue, delete, delete_queue, done,
+        fail_jobs, fork, hold, move, next, pause, reschedule, resume, retry, retry_failed, set_args,
+        set_deadline, set_priority, unhold}'),
+      ('{operator,reader}', true, '{autoscale_hint, get, graph, search, series, stats, task_stats, why}'),
+      ('{producer}', false, '{open_group}'),
+      ('{producer,worker,operator}', false, '{publish, register_task}'),
+      ('{producer,operator}', false, '{close_group}'),
+      ('{worker,operator}', false, '{schedule, unschedule}'),
+      ('{operator}', false, '{
+        configure, configure_key, configure_share, enable_schedule, prune, run_now, unblock}'),
+      ('{operator,reader}', false, '{check, health}')) g (kinds, is_for_some, names);
 end $$;
 
 -- The views that roles may read, in the same form.
@@ -2911,7 +3355,6 @@ comment on function queue.migration() is
 create or replace function queue.configure(options jsonb)
 returns jsonb language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_options jsonb;
@@ -3096,6 +3539,7 @@ end $$;
 
 -- defer/options.sql
 -- The options of defer, concurrency keys, retry policies and templates: read and checked.
+-- Tests: defer/defer.sql, base/checks.sql.
 
 -- Every key that the options of defer may have.
 create or replace function queue._option_keys()
@@ -3348,11 +3792,11 @@ end $$;
 -- Tasks: names with defaults. Registration is optional: it only fills arguments that a call leaves NULL.
 
 -- Locks: the task's row if something changes. Raises: 22023; 42501 if a role other than the owner sets or
--- changes a function.
+-- changes a function. Why no caller but the owner drops a sensitive path: the old ones are read in the row
+-- that the insert has locked.
 create or replace function queue.register_task(name text, defaults jsonb default '{}')
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_defaults jsonb := coalesce(defaults, '{}');
   v_before jsonb;
@@ -3361,16 +3805,19 @@ declare
   v_limits integer[];
   v_terms jsonb;
   v_function text;
+  v_sensitive jsonb;
+  v_is_owner boolean := pg_has_role(queue._caller(), current_user, 'usage');
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   perform queue._check_name('task', register_task.name);
   perform queue._check_keys('defaults', v_defaults,
     array['queue', 'priority', 'lock', 'queueing_lock', 'deadline',
-    'concurrency_key', 'concurrency_limit', 'function'] || queue._option_keys());
+    'concurrency_key', 'concurrency_limit', 'function', 'sensitive'] || queue._option_keys());
   if exists (select from queue.task t where t.name = register_task.name and t.defaults = v_defaults) then
     return;
   end if;
   perform queue._check_types('defaults', v_defaults);
+  v_sensitive := queue._sensitive_paths(v_defaults -> 'sensitive');
   v_function := queue._task_function(register_task.name, v_defaults -> 'function');
   if v_defaults ->> 'queue' <> '' then
     perform queue._check_queue(v_defaults ->> 'queue');
@@ -3381,28 +3828,36 @@ begin
     perform queue._check_name('queueing_lock', v_defaults ->> 'queueing_lock');
   end if;
   v_options := queue._check_options(v_defaults -
-    '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function}'::text[]);
+    '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function}'::text[]
+    - 'sensitive');
   select k.keys, k.limits, k.terms into v_keys, v_limits, v_terms
   from queue._check_concurrency(v_defaults ->> 'concurrency_key',
     (v_defaults ->> 'concurrency_limit')::integer, v_options -> 'concurrency') k;
   select t.defaults into v_before from queue.task t
   where t.name = register_task.name for no key update;
   insert into queue.task as t (name, queue, priority, lock, queueing_lock, deadline, keys, limits, options,
-    function, defaults, is_plain)
+    function, sensitive, defaults, is_plain)
   values (register_task.name, nullif(v_defaults ->> 'queue', ''), (v_defaults ->> 'priority')::integer,
     nullif(v_defaults ->> 'lock', ''), nullif(v_defaults ->> 'queueing_lock', ''),
     queue._interval('deadline', v_defaults -> 'deadline'), v_keys, v_limits,
     nullif(v_options - '{retry,concurrency}'::text[]
       || case when v_terms is not null then jsonb_build_object('terms', v_terms) else '{}' end, '{}'),
-    v_function, v_defaults,
+    v_function, v_sensitive, v_defaults,
     not v_defaults ?| '{lock,queueing_lock,deadline,concurrency_key}'::text[] and v_options - 'retry' = '{}')
   on conflict on constraint task_pkey do update
-    set (queue, priority, lock, queueing_lock, deadline, keys, limits, options, function, defaults, is_plain)
+    set (queue, priority, lock, queueing_lock, deadline, keys, limits, options, function, sensitive, defaults,
+         is_plain)
       = (excluded.queue, excluded.priority, excluded.lock, excluded.queueing_lock, excluded.deadline,
-        excluded.keys,
-         excluded.limits, excluded.options, excluded.function, excluded.defaults, excluded.is_plain)
-    where t.defaults <> excluded.defaults;
+         excluded.keys, excluded.limits, excluded.options, excluded.function,
+         case when v_is_owner then excluded.sensitive
+           else queue._sensitive_paths(queue._keep_paths(t.defaults, excluded.defaults) -> 'sensitive') end,
+         case when v_is_owner then excluded.defaults
+           else queue._keep_paths(t.defaults, excluded.defaults) end, excluded.is_plain)
+    where t.defaults <> case when v_is_owner then excluded.defaults
+      else queue._keep_paths(t.defaults, excluded.defaults) end
+  returning t.sensitive into v_sensitive;
   if found then
+    perform queue._check_templates(v_sensitive, v_defaults);
     perform queue._audit('register_task', jsonb_build_object('name', register_task.name, 'defaults',
       v_defaults), p_before => v_before);
   end if;
@@ -3412,6 +3867,9 @@ comment on function queue.register_task(text, jsonb) is
     ' queueing_lock, deadline (an interval from the time of deferring), concurrency_key, concurrency_limit'
     ' and every key of options. function: the schema.name of a database function that takes the args as one'
     ' jsonb and runs the task (queue.work, queue.run_function); only the owner of the queue may set it.'
+    ' sensitive: a list of paths to args that nobody reads but the owner and workers: card.number,'
+    ' cards[*].number; all others read ***, also in jobs already deferred, and may add paths but not remove'
+    ' any.'
     ' Calling it again with the same defaults has no effect. Jobs already deferred keep their defaults,'
     ' except for the retry policy, which is read when an attempt ends.';
 
@@ -3582,9 +4040,11 @@ end $$;
 -- Idempotency keys: of the calls of defer with one key of a task, only the first within unique_for defers a
 -- job. The others get its id, whatever has become of it.
 
--- Takes the key for a new job: id is the new job's, or, as a negative number, that of the job deferred first.
--- key is the filled one; options are the caller's with that key, and without unique_for. All but options are
--- NULL without a key. p_queue: where a new job goes.
+-- Takes the key for a new job that goes to p_queue.
+--   id: the new job's; if the key is in use, minus the id of the job that was deferred first
+--   key: the key, with its {fields} filled in
+--   options: the caller's, with that key and without unique_for
+-- Without a key, id and key are NULL.
 -- Locks: the key's row. Transactions that take one key wait for each other, as with any unique key; a call
 -- whose key has just expired may wait for the maintenance that deletes its row. While the key is in use, a
 -- call only reads the row. A call of defer_many takes its keys in one order (_reserve_idempotency_keys).
@@ -3596,7 +4056,6 @@ create or replace function queue._take_idempotency_key(
   p_task text, p_queue text, p_args jsonb, p_options jsonb, p_given jsonb, out id bigint, out key text,
   out options jsonb)
 language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
-#variable_conflict use_column
 declare
   v_new_id bigint;
   v_unique_for interval;
@@ -3677,7 +4136,6 @@ end $$;
 create or replace function queue._used_idempotency_key(p_task text, p_args jsonb, p_options jsonb,
   out key text, out queue text)
 language plpgsql stable parallel safe security invoker set enable_seqscan = off as $$
-#variable_conflict use_column
 begin
   key := coalesce(p_options ->> 'idempotency_key',
     (select t.options ->> 'idempotency_key' from queue.task t where t.name = p_task));
@@ -3703,6 +4161,7 @@ end $$;
 
 -- defer/needs.sql
 -- Needs of a job that is being deferred: checks that they exist, and how they are combined.
+-- Tests: admit/needs.sql.
 
 -- Needs as a sorted set. An xid is assigned first, so that _safe_at waits for this transaction.
 -- Settings: a plan made while the log was empty would read all of it. A plan that knows the number of needs
@@ -3765,7 +4224,6 @@ end $$;
 -- The needs of a job, admitted or not.
 create or replace function queue._direct_needs(p_id bigint)
 returns table (id bigint) language plpgsql stable parallel safe security invoker rows 5 as $$
-#variable_conflict use_column
 begin
   return query
     select d.need_id from queue.need d where d.job_id = p_id
@@ -3775,6 +4233,7 @@ end $$;
 
 -- defer/group_option.sql
 -- The option group of defer: the job joins an open group.
+-- Tests: defer/open_groups.sql, admit/groups.adding.spec.
 
 -- The options of a job with the group's name filled in from args; without it if the name is empty.
 -- Until the transaction ends, it holds the table queue.job_group in mode ROW SHARE, which conflicts with
@@ -3823,6 +4282,7 @@ end $$;
 
 -- defer/append.sql
 -- Deferring with any options: fills in defaults, checks, and appends the job to the log.
+-- Tests: defer/defer.sql.
 
 -- defer with everything that a job can have, if the role may. It wakes no worker.
 -- p_table: the table whose trigger defers, if roles are restricted.
@@ -3865,7 +4325,6 @@ create or replace function queue._defer_full(
   p_deadline timestamptz, p_needs bigint[], p_concurrency_key text, p_concurrency_limit integer,
   p_options jsonb)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_task record;
   v_id bigint;
@@ -4052,8 +4511,8 @@ end $$;
 -- (admit/admission.sql).
 -- extension/macros names the bits of flags.
 
--- Locks: only the sleep lock (work/sleep.sql), shared and by try; with queueing_lock, its row. For speed it
--- has no search_path of its own, so every name and operator in it is qualified; _defer_any has one.
+-- Locks: only the sleep lock (work/worker_sleep.sql), shared and by try; with queueing_lock, its row. For
+-- speed it has no search_path of its own, so every name and operator in it is qualified; _defer_any has one.
 -- Raises: 22023, QJ001 (a need or parent that isn't visible), QJ004.
 create or replace function queue.defer(
   task text, args jsonb default '{}', queue text default null, priority integer default null,
@@ -4061,7 +4520,6 @@ create or replace function queue.defer(
   deadline timestamptz default null, needs bigint[] default null,
   concurrency_key text default null, concurrency_limit integer default null, options jsonb default null)
 returns bigint language plpgsql volatile parallel unsafe security definer as $$
-#variable_conflict use_column
 declare
   v_id bigint;
   v_is_awake boolean;
@@ -4107,7 +4565,6 @@ comment on function queue.defer(text, jsonb, text, integer, text, text, timestam
 create or replace function queue.defer_many(jobs jsonb)
 returns setof bigint language plpgsql volatile parallel unsafe security definer rows 1000
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_job jsonb;
 begin
@@ -4323,6 +4780,7 @@ end $$;
 
 -- defer/trigger.sql
 -- Deferring by a trigger on a table.
+-- Tests: defer/defer.sql.
 
 -- Settings: a row is written in the same way, whatever the session's output formats for bytea, floating point
 -- numbers and intervals.
@@ -4404,7 +4862,7 @@ begin
   end if;
 end $$;
 
--- defer/groups.sql
+-- defer/defer_group.sql
 -- Groups, chains and graphs: jobs deferred with their needs in one call.
 
 -- Locks and errors: as defer_many.
@@ -4412,7 +4870,6 @@ create or replace function queue.defer_group(jobs jsonb, "then" jsonb)
 returns table (then_id bigint, ids bigint[])
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_needs jsonb := defer_group."then" -> 'needs';
 begin
@@ -4439,7 +4896,6 @@ comment on function queue.defer_group(jsonb, jsonb) is
 create or replace function queue.defer_chain(jobs jsonb)
 returns setof bigint language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_job jsonb;
   v_id bigint;
@@ -4465,6 +4921,7 @@ comment on function queue.defer_chain(jsonb) is
 
 -- recur/calendar.sql
 -- The calendar of cron expressions: the next matching time in a time zone.
+-- Tests: recur/cron.sql.
 
 -- The first run later than `after`. NULL if there is none in a hundred years, which happens only for
 -- expressions that follow elapsed time, if daylight saving skips every time that they name.
@@ -4679,7 +5136,7 @@ begin
 end $$;
 
 -- recur/cron.sql
--- Cron expressions: their meaning, and their next runs.
+-- Cron expressions: their meaning, and their next runs, which _cron_next (recur/calendar.sql) computes.
 --
 -- _cron_parse turns the text into eight numbers, which may be stored and passed to _cron_next later:
 --   [1]     seconds between the runs of `every ...`; 0 for cron fields, which follow as bit masks:
@@ -4931,6 +5388,7 @@ end $$;
 
 -- recur/plan.sql
 -- Planning: the due runs of a schedule, and what happens to each.
+-- Tests: recur/schedules.sql.
 
 -- What to do at p_now with the runs from p_first on: those to skip and why (the first 10; the last of these
 -- stands for all up to skipped_to), those to run (at most 100), and the next one after that.
@@ -5072,13 +5530,13 @@ end $$;
 
 -- recur/runs.sql
 -- Running due schedules: which runs happen, which are skipped, and what is recorded about them.
+-- Tests: recur/schedules.sql.
 
 -- Runs due schedules, at most about p_slice runs. Returns the new due mark: no schedule is due before it.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._run_due_schedules(p_mark timestamptz, p_slice integer, out mark timestamptz,
   out runs integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_rows tid[];
@@ -5142,7 +5600,6 @@ create or replace function queue._run_schedules(
   p_rows tid[], p_now timestamptz, p_budget integer, out looked_at integer, out runs integer,
   out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_found record;
   v_has_pause boolean := exists (select from queue.pause p where p.is_paused
@@ -5367,7 +5824,6 @@ create or replace function queue.schedule(
   options jsonb default null)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_args jsonb := coalesce(schedule.args, '{}');
   v_options jsonb;
@@ -5389,7 +5845,9 @@ begin
       'Each run adds it: the time of the run.');
   end if;
   perform queue._check_size('args', v_args);
+  perform queue._uncut(queue._hidden_paths() -> schedule.task, v_args, '{}');
   v_options := queue._check_schedule_options(schedule.options, v_args);
+  perform queue._check_templates(t.sensitive, v_options) from queue.task t where t.name = schedule.task;
   v_parsed := queue._cron_parse(schedule.cron);
   perform queue._check_timezone(schedule.timezone);
   if queue._cron_next(v_parsed, schedule.timezone, clock_timestamp()) is null then
@@ -5469,7 +5927,6 @@ comment on function queue.unschedule(text) is
 create or replace function queue.enable_schedule(name text, enabled boolean default true)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_old record;
   v_now timestamptz;
@@ -5515,7 +5972,6 @@ comment on function queue.enable_schedule(text, boolean) is
 create or replace function queue.run_now(name text)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_schedule record;
   v_run_at timestamptz := clock_timestamp();
@@ -5643,7 +6099,6 @@ end $$;
 create or replace function queue._check_schedules()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'a schedule that is never checked'::text, null::bigint, format('%s: due %s', s.name, s.due_at)
@@ -5675,7 +6130,8 @@ end $$;
 -- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key; in
 -- a lane without tags the places that were passed. p_places: the order of jobs within a share, before that of
 -- ids. It looks up the first job of each share and computes the tags of the others, so it costs as much as a
--- sort.
+-- sort. Of the lanes of a queue and priority only some may have jobs that still have to get new tags (_retag
+-- takes one lane after the other), but their shares have the same tags.
 -- Locks: the caller holds the admission lock. No wake-up can be lost: the caller makes the jobs ready.
 create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],
   p_keys text[] default null)
@@ -5689,10 +6145,11 @@ begin
     array_agg(g.until - interval '1 microsecond') as ends
   into v_groups
   from (
-    select distinct l.queue, l.priority, coalesce(u.key, '') as key,
-      coalesce(l.retag_from, '0001-01-01 00:00+00') as until
+    select l.queue, l.priority, coalesce(u.key, '') as key,
+      min(coalesce(l.retag_from, '0001-01-01 00:00+00')) as until
     from unnest(p_lanes, p_keys) u (lane, key) join queue.lane l on l.lane = u.lane
-    where l.tag_base is not null) g;
+    where l.tag_base is not null
+    group by 1, 2, 3) g;
   if v_groups.queues is null then
     return p_places;
   end if;
@@ -5881,13 +6338,13 @@ end $$;
 create or replace function queue._begin_tags(p_queue text, p_priority integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  delete from queue.share_tag t
-  where t.queue = p_queue and t.priority = p_priority;
   update queue.lane l set tag_base = coalesce(l.tag_base - interval '1 year', '2000-01-01 00:00+00 BC'),
     retag_from = coalesce(l.tag_base, '0001-01-01 00:00+00')
   where l.queue = p_queue and l.priority = p_priority and l.kind < 2/* lane_crashed */
     and (l.tag_base is null or l.tag_base > '4700-01-01 00:00+00 BC');
   if found then
+    delete from queue.share_tag t
+    where t.queue = p_queue and t.priority = p_priority;
     update queue.cursor k set has_backlog = true
     where k.tick = (select max(m.tick) from queue.cursor m) and not k.has_backlog;
   end if;
@@ -5906,6 +6363,7 @@ end $$;
 
 -- admit/lanes.sql
 -- Lanes: the place of a ready job in queue.active_job. Everything here runs under the admission lock.
+-- Tests: admit/admission.sql, work/fetch.sql.
 
 -- Computes the place of jobs in queue.active_job: lane, order key, flags and attempts so far, in the order of
 -- ids. Creates missing lanes. all_flags: the flags that any of them has; is_low: one lies below its lane's
@@ -5917,7 +6375,6 @@ create or replace function queue._queue_entries(
   out attempts smallint[],
   out all_flags integer, out is_low boolean, out has_tags boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_queues text[];
   v_priorities integer[];
@@ -6104,9 +6561,30 @@ begin
 end $$;
 
 -- admit/rates.sql
--- Rates: no window contains more starts of a key than its rate allows. queue.rate_start numbers the starts: k
--- more jobs may start if the start that is limit places before the k-th of them lies outside the window. A
--- key's first letter is its kind, as in queue.semaphore.
+-- Rates: no window contains more starts of a key than its rate allows. Starts are numbered: k more jobs may
+-- start if the start that is limit places before the k-th of them lies outside the window. A job of weight w
+-- counts as w starts. Starts at one time have two rows in queue.rate_start, the first and the last of them,
+-- however many they are, so that a heavy job costs no more than another. A key's first letter is its kind, as
+-- in queue.semaphore.
+
+-- When a key's start of this number was; NULL: there was none, or none that counts. A number without a row is
+-- one of those between two rows, which were at one time.
+create or replace function queue._rate_start_at(p_key text, p_no bigint)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_next record;
+begin
+  if p_no <= 0 then
+    return null;
+  end if;
+  select r.no, r.at into v_next from queue.rate_start r
+  where r.key = p_key and r.no >= p_no order by r.no limit 1;
+  if v_next.no > p_no and (select r.no from queue.rate_start r
+    where r.key = p_key and r.no < p_no order by r.no desc limit 1) is null then
+    return null;
+  end if;
+  return v_next.at;
+end $$;
 
 -- How many more jobs may start at p_now under a key's rate: at most p_n.
 create or replace function queue._rate_room(p_key text, p_limit integer, p_per interval, p_n integer,
@@ -6122,8 +6600,7 @@ begin
   from queue.rate_start r where r.key = p_key order by r.no desc limit 1;
   while v_low < v_room loop
     v_middle := (v_low::bigint + v_room + 1) / 2;
-    if exists (select from queue.rate_start r
-               where r.key = p_key and r.no = v_last.no + v_middle - p_limit and r.at >= v_last.horizon) then
+    if queue._rate_start_at(p_key, v_last.no + v_middle - p_limit) >= v_last.horizon then
       v_room := v_middle - 1;
     else
       v_low := v_middle;
@@ -6139,9 +6616,8 @@ returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
   v_at timestamptz;
 begin
-  select r.at + p_per into v_at
-  from (select r.no from queue.rate_start r where r.key = p_key order by r.no desc limit 1) l
-  join queue.rate_start r on r.key = p_key and r.no = l.no + least(p_n, p_limit) - p_limit;
+  select queue._rate_start_at(p_key, l.no + least(p_n, p_limit) - p_limit) + p_per into v_at
+  from (select r.no from queue.rate_start r where r.key = p_key order by r.no desc limit 1) l;
   return case when v_at >= clock_timestamp() then v_at end;
 end $$;
 
@@ -6158,16 +6634,37 @@ begin
   select r.no, r.at into v_no, v_at from queue.rate_start r where r.key = p_key order by r.no desc limit 1;
   v_no := coalesce(v_no, 0);
   insert into queue.rate_start (key, no, at)
-  select p_key, v_no + n, greatest(v_at, p_now) from generate_series(1, p_n) n;
+  select p_key, n, greatest(v_at, p_now) from (select v_no + 1 union select v_no + p_n) n (n);
+  perform queue._forget_rate_starts(p_key, v_no - p_limit, v_no + p_n - p_limit);
+end $$;
+
+-- Deletes a key's starts up to a number; of several at one time not the first row, if the last remains
+-- (_rate_start_at). Those up to p_from are gone already: so the search does not read dead rows.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: no window contains these starts.
+create or replace function queue._forget_rate_starts(p_key text, p_from bigint, p_upto bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_upto <= 0 then
+    return;
+  end if;
   delete from queue.rate_start r
-  where r.key = p_key and r.no > v_no - p_limit and r.no <= v_no + p_n - p_limit;
+  where r.key = p_key and r.no >= coalesce(queue._first_rate_start(p_key, p_from), p_from)
+    and r.no < queue._first_rate_start(p_key, p_upto);
+end $$;
+
+-- The row that remains as the first if a key's starts up to a number are forgotten; NULL: all remain.
+create or replace function queue._first_rate_start(p_key text, p_upto bigint)
+returns bigint language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce(
+    (select r.no from queue.rate_start r where r.key = p_key and r.no = p_upto + 1),
+    (select r.no from queue.rate_start r where r.key = p_key and r.no <= p_upto order by r.no desc limit 1));
 end $$;
 
 -- The settings of configure_key for a concurrency key: by its name, else by the longest prefix*; else no row.
 create or replace function queue._key_config(p_key text)
 returns table (slots integer, rate_limit integer, rate_per interval)
 language plpgsql stable parallel safe security invoker rows 1 as $$
-#variable_conflict use_column
 begin
   return query
     select c.slots, c.rate_limit, c.rate_per from queue.key_config c
@@ -6192,7 +6689,8 @@ begin
 end $$;
 
 -- admit/slots.sql
--- Semaphores. A slot is a live claim: `used` counts the claims that run under a key. It is written only under
+-- Semaphores. _refill (admit/enter_slots.sql) gives a slot that becomes free to the next job.
+-- A slot is a live claim: `used` counts the claims that run under a key. It is written only under
 -- the admission lock, in the transaction that makes or settles the claim. Limited lanes are claimed only
 -- under the admission lock, so that the limit is hard.
 --
@@ -6207,7 +6705,6 @@ create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
 returns table (n integer, id bigint, key text, slots integer, discards boolean, weight integer,
   rate_limit integer, rate_per interval)
 language plpgsql stable parallel safe security invoker rows 50 as $$
-#variable_conflict use_column
 begin
   return query
     select u.n::integer, u.id, k.key, k.slots, j.discards, coalesce((k.terms ->> 'weight')::integer, 1),
@@ -6285,7 +6782,8 @@ begin
 end $$;
 
 -- If jobs wait for keys whose rate allows no more starts now, sets the time at which it does in the row of
--- the first job of each lane; _admit_due then gives them their slots.
+-- the first job of each lane; _admit_due then gives them their slots. Maybe it does already, and did not when
+-- the caller looked: then the time is now.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -6293,10 +6791,15 @@ create or replace function queue._await_rates(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with shut as materialized (
-    select w.id, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)) as at
+    select w.id, coalesce(
+        queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)),
+        case when l.ready + least(coalesce(w.weight, 1), s.slots, s.rate_limit)
+            <= least(s.slots, 1000000000/* most_slots */) - s.used
+          then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
     cross join lateral (
-      select s.key, s.rate_limit, s.rate_per, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines
+      select s.key, s.slots, s.used, s.rate_limit, s.rate_per, s.lanes, s.ready, s.waiting, s.lows,
+        s.low_deadlines
       from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
     cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
       l (lane, ready, waiting, low, low_deadline)
@@ -6378,6 +6881,7 @@ end $$;
 -- Claims have ended: frees their slots and returns the keys, for _advance.
 -- p_flags as in queue.active_job: queue_slot counts in its queue's max_running.
 -- Locks: the caller holds the admission lock.
+-- Why no wake-up is lost: each caller passes the returned keys to _refill.
 create or replace function queue._release_slots(p_ids bigint[], p_flags smallint[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -6457,7 +6961,6 @@ end $$;
 create or replace function queue._check_semaphores()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'slots in use without a claim'::text, null::bigint,
@@ -6491,7 +6994,8 @@ begin
         or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
                   when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
                     then 'waits for a slot below the low mark'
-                  when s.waiting > 0 and s.ready + coalesce(w.weight, 1) <= s.slots - s.used
+                  when s.waiting > 0
+                    and s.ready + coalesce(w.weight, 1) <= least(s.slots, 1000000000/* most_slots */) - s.used
                     and (s.rate_limit is null or queue._rate_room(s.key, s.rate_limit, s.rate_per,
                       s.ready + coalesce(w.weight, 1), clock_timestamp()) >= s.ready + coalesce(w.weight, 1))
                     and not w.is_marked
@@ -6525,11 +7029,13 @@ end $$;
 
 -- admit/retag.sql
 -- Tags for jobs that were ready before the first job with a share came, or before a weight was changed.
+-- Tests: admit/shares.sql, admit/shares.retag.spec.
 
 -- Gives tags to ready jobs, and to jobs that wait for a slot, if they have no tag or one from before a change
 -- of weights: to at most p_slice jobs of one lane. Returns false if no lane has such jobs.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: the session that holds
--- a row claims the job. If it rolls back, the job stays ready, behind jobs with a tag. So no wake-up is lost.
+-- a row claims the job. If it rolls back, the job stays ready, behind jobs with a tag. Keys whose waiting
+-- jobs have another order now are handed over to the next admission. So no wake-up is lost.
 create or replace function queue._retag(p_slice integer)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -6571,6 +7077,9 @@ begin
     update queue.waiting w set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
     where w.id = u.id and w.reason || '' = 'slot';
     perform queue._add_slots(v_old.keys, v_old.lanes, null, null, null, v_old.ids, v_tags);
+    -- a lighter job may be the first now, and fit
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    values (0, 'refill', 0, to_jsonb(array(select distinct k from unnest(v_old.keys) k)));
     return true;
   end if;
   update queue.lane l set retag_from = null where l.lane = v_lane.lane;
@@ -6581,7 +7090,6 @@ end $$;
 create or replace function queue._check_shares()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'only some lanes of a queue and priority have tags'::text, null::bigint,
@@ -6603,7 +7111,9 @@ begin
     from queue.active_job aj
     join queue.lane l on l.lane = aj.lane
     join queue.job_now j on j.id = aj.id
-    where aj.claim is null and aj.deadline >= l.tag_base and aj.deadline < '0001-01-01 00:00+00' and j.tag is null
+    -- later ones are from before a change of weights, which has forgotten the tags of shares
+    where aj.claim is null and aj.deadline >= l.tag_base and aj.deadline < l.tag_base + interval '1 year'
+      and j.tag is null
       and not exists (
         select from queue.share_tag t
         where t.queue = l.queue and t.priority = l.priority and t.key = ''
@@ -6632,9 +7142,8 @@ begin
   if v_config.rate_limit is null then
     delete from queue.rate_start r where r.key = 'q' || p_queue;
   else
-    delete from queue.rate_start r
-    where r.key = 'q' || p_queue and r.no <= (select max(x.no) - v_config.rate_limit from queue.rate_start x
-      where x.key = 'q' || p_queue);
+    perform queue._forget_rate_starts('q' || p_queue, 0, max(r.no) - v_config.rate_limit)
+    from queue.rate_start r where r.key = 'q' || p_queue having count(*) > 0;
   end if;
   if v_config.max_running is not null or v_config.rate_limit is not null then
     update queue.lane l set kind = 1/* lane_limited */ where l.queue = p_queue and l.kind = 0/* lane_plain */;
@@ -6796,6 +7305,7 @@ end $$;
 -- jobs that have the turn now, and that nothing else holds up.
 -- Locks: the caller holds the admission lock. Other members may have ended at the same time: these are in
 -- queue.finished, and are skipped.
+-- Why no wake-up is lost: each caller passes the returned jobs to _advance, which sends them on.
 create or replace function queue._leave_locks(p_ids bigint[], p_had_turn boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -6903,7 +7413,6 @@ end $$;
 create or replace function queue._check_locks()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'finished, but still a member of a lock'::text, m.id, m.lock
@@ -6936,6 +7445,7 @@ end $$;
 
 -- admit/take_out.sql
 -- Leaving the gates: takes jobs out of the places where they wait, and ends those that no claim holds.
+-- Tests: operate/change.sql, work/retention.sql.
 
 -- Takes an unfinished job that does not run out of its place, with its slot and ready counts, but not out of
 -- its lock. place: where it was (live, or a reason of queue.waiting, turn, again, or log: it is not admitted
@@ -6945,7 +7455,6 @@ end $$;
 -- Locks: the caller holds the admission lock; the row of queue.active_job by skip locked.
 create or replace function queue._dequeue(p_id bigint, out place text, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_live record;
   v_waiting record;
@@ -6969,11 +7478,14 @@ begin
     or exists (select from queue.finished f where f.id = p_id) then
     return;
   end if;
-  delete from queue.waiting w where w.id = p_id returning w.reason, w.key, w.lane, w.at into v_waiting;
+  delete from queue.waiting w where w.id = p_id
+  returning w.reason, w.key, w.lane, w.at, w.weight into v_waiting;
   if found then
     if v_waiting.reason = 'slot' then
       perform queue._count_unwaiting(v_waiting.key, v_waiting.lane);
-      keys := case when v_waiting.at is not null and v_waiting.lane is not null then array[v_waiting.key] end;
+      -- if it was the first, the next one may fit where its weight did not, or wait for the key's rate
+      keys := case when v_waiting.lane is not null and num_nonnulls(v_waiting.at, v_waiting.weight) > 0
+        then array[v_waiting.key] end;
       perform queue._never_discard(array[p_id]);
     end if;
     place := v_waiting.reason;
@@ -7028,9 +7540,9 @@ end $$;
 
 -- The transaction whose end must come before a row of queue.active_job can be read: the one that has locked
 -- it, according to the row's xmax, if that is in progress; else this one. Used as the xid of a pending
--- settlement, it lets the first admission after that end read the settlement, and none before. The number of
--- a savepoint belongs to no transaction, and neither does that of a multixact, which a row has that was
--- locked before a savepoint and deleted in it: then every admission reads it. Multixacts are numbered
+-- settlement, it lets the first admission after that end read the settlement, and none before. xmax may
+-- also be the number of a savepoint, or of a multixact, if the row was locked before a savepoint and deleted
+-- in it. Neither is a transaction's number, so every admission reads the settlement. Multixacts are numbered
 -- separately, so a number may be both a multixact and a transaction. Waiting for that transaction could be
 -- wrong, so it is not waited for while any member of the multixact is in progress.
 create or replace function queue._row_locker(p_xmax xid)
@@ -7134,6 +7646,7 @@ end $$;
 
 -- admit/join_locks.sql
 -- Joining locks, and giving the turn to an older member that came late.
+-- Tests: admit/locks.sql, admit/locks.late_defer.spec.
 
 -- Adds new jobs to their locks. In a lock that had no member, the first gets the turn. While any task is
 -- paused, a member counts as passed only once it has been at that gate; _wait_for_turn then notes it. free:
@@ -7143,7 +7656,6 @@ end $$;
 create or replace function queue._join_locks(
   p_ids bigint[], out free bigint[], out passed bigint[], out displaced bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_changes record;
 begin
@@ -7216,7 +7728,6 @@ create or replace function queue._give_turn_to_older(
   p_locks text[], p_joining bigint[], out passed bigint[], out joined bigint[], out displaced bigint[],
   out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_lock record;
   v_reason text;
@@ -7281,16 +7792,16 @@ end $$;
 
 -- admit/enter_slots.sql
 -- The last gate: jobs become ready if their concurrency keys have free slots.
+-- Tests: admit/slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_is_refill: they come from the waiting jobs, so they need not queue up behind those. grown: keys whose
--- limit has grown; discarded: jobs in no gate that would have to wait, and must be discarded instead
--- (on_limit).
+-- limit has grown, or where a job waits that would fit, maybe before all others; discarded: jobs in no gate
+-- that would have to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_is_refill boolean, out discarded bigint[],
   out grown text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_entries record;
   v_turns record;
@@ -7331,7 +7842,6 @@ create or replace function queue._take_slots(
   p_is_refill boolean,
   out discarded bigint[], out grown text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   -- ns, pairs: which job has which (key, lane); keys, lanes: the distinct ones
   v_keys record;
@@ -7371,7 +7881,8 @@ begin
       from queue._keys_of(p_ids, p_flags) x) x) x;
   grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
     v_keys.set_rate_pers);
-  select array_agg(queue._key_room(u.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp())
+  select array_agg(queue._key_room(u.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
+        clock_timestamp())
       order by u.n) as free,
     array_agg(least(s.slots, s.rate_limit) order by u.n) as most,
     bool_or(s.rate_limit is not null) as have_rates, array_agg(coalesce(s.ready[s.at], 0)
@@ -7409,6 +7920,11 @@ begin
     elsif p_ids[n] = any (v_keys.discards) then
       discarded := discarded || p_ids[n];
     else
+      if v_counts.ready[v_shut] + v_ready[v_shut] <= v_counts.free[v_shut]
+        - least(v_weight, v_counts.most[v_shut]) then
+        -- the others are too heavy, or it comes before them
+        grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
+      end if;
       v_waiting[v_shut] := v_waiting[v_shut] + 1;
       v_wait := v_wait || n;
       v_wait_pairs := v_wait_pairs || v_shut;
@@ -7466,7 +7982,8 @@ begin
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (
         select s.key, s.slots, s.rate_limit, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines,
-          queue._key_room(u.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as free
+          queue._key_room(u.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
+            clock_timestamp()) as free
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
@@ -7540,7 +8057,6 @@ end $$;
 create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
   out keys text[], out late bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_turn record;
   v_job record;
@@ -7557,10 +8073,10 @@ begin
         or (select w.flags & 2/* mutex */ from queue.waiting w where w.id = m.id) = 0)
     group by k.key, m.id
   loop
-    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at into v_job;
+    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at, w.weight into v_job;
     if found then
       perform queue._count_unwaiting(v_job.key, v_job.lane);
-      keys := keys || case when v_job.at is not null then array[v_job.key] end;
+      keys := keys || case when num_nonnulls(v_job.at, v_job.weight) > 0 then array[v_job.key] end;
       asked := asked || v_turn.id;
       continue;
     end if;
@@ -7590,11 +8106,14 @@ end $$;
 
 -- admit/deadlines.sql
 -- Deadlines: a job passes its deadline on to the jobs that it needs.
+-- Tests: admit/needs.sql.
 
 -- Passes deadlines on to the unfinished needs of jobs, recursively, only ever to make them earlier. Stops at
 -- jobs whose deadline is already earlier, because they have passed it on.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
+-- Why no wake-up is lost: keys whose waiting jobs have another order now are handed over to the next
+-- admission.
 create or replace function queue._propagate_deadline(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -7671,6 +8190,9 @@ begin
   into v_moved from moved m where m.lane is not null;
   if v_moved.keys is not null then
     perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null, null, v_moved.ids, v_moved.deadlines);
+    -- one that is lighter than those before which it waits now may fit
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    values (0, 'refill', 0, to_jsonb(v_moved.keys));
   end if;
 end $$;
 
@@ -7721,7 +8243,6 @@ end $$;
 -- Locks: the caller holds the admission lock.
 create or replace function queue._wait_for_needs(p_ids bigint[], out passed bigint[], out failed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   with stand as materialized (select s.id, s.standing, s.holder from queue._needs_states(p_ids) s),
   wait as (
@@ -7740,26 +8261,38 @@ end $$;
 -- that left room.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 -- Invariant: only the state decides, so checking once too often does no harm.
--- In one piece: most of it is two statements.
 create or replace function queue._needs_changed(p_ids bigint[], out met bigint[], out changed bigint[],
   out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
-  v_ids bigint[];
-  v_taken record;
-  v_back bigint[];
-  v_next bigint[];
-  v_next_at bigint[];
+  v_found record;
   v_ask bigint[];
-  v_left bigint[];
-  v_standings text[];
-  v_holders bigint[];
+  v_taken record;
 begin
-  -- v_ask: needs to count; v_next: held by a need that is now satisfied
+  v_found := queue._dependents_to_check(p_ids);
+  v_ask := v_found.ask;
+  if v_found.freed is not null then
+    v_ask := v_ask || queue._find_next_need(v_found.freed, v_found.freed_at);
+  end if;
+  if v_ask is not null then
+    select r.met, r.changed into met, changed from queue._recount_needs(v_ask) r;
+  end if;
+  if v_found.back is not null then
+    v_taken := queue._return_to_needs(v_found.back);
+    changed := changed || v_taken.failed;
+    keys := v_taken.keys;
+  end if;
+end $$;
+
+-- What the change of needs asks of the jobs that have them. ask: their needs must be counted; freed: held by
+-- a need (freed_at) that is now satisfied; back: they have passed the gate, and may have to return.
+create or replace function queue._dependents_to_check(p_needs bigint[], out ask bigint[], out freed bigint[],
+  out freed_at bigint[], out back bigint[])
+language plpgsql stable parallel safe security invoker as $$
+begin
   with edge as materialized (
     select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, d.class, d.is_satisfied
-    from unnest(p_ids) u (id)
+    from unnest(p_needs) u (id)
     cross join lateral (
       select d.job_id, d.need_id, d.mode, d.class, d.is_satisfied
       from queue.need_now d where d.need_id = u.id offset 0) d
@@ -7790,51 +8323,66 @@ begin
     filter (where f.at is not null and not f.is_asked),
     array_agg(f.at) filter (where f.at is not null and not f.is_asked),
     array_agg(f.job_id) filter (where f.is_back)
-  into v_ask, v_next, v_next_at, v_back
+  into ask, freed, freed_at, back
   from found f;
-  if v_next is not null then
-    select array_agg(b.id order by b.id) filter (where b.need_id is not null and not b.is_failed),
-      array_agg(b.need_id order by b.id) filter (where b.need_id is not null and not b.is_failed),
-      array_agg(b.id) filter (where b.need_id is null or b.is_failed)
-    into v_ids, v_holders, v_left
-    from (
-      select u.id, b.need_id, b.is_failed
-      from unnest(v_next, v_next_at) u (id, at)
-      left join lateral (
-        select d.need_id, d.class = 'f' as is_failed
-        from queue.need_now d
-        where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id and not d.is_satisfied
-        order by d.job_id desc, d.need_id desc limit 1) b on true) b;
-    update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
-    v_ask := v_ask || v_left;
-  end if;
-  if v_ask is not null then
-    select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
-      array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-        or x.is_held_by_another),
-      array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-        or x.is_held_by_another),
-      array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-        or x.is_held_by_another),
-      array_agg(s.id) filter (where x.is_turned)
-    into met, v_ids, v_standings, v_holders, changed
-    from queue._needs_states(v_ask) s
-    cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
-    cross join lateral (
-      select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied'
-        and w.need_id is distinct from s.holder as is_held_by_another) x;
-    update queue.waiting w
-    set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed'
-      else 'needs' end,
-      need_id = v_holders[width_bucket(w.id, v_ids)]
-    where w.id = any (v_ids);
-    delete from queue.waiting w where w.id = any (met);
-  end if;
-  if v_back is not null then
-    v_taken := queue._return_to_needs(v_back);
-    changed := changed || v_taken.failed;
-    keys := v_taken.keys;
-  end if;
+end $$;
+
+-- Jobs whose need was the greatest that held them, and is satisfied: the next one below holds them. Returns
+-- the jobs without one, and those whose next one has failed: their needs must be counted.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._find_next_need(p_ids bigint[], p_needs bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+  v_holders bigint[];
+  v_left bigint[];
+begin
+  select array_agg(b.id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+    array_agg(b.need_id order by b.id) filter (where b.need_id is not null and not b.is_failed),
+    array_agg(b.id) filter (where b.need_id is null or b.is_failed)
+  into v_ids, v_holders, v_left
+  from (
+    select u.id, b.need_id, b.is_failed
+    from unnest(p_ids, p_needs) u (id, at)
+    left join lateral (
+      select d.need_id, d.class = 'f' as is_failed
+      from queue.need_now d
+      where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id and not d.is_satisfied
+      order by d.job_id desc, d.need_id desc limit 1) b on true) b;
+  update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
+  return v_left;
+end $$;
+
+-- Counts the needs of waiting jobs. met: all are met, and they wait no longer; changed: they fail now, or no
+-- longer. The others get the need that holds them.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._recount_needs(p_ids bigint[], out met bigint[], out changed bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+  v_standings text[];
+  v_holders bigint[];
+begin
+  select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
+    array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
+      or x.is_held_by_another),
+    array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
+      or x.is_held_by_another),
+    array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
+      or x.is_held_by_another),
+    array_agg(s.id) filter (where x.is_turned)
+  into met, v_ids, v_standings, v_holders, changed
+  from queue._needs_states(p_ids) s
+  cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
+  cross join lateral (
+    select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied'
+      and w.need_id is distinct from s.holder as is_held_by_another) x;
+  update queue.waiting w
+  set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed'
+    else 'needs' end,
+    need_id = v_holders[width_bucket(w.id, v_ids)]
+  where w.id = any (v_ids);
+  delete from queue.waiting w where w.id = any (met);
 end $$;
 
 -- The state of the needs of jobs, by counting: satisfied, waiting or failed. Awaited jobs need only end, but
@@ -7842,7 +8390,6 @@ end $$;
 create or replace function queue._needs_states(p_ids bigint[])
 returns table (id bigint, standing text,
   holder bigint) language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select u.id, x.standing,
@@ -7912,7 +8459,6 @@ end $$;
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._return_to_needs(p_ids bigint[], out failed bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_job record;
   v_taken record;
@@ -7944,7 +8490,6 @@ end $$;
 -- Locks: the caller holds the admission lock; the row of queue.active_job by skip locked.
 create or replace function queue._dequeue_dependent(p_id bigint, out is_out boolean, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   is_out := false;
   if not exists (select from queue.waiting w where w.id = p_id
@@ -7997,7 +8542,6 @@ end $$;
 -- Yields that are committed and not settled yet: jobs[i] will need needs[i].
 create or replace function queue._pending_yields(out jobs bigint[], out needs bigint[])
 language plpgsql stable parallel safe security invoker as $$
-#variable_conflict use_column
 begin
   select array_agg(h.job_id), array_agg(n.id::bigint) into jobs, needs
   from queue.pending_settlement h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)
@@ -8208,6 +8752,7 @@ end $$;
 -- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks again
 -- when it comes back.
 -- Two sessions: work/signals.wait.spec, work/signals.timeout.spec.
+-- Tests: work/waits.sql, work/signals.wait.spec.
 
 -- Sends jobs through the gate. passed: the jobs that wait for nothing, have taken their signal or event, or
 -- have timed out. The others wait; is_timed: at least one of them has a timeout.
@@ -8215,7 +8760,6 @@ end $$;
 -- rows.
 create or replace function queue._wait_for_signals(p_ids bigint[], out passed bigint[], out is_timed boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_job record;
@@ -8491,7 +9035,6 @@ end $$;
 -- there, because its locks are released last: its jobs are visible, and the cursor has passed its number.
 create or replace function queue._adding_transactions()
 returns table (xid xid8) language plpgsql volatile parallel unsafe security invoker rows 5 as $$
-#variable_conflict use_column
 declare
   v_own constant xid8 := pg_current_xact_id();
 begin
@@ -8587,7 +9130,6 @@ end $$;
 create or replace function queue._check_groups()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'a group without one state'::text, null::bigint, g.name::text
@@ -8625,12 +9167,13 @@ begin
 end $$;
 
 -- admit/gates.sql
--- The gates, in their order: held, needs, schedule, a paused task, the lock's turn, slots. Each gate checks a
--- job once, and has its own place for waiting jobs. Everything here runs under the admission lock.
+-- The gates, in their order: held, needs, signals, schedule, a paused task, the lock's turn, slots. Each gate
+-- checks a job once, and has its own place for waiting jobs. Everything here runs under the admission lock.
 --
 -- A gate that opens for one job may open another one: the next job of a lock may be discarded at a full key,
 -- and so pass its turn on at once. So no gate calls another. Each returns the jobs that it releases, and
 -- _advance, the only function that calls them all, continues until none is left.
+-- Tests: admit/admission.sql.
 
 -- Sends jobs through the gates, and continues with the jobs that these release, until nothing moves.
 --   p_arrived: in no gate; they have to pass all of them
@@ -8806,7 +9349,6 @@ end $$;
 create or replace function queue._pass_gates(p_ids bigint[], p_met bigint[], out passed bigint[],
   out failed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_flags integer;
@@ -8925,6 +9467,7 @@ end $$;
 
 -- admit/override.sql
 -- Changes of jobs after they were deferred.
+-- Tests: operate/change.sql.
 
 -- Overrides settings that a job was deferred with, and sends the job through the gates again. Running and
 -- finished jobs keep their place; the change applies to their next run. Returns false, having changed
@@ -9035,6 +9578,7 @@ end $$;
 
 -- admit/settle.sql
 -- Settling: releases what ended claims held and passes it on, under the admission lock.
+-- Tests: admit/admission.sql.
 
 -- Frees the slots of ended claims. Sends those jobs that run again through the gates, together with jobs that
 -- are in no gate for another reason (flags 0: they did not run, and have no turn to keep). Then gives the
@@ -9184,7 +9728,6 @@ create or replace function queue._take_settlements(
   p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, out ids bigint[], out kinds text[],
   out flags smallint[], out payloads jsonb[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   with gone as (
     delete from queue.pending_settlement h
@@ -9207,7 +9750,6 @@ end $$;
 create or replace function queue._orphaned_settlements()
 returns table (xid xid8, seq bigint, job_id bigint, kind text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select h.xid, h.seq, h.job_id, h.kind
@@ -9226,6 +9768,7 @@ end $$;
 
 -- admit/backlog.sql
 -- The backlog: parts of the log that are too large for one slice, read by priority.
+-- Tests: admit/admission.sql.
 
 -- Scans the backlog for priorities, part by part, for at most 50 ms, so that the most urgent jobs can be read
 -- first, wherever they are. If a part has more than 8 priorities, neighbouring ones form a band, which is
@@ -9294,7 +9837,6 @@ create or replace function queue._next_backlog_part(
   out own xid8,
   out top integer, out bottom integer, out must_park boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_no bigint;
   v_is_last boolean;
@@ -9315,6 +9857,7 @@ end $$;
 
 -- admit/log.sql
 -- Reading the log: the new rows, and the position of the cursor.
+-- Tests: admit/admission.sql, admit/admission.two.spec.
 
 -- Admits at most p_slice jobs of a range of the log, with priorities from p_bottom to p_top if given. The
 -- rest goes to queue.backlog (is_cut). Plain jobs go to queue.active_job here; the others go through the
@@ -9329,7 +9872,6 @@ create or replace function queue._admit_range(
   p_top integer default null, p_bottom integer default null,
   out n integer, out high_id bigint, out is_cut boolean, out gated bigint[], out parked bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_low bigint[];
 begin
@@ -9522,81 +10064,51 @@ end $$;
 --
 -- Why no wake-up is lost: a process that ends a claim takes the admission lock by try and settles in the same
 -- transaction, or appends to queue.pending_settlement. That table is read with the same cursor as the log, so
--- the argument for new jobs (work/sleep.sql) holds for it.
+-- the argument for new jobs (work/worker_sleep.sql) holds for it.
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
 -- Locks: the caller holds the admission lock. has_more: another call will find more.
--- In one piece, because each fetch runs it: a call costs more than a step that finds nothing to do.
 create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
-  v_cursor record;
-  v_part record;
+  v_start timestamptz := clock_timestamp();
+  v_new record;
   v_ended record;
   v_range record;
+  v_due timestamptz;
   v_xid xid8;
-  v_start timestamptz := clock_timestamp();
   v_high_id bigint;
   v_has_backlog boolean;
-  v_has_pending boolean;
-  v_ended_xids xid8[] := '{}'::xid8[];  -- transactions in flight then that have committed since
-  v_ranges xid8[] := '{}'::xid8[];      -- the xids where ranges to admit begin
+  v_is_read boolean := false;  -- of the whole backlog, so that jobs need not be parked any longer
+  v_retags boolean;
   v_gated bigint[];
   v_parked bigint[];
-  v_is_read boolean := false;           -- of the whole backlog, so that jobs need not be parked any longer
-  v_read integer;
-  v_retags boolean := false;
   v_move boolean;
-  v_due timestamptz;
 begin
-  select k.*, pg_current_snapshot() as upto, pg_current_xact_id_if_assigned() as own,
-    exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs,
-    exists (select from queue.pending_settlement h where h.xid >= k.next_xid) as has_pending,
-    coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id,
-    exists (select from queue.pause p where p.task is not null) as has_task_pause,
-    (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1) as next_due,
-    (select s.due_at from queue.schedule s where s.due_at >= k.due_at order by s.due_at limit 1) as next_run
-  into v_cursor
-  from queue.cursor_now k;
-  if pg_snapshot_xmax(v_cursor.upto) < v_cursor.next_xid then
+  admitted := 0;
+  v_new := queue._look_for_rows();
+  has_more := pg_snapshot_xmax(v_new.upto) < v_new.next_xid;
+  if has_more then
     perform queue._restart_cursor();
-    admitted := 0;
-    has_more := true;
     return;
   end if;
-  admitted := 0;
-  has_more := false;
-  v_high_id := v_cursor.high_id;
-  v_has_backlog := v_cursor.has_backlog;
-  v_has_pending := v_cursor.has_pending;
-  if v_cursor.in_flight <> '{}' then
-    v_ended_xids := array(select x from unnest(v_cursor.in_flight) x
-      where pg_visible_in_snapshot(x, v_cursor.upto) and x is distinct from v_cursor.own order by x);
-    v_ranges := array(select x from unnest(v_ended_xids) x
-      where exists (select from queue.job j where j.xid = x) order by x);
-    v_has_pending := v_has_pending or exists (select from queue.pending_settlement h
-      where h.xid = any (v_ended_xids));
-  end if;
-  if v_cursor.has_jobs then
-    v_ranges := v_ranges || v_cursor.next_xid;
-  end if;
+  v_high_id := v_new.high_id;
+  v_has_backlog := v_new.has_backlog;
   -- a slow read met many rows that are not visible yet: let the cursor pass them
-  v_move := v_has_pending or v_ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
-  if v_has_pending then
-    v_ended := queue._take_settlements(v_cursor.next_xid, v_ended_xids, v_cursor.upto, v_cursor.own);
+  v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
+  if v_new.has_pending then
+    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
     perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
     -- a yield may need a job that is admitted below
-    v_cursor.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
+    v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
     admitted := 1;
   end if;
-  foreach v_xid in array v_ranges loop
+  foreach v_xid in array v_new.ranges loop
     v_range := queue._admit_range(
-      v_xid, -9223372036854775808, case when v_xid < v_cursor.next_xid then v_xid
-        else pg_snapshot_xmax(v_cursor.upto) end, 9223372036854775807,
-      v_cursor.upto, v_cursor.own, p_slice, v_high_id, v_cursor.high_need_id, v_cursor.has_task_pause,
-        v_has_backlog);
+      v_xid, -9223372036854775808, case when v_xid < v_new.next_xid then v_xid
+        else pg_snapshot_xmax(v_new.upto) end, 9223372036854775807,
+      v_new.upto, v_new.own, p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause, v_has_backlog);
     v_high_id := v_range.high_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
     admitted := admitted + v_range.n;
@@ -9604,24 +10116,9 @@ begin
     v_parked := v_parked || v_range.parked;
   end loop;
   if v_has_backlog then
-    v_retags := queue._retag(p_slice);
-    perform queue._scan_backlog(p_slice);
-    v_is_read := true;
-    v_read := 0;
-    while v_read < p_slice loop
-      v_part := queue._next_backlog_part();
-      exit when v_part.upto is null;
-      v_range := queue._admit_range(
-        v_part.from_xid, v_part.from_id, v_part.to_xid, v_part.to_id, v_part.upto, v_part.own,
-        null, v_high_id, v_cursor.high_need_id, v_cursor.has_task_pause, v_part.must_park, v_part.top,
-        v_part.bottom);
-      v_high_id := v_range.high_id;
-      v_read := v_read + v_range.n;
-      v_gated := v_gated || v_range.gated;
-      v_parked := v_parked || v_range.parked;
-      v_is_read := false;
-    end loop;
-    admitted := admitted + v_read;
+    select b.high_id, admitted + b.n, v_gated || b.gated, v_parked || b.parked, b.is_read, b.retags
+    into v_high_id, admitted, v_gated, v_parked, v_is_read, v_retags
+    from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause) b;
     v_move := true;
   end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
@@ -9631,39 +10128,125 @@ begin
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if v_has_pending then
+  if v_new.has_pending then
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
     v_has_backlog := queue._admit_parked(p_slice) > 0 or exists (select from queue.backlog)
       or exists (select from queue.backlog_part) or v_retags;
   end if;
-  v_due := v_cursor.due_at;
-  if v_cursor.due_at > v_start then
-    -- the clock was set back
-    v_due := '-infinity';
-    v_move := true;
-    has_more := true;
-  elsif v_cursor.next_due <= v_start or v_cursor.next_run <= v_start then
-    v_due := v_start;
-    if v_cursor.next_due <= v_start then
-      v_due := least(v_due, queue._admit_due(v_cursor.due_at, p_slice));
-      admitted := admitted + 1;
-      has_more := v_due < v_start;
-    end if;
-    if v_cursor.next_run <= v_start then
-      select least(v_due, r.mark), admitted + r.runs, has_more or r.has_more into v_due, admitted, has_more
-      from queue._run_due_schedules(v_cursor.due_at, p_slice) r;
-    end if;
+  v_due := v_new.due_at;
+  if v_new.due_at > v_start or v_new.next_due <= v_start or v_new.next_run <= v_start then
+    select d.mark, admitted + d.n, d.has_more into v_due, admitted, has_more
+    from queue._admit_all_due(v_start, v_new.due_at, v_new.next_due, v_new.next_run, p_slice) d;
     v_move := true;
   end if;
-  if not v_has_backlog and (v_gated is not null or v_has_pending or v_due <> v_cursor.due_at) then
+  if not v_has_backlog and (v_gated is not null or v_new.has_pending or v_due <> v_new.due_at) then
     v_has_backlog := exists (select from queue.lane l where l.retag_from is not null);
   end if;
   if v_move then
-    perform queue._move_cursor(v_cursor.tick, v_cursor.upto, v_cursor.own, v_high_id, v_has_backlog, v_due);
+    perform queue._move_cursor(v_new.tick, v_new.upto, v_new.own, v_high_id, v_has_backlog, v_due);
   end if;
   has_more := has_more or v_has_backlog;
+end $$;
+
+-- The cursor, and what it has not passed yet: the xids where ranges of new jobs begin; the transactions in
+-- flight then that have committed since (ended_xids); whether there are settlements; when the next waiting
+-- job and the next schedule are due. All of it by one snapshot, upto.
+create or replace function queue._look_for_rows(
+  out tick bigint, out next_xid xid8, out high_id bigint, out has_backlog boolean, out due_at timestamptz,
+  out upto pg_snapshot, out own xid8, out has_pending boolean, out high_need_id bigint,
+  out has_task_pause boolean, out next_due timestamptz, out next_run timestamptz, out ended_xids xid8[],
+  out ranges xid8[])
+language plpgsql stable parallel unsafe security invoker as $$
+declare
+  v_in_flight xid8[];
+  v_has_jobs boolean;
+begin
+  select k.tick, k.next_xid, k.high_id, k.has_backlog, k.due_at, k.in_flight,
+    pg_current_snapshot(), pg_current_xact_id_if_assigned(),
+    exists (select from queue.job j where j.xid >= k.next_xid),
+    exists (select from queue.pending_settlement h where h.xid >= k.next_xid),
+    coalesce(pg_sequence_last_value('queue.needed_seq'), 0),
+    exists (select from queue.pause p where p.task is not null),
+    (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1),
+    (select s.due_at from queue.schedule s where s.due_at >= k.due_at order by s.due_at limit 1)
+  into tick, next_xid, high_id, has_backlog, due_at, v_in_flight, upto, own, v_has_jobs, has_pending,
+    high_need_id, has_task_pause, next_due, next_run
+  from queue.cursor_now k;
+  ended_xids := '{}'::xid8[];
+  ranges := '{}'::xid8[];
+  if v_in_flight <> '{}' then
+    ended_xids := array(select x from unnest(v_in_flight) x
+      where pg_visible_in_snapshot(x, upto) and x is distinct from own order by x);
+    ranges := array(select x from unnest(ended_xids) x
+      where exists (select from queue.job j where j.xid = x) order by x);
+    has_pending := has_pending or exists (select from queue.pending_settlement h
+      where h.xid = any (ended_xids));
+  end if;
+  if v_has_jobs then
+    ranges := ranges || next_xid;
+  end if;
+end $$;
+
+-- Admits a slice of the most urgent parts of the backlog. gated, parked: as _admit_range; is_read: all of it
+-- has been read; retags: lanes are left whose jobs need new tags.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._admit_backlog(
+  p_slice integer, p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean,
+  out n integer, out high_id bigint, out gated bigint[], out parked bigint[], out is_read boolean,
+  out retags boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_part record;
+  v_range record;
+begin
+  retags := queue._retag(p_slice);
+  perform queue._scan_backlog(p_slice);
+  n := 0;
+  high_id := p_high_id;
+  is_read := true;
+  while n < p_slice loop
+    v_part := queue._next_backlog_part();
+    exit when v_part.upto is null;
+    v_range := queue._admit_range(
+      v_part.from_xid, v_part.from_id, v_part.to_xid, v_part.to_id, v_part.upto, v_part.own,
+      null, high_id, p_high_need_id, p_has_task_pause, v_part.must_park, v_part.top, v_part.bottom);
+    high_id := v_range.high_id;
+    n := n + v_range.n;
+    gated := gated || v_range.gated;
+    parked := parked || v_range.parked;
+    is_read := false;
+  end loop;
+end $$;
+
+-- Admits jobs and runs schedules that are due by p_now. p_due_at: none is due before it; mark: the same from
+-- now on; p_next_due, p_next_run: the first of each.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._admit_all_due(
+  p_now timestamptz, p_due_at timestamptz, p_next_due timestamptz, p_next_run timestamptz, p_slice integer,
+  out mark timestamptz, out n integer, out has_more boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  n := 0;
+  has_more := false;
+  mark := p_now;
+  if p_due_at > p_now then
+    -- the clock was set back
+    has_more := true;
+    mark := '-infinity';
+    return;
+  end if;
+  if p_next_due <= p_now then
+    mark := least(mark, queue._admit_due(p_due_at, p_slice));
+    n := 1;
+    has_more := mark < p_now;
+  end if;
+  if p_next_run <= p_now then
+    select least(_admit_all_due.mark, r.mark), n + r.runs, _admit_all_due.has_more or r.has_more
+    into mark, n, has_more
+    from queue._run_due_schedules(p_due_at, p_slice) r;
+  end if;
 end $$;
 
 -- Admits everything that is visible, so that an operator finds every job behind the gates.
@@ -9683,6 +10266,7 @@ end $$;
 
 -- admit/expiry.sql
 -- Jobs that must not start after a time.
+-- Tests: work/maintenance.sql.
 
 -- Cancels jobs with reason expired, unless they run.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
@@ -9737,6 +10321,7 @@ end $$;
 
 -- work/settle.sql
 -- After the end of a claim: settles at once if the admission lock is free, else appends a pending settlement.
+-- Tests: work/finish.sql, admit/locks.late_defer.spec.
 
 -- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement.
 -- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.
@@ -9931,6 +10516,7 @@ comment on function queue.rehearse() is
 
 -- work/backoff.sql
 -- When a failed job runs again.
+-- Tests: work/attempts.sql.
 
 -- With n failures before this one (n = failures - 1):
 --   wait + linear_wait * n + exponential_wait ^ (n + 1) seconds (as Procrastinate's RetryStrategy), or
@@ -10080,7 +10666,6 @@ end $$;
 create or replace function queue._unknown_tasks(p_now timestamptz)
 returns table (task text, jobs bigint,
   workers text) language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select a.details ->> 'unknown_task', count(distinct a.job_id),
@@ -10163,12 +10748,12 @@ end $$;
 -- the first did not take; so the first leaves, too.
 -- Locks: the rows of both, by skip locked; what is locked, somebody else deletes.
 -- Why no wake-up is lost: a worker stops listening for jobs only if a call sees two ahead of it, and an
--- earlier one, at least 100 ms before, has written its row. Take one of these two that leaves. If it has
--- committed before the later call, that does not count it. Otherwise, unless its transaction takes over
--- 100 ms, it reads who comes next when the row is visible, and wakes the worker, which listens on its own
--- channel by then. One that leaves in a longer transaction is like one that is frozen: for it the deputy is
--- there. If the first two die or freeze together, the rest look every 10 s, each at its own time; then
--- before_sleep passes over sessions that have ended and workers that reap has given up.
+-- earlier one, at least 100 ms before, has written its row. Suppose that one of these two leaves. If its
+-- transaction commits before the later call, that call does not count it. Otherwise, if its transaction takes
+-- less than 100 ms, it began after the row became visible: it sees the row, and wakes that worker, which
+-- listens on its own channel by then. One that leaves in a longer transaction is like a frozen one: the
+-- deputy takes its place. If the first two die or freeze together, the rest look every 10 s, each at its own
+-- time; then before_sleep passes over sessions that have ended and workers that reap has given up.
 create or replace function queue._leave_line(p_worker bigint, p_has_found boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -10215,7 +10800,6 @@ create or replace function queue.attempts_left(id bigint, claim bigint)
 returns table (max_attempts integer, failures integer, is_last boolean)
 language plpgsql stable parallel safe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_claims(array[attempts_left.id], array[attempts_left.claim]);
@@ -10245,24 +10829,15 @@ comment on function queue.attempts_left(bigint, bigint) is
 -- p_settle also the admission lock, by try; for an unknown task those of _leave_line. Why no wake-up is lost:
 -- the claim is settled, here or by the next admission.
 -- Raises: QJ001, QJ002, QJ005; the outcome has been checked.
--- In one piece: every outcome needs the claim's row and the policy, which are read once.
 create or replace function queue._end_attempt(p_outcome jsonb, p_id bigint, p_claim bigint, p_settle boolean)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz;  -- read under the lock of the claim's row, as work/minutes.sql asks for
   v_kind text := p_outcome ->> 'outcome';
   v_label text;
-  v_error text := left(coalesce(p_outcome ->> 'error', p_outcome ->> 'message'), 10000);
-  v_options jsonb := jsonb_strip_nulls(coalesce(nullif(p_outcome -> 'options', 'null'), '{}'));
   v_live record;
-  v_job record;
-  v_state record;
-  v_is_alone boolean;
-  v_limit integer;
+  v_end record;
   v_at timestamptz;
-  v_payload jsonb;
-  v_final text;
-  v_reason text;
 begin
   delete from queue.active_job aj where aj.id = p_id and aj.claim = p_claim
   returning aj.attempt, aj.lane, aj.flags, aj.claimed_at, aj.worker_id, aj.deadline into v_live;
@@ -10270,93 +10845,40 @@ begin
   if not found then
     perform queue._raise_claim_error(p_id, p_claim);
   end if;
-  select j.task, j.options, j.scheduled_at,
-    coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy
-    into v_job
-  from queue.job j left join queue.task t on t.name = j.task where j.id = p_id;
-  select coalesce(max(s.failures), 0) as failures, coalesce(max(s.crashes), 0) as crashes,
-    coalesce(max(s.progress), 0) as progress
-  into v_state from queue.job_override s where s.id = p_id;
   v_label := case v_kind when 'retry_later' then 'yielded' when 'suspended' then 'yielded'
     when 'retried' then 'aborted' when 'unknown_task' then 'released'
-    else coalesce(v_options ->> 'outcome', v_kind) end;
+    else coalesce(p_outcome -> 'options' ->> 'outcome', v_kind) end;
   if v_kind <> 'retried' and v_live.flags & 1024/* aborting */ <> 0
     and exists (select from queue.abort a where a.id = p_id and a.claim = p_claim) then
     v_label := case v_kind when 'crashed' then 'crashed' else 'aborted' end;
     v_kind := 'aborted';
   end if;
-  case v_kind
-    when 'failed' then
-      v_limit := queue._max_attempts(v_job.policy, v_options);
-      if v_options -> 'retryable' = 'false' or v_state.failures + 1 >= v_limit then
-        v_final := 'failed';
-        v_reason := coalesce(v_options ->> 'reason', case when v_options -> 'retryable' = 'false'
-          then 'not_retryable' else 'attempts' end);
-      else
-        v_at := coalesce(queue._timestamp('retry_at', v_options -> 'retry_at'),
-          v_now + coalesce(queue._interval('retry_in', v_options -> 'retry_in'),
-          queue.backoff(v_job.policy, v_state.failures + 1)));
-        v_payload := nullif(jsonb_build_object('change',
-          v_options - '{retryable,retry_at,retry_in,reason,outcome}'::text[]), '{"change": {}}');
-      end if;
-    when 'retry_later' then
-      if v_state.progress + 1 > (case when v_job.options -> 'max_progress' = 'null' then null
-        else coalesce((v_job.options ->> 'max_progress')::integer, 100) end) then
-        v_final := 'failed';
-        v_reason := 'max_progress';
-      else
-        v_at := queue._timestamp('at', p_outcome -> 'at');
-        v_payload := queue._check_yield(p_id, p_outcome -> 'needs');
-      end if;
-    when 'suspended' then
-      v_at := queue._timestamp('at', p_outcome -> 'at');
-      v_payload := case when p_outcome ? 'needs'
-        then queue._check_yield(p_id, p_outcome -> 'needs') || '{"awaits": true}' end;
-    when 'unknown_task' then
-      select u.at, u.error into v_at, v_error
-      from queue._unknown_task(p_id, v_job.task, v_live.worker_id, v_now) u;
-      perform queue._leave_line(v_live.worker_id, false);
-      if v_at is null then
-        v_final := 'failed';
-        v_reason := 'unknown_task';
-        v_label := 'failed';
-      end if;
-    when 'aborted' then
-      v_final := 'cancelled';
-      v_reason := 'aborted';
-    when 'crashed' then
-      v_is_alone := p_outcome ? 'claim'
-        or exists (select from queue.lane l where l.lane = v_live.lane and l.kind = 2/* lane_crashed */)
-        or exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own);
-      v_limit := case when v_job.policy -> 'max_crashes' <> 'null' is not false
-        then coalesce((v_job.policy ->> 'max_crashes')::integer, 3) end;
-      v_final := case when v_job.policy ->> 'on_crash' = 'fail'
-        or v_is_alone and v_state.crashes + 1 >= v_limit then 'failed' end;
-      v_reason := case when v_job.policy ->> 'on_crash' = 'fail' then 'crashed' else 'crash_loop' end;
-    else null;
-  end case;
-  if v_final is null and v_kind <> 'retried' and v_live.flags & 64/* expires */ <> 0
+  v_end := queue._judge_attempt(p_outcome, v_kind, p_id, p_claim, v_live.lane, v_live.worker_id, v_now);
+  if v_kind = 'unknown_task' then
+    perform queue._leave_line(v_live.worker_id, false);
+    v_label := coalesce(v_end.final, v_label);
+  end if;
+  if v_end.final is null and v_kind <> 'retried' and v_live.flags & 64/* expires */ <> 0
     and exists (select from queue.expiry e where e.id = p_id and e.at <= v_now) then
-    v_final := 'cancelled';
-    v_reason := 'expired';
+    v_end.final := 'cancelled';
+    v_end.reason := 'expired';
   end if;
   -- a job that was rescheduled to a time before its own does not go back to that
-  v_at := coalesce(v_at, case when v_job.scheduled_at > v_now then '-infinity'::timestamptz end);
+  v_at := coalesce(v_end.at, case when (select j.scheduled_at from queue.job j where j.id = p_id) > v_now
+    then '-infinity'::timestamptz end);
   insert into queue.attempt (job_id, claim, attempt, worker_id, started_at, finished_at, outcome, error,
     details)
-  values (p_id, p_claim, v_live.attempt, v_live.worker_id, v_live.claimed_at, v_now, v_label, v_error,
-          case when v_kind = 'unknown_task' then jsonb_build_object('unknown_task', v_job.task)
+  values (p_id, p_claim, v_live.attempt, v_live.worker_id, v_live.claimed_at, v_now, v_label, v_end.error,
+          case when v_kind = 'unknown_task' then jsonb_build_object('unknown_task', v_end.task)
                else queue._truncate_details(nullif(p_outcome -> 'details', 'null')) end);
   insert into queue.job_override as s (id, attempts, claims, failures, crashes, progress, scheduled_at,
     started_at, error, has_steps, is_suspended, tag)
   values (p_id,
     v_live.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
-    1, case when v_kind = 'failed' then 1
-      else 0 end, case when v_label = 'crashed' then 1 else 0 end,
-      case when v_kind = 'retry_later' then 1 else 0 end,
-        v_at, case when v_kind not in ('released', 'unknown_task')
-        then v_live.claimed_at end,
-    case when v_kind not in ('retry_later', 'suspended', 'released', 'retried') then v_error end,
+    1, case when v_kind = 'failed' then 1 else 0 end, case when v_label = 'crashed' then 1 else 0 end,
+    case when v_kind = 'retry_later' then 1 else 0 end, v_at,
+    case when v_kind not in ('released', 'unknown_task') then v_live.claimed_at end,
+    case when v_kind not in ('retry_later', 'suspended', 'released', 'retried') then v_end.error end,
     v_kind = 'suspended' or exists (select from queue.step t where t.job_id = p_id),
     v_kind = 'suspended' and p_outcome ? 'is_open',
     case when v_kind = 'released' and v_live.deadline < '0001-01-01 00:00+00' then v_live.deadline end)
@@ -10365,16 +10887,17 @@ begin
         is_suspended, tag)
       = (excluded.attempts, s.claims + 1, s.failures + excluded.failures, s.crashes + excluded.crashes,
         s.progress + excluded.progress,
-         case when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
-           coalesce(excluded.started_at, s.started_at),
-         coalesce(excluded.error, s.error), excluded.has_steps, excluded.is_suspended, excluded.tag);
-  if v_final is not null then
+        case when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
+        coalesce(excluded.started_at, s.started_at), coalesce(excluded.error, s.error),
+        excluded.has_steps, excluded.is_suspended, excluded.tag);
+  if v_end.final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
-    values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_final, v_reason, v_error);
+    values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_end.final, v_end.reason,
+      v_end.error);
     perform queue._clean_up(array[p_id], array[v_live.flags]);
     perform queue._notify_waiters(array[p_id]);
     perform queue._settle_or_append(array[p_id], array[v_live.flags], 'ended', p_settle);
-    return v_final;
+    return v_end.final;
   end if;
   if v_live.flags & 128/* lease */ <> 0 then
     delete from queue.lease l where l.id = p_id;
@@ -10382,9 +10905,82 @@ begin
   if v_kind = 'retried' then
     perform queue._reset_counters(array[p_id]);
   end if;
-  perform queue._settle_or_append(array[p_id], array[v_live.flags], 'again', p_settle, v_payload);
-  return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_payload) end,
+  perform queue._settle_or_append(array[p_id], array[v_live.flags], 'again', p_settle, v_end.payload);
+  return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end,
                   case when v_at > v_now then 'scheduled' else 'ready' end);
+end $$;
+
+-- What an outcome means for its job. final: the state in which it ends, with its reason; else it runs again,
+-- at a time if given, with payload as its changes. task: the job's. p_kind: the outcome, or aborted.
+-- Raises: as _end_attempt.
+create or replace function queue._judge_attempt(
+  p_outcome jsonb, p_kind text, p_id bigint, p_claim bigint, p_lane integer, p_worker bigint,
+  p_now timestamptz, out final text, out reason text, out at timestamptz, out payload jsonb, out error text,
+  out task text)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_options jsonb := jsonb_strip_nulls(coalesce(nullif(p_outcome -> 'options', 'null'), '{}'));
+  v_job record;
+  v_state record;
+  v_is_alone boolean;
+  v_limit integer;
+begin
+  error := left(coalesce(p_outcome ->> 'error', p_outcome ->> 'message'), 10000);
+  select j.task, j.options,
+    coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy
+  into v_job
+  from queue.job j left join queue.task t on t.name = j.task where j.id = p_id;
+  select coalesce(max(s.failures), 0) as failures, coalesce(max(s.crashes), 0) as crashes,
+    coalesce(max(s.progress), 0) as progress
+  into v_state from queue.job_override s where s.id = p_id;
+  task := v_job.task;
+  case p_kind
+    when 'failed' then
+      v_limit := queue._max_attempts(v_job.policy, v_options);
+      if v_options -> 'retryable' = 'false' or v_state.failures + 1 >= v_limit then
+        final := 'failed';
+        reason := coalesce(v_options ->> 'reason', case when v_options -> 'retryable' = 'false'
+          then 'not_retryable' else 'attempts' end);
+      else
+        at := coalesce(queue._timestamp('retry_at', v_options -> 'retry_at'),
+          p_now + coalesce(queue._interval('retry_in', v_options -> 'retry_in'),
+          queue.backoff(v_job.policy, v_state.failures + 1)));
+        payload := nullif(jsonb_build_object('change',
+          v_options - '{retryable,retry_at,retry_in,reason,outcome}'::text[]), '{"change": {}}');
+      end if;
+    when 'retry_later' then
+      if v_state.progress + 1 > (case when v_job.options -> 'max_progress' = 'null' then null
+        else coalesce((v_job.options ->> 'max_progress')::integer, 100) end) then
+        final := 'failed';
+        reason := 'max_progress';
+      else
+        at := queue._timestamp('at', p_outcome -> 'at');
+        payload := queue._check_yield(p_id, p_outcome -> 'needs');
+      end if;
+    when 'suspended' then
+      at := queue._timestamp('at', p_outcome -> 'at');
+      payload := case when p_outcome ? 'needs'
+        then queue._check_yield(p_id, p_outcome -> 'needs') || '{"awaits": true}' end;
+    when 'unknown_task' then
+      select u.at, u.error into at, error from queue._unknown_task(p_id, v_job.task, p_worker, p_now) u;
+      if at is null then
+        final := 'failed';
+        reason := 'unknown_task';
+      end if;
+    when 'aborted' then
+      final := 'cancelled';
+      reason := 'aborted';
+    when 'crashed' then
+      v_is_alone := p_outcome ? 'claim'
+        or exists (select from queue.lane l where l.lane = p_lane and l.kind = 2/* lane_crashed */)
+        or exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own);
+      v_limit := case when v_job.policy -> 'max_crashes' <> 'null' is not false
+        then coalesce((v_job.policy ->> 'max_crashes')::integer, 3) end;
+      final := case when v_job.policy ->> 'on_crash' = 'fail'
+        or v_is_alone and v_state.crashes + 1 >= v_limit then 'failed' end;
+      reason := case when v_job.policy ->> 'on_crash' = 'fail' then 'crashed' else 'crash_loop' end;
+    else null;
+  end case;
 end $$;
 
 -- Raises: 22023 if they are not options of queue.fail.
@@ -10471,7 +11067,6 @@ create or replace function queue.begin_step(id bigint, claim bigint, name text, 
 returns table (finished boolean, value jsonb)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_key record;
   v_step record;
@@ -10516,7 +11111,6 @@ comment on function queue.begin_step(bigint, bigint, text, text) is
 create or replace function queue.finish_step(id bigint, claim bigint, name text, value jsonb default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_key record;
 begin
@@ -10556,7 +11150,6 @@ create or replace function queue.read_steps(id bigint, claim bigint, after text 
 returns table (name text, value jsonb)
 language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_after record;
 begin
@@ -10618,7 +11211,6 @@ end $$;
 create or replace function queue._step_in_run(p_id bigint, p_claim bigint, p_name text, p_no integer,
   out no integer, out run bigint, out finished_at timestamptz, out fingerprint text, out value jsonb)
 language plpgsql stable parallel safe security invoker as $$
-#variable_conflict use_column
 begin
   select s.no, s.run, s.finished_at, s.fingerprint, s.value into no, run, finished_at, fingerprint, value
   from queue.step s
@@ -10798,7 +11390,6 @@ end $$;
 create or replace function queue.succeed(id bigint, claim bigint, result jsonb default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_attempt smallint;
   v_flags smallint;
@@ -10930,7 +11521,6 @@ create or replace function queue.finish_many(outcomes jsonb)
 returns table (id bigint, claim bigint, state text, error text)
 language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_ended record;
   v_none regclass;
@@ -10967,7 +11557,6 @@ create or replace function queue._finish(
   p_outcomes jsonb, out ids bigint[], out claims bigint[], out states text[], out errors text[],
   out has_refused boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_outcomes text[];
   v_results jsonb[];
@@ -11030,7 +11619,7 @@ begin
     end if;
   end if;
   if v_has_others then
-    select e.ids, e.claims, e.states, e.errors, has_refused or e.has_refused
+    select e.ids, e.claims, e.states, e.errors, _finish.has_refused or e.has_refused
     into ids, claims, states, errors, has_refused
     from queue._end_others(p_outcomes, ids, claims, states, errors) e;
   end if;
@@ -11318,7 +11907,6 @@ comment on function queue.publish(text, jsonb, interval) is
 create or replace function queue.emit(id bigint, claim bigint, stream text, value jsonb)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_no bigint;
 begin
@@ -11351,7 +11939,6 @@ create or replace function queue.read_stream(id bigint, stream text, after bigin
 returns table (no bigint, value jsonb, emitted_at timestamptz)
 language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_jobs('{producer,worker,operator,reader}', array[read_stream.id]);
@@ -11384,7 +11971,6 @@ create or replace function queue.set_progress(id bigint, claim bigint, percent n
   message text default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_claims(array[set_progress.id], array[set_progress.claim]);
@@ -11416,7 +12002,6 @@ comment on function queue.set_progress(bigint, bigint, numeric, text) is
 create or replace function queue.worker_died(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_worker(worker_died.worker);
@@ -11433,10 +12018,10 @@ comment on function queue.worker_died(bigint) is
 -- Locks: rows of queue.worker and queue.active_job by skip locked, each row separately; the admission lock by
 -- try. With two reapers at once, a claim ends exactly once, no matter which deletes its row first.
 -- A fetch that was running when its worker went may still create claims. So a worker's claims are looked for
--- at once, and again when every transaction that could have seen it alive has ended (waits_for: transactions
--- that were in flight after its end had been committed, and that belong to a role, which excludes vacuum's
--- workers: their kind is hidden from an owner who is not a superuser). After that no more claims can appear
--- (is_over).
+-- at once, and again when every transaction that could have seen it alive has ended. After that no more
+-- claims can appear (is_over). waits_for lists these transactions: the ones in flight after the worker's end
+-- was committed. It leaves out those without a role, which are vacuum's: an owner who is not a superuser
+-- can't see what kind of process they are.
 -- A late claim of a worker that has deregistered is released, like its others; that of a dead worker has
 -- crashed. While the server was down no heartbeat could arrive. So if the last sign of life was before its
 -- start, a worker counts as dead dead_after past the start at the earliest, and a lease or a timeout ends 30
@@ -11466,7 +12051,6 @@ comment on function queue.reap() is
 create or replace function queue._reap(p_budget interval)
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
 begin
@@ -11727,7 +12311,6 @@ end $$;
 create or replace function queue._check_claim_rows()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'claimed by a removed worker'::text, aj.id, format('worker %s', aj.worker_id)
@@ -11761,13 +12344,13 @@ end $$;
 -- Maintenance counts the ends of jobs and attempts from their tables, in the order of finished_at, so that
 -- workers do nothing for it. queue.minute_cursor says up to which time it has counted.
 --
--- Why none is missed, and none counted twice: whoever ends a job first has an xid and the lock of a writer on
--- queue.active_job, or the admission lock, and then reads the time for finished_at. So if the clock is read
--- under the admission lock, and no transaction has both of the former afterwards, all ends before that time
--- are visible to the next statement. If some have, it waits for just these. Rows are removed only under the
--- admission lock, and are counted before that if they have not been. If the clock is set back, the
--- minutes from then on are counted again; but ends are missed if it passes the time of the last count again
--- before the next one.
+-- Why none is missed, and none counted twice: a session that ends a job reads the clock for finished_at only
+-- when it has an xid and a writer's lock on queue.active_job, or when it holds the admission lock. The count
+-- holds the admission lock, reads the clock, and then looks for sessions with both of the former. If there
+-- are none, all ends before that time are visible to the next statement. Otherwise it waits for just these.
+-- Rows are removed only under the admission lock, and are counted before that if they have not been. If the
+-- clock is set back, the minutes from then on are counted again; ends are missed only if it reaches the time
+-- of the last count again before the next count.
 
 -- Counts what has ended, for about p_budget, if 10 s have passed since it last looked, or if not all could be
 -- counted then; and removes minutes older than 7 days.
@@ -11978,6 +12561,7 @@ end $$;
 
 -- work/retention.sql
 -- Retention: finished jobs are removed when their time has passed, unless an unfinished job needs them.
+-- How long a job is kept: _retention (admit/take_out.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
 -- skip locked.
@@ -11987,7 +12571,6 @@ create or replace function queue.prune(max_jobs integer default 10000, state tex
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_safe_at timestamptz;
   v_pruned integer;
@@ -12251,7 +12834,6 @@ returns table (admitted integer, reaped integer, pruned integer, next_due timest
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   perform queue._check_isolation();
@@ -12449,7 +13031,6 @@ create or replace function queue.heartbeat(worker bigint)
 returns table (id bigint, claim bigint, reason text)
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   -- maintenance might keep others waiting for locks that another part of the transaction holds
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
@@ -12483,7 +13064,6 @@ create or replace function queue.claims(worker bigint)
 returns table (id bigint, claim bigint)
 language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_worker(claims.worker);
@@ -12507,7 +13087,6 @@ comment on function queue.claims(bigint) is
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_expires_at timestamptz;
 begin
@@ -12535,7 +13114,6 @@ comment on function queue.extend(bigint, bigint, interval) is
 create or replace function queue.deregister_worker(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_claim record;
   v_ids bigint[] := '{}'::bigint[];
@@ -12564,7 +13142,6 @@ comment on function queue.deregister_worker(bigint) is
 -- Gives the claim a lease. Locks and errors: as extend.
 create or replace function queue._extend(p_id bigint, p_claim bigint, p_lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_claimed_at timestamptz;
@@ -12623,6 +13200,7 @@ end $$;
 
 -- work/claim_lanes.sql
 -- Claiming from lanes without limits.
+-- Tests: work/fetch.sql.
 
 -- Claims up to p_n jobs of plain lanes, in the order of p_lanes. first_claim: as for _claim_newcomer.
 -- Locks: rows of queue.active_job by skip locked.
@@ -12634,7 +13212,6 @@ end $$;
 create or replace function queue._claim_plain(
   p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_flags integer;
   v_is_mixed boolean;
@@ -12681,7 +13258,6 @@ create or replace function queue._probe_lanes(
   p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[],
   out is_registered boolean)
 language plpgsql stable parallel safe security invoker as $$
-#variable_conflict use_column
 begin
   is_registered := true;
   with ready as (
@@ -12718,6 +13294,7 @@ end $$;
 
 -- work/claim_limited.sql
 -- Claiming under limits: slots, max_running and rate, expires_at, queueing locks.
+-- Tests: admit/rates.sql, admit/slots.sql.
 
 -- Claims up to p_n jobs of lanes, in the order of p_lanes, subject to limits: semaphores, a queue's
 -- max_running and rate, expires_at, and queueing locks that a defer is replacing. Lanes of one queue and
@@ -12788,7 +13365,6 @@ create or replace function queue._claim_ids(
   p_worker bigint, p_ids bigint[], p_n integer, p_limits jsonb,
   out won bigint[], out rest bigint[], out full_queues text[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   -- under the admission lock, so that earlier claims have lesser ones
@@ -12859,7 +13435,8 @@ begin
     from (
       select x.n, x.key, x.no, x.is_first, x.weight, least(s.slots, s.rate_limit) as most,
         s.rate_limit as rate,
-        queue._key_room(x.key, s.slots - s.used, s.rate_limit, s.rate_per, v_now) as free
+        queue._key_room(x.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
+          v_now) as free
       from (
         select x.n, x.key, x.weight, dense_rank() over (order by x.key)::integer as no,
           row_number() over (partition by x.key) = 1 as is_first
@@ -12986,7 +13563,7 @@ begin
       perform queue._count_rate_starts(v_keys.keys[i], v_keys.rates[i], v_taken[i], v_now);
     end if;
   end loop;
-  if true = any (v_wait_several) then
+  if true = any (v_wait_several) or array_remove(v_wait_weights, null) <> '{}' then
     perform queue._advance(p_keys => v_add_keys);
   elsif v_add_keys <> '{}' then
     if array_remove(v_keys.rates, null) <> '{}' then
@@ -13053,7 +13630,8 @@ begin
     from (select k.key, v_jobs.lanes[k.n] as lane, sum(k.weight) as n
       from queue._keys_of(v_jobs.ids, v_jobs.flags) k group by 1, 2) k
     cross join lateral (
-      select queue._key_room(s.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as free,
+      select queue._key_room(s.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
+          clock_timestamp()) as free,
         s.lanes, s.ready, s.lows, s.low_deadlines
       from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s
     cross join lateral unnest(s.lanes, s.ready, s.lows, s.low_deadlines) l (lane, ready, low, low_deadline)
@@ -13067,6 +13645,7 @@ end $$;
 
 -- work/claim_filtered.sql
 -- Claiming jobs that the options of fetch select.
+-- Tests: work/fetch.sql.
 
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
@@ -13091,7 +13670,8 @@ begin
       from (
         select s.key, l.lane, l.low, l.low_deadline, s.free
         from (select distinct on (s.key) s.key, s.lanes, s.waiting, s.lows, s.low_deadlines,
-            queue._key_room(s.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as free
+            queue._key_room(s.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
+              clock_timestamp()) as free
           from queue.semaphore s
               where s.lanes <> '{}' order by s.key, s.tick desc) s
         cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)
@@ -13114,7 +13694,8 @@ begin
         select w.id, w.key from queue.waiting w where w.id = u.id and w.reason || '' = 'slot'
           and w.lane = any (p_lanes) offset 0) w
       cross join lateral (
-        select queue._key_room(s.key, s.slots - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as free
+        select queue._key_room(s.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
+          clock_timestamp()) as free
         from queue.semaphore s
         where s.key = w.key
         order by s.tick desc limit 1) s
@@ -13152,9 +13733,10 @@ end $$;
 -- first; so both get their turn while both are ready. A worker that always runs something would never take a
 -- quarantined job. So if one has waited for 5 s since its crash, one worker that may run it gets no more jobs
 -- (it runs dry) until its own have ended, for a quarter of the time that the job has waited by then, at least
--- 30 s. If that was too short, it takes jobs again for four times as long, while another worker may run dry;
--- and by then the job has waited longer. So its turn comes within a small multiple of the duration of the
--- longest jobs, and of the workers of a queue at most one stands still for it, a fifth of its time.
+-- 30 s. If that was too short, the worker takes jobs again for four times as long, while another one may run
+-- dry. The job has waited longer by then, so that worker runs dry for longer. So the job's turn comes within
+-- a small multiple of the duration of the longest jobs. At most one worker of a queue runs dry at a time, for
+-- a fifth of its time.
 --
 -- To find out what a worker runs, queue.active_job is read: there is no index from a worker to its claims,
 -- because each claim would pay for it. This is done only if a quarantined job is ready, and if it takes long,
@@ -13313,56 +13895,33 @@ end $$;
 
 -- work/claim_options.sql
 -- Claiming by the options of fetch.
+-- Tests: work/fetch.sql.
 
 -- fetch with options: ids, order, tasks, functions, deadline_within, max_running. p_by_hand: from any lane,
 -- whatever the worker runs (queue.next).
 -- Locks and errors: as fetch. It claims under the admission lock, so that one function can serve every order
 -- and filter.
--- In one piece: most of it reads the options.
 create or replace function queue._claim_by_options(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean,
   p_by_hand boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
-  v_options jsonb := jsonb_strip_nulls(p_options);
   v_tasks text[];
-  v_before timestamptz;
   v_only bigint[];
-  v_limits jsonb := v_options -> 'max_running';
+  v_before timestamptz;
+  v_limits jsonb := jsonb_strip_nulls(p_options) -> 'max_running';
   v_lanes integer[];
   v_ready integer[];  -- of quarantined jobs
   v_turn text;
   v_ids bigint[] := '{}'::bigint[];
   v_more boolean;
 begin
-  perform queue._check_keys('options', p_options,
-    array['ids', 'order', 'tasks', 'functions', 'deadline_within', 'max_running']);
+  select o.tasks, o.ids, v_now + o.deadline_within into v_tasks, v_only, v_before
+  from queue._selection(p_options) o;
   if p_max_jobs < 1 then
     return null;  -- all were to be claimed ahead
   end if;
-  if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
-    perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.',
-      'order: ' || (v_options ->> 'order'));
-  elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array'
-    or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
-    perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
-  end if;
-  v_tasks := case when v_options ? 'tasks' then array(select t
-    from jsonb_array_elements_text(v_options -> 'tasks') t) end;
-  if v_options -> 'functions' = 'true' then
-    v_tasks := array(select t.name from queue.task t where t.function is not null
-      and (v_tasks is null or t.name = any (v_tasks)));
-  elsif coalesce(v_options -> 'functions', 'false') <> 'false' then
-    perform queue._invalid('functions must be true or false', 'Pass a JSON boolean.');
-  end if;
-  v_before := v_now + queue._interval('deadline_within', v_options -> 'deadline_within');
-  begin
-    v_only := case when v_options ? 'ids' then array(select i::bigint
-      from jsonb_array_elements_text(v_options -> 'ids') i) end;
-  exception when data_exception then
-    perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
-  end;
   perform queue._check_worker_limits(v_limits);
   if not queue._lock_admission(p_may_wait) then
     return null;
@@ -13382,7 +13941,7 @@ begin
         as first_id
       from queue.lane l
       cross join lateral (
-        select case when v_options ->> 'order' = 'listed' then min(q.n) else min(0) end as place
+        select case when p_options ->> 'order' = 'listed' then min(q.n) else min(0) end as place
         from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
         where queue._matches(l.queue, q.pattern)) m
       left join lateral (
@@ -13417,6 +13976,40 @@ begin
     perform queue._raise_marks(v_lanes);
   end if;
   return v_ids;
+end $$;
+
+-- Which jobs the options of fetch select; NULL: whichever. The options are checked.
+-- Raises: 22023.
+create or replace function queue._selection(p_options jsonb, out tasks text[], out ids bigint[],
+  out deadline_within interval)
+language plpgsql stable parallel unsafe security invoker as $$
+declare
+  v_options jsonb := jsonb_strip_nulls(p_options);
+begin
+  perform queue._check_keys('options', p_options,
+    array['ids', 'order', 'tasks', 'functions', 'deadline_within', 'max_running']);
+  if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
+    perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.',
+      'order: ' || (v_options ->> 'order'));
+  elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array'
+    or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
+    perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
+  end if;
+  tasks := case when v_options ? 'tasks' then array(select t
+    from jsonb_array_elements_text(v_options -> 'tasks') t) end;
+  if v_options -> 'functions' = 'true' then
+    tasks := array(select t.name from queue.task t where t.function is not null
+      and (tasks is null or t.name = any (tasks)));
+  elsif coalesce(v_options -> 'functions', 'false') <> 'false' then
+    perform queue._invalid('functions must be true or false', 'Pass a JSON boolean.');
+  end if;
+  deadline_within := queue._interval('deadline_within', v_options -> 'deadline_within');
+  begin
+    ids := case when v_options ? 'ids' then array(select i::bigint
+      from jsonb_array_elements_text(v_options -> 'ids') i) end;
+  exception when data_exception then
+    perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
+  end;
 end $$;
 
 -- How many jobs to claim if a worker asks for many: as many as fitted into this session's last full answer,
@@ -13469,7 +14062,6 @@ create or replace function queue._claim_newcomer(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean,
   p_at_once integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_now timestamptz;
   v_has_lock boolean := false;
@@ -13573,7 +14165,6 @@ create or replace function queue._claim_one_lane(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean,
   p_has_lock boolean, p_at_once integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_queues text[];
   v_now timestamptz := clock_timestamp();
@@ -13677,7 +14268,6 @@ create or replace function queue._claim_loop(
   p_is_claimed boolean, p_has_lock boolean, p_has_more boolean, p_is_dry boolean, p_at_once integer,
   out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_queues text[] := p_queues;
   v_has_lock boolean := p_has_lock;
@@ -13940,7 +14530,6 @@ end $$;
 -- Raises: 22023, QJ007.
 create or replace function queue._deliver(p_worker bigint, p_n integer, out ids bigint[], out claims bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 begin
   perform queue._check_max_jobs(p_n);
   if not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then
@@ -13982,7 +14571,6 @@ returns table (id bigint, claim bigint, task text, args jsonb, queue text, prior
   parent bigint, steps jsonb)
 language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_claimed record;
   v_at_once integer;
@@ -14068,7 +14656,6 @@ returns table (id bigint, claim bigint, task text, args jsonb, queue text, prior
   parent bigint, steps jsonb, error text)
 language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_ended record;
   v_claimed record;
@@ -14249,7 +14836,6 @@ create or replace function queue.function_call(id bigint, claim bigint)
 returns table (statement text, args jsonb, timeout interval, late_at timestamptz)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_task text;
 begin
@@ -14331,7 +14917,7 @@ comment on function queue.run_function(bigint, bigint) is
     ' Returns the new state. Raises QJ002 if the claim is lost; then everything is undone. It needs a'
     ' transaction of its own, in READ COMMITTED, with statement_timeout set to the job''s timeout.';
 
--- work/sleep.sql
+-- work/worker_sleep.sql
 -- Waking at no cost: producers send a NOTIFY only while a worker sleeps.
 --
 -- The sleep lock is advisory lock (1885824102, 1). defer takes it shared, by try, until its transaction ends.
@@ -14348,7 +14934,7 @@ comment on function queue.run_function(bigint, bigint) is
 -- Locks: session-level advisory (1885824102, 1) or (1885824102, 2) by try, kept until after_sleep or the
 -- session's end; those of _join_line. A frozen lead sleeper makes producers notify, which all other listeners
 -- hear.
--- Two sessions: work/sleep.lead_sleeper.spec, work/line.races.spec.
+-- Two sessions: work/worker_sleep.lead_sleeper.spec, work/line.races.spec.
 -- Raises: 22023, QJ007.
 create or replace function queue.before_sleep(worker bigint, queues text[] default null,
   options jsonb default null)
@@ -14356,7 +14942,6 @@ returns table (may_sleep boolean, wait_for interval, channels text[], is_drained
   look_after interval)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_worker record;
   v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
@@ -14572,6 +15157,7 @@ end $$;
 -- these rows, nor for queue.job_override of a job that is being finished. The first lock is FOR NO KEY
 -- UPDATE: a transaction that has only finished a step (work/steps.sql) may last, and is not waited for;
 -- _try_lock_job then finds the job busy.
+-- Tests: operate/change.claim.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
 -- Locks, each waited for: the job's row of queue.active_job, that of its queueing lock, the admission lock.
@@ -14611,7 +15197,6 @@ end $$;
 create or replace function queue._try_lock_job(p_id bigint, out standing text, out claim bigint,
   out worker_id bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
-#variable_conflict use_column
 declare
   v_xid xid8;
 begin
@@ -14671,7 +15256,6 @@ end $$;
 create or replace function queue._change_results(p_ids bigint[], p_done bigint[])
 returns table (id bigint, outcome text, error text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select u.id,
@@ -14704,7 +15288,6 @@ end $$;
 create or replace function queue.cancel(id bigint, abort boolean default false)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_live record;
@@ -14750,7 +15333,6 @@ comment on function queue.cancel(bigint, boolean) is
 create or replace function queue.hold(id bigint)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_taken record;
@@ -14779,7 +15361,6 @@ comment on function queue.hold(bigint) is
 create or replace function queue.unhold(id bigint)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
 begin
@@ -14811,7 +15392,6 @@ create or replace function queue.cancel_children(job bigint, abort boolean defau
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_allowed text[] := queue._allowed_queues('{operator}');
   v_ids bigint[];
@@ -14914,7 +15494,6 @@ create or replace function queue.move(ids bigint[], queue text, force boolean de
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -14955,7 +15534,6 @@ create or replace function queue.set_priority(ids bigint[], priority integer)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -14990,7 +15568,6 @@ create or replace function queue.set_deadline(ids bigint[], at timestamptz)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -15023,7 +15600,6 @@ comment on function queue.set_deadline(bigint[], timestamptz) is
 create or replace function queue.reschedule(id bigint, at timestamptz default null)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
 begin
@@ -15061,9 +15637,9 @@ comment on function queue.reschedule(bigint, timestamptz) is
 create or replace function queue.set_args(id bigint, args jsonb)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
+  v_args jsonb;
   v_standing text;
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
@@ -15083,25 +15659,28 @@ begin
       'Only a job that neither runs nor has succeeded can get other args, and only after the transaction'
       ' that deferred it has committed. If another transaction may be changing it, try again.');
   end if;
-  perform queue._override(set_args.id, p_args => set_args.args);
+  v_args := queue._uncut(queue._hidden_paths() -> (v_before -> 0 ->> 'task'), set_args.args,
+    v_before -> 0 -> 'args');
+  perform queue._check_size('args', v_args);
+  perform queue._override(set_args.id, p_args => v_args);
   perform queue._announce();
-  perform queue._audit_jobs('set_args', jsonb_build_object('args', set_args.args), array[set_args.id],
-    v_before);
+  perform queue._audit_jobs('set_args', jsonb_build_object('args', v_args), array[set_args.id], v_before);
   return queue._state(set_args.id);
 end $$;
 comment on function queue.set_args(bigint, jsonb) is
   'Replaces all args of a job that neither runs nor has succeeded by another object; a failed or'
     ' cancelled job uses them for its retry. Its lock and keys stay as they were filled from the old args.'
-    ' Returns its state.';
+    ' Whatever a role that may not see sensitive args leaves as it was shown, with ***, keeps its old value;'
+    ' a new *** in place of a sensitive value is refused. Returns its state.';
 
 -- operate/copy.sql
 -- Copying a job, and claiming the next one without a worker.
+-- Tests: operate/change.sql.
 
 -- Locks: none but the sleep lock, shared and by try: it only appends, as defer does. Raises: 22023, QJ001.
 create or replace function queue.copy(id bigint, queue text default null)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_id bigint;
 begin
@@ -15132,7 +15711,6 @@ returns table (id bigint, claim bigint, task text, args jsonb, queue text, prior
   attempt integer, scheduled_at timestamptz, deadline timestamptz, headers jsonb, expires_at timestamptz)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_worker bigint;
   v_found record;
@@ -15148,7 +15726,8 @@ begin
   v_worker := queue._register_worker('operator', queues, '{"listen": false}');
   select queue._claim_by_options(v_worker, queues, 1, '{}', true, true) as ids into v_found;
   select c.id, c.claim,
-    c.task, case when x.size <= 65536 then c.args end, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
+    c.task, case when x.size <= 65536 then queue._cut(queue._hidden_paths() -> c.task, c.args) end,
+    c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
     c.deadline,
     case when x.size <= 65536 then c.headers end
   into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
@@ -15175,7 +15754,8 @@ comment on function queue.next(text[], boolean, interval) is
   'Claims the next job of queues (names, prefix*, *; NULL: all) by hand, for queue.succeed, fail or'
     ' release with its id and claim. The claim has its own lease, and counts as crashed when that ends'
     ' (expires_at); queue.extend renews it. With ack => true the job is marked succeeded immediately, reason'
-    ' operator. No row: there is no job. Args of more than 64 kB are left out: read them in queue.jobs.';
+    ' operator. No row: there is no job. Args of more than 64 kB are left out: read them in queue.jobs.'
+    ' Sensitive args read *** for all but the owner.';
 
 -- Appends a copy of a job, with further flags, and returns its id. It wakes nobody.
 -- Locks: none. Raises: QJ001.
@@ -15286,13 +15866,13 @@ end $$;
 
 -- operate/end.sql
 -- Ending jobs by hand.
+-- Tests: operate/change.sql.
 
 -- Locks: as in operate/change.sql. Raises: 22023, QJ008.
 create or replace function queue.fail_jobs(ids bigint[], message text default null)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -15339,7 +15919,6 @@ create or replace function queue.done(ids bigint[])
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -15393,7 +15972,6 @@ create or replace function queue.delete(ids bigint[], force boolean default fals
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_done bigint[];
@@ -15428,7 +16006,6 @@ comment on function queue.delete(bigint[], boolean) is
 create or replace function queue.delete_queue(name text, force boolean default false)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_later bigint[];
   v_ids bigint[];
@@ -15596,7 +16173,6 @@ create or replace function queue.retry(ids bigint[], force boolean default false
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_key record;
   v_without bigint[] := '{}'::bigint[];
@@ -15645,7 +16221,6 @@ create or replace function queue.retry_failed(task text default null, queue text
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_queue('{operator}', retry_failed.queue);
@@ -15681,16 +16256,13 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
 
 -- The outcome for each id, in the given order. A job that has never started takes its queueing lock again,
 -- and is refused (QJ004) if another job holds it.
--- Locks: first of all the queueing locks' rows, in their order, because a session that defers such a job may
--- hold them long; then as retry.
+-- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then as retry.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
 -- again under it.
 -- Two sessions: operate/retry.cancel_key.spec.
--- In one piece: its lists of jobs share one loop.
 create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
-#variable_conflict use_column
 declare
   v_before jsonb;
   v_job record;
@@ -15699,18 +16271,7 @@ declare
   v_keyed bigint[];
   v_unkeyed bigint[];
 begin
-  v_keyed := array(
-    select f.id from unnest(p_ids) u (id)
-    cross join lateral (
-      select f.id from queue.finished f join queue.job_now j on j.id = f.id
-      where f.id = u.id and j.queueing_lock is not null and j.claims = 0
-        and not (f.state = 'succeeded' and f.worker_id is not null)
-      offset 0) f);
-  if v_keyed <> '{}' then
-    insert into queue.queueing_lock (key, job_id)
-    select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
-    on conflict on constraint queueing_lock_pkey do nothing;
-  end if;
+  v_keyed := queue._retake_queueing_locks(p_ids);
   perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
@@ -15744,14 +16305,9 @@ begin
       v_back := v_back || v_job.id;
       v_done := v_done || v_job.id;
     elsif v_job.claim is not null then
-      perform from queue.active_job aj where aj.id = v_job.id
-        and aj.claim = v_job.claim for update skip locked;
-      continue when not p_force or not found;
-      delete from queue.expiry e where v_job.is_expired and e.id = v_job.id;
-      perform queue._end_attempt('{"outcome": "retried", "error": "taken back by a retry with force"}',
-        v_job.id, v_job.claim, true);
-      perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'retried');
-      v_done := v_done || v_job.id;
+      if p_force and queue._take_back(v_job.id, v_job.claim, v_job.worker_id, v_job.is_expired) then
+        v_done := v_done || v_job.id;
+      end if;
     elsif v_job.reason in ('schedule', 'signal') and v_job.claims > 0 then
       continue when (select t.place from queue._dequeue(v_job.id) t) is null;
       delete from queue.suspended w where w.job_id = v_job.id;
@@ -15773,6 +16329,47 @@ begin
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
     order by u.n;
+end $$;
+
+-- Takes the free queueing locks of finished jobs that have never started, and returns those jobs.
+-- Locks: the locks' rows, in their order, before anything else: a session that defers such a job may hold
+-- them long.
+create or replace function queue._retake_queueing_locks(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_keyed bigint[];
+begin
+  v_keyed := array(
+    select f.id from unnest(p_ids) u (id)
+    cross join lateral (
+      select f.id from queue.finished f join queue.job_now j on j.id = f.id
+      where f.id = u.id and j.queueing_lock is not null and j.claims = 0
+        and not (f.state = 'succeeded' and f.worker_id is not null)
+      offset 0) f);
+  if v_keyed <> '{}' then
+    insert into queue.queueing_lock (key, job_id)
+    select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
+    on conflict on constraint queueing_lock_pkey do nothing;
+  end if;
+  return v_keyed;
+end $$;
+
+-- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
+-- ending it.
+-- Locks: the caller holds the admission lock; the claim's row of queue.active_job by skip locked.
+create or replace function queue._take_back(p_id bigint, p_claim bigint, p_worker bigint,
+  p_is_expired boolean)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for update skip locked;
+  if not found then
+    return false;
+  end if;
+  delete from queue.expiry e where p_is_expired and e.id = p_id;
+  perform queue._end_attempt('{"outcome": "retried", "error": "taken back by a retry with force"}', p_id,
+    p_claim, true);
+  perform queue._notify_abort(p_id, p_claim, p_worker, 'retried');
+  return true;
 end $$;
 
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that
@@ -15811,7 +16408,8 @@ begin
 end $$;
 
 -- operate/pause.sql
--- Pausing and resuming queues and tasks.
+-- Pausing and resuming queues and tasks. A paused task is a gate: its jobs wait there. The jobs of a paused
+-- queue stay in their lanes, from which no worker claims them (queue.lane, paused_until).
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.pause(queue text default null, until timestamptz default null,
@@ -15946,6 +16544,8 @@ end $$;
 -- Locks: the caller holds the admission lock.
 -- Why no job is missed: jobs behind the gate can proceed only under the admission lock; a job whose claim has
 -- ended and is not settled yet (pending settlement) reaches the gate itself, by _route.
+-- Why no wake-up is lost: other tasks' jobs that waited behind these for a slot of a key get it, or wait for
+-- the key's rate, here.
 -- Why none is forgotten: resume finds rows of queue.waiting, and _admit_due finds them at their time. Two
 -- sessions: operate/pause.fetch.spec.
 create or replace function queue._return_to_pause(p_task text, p_queue text, p_until timestamptz)
@@ -15982,6 +16582,9 @@ begin
         where h.job_id = m.id and h.kind in ('ended', 'again'))
     returning m.id)
   insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
+  if v_slots.keys is not null then
+    perform queue._advance(p_keys => v_slots.keys);
+  end if;
 end $$;
 
 -- The number of jobs of queues and of a task that are unfinished and not running. Reads whole tables.
@@ -16012,7 +16615,6 @@ end $$;
 create or replace function queue.configure_queue(name text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_max_running integer;
   v_rate jsonb;
@@ -16093,7 +16695,6 @@ comment on function queue.configure_queue(text, jsonb) is
 create or replace function queue.create_queue(name text, paused boolean default false)
 returns boolean language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_is_new boolean;
 begin
@@ -16117,6 +16718,7 @@ comment on function queue.create_queue(text, boolean) is
 
 -- operate/shares.sql
 -- Weights of shares.
+-- Tests: admit/shares.sql.
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 -- Why it takes effect at once: ready jobs get tags by the new weight, which lie before the old ones: one
@@ -16126,7 +16728,6 @@ comment on function queue.create_queue(text, boolean) is
 create or replace function queue.configure_share(pattern text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_weight jsonb;
   v_before jsonb;
@@ -16179,7 +16780,6 @@ comment on function queue.configure_share(text, jsonb) is
 create or replace function queue.configure_key(pattern text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_old record;
   v_before jsonb;
@@ -16254,7 +16854,6 @@ create or replace function queue.result(id bigint)
 returns table (state text, result jsonb, error text)
 language plpgsql stable parallel safe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_jobs('{producer,worker,operator,reader}', array[result.id]);
@@ -16273,7 +16872,6 @@ create or replace function queue.needs(id bigint)
 returns table (need_id bigint, task text, state text, result jsonb, error text)
 language plpgsql stable parallel safe security definer rows 5
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_allowed text[];
 begin
@@ -16306,7 +16904,6 @@ create or replace function queue.await_result(id bigint)
 returns table (state text, result jsonb, error text, channel text, wait_for interval)
 language plpgsql volatile parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_since timestamptz;
@@ -16338,6 +16935,7 @@ comment on function queue.await_result(bigint) is
 
 -- inspect/graph.sql
 -- The graph of jobs that need each other.
+-- Tests: defer/defer_group.sql.
 
 -- Raises: QJ001.
 create or replace function queue.graph(id bigint)
@@ -16346,7 +16944,6 @@ language plpgsql stable parallel safe security definer rows 20
 set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_ids bigint[];
   v_depths integer[];
@@ -16385,7 +16982,6 @@ comment on function queue.graph(bigint) is
 -- first: then a job is one step farther than the first job that led to it.
 create or replace function queue._walk(p_id bigint, p_dependents boolean)
 returns table (id bigint, depth integer) language plpgsql stable parallel safe security invoker rows 20 as $$
-#variable_conflict use_column
 declare
   v_ids bigint[];
   v_from integer[];
@@ -16418,7 +17014,6 @@ end $$;
 -- admitted.
 create or replace function queue._neighbours(p_id bigint, p_dependents boolean)
 returns table (id bigint) language plpgsql stable parallel safe security invoker rows 5 as $$
-#variable_conflict use_column
 begin
   if p_dependents then
     return query select d.job_id from queue.need d where d.need_id = p_id;
@@ -16435,7 +17030,6 @@ end $$;
 create or replace function queue.why(id bigint)
 returns text language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_job record;
   v_text text;
@@ -16546,7 +17140,8 @@ returns table (id bigint, task text, args jsonb, queue text, priority integer, l
   scheduled_at timestamptz, deadline timestamptz)
 language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
+declare
+  v_hidden jsonb;
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     queues := queue._narrow_queues('{worker,operator,reader}', queues);
@@ -16554,8 +17149,10 @@ begin
   if peek.n is null or peek.n < 1 then
     perform queue._invalid('n must be at least 1', 'Pass how many jobs to show.');
   end if;
+  v_hidden := queue._hidden_paths();
   return query
-    select j.id, j.task, j.args, j.queue, j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
+    select j.id, j.task, queue._cut(v_hidden -> j.task, j.args), j.queue,
+      j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
     from (
       select c.id, g.priority, c.deadline, c.first_id
       from (
@@ -16591,7 +17188,8 @@ begin
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
-  'Returns the jobs that fetch would claim next, in order. Changes nothing.';
+  'Returns the jobs that fetch would claim next, in order. Changes nothing. Sensitive args read *** for all'
+    ' but the owner.';
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(): of at most 10,000
 -- running jobs and 10,000 that have ended.
@@ -16683,7 +17281,6 @@ end $$;
 create or replace function queue._overdue()
 returns table (id bigint,
   timeout_at timestamptz) language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select l.id, t.at
@@ -16751,13 +17348,13 @@ end $$;
 
 -- inspect/check.sql
 -- Invariants: queue.check() checks whether the tables agree with each other.
+-- Tests: admit/restore.sql, operate/change.sql.
 
 -- Every violated invariant. It reads one snapshot; a sound database gives no row.
 create or replace function queue.check()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp set enable_nestloop = off set jit = off as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   return query select c.problem, c.id, c.detail from queue._check_places() c;
@@ -16800,7 +17397,6 @@ comment on function queue.check() is
 create or replace function queue._check_places()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'in two places'::text, x.id, string_agg(x.place, ', ' order by x.place)
@@ -16881,7 +17477,6 @@ end $$;
 create or replace function queue._check_need_rows()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'waits for needs although they do not hold it'::text, w.id, format('%s: %s', w.reason, n.standing)
@@ -16934,7 +17529,6 @@ end $$;
 create or replace function queue._check_suspended()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
-#variable_conflict use_column
 begin
   return query
     select 'no such job'::text, x.id, x.place
@@ -16971,6 +17565,7 @@ end $$;
 
 -- inspect/candidates.sql
 -- The jobs that a search may find: by an index if there is one.
+-- Tests: inspect/search.sql.
 
 -- The newest jobs below an id that may be in a state (NULL: any), newest first: from the table of jobs in
 -- that state, and from jobs that are not admitted yet.
@@ -17117,7 +17712,6 @@ returns table (id bigint, queue_name text, task_name text, job_state text, reaso
   attempts integer, created_at timestamptz, description text, bytes integer, excerpt text, next_id bigint)
 language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-#variable_conflict use_column
 declare
   v_path jsonpath := queue._check_search(search.pattern, search.queue, search.state, search.max_bytes,
     search.by, search.task, search.max_jobs);
@@ -17129,8 +17723,10 @@ declare
   v_looked bigint := 0;
   v_found integer := 0;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
+  v_hidden jsonb;
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  v_hidden := queue._hidden_paths();
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
     exit when v_ids = '{}';
@@ -17145,7 +17741,10 @@ begin
         from queue.job_now j
         where j.id = u.id offset 0) j
       cross join lateral (
-        select coalesce(queue._replaced_args(u.id, j.flags), j.args) as args,
+        -- cut before the pattern is compared, so that nobody finds out by it what is hidden
+        select case when v_hidden ? j.task
+            then queue._cut(v_hidden -> j.task, coalesce(queue._replaced_args(u.id, j.flags), j.args))
+            else coalesce(queue._replaced_args(u.id, j.flags), j.args) end as args,
           (search.queue is null or queue._matches(j.queue, search.queue))
             and (search.task is null or j.task = search.task)
             and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
@@ -17157,7 +17756,8 @@ begin
       if v_job.is_asked and (search.pattern is null or v_job.match > 0) then
         select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
           job.description, v_bytes,
-          queue._excerpt(search.pattern, search.by, v_path, job.args)
+          queue._excerpt(search.pattern, search.by, v_path,
+            queue._cut(v_hidden -> job.task, job.args))
         into id, queue_name, task_name, job_state, reason, priority, attempts, created_at, description, bytes,
           excerpt
         from queue.jobs job where job.id = v_job.id;
@@ -17182,18 +17782,17 @@ begin
   end if;
 end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is
-  'Returns jobs, newest first, whose args (or description) match pattern. by: text (a substring of the'
-    ' args as JSON text), path (a jsonpath that finds something, or a predicate that is true; without'
-    ' variables), key (a whole lock, queueing lock, idempotency key or concurrency key). Without a'
-    ' pattern it returns all jobs of a queue (a name, prefix* or *), task and state. If it stops at max_jobs'
-    ' or after max_bytes (NULL: no limit), the last row has no id, excerpt says so, and next_id is the value'
-    ' of before for the next call.';
+  'Returns jobs, newest first, whose args (or description) match pattern; sensitive args count as'
+    ' ***. by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a'
+    ' predicate that is true; without variables), key (a whole lock, queueing lock, idempotency key or'
+    ' concurrency key). Without a pattern it returns all jobs of a queue (a name, prefix* or *), task and'
+    ' state. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
+    ' excerpt says so, and next_id is the value of before for the next call.';
 
 -- Raises: 22023, QJ001.
 create or replace function queue.get(id bigint, path text)
 returns setof jsonb language plpgsql stable parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp as $$
-#variable_conflict use_column
 declare
   v_args jsonb;
 begin
@@ -17204,7 +17803,8 @@ begin
     perform queue._invalid('path is missing',
       'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
   end if;
-  select coalesce(queue._replaced_args(j.id, j.flags), j.args) into v_args
+  select queue._cut(queue._hidden_paths() -> j.task, coalesce(queue._replaced_args(j.id, j.flags), j.args))
+  into v_args
   from queue.job_now j where j.id = get.id;
   if not found then
     perform queue._job_not_found(get.id);
@@ -17216,7 +17816,8 @@ begin
 end $$;
 comment on function queue.get(bigint, text) is
   'Returns the values that a path finds in a job''s args, a row for each: items[0].price, or any'
-    ' jsonpath, such as $.items[*].price. JSON null gives a row with null; a missing value gives no row.';
+    ' jsonpath, such as $.items[*].price. JSON null gives a row with null; a missing value gives no row. A'
+    ' sensitive value (register_task) gives *** to all but the owner.';
 
 -- Returns the pattern as a jsonpath if it is one.
 -- Raises: 22023.
@@ -17247,30 +17848,6 @@ begin
     perform queue._check_name('task', p_task);
   end if;
   return case when p_by = 'path' then queue._jsonpath(p_pattern) end;
-end $$;
-
--- Raises: 22023 unless it is a jsonpath without variables.
-create or replace function queue._jsonpath(p_path text)
-returns jsonpath language plpgsql immutable parallel unsafe security invoker as $$
-declare
-  v_path jsonpath;
-begin
-  begin
-    v_path := p_path::jsonpath;
-    -- a template is read only if it is text
-    perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
-    from regexp_matches(v_path::text, replace('[.]datetime[(]("(?:~~.|[^"~~])*")[)]', '~', chr(92)), 'g') t;
-  exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
-    perform queue._invalid('not a jsonpath',
-      'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
-  end;
-  -- it is shown with quotes around all names and texts
-  if strpos(regexp_replace(v_path::text, replace('"(?:~~.|[^"~~])*"', '~', chr(92)), '""', 'g'), '$""') > 0
-    then
-    perform queue._invalid('a jsonpath may not contain variables',
-      'Write the value itself; $ alone stands for the args.', 'path: ' || left(p_path, 200));
-  end if;
-  return v_path;
 end $$;
 
 -- The number of bytes read of a job, negative if it does not match. A path is a predicate if it gives a truth
@@ -17342,7 +17919,6 @@ returns table (
   run_p99_1h interval)
 language plpgsql stable parallel safe security definer rows 50
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_hour timestamptz := v_now - interval '1 hour';
@@ -17425,7 +18001,6 @@ returns table (queue text, ready bigint, running bigint, workers bigint, per_sec
   slots integer)
 language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
   v_5m timestamptz := v_now - interval '5 minutes';
@@ -17485,6 +18060,7 @@ comment on function queue.autoscale_hint(interval) is
 
 -- inspect/minutes.sql
 -- What happened in the last hours, from the figures of each minute (work/minutes.sql).
+-- Tests: work/minutes.sql.
 
 -- Cost: it reads a row for each minute in which jobs of a queue and task ended.
 -- Raises: 22023.
@@ -17494,7 +18070,6 @@ returns table (at timestamptz, succeeded bigint, failed bigint, cancelled bigint
   wait_p50 interval, wait_p95 interval, run_p50 interval, run_p95 interval)
 language plpgsql stable parallel safe security definer rows 100
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_step interval;
   v_from timestamptz;
@@ -17556,7 +18131,6 @@ returns table (task text, succeeded bigint, failed bigint, cancelled bigint, fai
   failure_rate numeric, wait_p50 interval, wait_p95 interval, run_p50 interval, run_p95 interval)
 language plpgsql stable parallel safe security definer rows 50
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 declare
   v_from timestamptz;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
@@ -17623,12 +18197,12 @@ end $$;
 
 -- inspect/health_of_server.sql
 -- Checks of queue.health() for the sessions, the tables and the server.
+-- Tests: inspect/stats.sql.
 
 -- Failures, and transactions that stay open.
 create or replace function queue._health_of_sessions(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
   v_hidden bigint;
@@ -17683,7 +18257,6 @@ end $$;
 create or replace function queue._health_of_tables(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin
@@ -17746,7 +18319,6 @@ end $$;
 create or replace function queue._health_of_server(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin
@@ -17778,12 +18350,12 @@ end $$;
 
 -- inspect/health.sql
 -- Health: problems, and their remedies.
+-- Tests: inspect/stats.sql.
 
 create or replace function queue.health()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security definer rows 12
 set search_path = pg_catalog, pg_temp set jit = off as $$
-#variable_conflict use_column
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   return query select h.name, h.status, h.detail, h.fix from queue._health(clock_timestamp()) h;
@@ -17797,7 +18369,6 @@ comment on function queue.health() is
 create or replace function queue._health(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 12 as $$
-#variable_conflict use_column
 begin
   return query
     select h.name, h.status, h.detail, h.fix from queue._health_of_workers(p_now) h
@@ -17817,7 +18388,6 @@ end $$;
 create or replace function queue._health_of_workers(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin
@@ -17887,7 +18457,6 @@ end $$;
 create or replace function queue._health_of_work(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin
@@ -17933,7 +18502,6 @@ end $$;
 create or replace function queue._health_of_claims(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
-#variable_conflict use_column
 declare
   v_facts record;
 begin
