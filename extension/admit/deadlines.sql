@@ -5,8 +5,8 @@
 -- jobs whose deadline is already earlier, because they have passed it on.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
--- Why no wake-up is lost: keys whose waiting jobs have another order now are handed over to the next
--- admission.
+-- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
+-- first, are handed over to the next admission.
 create or replace function queue._propagate_deadline(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -83,7 +83,6 @@ begin
   into v_moved from moved m where m.lane is not null;
   if v_moved.keys is not null then
     perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null, null, v_moved.ids, v_moved.deadlines);
-    -- one that is lighter than those before which it waits now may fit
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     values (0, 'refill', 0, to_jsonb(v_moved.keys));
   end if;
