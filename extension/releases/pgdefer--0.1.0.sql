@@ -4318,7 +4318,9 @@ end $$;
 -- Fills in defaults, checks, and appends. Unused options add no expressions to evaluate: each would be set up
 -- again in every transaction.
 -- Locks and errors: as defer.
--- In one piece: set-up of calls is most of the cost of a job with options (ADR 1).
+-- With functions of their own for the keys and the options, a job with a key takes 9 % more instructions, one
+-- with an option 10 % more.
+-- In one piece: set-up of calls is most of the cost of such a job (ADR 1).
 create or replace function queue._defer_full(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text,
   p_scheduled_at timestamptz,
@@ -7836,7 +7838,8 @@ begin
 end $$;
 
 -- Like _enter_slots, for jobs whose places are known (_queue_entries).
--- In one piece, because its parts share seven arrays, which calls would copy.
+-- With a function of its own for the loop, 50 jobs with a key take 0.1 % more instructions.
+-- In one piece: the loop shares its arrays, so that function would take 11 arguments and return 9.
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
   p_is_refill boolean,
@@ -8112,8 +8115,8 @@ end $$;
 -- jobs whose deadline is already earlier, because they have passed it on.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
--- Why no wake-up is lost: keys whose waiting jobs have another order now are handed over to the next
--- admission.
+-- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
+-- first, are handed over to the next admission.
 create or replace function queue._propagate_deadline(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8190,7 +8193,6 @@ begin
   into v_moved from moved m where m.lane is not null;
   if v_moved.keys is not null then
     perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null, null, v_moved.ids, v_moved.deadlines);
-    -- one that is lighter than those before which it waits now may fit
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     values (0, 'refill', 0, to_jsonb(v_moved.keys));
   end if;
@@ -13360,7 +13362,8 @@ end $$;
 -- Claims those of p_ids, at most p_n, that limits allow to start. Ready jobs that meet a full key go to wait;
 -- rest: jobs that stay where they are; full_queues: queues whose own limits allow no more starts.
 -- Locks: as _claim_limited.
--- In one piece, because its parts share a dozen arrays, which calls would copy.
+-- With a function of its own for the loop, 50 jobs with a key take 0.3 % more instructions.
+-- In one piece: the loop shares its arrays, so that function would take 19 arguments and return 16.
 create or replace function queue._claim_ids(
   p_worker bigint, p_ids bigint[], p_n integer, p_limits jsonb,
   out won bigint[], out rest bigint[], out full_queues text[])
@@ -14057,6 +14060,8 @@ end $$;
 -- Why no wake-up is lost: rows that are not new, or not visible yet, stay ahead of the cursor or among its
 -- in_flight.
 -- Two sessions: work/claim.newcomers.spec.
+-- With a function of its own for the look, deferring, claiming and finishing a job takes 3.7 % more
+-- instructions; with one for the claim, 1.0 % more.
 -- In one piece (ADR 1): set-up of statements and calls is most of the cost of a single job.
 create or replace function queue._claim_newcomer(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean,
