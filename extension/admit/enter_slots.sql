@@ -174,6 +174,7 @@ end $$;
 -- Gives free slots of keys to waiting jobs, in each lane by deadline and id. Jobs with several keys may have
 -- to wait for another key, so it looks at more jobs, up to some hundreds; the next admission continues.
 -- Returns keys whose limit has grown by that.
+-- Why no wake-up is lost: it is called in the admission that frees the slots.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._refill(p_keys text[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$

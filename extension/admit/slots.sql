@@ -190,7 +190,8 @@ end $$;
 -- Claims have ended: frees their slots and returns the keys, for _advance.
 -- p_flags as in queue.active_job: queue_slot counts in its queue's max_running.
 -- Locks: the caller holds the admission lock.
--- Why no wake-up is lost: each caller passes the returned keys to _refill.
+-- Why no wake-up is lost: each caller passes the returned keys to _advance (admit/gates.sql), which calls
+-- _refill.
 create or replace function queue._release_slots(p_ids bigint[], p_flags smallint[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -1,4 +1,5 @@
--- Permissions: the functions and views of each kind of role, on all queues or on some.
+-- Permissions: the functions (_function_grants) and views of each kind of role, on all queues or on some
+-- (base/queue_access.sql).
 
 -- Locks: queue.access, as migrate, and those of _switch_restriction. Raises: 22023, 55P03.
 create or replace function queue.grant_access(role text, kind text, queues text[] default null)

@@ -1,7 +1,6 @@
 -- Figures: how many jobs there are, how fast they run, how many should run at once.
 
 -- Cost: it reads unfinished jobs and those that ended within the hour, not the rest.
--- In one piece: it is one statement.
 create or replace function queue.stats()
 returns table (
   queue text, task text, scheduled bigint, waiting bigint, upstream_failed bigint, blocked bigint,
@@ -26,10 +25,8 @@ begin
     select k.queue, k.task, coalesce(u.scheduled, 0), coalesce(u.waiting, 0), coalesce(u.upstream_failed, 0),
       coalesce(u.blocked, 0),
       coalesce(u.ready, 0), coalesce(u.running, 0), coalesce(u.held, 0), coalesce(b.failed, 0),
-      v_now - u.oldest_ready_at,
-      coalesce(d.succeeded_5m, 0), coalesce(d.failed_5m, 0), coalesce(d.cancelled_5m, 0),
-      coalesce(a.failures_5m, 0),
-      round(coalesce(d.n_5m, 0) / 300.0, 3),
+      v_now - u.oldest_ready_at, coalesce(d.succeeded_5m, 0), coalesce(d.failed_5m, 0),
+      coalesce(d.cancelled_5m, 0), coalesce(a.failures_5m, 0), round(coalesce(d.n_5m, 0) / 300.0, 3),
       d.wait_5m[1], d.wait_5m[2], d.wait_5m[3], d.run_5m[1], d.run_5m[2], d.run_5m[3],
       coalesce(d.succeeded_1h, 0), coalesce(d.failed_1h, 0), coalesce(d.cancelled_1h, 0),
       coalesce(a.failures_1h, 0),

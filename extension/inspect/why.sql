@@ -1,20 +1,17 @@
 -- Explanations: why a job is not running, and which jobs come next.
 
 -- Raises: QJ001.
--- In one piece: it is a list of questions in their order.
 create or replace function queue.why(id bigint)
 returns text language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
   v_job record;
-  v_text text;
 begin
   {{if_restricted}}
     perform queue._require_jobs('{operator,reader}', array[why.id]);
   end if;
   select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at,
-    j.finished_at, j.error,
-    w.reason as gate, w.key, w.at, l.paused_until, l.kind, aj.id is not null as is_live
+    j.finished_at, j.error, w.reason as gate, w.key, w.at, l.paused_until, l.kind, aj.id as active_id
   into v_job
   from queue.jobs j
   left join queue.waiting w on w.id = j.id
@@ -30,16 +27,9 @@ begin
       coalesce(' (' || v_job.error || ')', ''));
     when 'cancelled' then return format('it was cancelled at %s: %s', v_job.finished_at, v_job.reason);
     when 'running' then
-      return format('it has been running since %s on worker %s, claim %s', v_job.started_at,
-          v_job.worker_id, v_job.claim)
-        || coalesce((select format('; its timeout passed at %s; its handler could not be ended and still'
-          ' runs', o.timeout_at)
-                     from queue._overdue() o where o.id = v_job.id), '')
-        || coalesce((select case when l.is_own then format('; its lease ends at %s', l.expires_at)
-          else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
-                     from queue.lease l where l.id = v_job.id and l.claim = v_job.claim), '')
-        || case when v_job.reason is not null then format('; its worker has been told to abort it: %s',
-          v_job.reason) else '' end;
+      return format('it has been running since %s on worker %s, claim %s%s%s', v_job.started_at,
+        v_job.worker_id, v_job.claim, queue._why_running(why.id, v_job.claim),
+        '; its worker has been told to abort it: ' || v_job.reason);
     when 'held' then return 'it is held; queue.unhold releases it';
     when 'scheduled' then
       return format('its time has not come: %s', v_job.scheduled_at)
@@ -55,30 +45,28 @@ begin
     else null;
   end case;
   if v_job.gate = 'task_paused' then
-    return format('its task %s is paused%s', v_job.task, coalesce(' until ' || v_job.at, ''));
+    return format('its task %s is paused%s', v_job.task, queue._why_until(v_job.at));
   elsif v_job.gate = 'parked' then
     return 'a large backlog is being admitted, which may contain older jobs of its lock';
   elsif v_job.gate = 'slot' then
     return queue._why_no_slot(v_job.key);
   elsif v_job.state = 'blocked' then
     return queue._why_no_turn(why.id, v_job.lock);
-  elsif not v_job.is_live then
+  elsif v_job.active_id is null then
     v_job.paused_until := queue._paused_until(v_job.queue);
     v_job.at := queue._task_paused_until(v_job.task, v_job.queue);
   end if;
   if v_job.at > clock_timestamp() then
-    return format('its task %s is paused%s',
-      v_job.task, case when isfinite(v_job.at) then format(' until %s', v_job.at) else '' end);
+    return format('its task %s is paused%s', v_job.task, queue._why_until(v_job.at));
   elsif v_job.paused_until > clock_timestamp() then
-    return format('its queue %s is paused%s',
-      v_job.queue, case when isfinite(v_job.paused_until) then format(' until %s', v_job.paused_until)
-      else '' end);
+    return format('its queue %s is paused%s', v_job.queue, queue._why_until(v_job.paused_until));
   elsif not exists (
     select from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after >= clock_timestamp()
-      and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(v_job.queue, q))))
-        then
+      and (w.queues is null or exists (
+        select from unnest(w.queues) q where queue._matches(v_job.queue, q))))
+  then
     return format('no live worker serves its queue %s', v_job.queue);
-  elsif not v_job.is_live then
+  elsif v_job.active_id is null then
     return case when exists (select from queue.pending_settlement h
       where h.job_id = why.id and h.kind = 'again')
       then 'its last run has just ended; the next fetch or tick admits it again'
@@ -88,23 +76,10 @@ begin
   elsif v_job.kind = {{lane_crashed}} then
     return 'it crashed before, so it runs alone, on a worker that runs nothing else';
   end if;
-  select string_agg(distinct format('%s %s', case left(k.key, 1) when 'm' then 'lock'
-    else 'concurrency key' end, substr(k.key, 2)), ', ') into v_text
-  from queue.active_job l
-  cross join lateral queue._keys_of(array[l.id], array[l.flags]) k
-  cross join lateral (
-    select s.slots, s.used
-    from queue.semaphore s
-    where s.key = k.key
-    order by s.tick desc limit 1) s
-  where l.id = why.id and s.used >= s.slots;
-  if v_text is not null then
-    return format('no slot is free: %s', v_text);
-  end if;
-  return 'it is ready: the next worker with a free slot claims it when its turn comes'
-    || queue._why_share(why.id)
+  return coalesce('no slot is free: ' || queue._why_no_slot_left(why.id),
+    'it is ready: the next worker with a free slot claims it when its turn comes' || queue._why_share(why.id)
     || coalesce((select format('; its task %s was not known to worker %s', v_job.task, u.workers)
-      from queue._unknown_since(why.id) u where u.times > 0), '');
+      from queue._unknown_since(why.id) u where u.times > 0), ''));
 end $$;
 comment on function queue.why(bigint) is
   'Explains why a job is not running: the job that holds its lock, the jobs that use its key, its needs,'
@@ -165,6 +140,43 @@ end $$;
 comment on function queue.peek(text[], integer) is
   'Returns the jobs that fetch would claim next, in order. Changes nothing. Sensitive args read *** for all'
     ' but the owner.';
+
+-- When the timeout or lease of a claim ends, or that its timeout has passed; empty text without either.
+create or replace function queue._why_running(p_id bigint, p_claim bigint)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((
+      select format('; its timeout passed at %s; its handler could not be ended and still runs', o.timeout_at)
+      from queue._overdue() o where o.id = p_id), '')
+    || coalesce((
+      select case when l.is_own then format('; its lease ends at %s', l.expires_at)
+        else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
+      from queue.lease l where l.id = p_id and l.claim = p_claim), '');
+end $$;
+
+-- The end of a pause; empty text if it has none.
+create or replace function queue._why_until(p_at timestamptz)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return case when isfinite(p_at) then format(' until %s', p_at) else '' end;
+end $$;
+
+-- The locks and concurrency keys of a ready job whose slots are all taken; NULL if there are none.
+create or replace function queue._why_no_slot_left(p_id bigint)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select string_agg(distinct format('%s %s', case left(k.key, 1) when 'm' then 'lock'
+      else 'concurrency key' end, substr(k.key, 2)), ', ')
+    from queue.active_job aj
+    cross join lateral queue._keys_of(array[aj.id], array[aj.flags]) k
+    cross join lateral (
+      select s.slots, s.used
+      from queue.semaphore s
+      where s.key = k.key
+      order by s.tick desc limit 1) s
+    where aj.id = p_id and s.used >= s.slots);
+end $$;
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(): of at most 10,000
 -- running jobs and 10,000 that have ended.

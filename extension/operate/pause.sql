@@ -1,5 +1,7 @@
 -- Pausing and resuming queues and tasks. A paused task is a gate: its jobs wait there. The jobs of a paused
--- queue stay in their lanes, from which no worker claims them (queue.lane, paused_until).
+-- queue stay in their lanes, from which no worker claims them (queue.lane, paused_until; work/claim.sql).
+-- Which call applies: base/queue_names.sql. A pause that ends by time wakes workers by _next_due
+-- (work/maintenance.sql).
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.pause(queue text default null, until timestamptz default null,

@@ -1,4 +1,5 @@
--- When a failed job runs again.
+-- How long a failed job waits for its next attempt. Whether it has one: _judge_attempt (work/attempts.sql);
+-- the proof is above _end_attempt, there.
 -- Tests: work/attempts.sql.
 
 -- With n failures before this one (n = failures - 1):

@@ -90,7 +90,6 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 
 -- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes.
 -- Raises: as finish_many and fetch.
--- In one piece (ADR 1): another call costs a worker more than these steps.
 create or replace function queue.finish_and_fetch(worker bigint, outcomes jsonb, queues text[] default null,
   max_jobs integer default 1, options jsonb default null)
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
@@ -167,21 +166,33 @@ begin
     perform queue._maintain_idle();
     return;
   end if;
-  if v_claimed.first_claim is not null then
+  -- a function's statements have a new snapshot, and only that shows the claims
+  return query select r.* from queue._claimed_rows(v_claimed.ids, v_claimed.first_claim) r;
+end $$;
+comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
+  'Runs finish_many and fetch in one round trip and one commit. Rows with error report refused outcomes,'
+    ' the others are claimed jobs.';
+
+-- Claimed jobs, as finish_and_fetch returns them. p_first_claim: the number of the first claim, if all are
+-- first runs and numbered in the order of their ids.
+create or replace function queue._claimed_rows(p_ids bigint[], p_first_claim bigint)
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
+  attempt integer, scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb,
+  parent bigint, steps jsonb, error text)
+language plpgsql volatile parallel unsafe security invoker rows 50 as $$
+begin
+  if p_first_claim is not null then
     return query
-      select f.id, v_claimed.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt,
+      select f.id, p_first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt,
         f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent, null::jsonb, null::text
-      from queue.first_run f where f.id = any (v_claimed.ids) order by f.id;
+      from queue.first_run f where f.id = any (p_ids) order by f.id;
   else
     return query
       select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
         c.deadline, c.timeout, c.headers, c.parent,
         case when c.has_steps then queue._steps(c.id) end, null::text
-      from unnest(v_claimed.ids) with ordinality u (id, n)
+      from unnest(p_ids) with ordinality u (id, n)
       cross join lateral (select c.* from queue.claimed_job c where c.id = u.id offset 0) c
       order by u.n;
   end if;
 end $$;
-comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
-  'Runs finish_many and fetch in one round trip and one commit. Rows with error report refused outcomes,'
-    ' the others are claimed jobs.';

@@ -1,7 +1,8 @@
--- Ending claims.
+-- Ending claims: in succeed, in _succeed (work/settle.sql) or in _end_attempt (work/attempts.sql). No claim
+-- number comes twice: base/era.sql.
 --
--- Each function here takes the pair (id, claim) and deletes the row of queue.active_job that has both, so a
--- claim ends exactly once. In the same transaction, the job goes to queue.finished or back to the gates.
+-- Each of them takes the pair (id, claim) and deletes the row of queue.active_job that has both, so a claim
+-- ends exactly once. In the same transaction, the job goes to queue.finished or back to the gates.
 -- Locks: the claims' rows of queue.active_job, in the order of ids. finish_many and finish_and_fetch then try
 -- the admission lock and settle. succeed, fail, retry_later and release may be part of a handler's own long
 -- transaction, so they never take the admission lock: they append a pending settlement.

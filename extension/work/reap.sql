@@ -1,4 +1,4 @@
--- Reaping: ends the claims of workers that died and of leases that have expired.
+-- Reaping: ends the claims of workers that died (_mark_dead_workers) and of leases that have expired.
 
 -- Locks: the worker's row, then as reap. It waits only for that row, its first lock, because reap skips
 -- locked rows and tries the admission lock. So no two of these functions wait for each other. Two calls for
@@ -260,6 +260,7 @@ end $$;
 
 -- Ends one dead claim; returns 0 if another session has ended it or holds it, or if it can't be ended now. A
 -- claim that was never handed out (work/deliver.sql) is released.
+-- Locks, and why no wake-up is lost: as _end_attempt.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -16,7 +16,8 @@ comment on function queue.register_worker(text, text[], jsonb) is
     ' queue.workers shows info; its keys dead_after (interval, 30 s), listen (false: the worker only polls,'
     ' as behind a transaction pooler) and session (true: see queue.work) have a meaning.';
 
--- Locks: the worker's row; then as _maintain, which waits for nothing: the answer is complete by then.
+-- Locks: the worker's row; its rows of queue.abort; then as _maintain, which waits for nothing: the answer is
+-- complete by then.
 -- Raises: QJ007.
 create or replace function queue.heartbeat(worker bigint)
 returns table (id bigint, claim bigint, reason text)
