@@ -1,5 +1,4 @@
 -- The backlog: parts of the log that are too large for one slice, read by priority.
--- Tests: admit/admission.sql.
 
 -- Scans the backlog for priorities, part by part, for at most 50 ms, so that the most urgent jobs can be read
 -- first, wherever they are. If a part has more than 8 priorities, neighbouring ones form a band, which is

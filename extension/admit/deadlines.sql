@@ -1,5 +1,4 @@
 -- Deadlines: a job passes its deadline on to the jobs that it needs.
--- Tests: admit/needs.sql.
 
 -- Passes deadlines on to the unfinished needs of jobs, recursively, only ever to make them earlier. Stops at
 -- jobs whose deadline is already earlier, because they have passed it on.

@@ -4,7 +4,7 @@
 -- A gate that opens for one job may open another one: the next job of a lock may be discarded at a full key,
 -- and so pass its turn on at once. So no gate calls another. Each returns the jobs that it releases, and
 -- _advance, the only function that calls them all, continues until none is left.
--- Tests: admit/admission.sql.
+-- Tests: admit/admission.sql, admit/backlog.sql.
 
 -- Sends jobs through the gates, and continues with the jobs that these release, until nothing moves.
 --   p_arrived: in no gate; they have to pass all of them

@@ -1,5 +1,5 @@
 -- Leaving the gates: takes jobs out of the places where they wait, and ends those that no claim holds.
--- Tests: operate/change.sql, work/retention.sql.
+-- Tests: operate/change.sql, operate/delete.sql, work/retention.sql.
 
 -- Takes an unfinished job that does not run out of its place, with its slot and ready counts, but not out of
 -- its lock. place: where it was (live, or a reason of queue.waiting, turn, again, or log: it is not admitted

@@ -1,5 +1,5 @@
 -- Needs of a job that is being deferred: checks that they exist, and how they are combined.
--- Tests: admit/needs.sql.
+-- Tests: admit/needs.sql, admit/deadlines.sql.
 
 -- Needs as a sorted set. An xid is assigned first, so that _safe_at waits for this transaction.
 -- Settings: a plan made while the log was empty would read all of it. A plan that knows the number of needs

@@ -1,5 +1,4 @@
 -- Copying a job, and claiming the next one without a worker.
--- Tests: operate/change.sql.
 
 -- Locks: none but the sleep lock, shared and by try: it only appends, as defer does. Raises: 22023, QJ001.
 create or replace function queue.copy(id bigint, queue text default null)

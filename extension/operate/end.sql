@@ -1,5 +1,4 @@
 -- Ending jobs by hand.
--- Tests: operate/change.sql.
 
 -- Locks: as in operate/change.sql. Raises: 22023, QJ008.
 create or replace function queue.fail_jobs(ids bigint[], message text default null)

@@ -1,5 +1,4 @@
 -- Running due schedules: which runs happen, which are skipped, and what is recorded about them.
--- Tests: recur/schedules.sql.
 
 -- Runs due schedules, at most about p_slice runs. Returns the new due mark: no schedule is due before it.
 -- Locks: the caller holds the admission lock.

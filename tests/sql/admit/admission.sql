@@ -1,29 +1,12 @@
--- Admission: late commits, slices, prepared transactions, rollbacks; parked jobs.
+-- Admission: late commits, slices, prepared transactions, rollbacks.
 
-select plan(63);
+select plan(47);
+
+\ir admission.helpers.psql
 
 set pgdefer.notify = off;  -- PREPARE TRANSACTION refuses notifications
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
-
--- Fetches, and finishes the claimed jobs: tasks in the order of the claims.
-create function pg_temp.run(max_jobs integer default 100, options jsonb default null) returns text language plpgsql as $$
-declare
-  v_text text;
-  v_ids bigint[];
-  v_claims bigint[];
-begin
-  perform set_config('pgdefer.fitting', '', false);  -- all at once, whatever the last answer took
-  loop
-    select concat_ws(' ', v_text, string_agg(f.task, ' ' order by f.n)), array_agg(f.id), array_agg(f.claim) into v_text, v_ids, v_claims
-    from queue.fetch((select max(w.id) from queue.workers w), null, run.max_jobs, run.options) with ordinality
-      f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n);
-    perform queue.finish_many(jsonb_agg(jsonb_build_object('id', u.id, 'claim', u.claim, 'outcome', 'succeeded')))
-    from unnest(v_ids, v_claims) u (id, claim) having count(*) > 0;
-    exit when not exists (select from queue.undelivered);
-  end loop;
-  return nullif(v_text, '');
-end $$;
 
 -- Late commits and small ids
 begin;
@@ -178,85 +161,6 @@ select is((select f.task from found f), 'now', 'a ready job behind 5,000 of the 
 select cmp_ok((select f.n from found f), '<=', 10, 'in a few fetches at most');
 select count(*) as future from queue.jobs j where j.state = 'scheduled' \gset
 select is(:future, 5000, 'the others are scheduled');
-
--- A later commit of higher priority does not wait behind a backlog.
-select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'low', 'priority', -1)) from generate_series(1, 5000) n)) \g /dev/null
-select is(pg_temp.run(1), 'low', 'the first slice of a backlog is admitted');
-select isnt_empty('select * from queue.backlog_part', 'and more waits');
-select queue.defer('high', priority => 5) \g /dev/null
-select pg_sleep(0.011) \g /dev/null
-select is(pg_temp.run(1), 'high', 'the first fetch that starts 10 ms after a commit, with enough to do, admits it and claims it');
-select isnt_empty('select * from queue.backlog_part', 'though a backlog is before it');
-select is(pg_temp.run(1), 'low', 'then the backlog continues');
-select pg_temp.run(2000) \g /dev/null
-select pg_temp.run(2000) \g /dev/null
-select pg_temp.run(2000) \g /dev/null
-select is((select count(*) from queue.jobs j where j.task = 'low' and j.state = 'succeeded'), 5000::bigint, 'all of the backlog runs');
-
--- Nor does one committed with the backlog, before any admission: whatever the size of batches.
-do $$
-begin
-  for i in 1 .. 20 loop
-    perform queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'backlog', 'queue', 'outage', 'priority', n % 3 - 1)) from generate_series(1, 500) n));
-    commit;
-    perform queue.defer('urgent', queue => 'outage', priority => 5 + i % 2) where i in (7, 20);
-    commit;
-  end loop;
-end $$;
-create function pg_temp.next(max_jobs integer) returns text language plpgsql as $$
-begin
-  return (select string_agg(f.task || ' ' || f.priority, ',') from queue.fetch((select max(w.id) from queue.workers w), '{outage}', max_jobs) f);
-end $$;
-select is(pg_temp.next(1), 'urgent 6', 'the most urgent of an outage comes first');
-select is(pg_temp.next(2), 'urgent 5,backlog 1', 'the next one second, before all others');
-create temp table outage (n integer generated always as identity, priority integer);
-do $$
-begin
-  for i in 1 .. 200 loop
-    insert into outage (priority) select f.priority from queue.fetch((select max(w.id) from queue.workers w), '{outage}', 500) f;
-    exit when not found and not exists (select from queue.unadmitted);
-    commit;
-  end loop;
-end $$;
-select is((select count(*) from outage), 9999::bigint, 'all others follow');
-select is_empty('select * from outage o join outage p on p.n = o.n + 1 where p.priority > o.priority', 'by priority, in batches of 500 too');
-select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'many', 'queue', 'bands', 'priority', n)) from generate_series(1, 3000) n)) \g /dev/null
-select is((select max(f.priority) from queue.fetch(:worker, '{bands}', 1) f), 3000, 'the same with 3,000 priorities');
-select queue.delete_queue('outage', true), queue.delete_queue('bands', true) \g /dev/null
-
--- Ordered locks across a backlog: creation order, although later transactions are admitted first
-select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'lock ' || n % 3, 'lock', 'l' || n % 3, 'priority', n % 5)) from generate_series(1, 300) n)) \g /dev/null
-do $$
-begin
-  for i in 1 .. 40 loop
-    perform queue._lock_admission(true);
-    perform queue._admit(10);
-    if i % 3 = 0 then
-      perform queue.defer('lock ' || i % 3, lock => 'l' || i % 3, priority => 100 + i);
-    end if;
-    if i = 5 then
-      create temp table parked as select count(*) as n, max(j.reason) as reason, min(queue.why(j.id)) as why from queue.jobs j where j.reason = 'backlog';
-    end if;
-    commit;
-  end loop;
-end $$;
-select is((select (p.n > 0, p.reason)::text from parked p), '(t,backlog)', 'younger jobs with a lock are put aside while older ones of it may be in the backlog');
-select matches((select p.why from parked p), 'backlog', 'why says so');
-select queue.defer('lock 0', lock => 'l0', priority => 1000) \g /dev/null
-create temp table order_of_locks (n integer generated always as identity, id bigint, lock text, priority integer);
-do $$
-begin
-  for i in 1 .. 1000 loop
-    insert into order_of_locks (id, lock, priority)
-    select f.id, f.lock, f.priority from queue.fetch((select max(w.id) from queue.workers w), null, 2) f;
-    exit when not found and not exists (select from queue.jobs j where j.lock is not null and j.finished_at is null);
-    perform queue.succeed(r.id, r.claim) from queue.active_job r where r.claim is not null;
-    commit;
-  end loop;
-end $$;
-select is((select count(*) from order_of_locks), 314::bigint, 'every job with a lock ran');
-select is_empty('select * from order_of_locks o join order_of_locks p on p.lock = o.lock and p.n > o.n and p.id < o.id', 'in creation order, whatever the priorities');
-select is_empty('select * from queue.waiting w where w.reason = ''parked''', 'none is aside any more');
 
 -- Creation order between overlapping transactions: that of the visible jobs
 begin;
