@@ -1138,7 +1138,7 @@ select a.id, a.at, a.role, a.login, a.call,
       from (select a.args -> 'args' as args, (select h.paths from queue.hidden_paths h)
         -> coalesce(a.args ->> 'task', a.before -> 0 ->> 'task') as paths) x
       cross join lateral (with recursive walk (rest, value, path) as (
-    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p where jsonb_typeof(p.value) = 'array'
     union all
     select s.rest, s.value, w.path || s.key
     from walk w
@@ -1186,7 +1186,7 @@ select a.id, a.at, a.role, a.login, a.call,
       from (select a.before -> 'args' as args, (select h.paths from queue.hidden_paths h)
         -> (a.before ->> 'task') as paths) x
       cross join lateral (with recursive walk (rest, value, path) as (
-    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p where jsonb_typeof(p.value) = 'array'
     union all
     select s.rest, s.value, w.path || s.key
     from walk w
@@ -1232,7 +1232,7 @@ select a.id, a.at, a.role, a.login, a.call,
       from (select a.before -> 0 -> 'args' as args, (select h.paths from queue.hidden_paths h)
         -> (a.before -> 0 ->> 'task') as paths) x
       cross join lateral (with recursive walk (rest, value, path) as (
-    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p where jsonb_typeof(p.value) = 'array'
     union all
     select s.rest, s.value, w.path || s.key
     from walk w
@@ -1345,7 +1345,7 @@ select j.id, j.task, j.queue,
       from (select coalesce(r.args, j.args) as args,
         (select h.paths from queue.hidden_paths h) -> j.task as paths) x
       cross join lateral (with recursive walk (rest, value, path) as (
-    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p where jsonb_typeof(p.value) = 'array'
     union all
     select s.rest, s.value, w.path || s.key
     from walk w
@@ -1574,7 +1574,7 @@ select s.name, s.cron, s.timezone, s.task,
     then (select c.args
       from (select s.args, (select h.paths from queue.hidden_paths h) -> s.task as paths) x
       cross join lateral (with recursive walk (rest, value, path) as (
-    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p where jsonb_typeof(p.value) = 'array'
     union all
     select s.rest, s.value, w.path || s.key
     from walk w
@@ -2498,7 +2498,7 @@ begin
   return (
     select c.args from (select p_args as args, p_paths as paths) x
     cross join lateral (with recursive walk (rest, value, path) as (
-    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p where jsonb_typeof(p.value) = 'array'
     union all
     select s.rest, s.value, w.path || s.key
     from walk w
@@ -2555,7 +2555,7 @@ begin
     select from (select v_args as args, p_paths as paths) x
     cross join lateral (
       with recursive walk (rest, value, path) as (
-    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p
+    select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p where jsonb_typeof(p.value) = 'array'
     union all
     select s.rest, s.value, w.path || s.key
     from walk w
@@ -2758,9 +2758,10 @@ begin
 end $$;
 
 -- base/notify.sql
--- Every NOTIFY that SQL sends: to sleeping workers, to the worker of a claim, to clients that wait for a
--- result.
--- Tests: work/worker_sleep.sql, work/line.races.spec.
+-- Every NOTIFY but that of the line (work/line.sql): to sleeping workers, to the worker of a claim, to
+-- clients that wait for a result. Why no wake-up is lost: work/worker_sleep.sql. Its storm:
+-- tests/py/races/test_wake_ups.py.
+-- Tests: work/worker_sleep.lead_sleeper.spec, operate/cancel_hold.finish.spec.
 
 -- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
 -- Qualified, like defer.
@@ -2932,7 +2933,8 @@ begin
 end $$;
 
 -- base/permissions.sql
--- Permissions: the functions and views of each kind of role, on all queues or on some.
+-- Permissions: the functions (_function_grants) and views of each kind of role, on all queues or on some
+-- (base/queue_access.sql).
 
 -- Locks: queue.access, as migrate, and those of _switch_restriction. Raises: 22023, 55P03.
 create or replace function queue.grant_access(role text, kind text, queues text[] default null)
@@ -4161,7 +4163,7 @@ end $$;
 
 -- defer/needs.sql
 -- Needs of a job that is being deferred: checks that they exist, and how they are combined.
--- Tests: admit/needs.sql.
+-- Tests: admit/needs.sql, admit/deadlines.sql.
 
 -- Needs as a sorted set. An xid is assigned first, so that _safe_at waits for this transaction.
 -- Settings: a plan made while the log was empty would read all of it. A plan that knows the number of needs
@@ -4923,7 +4925,6 @@ comment on function queue.defer_chain(jsonb) is
 
 -- recur/calendar.sql
 -- The calendar of cron expressions: the next matching time in a time zone.
--- Tests: recur/cron.sql.
 
 -- The first run later than `after`. NULL if there is none in a hundred years, which happens only for
 -- expressions that follow elapsed time, if daylight saving skips every time that they name.
@@ -5390,7 +5391,6 @@ end $$;
 
 -- recur/plan.sql
 -- Planning: the due runs of a schedule, and what happens to each.
--- Tests: recur/schedules.sql.
 
 -- What to do at p_now with the runs from p_first on: those to skip and why (the first 10; the last of these
 -- stands for all up to skipped_to), those to run (at most 100), and the next one after that.
@@ -5532,7 +5532,6 @@ end $$;
 
 -- recur/runs.sql
 -- Running due schedules: which runs happen, which are skipped, and what is recorded about them.
--- Tests: recur/schedules.sql.
 
 -- Runs due schedules, at most about p_slice runs. Returns the new due mark: no schedule is due before it.
 -- Locks: the caller holds the admission lock.
@@ -6883,7 +6882,8 @@ end $$;
 -- Claims have ended: frees their slots and returns the keys, for _advance.
 -- p_flags as in queue.active_job: queue_slot counts in its queue's max_running.
 -- Locks: the caller holds the admission lock.
--- Why no wake-up is lost: each caller passes the returned keys to _refill.
+-- Why no wake-up is lost: each caller passes the returned keys to _advance (admit/gates.sql), which calls
+-- _refill.
 create or replace function queue._release_slots(p_ids bigint[], p_flags smallint[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -7447,7 +7447,7 @@ end $$;
 
 -- admit/take_out.sql
 -- Leaving the gates: takes jobs out of the places where they wait, and ends those that no claim holds.
--- Tests: operate/change.sql, work/retention.sql.
+-- Tests: operate/change.sql, operate/delete.sql, work/retention.sql.
 
 -- Takes an unfinished job that does not run out of its place, with its slot and ready counts, but not out of
 -- its lock. place: where it was (live, or a reason of queue.waiting, turn, again, or log: it is not admitted
@@ -7969,6 +7969,7 @@ end $$;
 -- Gives free slots of keys to waiting jobs, in each lane by deadline and id. Jobs with several keys may have
 -- to wait for another key, so it looks at more jobs, up to some hundreds; the next admission continues.
 -- Returns keys whose limit has grown by that.
+-- Why no wake-up is lost: it is called in the admission that frees the slots.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._refill(p_keys text[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -8109,7 +8110,6 @@ end $$;
 
 -- admit/deadlines.sql
 -- Deadlines: a job passes its deadline on to the jobs that it needs.
--- Tests: admit/needs.sql.
 
 -- Passes deadlines on to the unfinished needs of jobs, recursively, only ever to make them earlier. Stops at
 -- jobs whose deadline is already earlier, because they have passed it on.
@@ -9175,7 +9175,7 @@ end $$;
 -- A gate that opens for one job may open another one: the next job of a lock may be discarded at a full key,
 -- and so pass its turn on at once. So no gate calls another. Each returns the jobs that it releases, and
 -- _advance, the only function that calls them all, continues until none is left.
--- Tests: admit/admission.sql.
+-- Tests: admit/admission.sql, admit/backlog.sql.
 
 -- Sends jobs through the gates, and continues with the jobs that these release, until nothing moves.
 --   p_arrived: in no gate; they have to pass all of them
@@ -9770,7 +9770,6 @@ end $$;
 
 -- admit/backlog.sql
 -- The backlog: parts of the log that are too large for one slice, read by priority.
--- Tests: admit/admission.sql.
 
 -- Scans the backlog for priorities, part by part, for at most 50 ms, so that the most urgent jobs can be read
 -- first, wherever they are. If a part has more than 8 priorities, neighbouring ones form a band, which is
@@ -10517,7 +10516,8 @@ comment on function queue.rehearse() is
     ' owner of the queue may call this function.';
 
 -- work/backoff.sql
--- When a failed job runs again.
+-- How long a failed job waits for its next attempt. Whether it has one: _judge_attempt (work/attempts.sql);
+-- the proof is above _end_attempt, there.
 -- Tests: work/attempts.sql.
 
 -- With n failures before this one (n = failures - 1):
@@ -11380,10 +11380,11 @@ begin
 end $$;
 
 -- work/finish.sql
--- Ending claims.
+-- Ending claims: in succeed, in _succeed (work/settle.sql) or in _end_attempt (work/attempts.sql). No claim
+-- number comes twice: base/era.sql.
 --
--- Each function here takes the pair (id, claim) and deletes the row of queue.active_job that has both, so a
--- claim ends exactly once. In the same transaction, the job goes to queue.finished or back to the gates.
+-- Each of them takes the pair (id, claim) and deletes the row of queue.active_job that has both, so a claim
+-- ends exactly once. In the same transaction, the job goes to queue.finished or back to the gates.
 -- Locks: the claims' rows of queue.active_job, in the order of ids. finish_many and finish_and_fetch then try
 -- the admission lock and settle. succeed, fail, retry_later and release may be part of a handler's own long
 -- transaction, so they never take the admission lock: they append a pending settlement.
@@ -11992,7 +11993,7 @@ comment on function queue.set_progress(bigint, bigint, numeric, text) is
     ' characters are kept. NULL as the message keeps the last one.';
 
 -- work/reap.sql
--- Reaping: ends the claims of workers that died and of leases that have expired.
+-- Reaping: ends the claims of workers that died (_mark_dead_workers) and of leases that have expired.
 
 -- Locks: the worker's row, then as reap. It waits only for that row, its first lock, because reap skips
 -- locked rows and tries the admission lock. So no two of these functions wait for each other. Two calls for
@@ -12254,6 +12255,7 @@ end $$;
 
 -- Ends one dead claim; returns 0 if another session has ended it or holds it, or if it can't be ended now. A
 -- claim that was never handed out (work/deliver.sql) is released.
+-- Locks, and why no wake-up is lost: as _end_attempt.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -13027,7 +13029,8 @@ comment on function queue.register_worker(text, text[], jsonb) is
     ' queue.workers shows info; its keys dead_after (interval, 30 s), listen (false: the worker only polls,'
     ' as behind a transaction pooler) and session (true: see queue.work) have a meaning.';
 
--- Locks: the worker's row; then as _maintain, which waits for nothing: the answer is complete by then.
+-- Locks: the worker's row; its rows of queue.abort; then as _maintain, which waits for nothing: the answer is
+-- complete by then.
 -- Raises: QJ007.
 create or replace function queue.heartbeat(worker bigint)
 returns table (id bigint, claim bigint, reason text)
@@ -14165,7 +14168,7 @@ end $$;
 -- Locks: the admission lock by try; then rows of queue.active_job by skip locked, then the admission lock by
 -- try.
 -- For why claims rise, and come after the jobs that they follow, see _claim_plain.
--- In one piece (ADR 1): set-up of statements and calls is most of the cost of a single job.
+-- In one piece: with a function that claims one job, defer, fetch and succeed of it cost 1.1 % more.
 create or replace function queue._claim_one_lane(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_options jsonb, p_may_wait boolean,
   p_has_lock boolean, p_at_once integer, out ids bigint[], out first_claim bigint)
@@ -14653,7 +14656,6 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
 
 -- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes.
 -- Raises: as finish_many and fetch.
--- In one piece (ADR 1): another call costs a worker more than these steps.
 create or replace function queue.finish_and_fetch(worker bigint, outcomes jsonb, queues text[] default null,
   max_jobs integer default 1, options jsonb default null)
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
@@ -14730,24 +14732,36 @@ begin
     perform queue._maintain_idle();
     return;
   end if;
-  if v_claimed.first_claim is not null then
+  -- a function's statements have a new snapshot, and only that shows the claims
+  return query select r.* from queue._claimed_rows(v_claimed.ids, v_claimed.first_claim) r;
+end $$;
+comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
+  'Runs finish_many and fetch in one round trip and one commit. Rows with error report refused outcomes,'
+    ' the others are claimed jobs.';
+
+-- Claimed jobs, as finish_and_fetch returns them. p_first_claim: the number of the first claim, if all are
+-- first runs and numbered in the order of their ids.
+create or replace function queue._claimed_rows(p_ids bigint[], p_first_claim bigint)
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
+  attempt integer, scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb,
+  parent bigint, steps jsonb, error text)
+language plpgsql volatile parallel unsafe security invoker rows 50 as $$
+begin
+  if p_first_claim is not null then
     return query
-      select f.id, v_claimed.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt,
+      select f.id, p_first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt,
         f.scheduled_at, f.deadline, f.timeout, f.headers, f.parent, null::jsonb, null::text
-      from queue.first_run f where f.id = any (v_claimed.ids) order by f.id;
+      from queue.first_run f where f.id = any (p_ids) order by f.id;
   else
     return query
       select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
         c.deadline, c.timeout, c.headers, c.parent,
         case when c.has_steps then queue._steps(c.id) end, null::text
-      from unnest(v_claimed.ids) with ordinality u (id, n)
+      from unnest(p_ids) with ordinality u (id, n)
       cross join lateral (select c.* from queue.claimed_job c where c.id = u.id offset 0) c
       order by u.n;
   end if;
 end $$;
-comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
-  'Runs finish_many and fetch in one round trip and one commit. Rows with error report refused outcomes,'
-    ' the others are claimed jobs.';
 
 -- work/sql_worker.sql
 -- Tasks that are database functions, and a worker in SQL alone.
@@ -15680,7 +15694,6 @@ comment on function queue.set_args(bigint, jsonb) is
 
 -- operate/copy.sql
 -- Copying a job, and claiming the next one without a worker.
--- Tests: operate/change.sql.
 
 -- Locks: none but the sleep lock, shared and by try: it only appends, as defer does. Raises: 22023, QJ001.
 create or replace function queue.copy(id bigint, queue text default null)
@@ -15871,7 +15884,6 @@ end $$;
 
 -- operate/end.sql
 -- Ending jobs by hand.
--- Tests: operate/change.sql.
 
 -- Locks: as in operate/change.sql. Raises: 22023, QJ008.
 create or replace function queue.fail_jobs(ids bigint[], message text default null)
@@ -16414,7 +16426,9 @@ end $$;
 
 -- operate/pause.sql
 -- Pausing and resuming queues and tasks. A paused task is a gate: its jobs wait there. The jobs of a paused
--- queue stay in their lanes, from which no worker claims them (queue.lane, paused_until).
+-- queue stay in their lanes, from which no worker claims them (queue.lane, paused_until; work/claim.sql).
+-- Which call applies: base/queue_names.sql. A pause that ends by time wakes workers by _next_due
+-- (work/maintenance.sql).
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.pause(queue text default null, until timestamptz default null,
@@ -17031,20 +17045,17 @@ end $$;
 -- Explanations: why a job is not running, and which jobs come next.
 
 -- Raises: QJ001.
--- In one piece: it is a list of questions in their order.
 create or replace function queue.why(id bigint)
 returns text language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
   v_job record;
-  v_text text;
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_jobs('{operator,reader}', array[why.id]);
   end if;
   select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at,
-    j.finished_at, j.error,
-    w.reason as gate, w.key, w.at, l.paused_until, l.kind, aj.id is not null as is_live
+    j.finished_at, j.error, w.reason as gate, w.key, w.at, l.paused_until, l.kind, aj.id as active_id
   into v_job
   from queue.jobs j
   left join queue.waiting w on w.id = j.id
@@ -17060,16 +17071,9 @@ begin
       coalesce(' (' || v_job.error || ')', ''));
     when 'cancelled' then return format('it was cancelled at %s: %s', v_job.finished_at, v_job.reason);
     when 'running' then
-      return format('it has been running since %s on worker %s, claim %s', v_job.started_at,
-          v_job.worker_id, v_job.claim)
-        || coalesce((select format('; its timeout passed at %s; its handler could not be ended and still'
-          ' runs', o.timeout_at)
-                     from queue._overdue() o where o.id = v_job.id), '')
-        || coalesce((select case when l.is_own then format('; its lease ends at %s', l.expires_at)
-          else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
-                     from queue.lease l where l.id = v_job.id and l.claim = v_job.claim), '')
-        || case when v_job.reason is not null then format('; its worker has been told to abort it: %s',
-          v_job.reason) else '' end;
+      return format('it has been running since %s on worker %s, claim %s%s%s', v_job.started_at,
+        v_job.worker_id, v_job.claim, queue._why_running(why.id, v_job.claim),
+        '; its worker has been told to abort it: ' || v_job.reason);
     when 'held' then return 'it is held; queue.unhold releases it';
     when 'scheduled' then
       return format('its time has not come: %s', v_job.scheduled_at)
@@ -17085,30 +17089,28 @@ begin
     else null;
   end case;
   if v_job.gate = 'task_paused' then
-    return format('its task %s is paused%s', v_job.task, coalesce(' until ' || v_job.at, ''));
+    return format('its task %s is paused%s', v_job.task, queue._why_until(v_job.at));
   elsif v_job.gate = 'parked' then
     return 'a large backlog is being admitted, which may contain older jobs of its lock';
   elsif v_job.gate = 'slot' then
     return queue._why_no_slot(v_job.key);
   elsif v_job.state = 'blocked' then
     return queue._why_no_turn(why.id, v_job.lock);
-  elsif not v_job.is_live then
+  elsif v_job.active_id is null then
     v_job.paused_until := queue._paused_until(v_job.queue);
     v_job.at := queue._task_paused_until(v_job.task, v_job.queue);
   end if;
   if v_job.at > clock_timestamp() then
-    return format('its task %s is paused%s',
-      v_job.task, case when isfinite(v_job.at) then format(' until %s', v_job.at) else '' end);
+    return format('its task %s is paused%s', v_job.task, queue._why_until(v_job.at));
   elsif v_job.paused_until > clock_timestamp() then
-    return format('its queue %s is paused%s',
-      v_job.queue, case when isfinite(v_job.paused_until) then format(' until %s', v_job.paused_until)
-      else '' end);
+    return format('its queue %s is paused%s', v_job.queue, queue._why_until(v_job.paused_until));
   elsif not exists (
     select from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after >= clock_timestamp()
-      and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(v_job.queue, q))))
-        then
+      and (w.queues is null or exists (
+        select from unnest(w.queues) q where queue._matches(v_job.queue, q))))
+  then
     return format('no live worker serves its queue %s', v_job.queue);
-  elsif not v_job.is_live then
+  elsif v_job.active_id is null then
     return case when exists (select from queue.pending_settlement h
       where h.job_id = why.id and h.kind = 'again')
       then 'its last run has just ended; the next fetch or tick admits it again'
@@ -17118,23 +17120,10 @@ begin
   elsif v_job.kind = 2/* lane_crashed */ then
     return 'it crashed before, so it runs alone, on a worker that runs nothing else';
   end if;
-  select string_agg(distinct format('%s %s', case left(k.key, 1) when 'm' then 'lock'
-    else 'concurrency key' end, substr(k.key, 2)), ', ') into v_text
-  from queue.active_job l
-  cross join lateral queue._keys_of(array[l.id], array[l.flags]) k
-  cross join lateral (
-    select s.slots, s.used
-    from queue.semaphore s
-    where s.key = k.key
-    order by s.tick desc limit 1) s
-  where l.id = why.id and s.used >= s.slots;
-  if v_text is not null then
-    return format('no slot is free: %s', v_text);
-  end if;
-  return 'it is ready: the next worker with a free slot claims it when its turn comes'
-    || queue._why_share(why.id)
+  return coalesce('no slot is free: ' || queue._why_no_slot_left(why.id),
+    'it is ready: the next worker with a free slot claims it when its turn comes' || queue._why_share(why.id)
     || coalesce((select format('; its task %s was not known to worker %s', v_job.task, u.workers)
-      from queue._unknown_since(why.id) u where u.times > 0), '');
+      from queue._unknown_since(why.id) u where u.times > 0), ''));
 end $$;
 comment on function queue.why(bigint) is
   'Explains why a job is not running: the job that holds its lock, the jobs that use its key, its needs,'
@@ -17195,6 +17184,43 @@ end $$;
 comment on function queue.peek(text[], integer) is
   'Returns the jobs that fetch would claim next, in order. Changes nothing. Sensitive args read *** for all'
     ' but the owner.';
+
+-- When the timeout or lease of a claim ends, or that its timeout has passed; empty text without either.
+create or replace function queue._why_running(p_id bigint, p_claim bigint)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((
+      select format('; its timeout passed at %s; its handler could not be ended and still runs', o.timeout_at)
+      from queue._overdue() o where o.id = p_id), '')
+    || coalesce((
+      select case when l.is_own then format('; its lease ends at %s', l.expires_at)
+        else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
+      from queue.lease l where l.id = p_id and l.claim = p_claim), '');
+end $$;
+
+-- The end of a pause; empty text if it has none.
+create or replace function queue._why_until(p_at timestamptz)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return case when isfinite(p_at) then format(' until %s', p_at) else '' end;
+end $$;
+
+-- The locks and concurrency keys of a ready job whose slots are all taken; NULL if there are none.
+create or replace function queue._why_no_slot_left(p_id bigint)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select string_agg(distinct format('%s %s', case left(k.key, 1) when 'm' then 'lock'
+      else 'concurrency key' end, substr(k.key, 2)), ', ')
+    from queue.active_job aj
+    cross join lateral queue._keys_of(array[aj.id], array[aj.flags]) k
+    cross join lateral (
+      select s.slots, s.used
+      from queue.semaphore s
+      where s.key = k.key
+      order by s.tick desc limit 1) s
+    where aj.id = p_id and s.used >= s.slots);
+end $$;
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(): of at most 10,000
 -- running jobs and 10,000 that have ended.
@@ -17910,7 +17936,6 @@ end $$;
 -- Figures: how many jobs there are, how fast they run, how many should run at once.
 
 -- Cost: it reads unfinished jobs and those that ended within the hour, not the rest.
--- In one piece: it is one statement.
 create or replace function queue.stats()
 returns table (
   queue text, task text, scheduled bigint, waiting bigint, upstream_failed bigint, blocked bigint,
@@ -17935,10 +17960,8 @@ begin
     select k.queue, k.task, coalesce(u.scheduled, 0), coalesce(u.waiting, 0), coalesce(u.upstream_failed, 0),
       coalesce(u.blocked, 0),
       coalesce(u.ready, 0), coalesce(u.running, 0), coalesce(u.held, 0), coalesce(b.failed, 0),
-      v_now - u.oldest_ready_at,
-      coalesce(d.succeeded_5m, 0), coalesce(d.failed_5m, 0), coalesce(d.cancelled_5m, 0),
-      coalesce(a.failures_5m, 0),
-      round(coalesce(d.n_5m, 0) / 300.0, 3),
+      v_now - u.oldest_ready_at, coalesce(d.succeeded_5m, 0), coalesce(d.failed_5m, 0),
+      coalesce(d.cancelled_5m, 0), coalesce(a.failures_5m, 0), round(coalesce(d.n_5m, 0) / 300.0, 3),
       d.wait_5m[1], d.wait_5m[2], d.wait_5m[3], d.run_5m[1], d.run_5m[2], d.run_5m[3],
       coalesce(d.succeeded_1h, 0), coalesce(d.failed_1h, 0), coalesce(d.cancelled_1h, 0),
       coalesce(a.failures_1h, 0),
