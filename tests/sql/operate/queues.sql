@@ -2,16 +2,7 @@
 
 select plan(13);
 
-select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
-create function pg_temp.run() returns text language plpgsql as $$
-declare
-  v_text text;
-begin
-  select string_agg(f.task, ' ' order by f.task) into v_text from queue.fetch((select max(w.id) from queue.workers w), null, 100) f;
-  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded')))
-  from queue.active_job v where v.claim is not null having count(*) > 0;
-  return v_text;
-end $$;
+\ir queues.helpers.psql
 
 select is(queue.create_queue('made'), true, 'a new queue');
 select is(queue.create_queue('made'), false, 'is made once');

@@ -2,19 +2,7 @@
 
 select plan(126);
 
-create function pg_temp.job(id bigint) returns text language sql as $$
-  select concat_ws(' ', j.state, j.reason, j.attempts, j.failures, j.crashes, j.claims) from queue.jobs j where j.id = job.id
-$$;
-
--- The attempts' outcomes.
-create function pg_temp.history(id bigint) returns text language sql as $$
-  select string_agg(a.outcome, ' ' order by a.claim) from queue.attempts a where a.job_id = history.id
-$$;
-
--- Its last heartbeat was long ago. (On a server that was just started nobody is dead before dead_after.)
-create function pg_temp.kill(worker bigint) returns void language sql as $$
-  update queue.worker w set last_seen_at = w.last_seen_at - interval '1 hour', dead_after = '0' where w.id = kill.worker
-$$;
+\ir workers.helpers.psql
 
 alter table queue.worker disable trigger stay_alive;
 select queue.register_worker('w') as w1, queue.register_worker('w', info => '{"dead_after": "1 day"}') as w2 \gset
