@@ -714,6 +714,12 @@ def test_storm(dsn: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("seed", range(12, 212))
+def test_two_hundred_storms(dsn: str, seed: int) -> None:
+    storm(dsn, seed, 6)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_long_storm(dsn: str, seed: int) -> None:
     storm(dsn, seed, 60)
