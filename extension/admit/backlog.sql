@@ -1,13 +1,15 @@
 -- The backlog: parts of the log that are too large for one slice, read by priority.
 
 -- Scans the backlog for priorities, part by part, for at most 50 ms, so that the most urgent jobs can be read
--- first, wherever they are. If a part has more than 8 priorities, neighbouring ones form a band, which is
+-- first, wherever they are. The first 20 parts are scanned however long that takes: on a busy machine 50 ms
+-- may pass without any work. If a part has more than 8 priorities, neighbouring ones form a band, which is
 -- read as one.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._scan_backlog(p_slice integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_until constant timestamptz := clock_timestamp() + interval '50 ms';
+  v_turns integer := 0;
   v_range record;
   v_seen record;
   v_bands record;
@@ -53,7 +55,8 @@ begin
     else
       update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.to_id where b.no = v_range.no;
     end if;
-    exit when clock_timestamp() > v_until;
+    v_turns := v_turns + 1;
+    exit when v_turns >= 20 and clock_timestamp() > v_until;
   end loop;
 end $$;
 

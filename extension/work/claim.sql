@@ -222,8 +222,8 @@ end $$;
 -- another admission would find more; p_is_dry: there were only newcomers.
 -- While a limited job is ready, at most p_at_once are claimed: it would hold its slot while it waits.
 -- Locks: as fetch.
--- Why no wake-up is lost: a call that finds nothing has looked under the admission lock, or another session
--- holds that lock and looks. Rows that others hold are theirs to finish or to hand over.
+-- Why no wake-up is lost: a call that finds nothing has looked under the admission lock, however long it took
+-- to get there, or another session holds that lock and looks. Rows that others hold are theirs to finish or to hand over.
 -- In one piece: each round of the loop passes all its variables to the next.
 create or replace function queue._claim_loop(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_may_wait boolean, p_now timestamptz, p_ids bigint[],
@@ -322,7 +322,7 @@ begin
       end if;
     end if;
     exit when cardinality(ids) >= v_max_jobs;
-    exit when v_has_lock and not v_has_more or clock_timestamp() > p_now + interval '100 ms';
+    exit when v_has_lock and (not v_has_more or clock_timestamp() > p_now + interval '100 ms');
     if not v_has_lock then
       -- the admission lock is not waited for while rows are held
       v_has_lock := queue._lock_admission(ids is null and p_may_wait);

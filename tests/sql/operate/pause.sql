@@ -70,10 +70,11 @@ select queue.register_worker('w', info => '{"dead_after": "1 day"}') \g /dev/nul
 select queue.defer('twice') \g /dev/null
 select queue.tick() \g /dev/null
 select queue.pause(task => 'twice') \g /dev/null
-select queue.pause(task => 'twice', until => clock_timestamp() + interval '100 ms') \g /dev/null
-select is(pg_temp.of_task('twice'), 0::bigint, 'a task that is paused forever, and then until a time');
+select queue.pause(task => 'twice', until => clock_timestamp() + interval '1 s') \g /dev/null
+select pg_temp.of_task('twice') as early \gset
+select ok(:early = 0 or (select max(p.until) <= clock_timestamp() from queue.pause p where p.task = 'twice'), 'a task that is paused forever, and then until a time');
 select pg_sleep_until(max(p.until)) from queue.pause p where p.task = 'twice';
-select is(pg_temp.of_task('twice'), 1::bigint, 'continues at that time');
+select is(pg_temp.of_task('twice') + :early, 1::bigint, 'continues at that time');
 select queue.defer('over') \g /dev/null
 select queue.tick() \g /dev/null
 select queue.pause(task => 'over') \g /dev/null

@@ -1,7 +1,7 @@
--- The calendar of cron expressions: years, leap days, daylight saving, speed.
+-- The calendar of cron expressions: years, leap days, daylight saving.
 
 begin;
-select plan(65);
+select plan(64);
 
 \ir cron.helpers.psql
 
@@ -148,14 +148,9 @@ from unnest(array['* * * * *', '*/7 1-3 * * *', '0-59/7 1-3 * * *', '0-59 2 * * 
 select is(queue._cron_next(queue._cron_parse('30 2 * * *'), 'Europe/Paris', '2024-03-30 12:00Z'),
   '2024-03-31 01:00Z'::timestamptz, 'parsed once, computed often');
 
--- Speed: generous bounds, about fifteen times the measured time.
-select performs_ok($$select queue.next_runs('0 0 29 2 *', 'Europe/Paris', '2096-03-01', 1)$$, 20,
-  'once in 8 years');
-select performs_ok($$select queue.next_runs('* * 29 2 */7', 'Europe/Paris', '2088-03-01', 1)$$, 20,
-  'once in 40 years');
-select performs_ok($$
-  select queue._cron_next(queue._cron_parse(i % 60 || ' 9 * * MON-FRI'), 'Europe/Paris', now())
-  from generate_series(1, 1000) i$$, 2000, 'a thousand schedules');
+-- Runs that are years away
+select is((select queue.next_runs('0 0 29 2 *', 'Europe/Paris', '2096-03-01', 1)), '2104-02-28 23:00Z'::timestamptz, 'once in 8 years');
+select is((select queue.next_runs('* * 29 2 */7', 'Europe/Paris', '2088-03-01', 1)), '2128-02-28 23:00Z'::timestamptz, 'once in 40 years');
 
 select * from finish();
 rollback;

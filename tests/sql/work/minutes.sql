@@ -32,6 +32,7 @@ begin
 end $$;
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+select pg_temp.count_now();
 select is_empty('select * from queue.minutes', 'nothing has happened');
 select is((select count(*)::integer from queue.series()), (select count(*)::integer from queue.series() where succeeded + failed + cancelled + failures = 0 and run_p50 is null), 'a series of nothing');
 select ok((select count(*) between 71 and 73 from queue.series()), 'has a row for each step');
