@@ -19,8 +19,11 @@ from web_shop import open_shop
 
 PATIENCE = 120_000  # ms
 expect.set_options(timeout=PATIENCE)
-# Of these the page has its own, on purpose: the answer to a wrong form, or to a job that is gone.
-EXPECTED = "Failed to load resource: the server responded with a status of 4"
+# The page causes these on purpose: answers to a wrong form, a job that is gone, and no answer.
+EXPECTED = (
+    "Failed to load resource: the server responded with a status of 4",
+    "Failed to load resource: net::ERR_INTERNET_DISCONNECTED",
+)
 
 Open = Callable[..., Page]
 

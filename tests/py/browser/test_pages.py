@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import psycopg
@@ -56,6 +57,7 @@ def test_each_page(visit: Open, shop: dict[str, int], conn: Connection) -> None:
     page = visit()
     paths = "/ /jobs /queues /locks /workers /schedules /tasks /audit /jobs/999999".split()
     paths += [f"/jobs/{shop[name]}" for name in ("failed", "next", "cancelled")]
+    paths += [f"/jobs/{shop['waiting']}/graph"]
     paths += ["/schedule?name=night+prices", "/jobs?state=failed&by=path&pattern=%24.order"]
     for path in paths:
         page.goto(path)
@@ -83,6 +85,22 @@ def test_figures_are_fresh_but_never_jump(
     assert rows.count() == 2, "somebody reads"
     page.clock.run_for(10_000)
     expect(rows).to_have_count(3)
+
+
+def test_the_page_says_so_when_its_server_is_away(visit: Open, conn: Connection) -> None:
+    page = visit(path="/workers")
+    page.clock.install()
+    page.reload()
+    told = page.get_by_text("These figures are old")
+    expect(told).to_have_count(0)
+    page.context.set_offline(True)
+    page.clock.run_for(10_000)
+    expect(told).to_have_text(re.compile("the page's server does not answer"))
+    conn.execute("select queue.register_worker('meanwhile')")
+    page.context.set_offline(False)
+    page.clock.run_for(10_000)
+    expect(page.get_by_text("meanwhile")).to_have_count(1)
+    expect(told).to_have_count(0)
 
 
 @pytest.mark.long

@@ -175,6 +175,7 @@ def test_every_page_answers(login: Login, conn: Connection, role: str) -> None:
     ids = fill(conn)
     client = login(role)
     pages = [*PLACES, "/schedule?name=daily%2Fx", *(f"/jobs/{id}" for id in ids.values())]
+    pages += [f"/jobs/{ids['waits']}/graph", f"/jobs/{ids['odd']}/graph"]
     for path in pages:
         answer = client.get(path)
         assert answer.status_code == 200, (path, answer.text)
@@ -207,6 +208,84 @@ def test_names_are_shown_as_text(login: Login, conn: Connection) -> None:
     assert "&lt;b&gt;" in client.get(f"/jobs/{ids['failed']}").text
     asked = {"queue": ODD.replace("\x01", ""), "task": "<script>", "pattern": '"><i>', "by": "text"}
     assert "<i>" not in client.get("/jobs", params=asked).text
+
+
+def test_a_durable_job(login: Login, conn: Connection) -> None:
+    def value(statement: str, *values: Any) -> Any:
+        (found,) = conn.execute(statement, values).fetchone() or (None,)
+        return found
+
+    worker = value("select queue.register_worker('w')")
+    id = value('select queue.defer(\'order\', options => \'{"retry": {"base": "0"}}\')')
+    claim = value("select claim from queue.fetch(%s)", worker)
+    value("select queue.finish_step(%s, %s, 'charge', '{\"paid\": 7}')", id, claim)
+    value("select queue.set_progress(%s, %s, 40, 'two of five')", id, claim)
+    value("select queue.fail(%s, %s, 'no paper')", id, claim)
+    value("select claim from queue.fetch(%s)", worker)
+    text = Marks(login("page_reader").get(f"/jobs/{id}").text).text
+    events = (
+        "deferred",
+        "attempt 1 started",
+        "step charge",
+        "attempt 1: failed",
+        "attempt 2 started",
+    )
+    timeline = text[text.index("Timeline") : text.index("Finished steps")]
+    places = [timeline.index(event) for event in events]
+    assert places == sorted(places)
+    assert timeline.count("attempt 1 started") == 1
+    assert '{"paid": 7}' in text
+    assert re.search(r"40\S* % two of five", text)
+    text = Marks(login("page_reader").get("/workers").text).text
+    assert f"1: {id} order" in text, "what each worker runs"
+
+
+def test_a_graph_of_needs(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    text = login("page_reader").get(f"/jobs/{ids['waits']}/graph").text
+    marks = Marks(text)
+    assert [
+        a["href"] for tag, a in marks.tags if tag == "a" and a.get("class", "skip") != "skip"
+    ] == [
+        f"/jobs/{ids['failed']}",
+        f"/jobs/{ids['waits']}",
+    ]
+    boxes = [int(a["x"] or 0) for tag, a in marks.tags if tag == "rect"]
+    assert boxes == sorted(boxes)
+    assert len({*boxes}) == 2, "what it needs is to its left"
+    assert [tag for tag, _ in marks.tags].count("path") == 1
+
+
+def test_the_largest_graph(login: Login, conn: Connection) -> None:
+    conn.execute("select queue.defer('root')")
+    conn.execute(
+        "select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'leaf', 'needs',"
+        " array[1])) from generate_series(1, 1200)))"
+    )
+    conn.execute("select queue.tick()")
+    answer = login("page_reader").get("/jobs/1/graph")
+    assert "Only the nearest 1,000 jobs are drawn" in answer.text
+    assert answer.text.count("<rect") == 1000
+
+
+def test_a_schedule_in_words(login: Login, conn: Connection) -> None:
+    conn.execute("select queue.schedule('s', '30 2 * * SUN#1', 't', timezone => 'Europe/Berlin')")
+    conn.execute("select queue.schedule('e', 'every 7 hours', 't')")
+    client = login("page_reader")
+    text = Marks(client.get("/schedule?name=s").text).text
+    assert "30 2 * * SUN#1 (At 02:30, on the first Sunday of the month)" in text
+    assert {*re.findall(r"02:30:00 \((.\d\d:\d\d)\)", text)} <= {"+01:00", "+02:00"}
+    assert ("+01:00" in text and "+02:00" in text) == ("the clock has changed" in text)
+    assert "every 7 hours" in client.get("/schedule?name=e").text
+
+
+def test_shares(login: Login, conn: Connection) -> None:
+    conn.execute("select queue.defer('t', options => '{\"share\": \"ann\"}')")
+    conn.execute("select queue.configure_share('ann', '{\"weight\": 3}')")
+    conn.execute("select queue.tick()")
+    text = Marks(login("page_reader").get("/locks").text).text
+    assert "Shares" in text
+    assert "ann" in text[text.index("Shares") :]
 
 
 def test_filters_and_pages(login: Login, conn: Connection) -> None:

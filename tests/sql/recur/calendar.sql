@@ -150,7 +150,7 @@ select is(queue._cron_next(queue._cron_parse('30 2 * * *'), 'Europe/Paris', '202
 
 -- Runs that are years away
 select is((select queue.next_runs('0 0 29 2 *', 'Europe/Paris', '2096-03-01', 1)), '2104-02-28 23:00Z'::timestamptz, 'once in 8 years');
-select is((select queue.next_runs('* * 29 2 */7', 'Europe/Paris', '2088-03-01', 1)), '2128-02-28 23:00Z'::timestamptz, 'once in 40 years');
+select is((select queue.next_runs('* * 29 2 */7', 'Europe/Paris', '2088-03-01Z', 1)), '2128-02-28 23:00Z'::timestamptz, 'once in 40 years');
 
 select * from finish();
 rollback;

@@ -31,7 +31,8 @@ from queue.search(pattern => %(pattern)s, queue => %(queue)s, state => %(state)s
 JOB = """
 select id, task, queue, state, reason, priority, lock, queueing_lock, concurrency_key, needs,
   parent, deadline, scheduled_at, expires_at, created_at, started_at, finished_at, attempts,
-  failures, crashes, claim, worker_id, left(error, 20001) as error,
+  failures, crashes, claim, worker_id, percent, left(message, 500) as message,
+  left(error, 20001) as error,
   left(description, 2001) as description, left(jsonb_pretty(args), 20001) as args,
   left(jsonb_pretty(result), 20001) as result, left(jsonb_pretty(headers), 20001) as headers
 from queue.jobs where id = %(id)s
@@ -45,9 +46,31 @@ from queue.attempts where job_id = %(id)s order by finished_at desc limit 50
 
 WHY = "select queue.why(%(id)s) as why"
 
+TIMELINE = """
+select at, what from (
+  select created_at, 0, 'deferred' from queue.jobs where id = %(id)s
+  union select scheduled_at, 1, 'scheduled' from queue.jobs where id = %(id)s
+  union select started_at, 2, 'attempt ' || attempts || ' started' from queue.jobs
+    where id = %(id)s and attempts > 0
+  union select started_at, 2, 'attempt ' || attempt || ' started' from queue.attempts
+    where job_id = %(id)s
+  union select finished_at, 3, 'step ' || name from queue.steps where job_id = %(id)s
+  union select finished_at, 4, 'attempt ' || attempt || ': ' || outcome from queue.attempts
+    where job_id = %(id)s
+  union select finished_at, 5, state from queue.jobs where id = %(id)s) x (at, n, what)
+where at is not null order by at, n, what limit 300
+"""
+
+STEPS = """
+select name, finished_at, left(value::text, 1001) as value from queue.steps
+where job_id = %(id)s order by finished_at, name limit 300
+"""
+
+# The nearest 1,000 jobs.
 GRAPH = """
-select job_id, need_id, depth, task, state from queue.graph(%(id)s)
-order by depth, job_id, need_id limit 200
+select job_id, need_id, depth, task, state
+from (select *, dense_rank() over (order by abs(depth), job_id) as n from queue.graph(%(id)s)) g
+where n <= 1000 order by depth, job_id, need_id limit 5000
 """
 
 AUDIT_OF_JOB = """
@@ -70,6 +93,11 @@ select kind, key, "limit", used, ready, waiting from queue.semaphores
 order by waiting desc, used desc, kind, key limit 500
 """
 
+SHARES = """
+select queue, priority, share, weight, waiting, started from queue.shares
+order by waiting desc, started desc, queue, share limit 500
+"""
+
 SCHEDULES = """
 select name, cron, timezone, task, enabled, next_run_at, last_run_at, last_job_id, reason,
   left(args::text, 500) as args, source
@@ -77,8 +105,15 @@ from queue.schedules order by name limit 500
 """
 
 NEXT_RUNS = """
-select n.run_at::text as utc, (n.run_at at time zone s.timezone)::text as local
-from queue.schedules s, queue.next_runs(s.cron, s.timezone) as n (run_at) where s.name = %(name)s
+select run_at as utc, run_at at time zone timezone as local,
+  case when shift >= '0' then '+' else '' end || left(shift::text, -3) as shift,
+  shift <> lag(shift) over (order by run_at) as is_changed
+from (
+  select n.run_at, s.timezone,
+    (n.run_at at time zone s.timezone) - (n.run_at at time zone 'UTC') as shift
+  from queue.schedules s, queue.next_runs(s.cron, s.timezone) as n (run_at)
+  where s.name = %(name)s) n
+order by run_at
 """
 
 SCHEDULE = """
@@ -97,6 +132,11 @@ WORKERS = """
 select id, name, array_to_string(queues, ', ') as queues, registered_at, last_seen_at, dead_after,
   is_alive, running, left(info::text, 500) as info
 from queue.workers order by is_alive desc, running desc, id limit 500
+"""
+
+RUNNING = """
+select worker_id, id, task, started_at from queue.jobs where claim is not null
+order by started_at limit 500
 """
 
 TASKS = """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import urllib.parse
 
+from cron_descriptor import FormatError, Options, get_description
 from starlette.responses import Response
 
 from . import plots, queries
 from .actions import JOB_ACTIONS, MANY_ACTIONS
+from .drawing import draw
 from .matches import asked_of, find, kept
 from .visit import NotFound, Visit, templates
 
@@ -49,7 +51,7 @@ def jobs(visit: Visit) -> Response:
 
 
 def job(visit: Visit) -> Response:
-    """Show a job: its times, attempts, why it is not running, its needs, and who changed it."""
+    """Show a job: its history, steps, why it is not running, its needs, and who changed it."""
     id = visit.request.path_params["id"]
     found = next(iter(visit.read(queries.JOB, id=id)), None)
     if found is None:
@@ -59,6 +61,8 @@ def job(visit: Visit) -> Response:
         "job.html",
         job=found,
         why=visit.read(queries.WHY, id=id)[0]["why"] if may.sees("why") else None,
+        timeline=visit.read(queries.TIMELINE, id=id),
+        steps=visit.read(queries.STEPS, id=id),
         attempts=visit.read(queries.ATTEMPTS, id=id),
         graph=visit.read(queries.GRAPH, id=id) if may.sees("graph") else [],
         audit=visit.read(queries.AUDIT_OF_JOB, id=id) if may.sees("audit") else [],
@@ -67,15 +71,25 @@ def job(visit: Visit) -> Response:
     )
 
 
+def graph(visit: Visit) -> Response:
+    """Draw the jobs that a job needs, and those that need it."""
+    id = visit.request.path_params["id"]
+    rows = visit.read(queries.GRAPH, id=id)
+    return visit.page("graph.html", id=id, drawing=draw(rows))
+
+
 def queues(visit: Visit) -> Response:
     """List queues, with their limits."""
     return visit.page("queues.html", queues=visit.read(queries.QUEUES))
 
 
 def locks(visit: Visit) -> Response:
-    """List locks and limits: their holders, and how many jobs wait."""
+    """List locks, limits and shares: their holders, and how many jobs wait."""
     return visit.page(
-        "locks.html", locks=visit.read(queries.LOCKS), semaphores=visit.read(queries.SEMAPHORES)
+        "locks.html",
+        locks=visit.read(queries.LOCKS),
+        semaphores=visit.read(queries.SEMAPHORES),
+        shares=visit.read(queries.SHARES) if visit.session.sees("shares") else [],
     )
 
 
@@ -93,14 +107,28 @@ def schedule(visit: Visit) -> Response:
     return visit.page(
         "schedule.html",
         schedule=found,
+        in_words=in_words(found["cron"]),
         next_runs=visit.read(queries.NEXT_RUNS, name=name),
         runs=visit.read(queries.RUNS, name=name) if visit.session.sees("schedule_runs") else [],
     )
 
 
+def in_words(cron: str) -> str:
+    """Say what cron's fields mean; the other forms of schedules are words already."""
+    options = Options()
+    options.use_24hour_time_format = True
+    try:
+        return str(get_description(cron, options))
+    except FormatError:
+        return ""
+
+
 def workers(visit: Visit) -> Response:
-    """List workers."""
-    return visit.page("workers.html", workers=visit.read(queries.WORKERS))
+    """List workers, and what each runs."""
+    running: dict[int, list[dict[str, object]]] = {}
+    for job in visit.read(queries.RUNNING):
+        running.setdefault(job["worker_id"], []).append(job)
+    return visit.page("workers.html", workers=visit.read(queries.WORKERS), running=running)
 
 
 def tasks(visit: Visit) -> Response:
@@ -136,6 +164,7 @@ VIEWS = {
     "/tasks": (tasks, "Tasks", "tasks"),
     "/audit": (audit, "Audit", "audit"),
     "/jobs/{id:id}": (job, None, "jobs"),
+    "/jobs/{id:id}/graph": (graph, None, "graph"),
     "/schedule": (schedule, None, "schedules"),
 }
 

@@ -9,18 +9,27 @@ document.addEventListener("change", (event) => {
 // selected or has the focus, and not further down, so that nothing moves under the reader's eyes.
 const main = document.querySelector("main[data-refresh]");
 const live = document.getElementById("live");
+const stale = document.getElementById("stale");
 let busy = false;
 async function refresh() {
   const selected = document.getSelection();
   if (busy || document.hidden || !live.checked || main.contains(document.activeElement)
       || (selected && !selected.isCollapsed) || window.scrollY > 100) return;
   busy = true;
+  let trouble = "";
   try {
-    const answer = await fetch(location.href, { redirect: "error", signal: AbortSignal.timeout(10000) });
-    if (!answer.ok) return;
-    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
-    if (fresh && !main.contains(document.activeElement)) main.replaceChildren(...fresh.childNodes);
-  } catch { /* the next one may */ } finally { busy = false; }
+    const answer = await fetch(location.href, { redirect: "manual", signal: AbortSignal.timeout(10000) });
+    if (answer.type === "opaqueredirect") location.reload(); // to the login
+    else if (!answer.ok) trouble = "the database does not answer";
+    else {
+      const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
+      if (fresh && !main.contains(document.activeElement)) main.replaceChildren(...fresh.childNodes);
+    }
+  } catch {
+    trouble = "the page's server does not answer";
+  } finally { busy = false; }
+  const text = trouble && `These figures are old, because ${trouble}. The page keeps trying.`;
+  if (stale.textContent !== text) stale.textContent = text;
 }
 if (main) setInterval(refresh, Number(main.dataset.refresh) * 1000);
 
