@@ -187,6 +187,12 @@ FINISH_STEPS = Statement("""
       cast(:id as bigint), cast(:claim as bigint), cast(cast(:steps as text) as jsonb))
 """)
 
+FAIL_STEP = Statement("""
+    select queue.fail_step(
+      cast(:id as bigint), cast(:claim as bigint), cast(:name as text), cast(:error as text),
+      cast(cast(:details as text) as jsonb), cast(cast(:options as text) as jsonb))
+""")
+
 READ_STEPS = Statement("""
     select name, value from queue.read_steps(
       cast(:id as bigint), cast(:claim as bigint), cast(:after as text))
