@@ -252,11 +252,11 @@ begin
       when j.scheduled_at > clock_timestamp() then '-infinity' end
   from queue.job j
   where s.id = any (p_ids) and j.id = s.id;
-  update queue.step s
-  set failures = null, failed_at = null, error = null, finished_at = null, value = null
-  where s.job_id = any (p_ids) and s.error is not null
-    and (s.finished_at is null or not exists (
-      select from queue.step t
-      where t.job_id = s.job_id
-        and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at)));
+  update queue.step s set failures = null, failed_at = null, error = null
+  where s.job_id = any (p_ids) and s.error is not null and s.finished_at is null;
+  delete from queue.step s
+  where s.job_id = any (p_ids) and s.error is not null and not exists (
+    select from queue.step t
+    where t.job_id = s.job_id
+      and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at));
 end $$;

@@ -196,7 +196,7 @@ class Step(Base):
     fingerprint: Mapped[str | None]
     claim: Mapped[int]
     finished_at: Mapped[dt.datetime]
-    failures: Mapped[int]
+    failures: Mapped[_Int]
     error: Mapped[str | None]
 
 

@@ -1,6 +1,6 @@
 -- Failures of steps: their own retry policies, and what a handler sees when a step has failed for good.
 
-select plan(61);
+select plan(64);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -109,6 +109,13 @@ select is(test.refusal(format('select queue.fail_step(%s, %s, ''r'', ''e'', null
 from unnest(array['{"retry": {"max_attempts": 0}}', '{"retry": 3}', '{"deadline": "now or never"}', '{"deadline_in": "x"}', '{"deadline": "2030-01-01", "deadline_in": "1 s"}', '{"fingerprint": 5}', '{"queue": "q"}', '{"outcome": "crashed"}']) options;
 select is(test.refusal(format('select queue.fail_step(%s, %s, ''r'', ''e'')', :id, :claim - 1)), 'QJ002', 'an old claim');
 select is_empty($$select from queue.step where name = 'r'$$, 'none is stored');
+
+-- From the step that has failed last
+select is(queue.fail_step(:id, :claim, 'last', 'e'), null, 'the last step fails for good');
+select queue.fail(:id, :claim, 'e', null, '{"retryable": false}') \g /dev/null
+select is((select outcome from queue.retry(array[:id], from_step => 'last')), 'ready', 'from that step');
+select claim, steps ? 'listed' and not steps ? 'last' as kept from queue.fetch(:worker) \gset
+select ok(:'kept', 'those before it in its run are kept');
 
 -- Told to abort
 select queue.cancel(:id, abort => true) \g /dev/null
