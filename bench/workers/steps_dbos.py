@@ -11,22 +11,24 @@ import sys
 import time
 
 import psycopg
+import psycopg.conninfo
 import sqlalchemy as sa
 from dbos import DBOS
 
 
 def main(dsn: str, jobs: int, steps: int, concurrency: int) -> None:
-    engine = sa.create_engine(
-        "postgresql+psycopg://",
-        creator=lambda: psycopg.connect(dsn),
-        pool_size=concurrency,
-        max_overflow=0,
+    of = psycopg.conninfo.conninfo_to_dict(dsn)
+    url = sa.URL.create(
+        "postgresql+psycopg",
+        username=str(of["user"]),
+        database=str(of["dbname"]),
+        query={"host": str(of["host"])},
     )
     DBOS(
         config={
             "name": "bench",
-            "system_database_engine": engine,
-            "system_database_url": "postgresql+psycopg:///",
+            "system_database_url": url.render_as_string(hide_password=False),
+            "sys_db_pool_size": max(concurrency, 4),
             "log_level": "ERROR",
         }
     )

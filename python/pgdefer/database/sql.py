@@ -252,7 +252,7 @@ READ_STREAM_AS_TEXT = Statement("""
 """)
 
 FINISHED_STEPS = Statement("""
-    select name, value, fingerprint, claim, finished_at
+    select name, value, fingerprint, claim, finished_at, failures, error
     from queue.steps where job_id = cast(:id as bigint) order by claim, finished_at
 """)
 

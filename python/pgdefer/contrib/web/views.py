@@ -49,7 +49,7 @@ def jobs(visit: Visit) -> Response:
 
 
 def job(visit: Visit) -> Response:
-    """Show a job: its times, attempts, why it is not running, its needs, and who changed it."""
+    """Show a job: its times, steps, attempts, why it is not running, its needs, its changes."""
     id = visit.request.path_params["id"]
     found = next(iter(visit.read(queries.JOB, id=id)), None)
     if found is None:
@@ -59,6 +59,7 @@ def job(visit: Visit) -> Response:
         "job.html",
         job=found,
         why=visit.read(queries.WHY, id=id)[0]["why"] if may.sees("why") else None,
+        steps=visit.read(queries.STEPS, id=id) if may.sees("steps") else [],
         attempts=visit.read(queries.ATTEMPTS, id=id),
         graph=visit.read(queries.GRAPH, id=id) if may.sees("graph") else [],
         audit=visit.read(queries.AUDIT_OF_JOB, id=id) if may.sees("audit") else [],
@@ -76,6 +77,15 @@ def locks(visit: Visit) -> Response:
     """List locks and limits: their holders, and how many jobs wait."""
     return visit.page(
         "locks.html", locks=visit.read(queries.LOCKS), semaphores=visit.read(queries.SEMAPHORES)
+    )
+
+
+def groups(visit: Visit) -> Response:
+    """List groups: their jobs by state, and the jobs that their callbacks have deferred."""
+    return visit.page(
+        "groups.html",
+        groups=visit.read(queries.GROUPS),
+        may_close=visit.session.may("close_group"),
     )
 
 
@@ -131,6 +141,7 @@ VIEWS = {
     "/jobs": (jobs, "Jobs", "search"),
     "/queues": (queues, "Queues", "queues"),
     "/locks": (locks, "Locks and limits", "locks"),
+    "/groups": (groups, "Groups", "groups"),
     "/workers": (workers, "Workers", "workers"),
     "/schedules": (schedules, "Schedules", "schedules"),
     "/tasks": (tasks, "Tasks", "tasks"),
