@@ -326,7 +326,7 @@ def test_a_durable_job(login: Login, conn: Connection) -> None:
 
 
 def test_groups(login: Login, conn: Connection) -> None:
-    name = ODD.replace("\x01", "")
+    name = ODD.replace("\x01", "").replace("{", "")
     conn.execute('select queue.open_group(%s, \'{"task": "after"}\')', [name])
     conn.execute(
         "select queue.defer('t', options => jsonb_build_object('group', %s::text))", [name]

@@ -1,6 +1,6 @@
 -- Failures of steps: their own retry policies, and what a handler sees when a step has failed for good.
 
-select plan(64);
+select plan(69);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -116,6 +116,24 @@ select queue.fail(:id, :claim, 'e', null, '{"retryable": false}') \g /dev/null
 select is((select outcome from queue.retry(array[:id], from_step => 'last')), 'ready', 'from that step');
 select claim, steps ? 'listed' and not steps ? 'last' as kept from queue.fetch(:worker) \gset
 select ok(:'kept', 'those before it in its run are kept');
+
+select queue.sleep(:id, :claim, 'nap', now() + interval '1 hour') \g /dev/null
+select unalike(queue.why(:id), '%its step%', 'why names no step that has failed for good');
+select queue.reschedule(:id) \g /dev/null
+select claim from queue.fetch(:worker) \gset
+
+-- A handler that has gone on, in the same run
+select is(queue.fail_step(:id, :claim, 'left', 'e'), null, 'a step fails for good');
+select queue.finish_step(:id, :claim, 'instead') \g /dev/null
+select is(queue.fail_step(:id, :claim, 'u', 'e', null, '{"retryable": true}'), 'ready', 'another is to be tried again');
+select claim from queue.fetch(:worker) \gset
+select queue.finish_step(:id, :claim, 'inserted') \g /dev/null
+select queue.fail(:id, :claim, 'e', null, '{"retryable": false}') \g /dev/null
+select queue.retry(array[:id]) \g /dev/null
+select claim, steps ?& '{left,instead,inserted}' as kept from queue.fetch(:worker) \gset
+select ok(:'kept', 'a manual retry does not go back to the first');
+select is(queue.fail_step(:id, :claim, 'u', 'e', null, '{"retry": {"max_attempts": 2}}'), 'ready', 'and counts anew for the second');
+select claim from queue.fetch(:worker) \gset
 
 -- Told to abort
 select queue.cancel(:id, abort => true) \g /dev/null
