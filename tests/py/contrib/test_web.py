@@ -326,7 +326,7 @@ def test_a_durable_job(login: Login, conn: Connection) -> None:
 
 
 def test_groups(login: Login, conn: Connection) -> None:
-    name = ODD.replace("\x01", "").replace("{", "")
+    name = "<b>'\"&é"
     conn.execute('select queue.open_group(%s, \'{"task": "after"}\')', [name])
     conn.execute(
         "select queue.defer('t', options => jsonb_build_object('group', %s::text))", [name]
@@ -464,6 +464,7 @@ def test_a_reader_changes_nothing(login: Login, conn: Connection) -> None:
     client = login("page_reader")
     for name in JOB_ACTIONS:
         form = {"queue": "x", "args": "{}", "priority": "1", "force": "1", "abort": "1"}
+        form |= {"name": "s", "step": "a"}
         answer = send(client, f"/jobs/{ids['ready']}/{name}", **form)
         assert answer.status_code == 403, name
         assert "permission denied" in answer.text

@@ -1,6 +1,6 @@
 -- Failures of steps: their own retry policies, and what a handler sees when a step has failed for good.
 
-select plan(69);
+select plan(70);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -134,6 +134,11 @@ select claim, steps ?& '{left,instead,inserted}' as kept from queue.fetch(:worke
 select ok(:'kept', 'a manual retry does not go back to the first');
 select is(queue.fail_step(:id, :claim, 'u', 'e', null, '{"retry": {"max_attempts": 2}}'), 'ready', 'and counts anew for the second');
 select claim from queue.fetch(:worker) \gset
+select queue.fail_step(:id, :claim, 'left#2', 'e'), queue.finish_step(:id, :claim, 'instead#2') \g /dev/null
+select queue.fail(:id, :claim, 'e', null, '{"retryable": false}') \g /dev/null
+select queue.retry(array[:id]) \g /dev/null
+select claim, steps ? 'left#2' as kept from queue.fetch(:worker) \gset
+select ok(:'kept', 'nor to one before a step of the same run');
 
 -- Told to abort
 select queue.cancel(:id, abort => true) \g /dev/null
