@@ -53,17 +53,17 @@ SWEEP = [
 LIMITS = {"procrastinate": 15.0, "pgqueuer": 0.8}
 
 
-def peers() -> Path:
+def peers(requirements: Path = REQUIREMENTS, venv: Path = VENV) -> Path:
     """Return the Python of the others' virtual environment; create it if it is missing."""
-    python = VENV / "bin" / "python"
-    stamp = VENV / "requirements.txt"
-    wanted = REQUIREMENTS.read_text()
+    python = venv / "bin" / "python"
+    stamp = venv / "requirements.txt"
+    wanted = requirements.read_text()
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"Installing {REQUIREMENTS.relative_to(ROOT)} into {VENV.relative_to(ROOT)}")
-        subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
+        print(f"Installing {requirements.relative_to(ROOT)} into {venv.relative_to(ROOT)}")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         done = subprocess.run(
-            [*pip, "-r", REQUIREMENTS], capture_output=True, text=True, check=False
+            [*pip, "-r", requirements], capture_output=True, text=True, check=False
         )
         if done.returncode:
             sys.exit(f"pip failed:\n{done.stderr}")

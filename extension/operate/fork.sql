@@ -21,8 +21,10 @@ begin
   end if;
   v_id := queue._copy(fork.id, null, {{overridden}});
   insert into queue.job_override (id, has_steps) values (v_id, true);
-  insert into queue.step (job_id, claim, run, finished_at, no, name, fingerprint, value)
-  select v_id, s.claim, s.run, s.finished_at, s.no, s.name, s.fingerprint, s.value
+  insert into queue.step (job_id, claim, run, finished_at, no, name, fingerprint, value, failures, failed_at,
+    error)
+  select v_id, s.claim, s.run, s.finished_at, s.no, s.name, s.fingerprint, s.value, s.failures, s.failed_at,
+    s.error
   from queue.step s join queue.step f on f.job_id = s.job_id
   where s.job_id = fork.id and f.name = v_key.name and f.no = coalesce(v_key.no, 1)
     and (s.claim, s.finished_at) < (f.claim, f.finished_at);

@@ -43,7 +43,8 @@ begin
 end $$;
 comment on function queue.retry(bigint[], boolean, text) is
   'Runs jobs again: finished ones (failed, cancelled, succeeded), and at once those that wait for a'
-    ' retry, sleep, or wait for a signal or event. The counters of failures, crashes and yields are reset. A'
+    ' retry, sleep, or wait for a signal or event. The counters of failures, crashes and yields are reset; a'
+    ' step that has failed for good runs again, unless the handler has gone on to another since. A'
     ' running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the'
     ' running claim is lost. A job that has never started is refused (QJ004) while another job holds its'
     ' queueing lock. from_step: a finished step, from which the job continues; that step and those that'

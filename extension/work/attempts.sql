@@ -27,9 +27,10 @@ comment on function queue.attempts_left(bigint, bigint) is
 
 -- Ends the claim with an outcome other than succeeded and returns the job's new state. In addition to the
 -- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force) and suspended
--- (work/waits.sql; is_open: its wait has not ended yet). crashed comes from reap or, with a claim, from a
--- live worker whose process ran only this job and died. Changes for a retry (queue, priority, lock) are
--- handed over, not written here: settling first releases what the claim held under the old names.
+-- (work/waits.sql, work/step_failures.sql; is_open: its wait has not ended yet; label: the attempt's outcome,
+-- if not yielded). crashed comes from reap or, with a claim, from a live worker whose process ran only this
+-- job and died. Changes for a retry (queue, priority, lock) are handed over, not written here: settling first
+-- releases what the claim held under the old names.
 -- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; with
 -- p_settle also the admission lock, by try; for an unknown task those of _leave_line. Why no wake-up is lost:
 -- the claim is settled, here or by the next admission.
@@ -50,7 +51,8 @@ begin
   if not found then
     perform queue._raise_claim_error(p_id, p_claim);
   end if;
-  v_label := case v_kind when 'retry_later' then 'yielded' when 'suspended' then 'yielded'
+  v_label := case v_kind when 'retry_later' then 'yielded'
+    when 'suspended' then coalesce(p_outcome ->> 'label', 'yielded')
     when 'retried' then 'aborted' when 'unknown_task' then 'released'
     else coalesce(p_outcome -> 'options' ->> 'outcome', v_kind) end;
   if v_kind <> 'retried' and v_live.flags & {{aborting}} <> 0
@@ -83,7 +85,7 @@ begin
     1, case when v_kind = 'failed' then 1 else 0 end, case when v_label = 'crashed' then 1 else 0 end,
     case when v_kind = 'retry_later' then 1 else 0 end, v_at,
     case when v_kind not in ('released', 'unknown_task') then v_live.claimed_at end,
-    case when v_kind not in ('retry_later', 'suspended', 'released', 'retried') then v_end.error end,
+    case when v_kind not in ('retry_later', 'released', 'retried') then v_end.error end,
     v_kind = 'suspended' or exists (select from queue.step t where t.job_id = p_id),
     v_kind = 'suspended' and p_outcome ? 'is_open',
     case when v_kind = 'released' and v_live.deadline < '{{end_of_tags}}' then v_live.deadline end)
@@ -238,7 +240,8 @@ begin
   return p_details;
 end $$;
 
--- Resets jobs' counters for a manual retry.
+-- Resets jobs' counters, and those of their steps, for a manual retry. A step that has failed for good runs
+-- again, unless the handler has gone on to another step since.
 -- Locks: the caller holds the rows of queue.active_job, or the admission lock if there are none.
 create or replace function queue._reset_counters(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -249,4 +252,11 @@ begin
       when j.scheduled_at > clock_timestamp() then '-infinity' end
   from queue.job j
   where s.id = any (p_ids) and j.id = s.id;
+  update queue.step s set failures = null, failed_at = null, error = null
+  where s.job_id = any (p_ids) and s.error is not null and s.finished_at is null;
+  delete from queue.step s
+  where s.job_id = any (p_ids) and s.error is not null and not exists (
+    select from queue.step t
+    where t.job_id = s.job_id
+      and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at));
 end $$;

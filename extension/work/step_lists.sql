@@ -85,7 +85,7 @@ begin
     from given g order by g.n
     on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
       finished_at = excluded.finished_at, fingerprint = coalesce(excluded.fingerprint, t.fingerprint),
-      value = excluded.value
+      value = excluded.value, error = null
     where t.finished_at is null
     returning t.name, t.no)
   select queue._step_name(g.name, g.no) into v_finished from given g

@@ -81,7 +81,7 @@ begin
   end if;
   update queue.step s
   set claim = finish_step.claim, run = finish_step.claim, finished_at = clock_timestamp(),
-    value = finish_step.value
+    value = finish_step.value, error = null
   where s.job_id = finish_step.id and s.name = v_key.name and s.finished_at is null
     and s.no = coalesce(v_key.no, (
       select min(b.no) from queue.step b

@@ -107,6 +107,6 @@ begin
   values (p_id, p_claim, p_claim, case when not p_outcome ? 'is_open' then clock_timestamp() end, v_step.no,
     v_key.name, p_value)
   on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
-    finished_at = excluded.finished_at, value = excluded.value;
+    finished_at = excluded.finished_at, value = excluded.value, error = null;
   return v_step.no;
 end $$;

@@ -19,6 +19,7 @@ from pgdefer.errors import (
     PgDeferError,
     QueueNotEmpty,
     StepChanged,
+    StepFailed,
     TransactionLost,
     UnknownTask,
     WorkerGone,
@@ -55,7 +56,7 @@ from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
 from pgdefer.tasks.open_group import OpenGroup
 from pgdefer.tasks.prepared import DeferMiddleware, Deferral, PreparedJob
-from pgdefer.tasks.steps import JobSuspended
+from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import AsyncTask, SyncTask, Task
 from pgdefer.worker.multi import MultiWorker
 from pgdefer.worker.options import WorkerOptions
@@ -113,6 +114,7 @@ __all__ = [
     "ShareInfo",
     "SlotInfo",
     "StepChanged",
+    "StepFailed",
     "SyncTask",
     "Task",
     "TaskInfo",

@@ -44,11 +44,22 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from pgdefer.errors import DecodeError, EncodeError
 
-__all__ = ["TAG", "UNENCODABLE", "VERSION", "Codec", "is_storable", "model_codec", "raw"]
+__all__ = [
+    "STEP_FAILED",
+    "TAG",
+    "UNENCODABLE",
+    "VERSION",
+    "Codec",
+    "is_storable",
+    "model_codec",
+    "raw",
+]
 
 TAG = "__pgdefer__"
 # The tag of a result that could not be stored; the value is the type's name.
 UNENCODABLE = "unencodable"
+# The tag of the value of a step that has failed for good; its value is the error.
+STEP_FAILED = "step_failed"
 # The key of a job's arguments with their version; without it, that is 1.
 VERSION = "__version__"
 
@@ -146,6 +157,7 @@ class Codec:
         if (
             tag in _DECODERS
             or tag in _SPECIAL
+            or tag == STEP_FAILED
             or self._by_tag.get(tag) not in (None, self._own.get(type_))
         ):
             raise ValueError(f"the tag {tag!r} is taken")

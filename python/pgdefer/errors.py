@@ -31,6 +31,7 @@ __all__ = [
     "PgDeferError",
     "QueueNotEmpty",
     "StepChanged",
+    "StepFailed",
     "TransactionLost",
     "UnknownTask",
     "WorkerGone",
@@ -158,6 +159,19 @@ class JobCancelled(JobFailed):
 
     def __init__(self, id: int, error: str | None) -> None:
         super().__init__(id, error, "cancelled")
+
+
+class StepFailed(PgDeferError):
+    """A step of a durable job has failed for good, by its own retry policy.
+
+    `step` is its name, `error` its last error. The step is not tried again, so a retry of the job
+    would not help, unless an operator retries it. When it fails, `__cause__` is the error itself.
+    """
+
+    def __init__(self, step: str, error: str) -> None:
+        super().__init__(f"step {step} failed: {error}")
+        self.step = step
+        self.error = error
 
 
 class EncodeError(PgDeferError, TypeError):

@@ -196,6 +196,8 @@ class Step(Base):
     fingerprint: Mapped[str | None]
     claim: Mapped[int]
     finished_at: Mapped[dt.datetime]
+    failures: Mapped[_Int]
+    error: Mapped[str | None]
 
 
 class Worker(Base):

@@ -109,7 +109,7 @@ comment on view queue.attempts is 'All attempts that did not succeed.';
 
 create view queue.steps as
 select s.job_id, (s.name || case when s.no > 1 then '#' || s.no else '' end) collate "default" as name,
-  s.value, s.fingerprint, s.claim, s.finished_at
+  s.value, s.fingerprint, s.claim, s.finished_at, coalesce(s.failures, 0) as failures, s.error
 from queue.step s
 where s.finished_at is not null
   and ((select x.is_all from queue.visible_queues x)
@@ -118,7 +118,8 @@ where s.finished_at is not null
                  and j.queue like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.steps is
   'The finished steps of durable jobs: their values, and the claims that finished them. A sleep appears when'
-    ' it begins, with the time of its end as its value.';
+    ' it begins, with the time of its end as its value. failures: how often it failed before it finished;'
+    ' error: if it has failed for good.';
 
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,

@@ -15,9 +15,7 @@ from pgdefer.options import ENDED
 
 from . import _show
 from ._base import DSN, AsJson, DryRun, Exit, Session, fail, out, session
-from ._job import Id, jobs
-
-STEPS = {"name": "step", "finished_at": "finished", "claim": "claim", "value": "value"}
+from ._job import STEPS, Id, jobs
 
 Payload = Annotated[str, typer.Argument(metavar="[JSON]", help="Its payload; - reads stdin.")]
 Step = Annotated[str, typer.Argument(metavar="STEP", help="The step's name, from `job steps`.")]

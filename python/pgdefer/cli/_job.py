@@ -108,6 +108,13 @@ ATTEMPTS = {
     "error": "error",
 }
 
+STEPS = {
+    "name": "step",
+    "finished_at": "finished",
+    "claim": "claim",
+    "failures": "failures",
+    "value": "value",
+}
 
 # The maximum of jobs per call.
 SLICE = 1_000
@@ -229,17 +236,22 @@ def show(
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a job: its state, args, result and attempts."""
+    """Show a job: its state, args, result, steps and attempts."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.JOB, {"id": id})
         attempts = on.call(sql.ATTEMPTS, {"id": id})
+        steps = on.call(sql.FINISHED_STEPS, {"id": id})
     if not rows.values:
         fail(Exit.NOT_FOUND, f"job not found (id: {id})")
-    if rows.texts is not None and attempts.texts is not None:
-        tries = ", ".join(attempts.texts)
-        _show.write(rows.texts[0].rstrip()[:-1] + f',"history":[{tries}]}}')
+    if rows.texts is not None:
+        lists = {"history": attempts.texts or (), "steps": steps.texts or ()}
+        more = "".join(f',"{name}":[{", ".join(texts)}]' for name, texts in lists.items())
+        _show.write(f"{rows.texts[0].rstrip()[:-1]}{more}}}")
         return
     _show.record(rows.values[0], full=full)
+    if steps.values:
+        out.print()
+        _show.table(steps, STEPS, least=("claim", "finished_at"), folded=("value",))
     if attempts.values:
         out.print()
         _show.table(attempts, ATTEMPTS, least=("started_at", "worker_id"), folded=("error",))

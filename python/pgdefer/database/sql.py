@@ -187,6 +187,12 @@ FINISH_STEPS = Statement("""
       cast(:id as bigint), cast(:claim as bigint), cast(cast(:steps as text) as jsonb))
 """)
 
+FAIL_STEP = Statement("""
+    select queue.fail_step(
+      cast(:id as bigint), cast(:claim as bigint), cast(:name as text), cast(:error as text),
+      cast(cast(:details as text) as jsonb), cast(cast(:options as text) as jsonb))
+""")
+
 READ_STEPS = Statement("""
     select name, value from queue.read_steps(
       cast(:id as bigint), cast(:claim as bigint), cast(:after as text))
@@ -246,7 +252,7 @@ READ_STREAM_AS_TEXT = Statement("""
 """)
 
 FINISHED_STEPS = Statement("""
-    select name, value, fingerprint, claim, finished_at
+    select name, value, fingerprint, claim, finished_at, failures, error
     from queue.steps where job_id = cast(:id as bigint) order by claim, finished_at
 """)
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextvars
 import datetime as dt
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, TypeAlias, cast
 
 from pgdefer._text import escaped
 from pgdefer.client.client import Client
 from pgdefer.codec import unwrap
-from pgdefer.errors import PgDeferError
-from pgdefer.options import HasId, as_list
 from pgdefer.tasks.durable import DurableCalls
 from pgdefer.tasks.durable_async import AsyncDurableCalls
 from pgdefer.tasks.need import Need
 from pgdefer.tasks.needs import attempts_left, extend, needs
 from pgdefer.tasks.needs_async import attempts_left_async, extend_async, needs_async
+from pgdefer.tasks.raised import JobAborted, JobTimeout, RetryLater
 from pgdefer.tasks.steps import Steps
 
 __all__ = [
@@ -208,36 +207,3 @@ def leave_job(token: contextvars.Token[JobContext | None]) -> None:
 def running_job() -> JobContext | None:
     """Return the job whose handler is running, or None."""
     return _current.get(None)
-
-
-class JobTimeout(BaseException):
-    """Raised in the thread of a handler that is not a coroutine when the job's timeout has passed.
-
-    Like KeyboardInterrupt it is raised anywhere, but only once a call that runs no Python code has
-    returned. The attempt is then `timed_out`, however it ends.
-    """
-
-
-class JobAborted(PgDeferError):  # noqa: N818
-    """Raised by a handler to end an aborted job: it becomes cancelled, and is not retried."""
-
-
-class RetryLater(PgDeferError):  # noqa: N818
-    """Raised or returned by a handler: the job is to be called again; this is not a failure.
-
-    The next call comes after `at`, and after `needs`, which are added to the job's needs. With
-    `needs=None` it comes as soon as `at` allows, whatever the states of its needs.
-    """
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        at: dt.datetime | None = None,
-        needs: Iterable[int | HasId] | None = (),
-    ) -> None:
-        super().__init__(message)
-        if at is not None and at.tzinfo is None:
-            raise ValueError(f"at has no time zone: {at!r}")
-        self.at = at
-        self.needs = None if needs is None else tuple(as_list("needs", needs))

@@ -1,38 +1,19 @@
 # Generated from durable_async.py: change that, and run `make generate`.
-"""The methods of a durable job's handler: steps, sleeps, waits, children, streams."""
+"""The methods of a durable job's handler that wait or report: sleeps, children, streams."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.database.execute import execute
-from pgdefer.database.source import PsycopgConnection
 from pgdefer.options import interval_text, to_json
-from pgdefer.tasks.steps import (
-    JobSuspended,
-    StepDecorator,
-    StepFunction,
-    Steps,
-    StepValue,
-    TakeSteps,
-    called,
-    check_is_decorator,
-    ids_of,
-    name_of_step,
-    results_of,
-    step_json,
-)
+from pgdefer.tasks.raised import JobSuspended
+from pgdefer.tasks.stepping import StepCalls
+from pgdefer.tasks.steps import ids_of, results_of
 
 __all__ = ["DurableCalls"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class _Call(Protocol):
@@ -46,7 +27,7 @@ class _Call(Protocol):
         """Return the object that queue.defer_many takes."""
 
 
-class DurableCalls:
+class DurableCalls(StepCalls):
     """The calls of a job that continues after its last finished step.
 
     Each step has a name that is unique in its job. If a run uses a name again, as in a loop, the
@@ -55,171 +36,6 @@ class DurableCalls:
     """
 
     __slots__ = ()
-
-    id: int
-    claim: int
-    client: Client
-    steps: Steps
-
-    # Steps
-
-    @overload
-    def step(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        fingerprint: str | None = None,
-        **kwargs: Any,
-    ) -> StepValue: ...
-    @overload
-    def step(self, function: StepFunction[P, R], /) -> StepFunction[P, R]: ...
-    @overload
-    def step(
-        self, name: str | None = None, /, *, fingerprint: str | None = None, lazy: bool = False
-    ) -> StepDecorator: ...
-    def step(
-        self,
-        name: str | Callable[..., Any] | None = None,
-        function: Callable[..., Any] | None = None,
-        /,
-        *args: Any,
-        fingerprint: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Call a function, once in all runs of the job, and return the value that it returned then.
-
-        If the run ends before the value is stored, the function is called again: it runs at least
-        once. Put writes to the database that must happen exactly once into `transaction`. With a
-        fingerprint, a step that was finished with another one is refused: StepChanged.
-
-        Without a function it is a decorator: each call of the decorated function is a step, which
-        has the function's name unless another is passed. A lazy step is not stored at once, but
-        with the next step that is, or with the run's outcome: it needs no call of its own, but runs
-        again if the worker dies before that.
-        """
-        if function is not None:
-            return self._run_step(name_of_step(name), function, args, kwargs, fingerprint)
-        is_lazy = bool(kwargs.pop("lazy", False))
-        check_is_decorator(args, kwargs)
-
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            key = name_of_step(function if name is None else name)
-
-            @functools.wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return self._run_step(key, function, args, kwargs, fingerprint, is_lazy=is_lazy)
-
-            return call
-
-        return decorate(name) if callable(name) else decorate
-
-    def _run_step(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        fingerprint: str | None,
-        *,
-        is_lazy: bool = False,
-    ) -> Any:
-        with self._step(name, fingerprint) as (key, value):
-            if key is None:
-                return value
-            made = called(function, args, kwargs)
-            if not is_lazy or not self.steps.keep(self._finished(key, made, fingerprint)):
-                self._finish(key, made, fingerprint)
-            return made
-
-    @contextlib.contextmanager
-    def transaction(self, name: str) -> Iterator[PsycopgConnection | None]:
-        """Begin a transaction that finishes the step when it commits: exactly once.
-
-        Yields its connection, or None if the step is finished: then there is nothing to do.
-        """
-        with self._step(name, None) as (key, _):
-            if key is None:
-                yield None
-                return
-            with (
-                self.steps.storing() as take,
-                self.client.pool.connection() as connection,
-                connection.transaction(),
-            ):
-                yield connection
-                self._finish_in(connection, take, key, None)
-
-    @contextlib.contextmanager
-    def _step(self, name: str, fingerprint: str | None) -> Iterator[tuple[str | None, Any]]:
-        """Yield the step's name and None, or None and its value if the step is finished."""
-        key = self.steps.take(name)
-        try:
-            if self.steps.finished is None:
-                self._read_steps()
-            finished = self.steps.finished or {}
-            if key in finished:
-                if fingerprint is not None:
-                    parameters = {**self._keyed(key), "fingerprint": fingerprint}
-                    self.client.call(sql.BEGIN_STEP, parameters)
-                yield None, self.client.codec.decode(finished[key])
-            else:
-                yield key, None
-        except BaseException:
-            self.steps.give_back(name)
-            raise
-
-    def _read_steps(self) -> None:
-        found: list[Any] = []
-        after = None
-        while True:
-            parameters = {"id": self.id, "claim": self.claim, "after": after}
-            rows = self.client.call(sql.READ_STEPS, parameters)
-            if not rows:
-                break
-            found += rows
-            after = rows[-1][0]
-        self.steps.complete(found)
-
-    def _finish(self, key: str, value: Any, fingerprint: str | None = None) -> None:
-        """Store a step, after the lazy ones before it."""
-        with self.steps.storing() as take:
-            self._finish_in(None, take, key, value, fingerprint)
-
-    def _finish_in(
-        self,
-        connection: PsycopgConnection | None,
-        take: TakeSteps,
-        key: str,
-        value: Any,
-        fingerprint: str | None = None,
-    ) -> None:
-        """Store a step, after the lazy ones before it; with a connection, in its transaction."""
-        if fingerprint is None and not self.steps.kept:
-            self._call(sql.FINISH_STEP, self._finishing(key, value), connection)
-            return
-        steps = take(self._finished(key, value, fingerprint))
-        parameters = {"id": self.id, "claim": self.claim, "steps": steps}
-        self._call(sql.FINISH_STEPS, parameters, connection)
-
-    def _store_kept(self) -> None:
-        """Store the lazy steps before the claim ends."""
-        if self.steps.kept:
-            with self.steps.storing() as take:
-                parameters = {"id": self.id, "claim": self.claim, "steps": take()}
-                self.client.call(sql.FINISH_STEPS, parameters)
-
-    def _call(
-        self,
-        statement: sql.Statement,
-        parameters: Mapping[str, Any],
-        connection: PsycopgConnection | None,
-    ) -> None:
-        if connection is None:
-            self.client.call(statement, parameters)
-        else:
-            execute(connection, statement, parameters)
 
     # Waiting
 
@@ -326,17 +142,3 @@ class DurableCalls:
         """Set the progress that queue.jobs shows. None as the message keeps the last one."""
         parameters = {"id": self.id, "claim": self.claim, "percent": percent, "message": message}
         self.client.call(sql.SET_PROGRESS, parameters)
-
-    # Parameters
-
-    def _keyed(self, key: str) -> dict[str, Any]:
-        return {"id": self.id, "claim": self.claim, "name": key}
-
-    def _finishing(self, key: str, value: Any) -> dict[str, Any]:
-        return {**self._keyed(key), "value": self._value_text(value)}
-
-    def _finished(self, key: str, value: Any, fingerprint: str | None) -> str:
-        return step_json(key, self._value_text(value), fingerprint)
-
-    def _value_text(self, value: Any) -> str | None:
-        return None if value is None else self.client.codec.dumps(value)

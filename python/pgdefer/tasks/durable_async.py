@@ -1,37 +1,18 @@
-"""The methods of a durable job's handler: steps, sleeps, waits, children, streams."""
+"""The methods of a durable job's handler that wait or report: sleeps, children, streams."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
-import functools
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.database.execute_async import execute_async
-from pgdefer.database.source import AsyncPsycopgConnection
 from pgdefer.options import interval_text, to_json
-from pgdefer.tasks.steps import (
-    AsyncStepDecorator,
-    AsyncStepFunction,
-    AsyncStepValue,
-    JobSuspended,
-    Steps,
-    TakeSteps,
-    called_async,
-    check_is_decorator,
-    ids_of,
-    name_of_step,
-    results_of,
-    step_json,
-)
+from pgdefer.tasks.raised import JobSuspended
+from pgdefer.tasks.stepping_async import AsyncStepCalls
+from pgdefer.tasks.steps import ids_of, results_of
 
 __all__ = ["AsyncDurableCalls"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class _Call(Protocol):
@@ -45,7 +26,7 @@ class _Call(Protocol):
         """Return the object that queue.defer_many takes."""
 
 
-class AsyncDurableCalls:
+class AsyncDurableCalls(AsyncStepCalls):
     """The calls of a job that continues after its last finished step.
 
     Each step has a name that is unique in its job. If a run uses a name again, as in a loop, the
@@ -54,175 +35,6 @@ class AsyncDurableCalls:
     """
 
     __slots__ = ()
-
-    id: int
-    claim: int
-    client: Client
-    steps: Steps
-
-    # Steps
-
-    @overload
-    def step_async(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        fingerprint: str | None = None,
-        **kwargs: Any,
-    ) -> AsyncStepValue: ...
-    @overload
-    def step_async(self, function: AsyncStepFunction[P, R], /) -> AsyncStepFunction[P, R]: ...
-    @overload
-    def step_async(
-        self, name: str | None = None, /, *, fingerprint: str | None = None, lazy: bool = False
-    ) -> AsyncStepDecorator: ...
-    def step_async(
-        self,
-        name: str | Callable[..., Any] | None = None,
-        function: Callable[..., Any] | None = None,
-        /,
-        *args: Any,
-        fingerprint: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Call a function, once in all runs of the job, and return the value that it returned then.
-
-        If the run ends before the value is stored, the function is called again: it runs at least
-        once. Put writes to the database that must happen exactly once into `transaction`. With a
-        fingerprint, a step that was finished with another one is refused: StepChanged.
-
-        Without a function it is a decorator: each call of the decorated function is a step, which
-        has the function's name unless another is passed. A lazy step is not stored at once, but
-        with the next step that is, or with the run's outcome: it needs no call of its own, but runs
-        again if the worker dies before that.
-        """
-        if function is not None:
-            return self._run_step_async(name_of_step(name), function, args, kwargs, fingerprint)
-        is_lazy = bool(kwargs.pop("lazy", False))
-        check_is_decorator(args, kwargs)
-
-        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            key = name_of_step(function if name is None else name)
-
-            @functools.wraps(function)
-            async def call_async(*args: Any, **kwargs: Any) -> Any:
-                return await self._run_step_async(
-                    key, function, args, kwargs, fingerprint, is_lazy=is_lazy
-                )
-
-            return call_async
-
-        return decorate(name) if callable(name) else decorate
-
-    async def _run_step_async(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        fingerprint: str | None,
-        *,
-        is_lazy: bool = False,
-    ) -> Any:
-        async with self._step_async(name, fingerprint) as (key, value):
-            if key is None:
-                return value
-            made = await called_async(function, args, kwargs)
-            if not is_lazy or not self.steps.keep(self._finished(key, made, fingerprint)):
-                await self._finish_async(key, made, fingerprint)
-            return made
-
-    @contextlib.asynccontextmanager
-    async def transaction_async(self, name: str) -> AsyncIterator[AsyncPsycopgConnection | None]:
-        """Begin a transaction that finishes the step when it commits: exactly once.
-
-        Yields its connection, or None if the step is finished: then there is nothing to do.
-        """
-        async with self._step_async(name, None) as (key, _):
-            if key is None:
-                yield None
-                return
-            async with (
-                self.steps.storing_async() as take,
-                self.client.pool_async.connection() as connection,
-                connection.transaction(),
-            ):
-                yield connection
-                await self._finish_in_async(connection, take, key, None)
-
-    @contextlib.asynccontextmanager
-    async def _step_async(
-        self, name: str, fingerprint: str | None
-    ) -> AsyncIterator[tuple[str | None, Any]]:
-        """Yield the step's name and None, or None and its value if the step is finished."""
-        key = self.steps.take(name)
-        try:
-            if self.steps.finished is None:
-                await self._read_steps_async()
-            finished = self.steps.finished or {}
-            if key in finished:
-                if fingerprint is not None:
-                    parameters = {**self._keyed(key), "fingerprint": fingerprint}
-                    await self.client.call_async(sql.BEGIN_STEP, parameters)
-                yield None, await self.client.codec.decode_async(finished[key])
-            else:
-                yield key, None
-        except BaseException:
-            self.steps.give_back(name)
-            raise
-
-    async def _read_steps_async(self) -> None:
-        found: list[Any] = []
-        after = None
-        while True:
-            parameters = {"id": self.id, "claim": self.claim, "after": after}
-            rows = await self.client.call_async(sql.READ_STEPS, parameters)
-            if not rows:
-                break
-            found += rows
-            after = rows[-1][0]
-        self.steps.complete(found)
-
-    async def _finish_async(self, key: str, value: Any, fingerprint: str | None = None) -> None:
-        """Store a step, after the lazy ones before it."""
-        with self.steps.storing() as take:
-            await self._finish_in_async(None, take, key, value, fingerprint)
-
-    async def _finish_in_async(
-        self,
-        connection: AsyncPsycopgConnection | None,
-        take: TakeSteps,
-        key: str,
-        value: Any,
-        fingerprint: str | None = None,
-    ) -> None:
-        """Store a step, after the lazy ones before it; with a connection, in its transaction."""
-        if fingerprint is None and not self.steps.kept:
-            await self._call_async(sql.FINISH_STEP, self._finishing(key, value), connection)
-            return
-        steps = take(self._finished(key, value, fingerprint))
-        parameters = {"id": self.id, "claim": self.claim, "steps": steps}
-        await self._call_async(sql.FINISH_STEPS, parameters, connection)
-
-    async def _store_kept_async(self) -> None:
-        """Store the lazy steps before the claim ends."""
-        if self.steps.kept:
-            with self.steps.storing() as take:
-                parameters = {"id": self.id, "claim": self.claim, "steps": take()}
-                await self.client.call_async(sql.FINISH_STEPS, parameters)
-
-    async def _call_async(
-        self,
-        statement: sql.Statement,
-        parameters: Mapping[str, Any],
-        connection: AsyncPsycopgConnection | None,
-    ) -> None:
-        if connection is None:
-            await self.client.call_async(statement, parameters)
-        else:
-            await execute_async(connection, statement, parameters)
 
     # Waiting
 
@@ -331,17 +143,3 @@ class AsyncDurableCalls:
         """Set the progress that queue.jobs shows. None as the message keeps the last one."""
         parameters = {"id": self.id, "claim": self.claim, "percent": percent, "message": message}
         await self.client.call_async(sql.SET_PROGRESS, parameters)
-
-    # Parameters
-
-    def _keyed(self, key: str) -> dict[str, Any]:
-        return {"id": self.id, "claim": self.claim, "name": key}
-
-    def _finishing(self, key: str, value: Any) -> dict[str, Any]:
-        return {**self._keyed(key), "value": self._value_text(value)}
-
-    def _finished(self, key: str, value: Any, fingerprint: str | None) -> str:
-        return step_json(key, self._value_text(value), fingerprint)
-
-    def _value_text(self, value: Any) -> str | None:
-        return None if value is None else self.client.codec.dumps(value)

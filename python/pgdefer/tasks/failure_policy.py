@@ -7,7 +7,7 @@ import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
-from pgdefer.errors import DecodeError, StepChanged, UnknownTask
+from pgdefer.errors import DecodeError, StepChanged, StepFailed, UnknownTask
 from pgdefer.options import to_json
 from pgdefer.tasks.context import JobContext, Middleware
 
@@ -102,7 +102,8 @@ class FailurePolicy:
 
     def decision(self, error: BaseException, job: JobContext) -> dict[str, Any]:
         """Return the options of queue.fail for an error."""
-        if isinstance(error, (DecodeError, StepChanged, UnknownTask, self.give_up_on)):
+        final = (DecodeError, StepChanged, StepFailed, UnknownTask, self.give_up_on)
+        if isinstance(error, final):
             return {"retryable": False}
         if self.retry_on is not None and not isinstance(error, self.retry_on):
             return {"retryable": False}

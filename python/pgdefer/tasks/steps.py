@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 from collections.abc import (
     AsyncIterator,
@@ -16,22 +15,20 @@ from collections.abc import (
 )
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from pgdefer.codec import is_storable, unwrap
+from pgdefer.codec import STEP_FAILED, TAG, is_storable, unwrap
 from pgdefer.errors import DecodeError, JobCancelled, JobFailed
 
 __all__ = [
     "AsyncStepDecorator",
     "AsyncStepFunction",
     "AsyncStepValue",
-    "JobSuspended",
     "StepDecorator",
     "StepFunction",
     "StepValue",
     "Steps",
     "TakeSteps",
-    "called",
-    "called_async",
     "check_is_decorator",
+    "failure_of",
     "ids_of",
     "name_of_step",
     "results_of",
@@ -64,14 +61,6 @@ class AsyncStepDecorator(Protocol):
 
     def __call__(self, function: AsyncStepFunction[P, R], /) -> AsyncStepFunction[P, R]:
         """Make each call of the coroutine function a step."""
-
-
-class JobSuspended(BaseException):
-    """Raised by `sleep`, `wait_for`, `call` and `gather` to end the run: the job continues later.
-
-    In a later run these methods return. It is not an Exception, so `except Exception` does not
-    catch it; do not catch it either.
-    """
 
 
 class Steps:
@@ -179,21 +168,11 @@ def check_is_decorator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         raise TypeError('pass the function after the name: step("name", function, ...)')
 
 
-def called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function and return its value. Raises TypeError if that is a coroutine."""
-    value = function(*args, **kwargs)
-    if inspect.iscoroutine(value):
-        value.close()
-        raise TypeError("the step is a coroutine function: use step_async")
-    return value
-
-
-async def called_async(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call a function or coroutine function and return its value."""
-    value = function(*args, **kwargs)
-    return await value if inspect.isawaitable(value) else value
+def failure_of(stored: Any) -> str | None:
+    """Return the error of a step that has failed for good, from its stored value; else None."""
+    if isinstance(stored, dict) and stored.get(TAG) == STEP_FAILED:
+        return str(stored.get("value"))
+    return None
 
 
 def results_of(

@@ -10,6 +10,7 @@ from typing import Any
 
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import JobContext, JobTimeout
+from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.task import Task
 from pgdefer.worker.claim import Claim, OnEnd
 from pgdefer.worker.ending import outcome_of
@@ -17,7 +18,7 @@ from pgdefer.worker.handler import decode_args, decode_args_async
 from pgdefer.worker.invoke_batch import run_batch
 from pgdefer.worker.invoke_batch_async import run_batch_async
 from pgdefer.worker.runners import ThreadRunner, internal_error, task_of
-from pgdefer.worker.threads import Interruptible, Threads
+from pgdefer.worker.threads import Threads
 
 __all__ = ["BatchRunner"]
 

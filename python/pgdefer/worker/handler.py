@@ -17,7 +17,7 @@ from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext, Middleware, enter_job
 from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY
 from pgdefer.tasks.middleware import entered, entered_async
-from pgdefer.tasks.steps import JobSuspended
+from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import Task
 from pgdefer.worker import memory
 from pgdefer.worker.ending import outcome_of, success, timed_out

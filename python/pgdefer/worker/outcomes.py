@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +11,15 @@ from psycopg._encodings import py_codecs
 
 from pgdefer._text import escaped
 from pgdefer.codec import TAG, UNENCODABLE
-from pgdefer.errors import PgDeferError
 from pgdefer.options import job_id
 from pgdefer.tasks.context import RetryLater
+from pgdefer.tasks.error_report import (
+    MAX_MESSAGE,
+    error_details,
+    error_text,
+    kind_and_message,
+    storable,
+)
 
 __all__ = [
     "aborted",
@@ -33,8 +38,6 @@ __all__ = [
 ]
 
 MAX_HEADLINE = 500
-MAX_MESSAGE = 2_000
-MAX_TRACEBACK = 16_000
 
 
 def succeeded(id: int, claim: int, result: str | None = None) -> str:
@@ -112,17 +115,12 @@ def yield_parameters(id: int, claim: int, asked: RetryLater) -> dict[str, Any]:
 def _failure(
     outcome: str, id: int, claim: int, error: BaseException, options: Mapping[str, object] | None
 ) -> str:
-    kind, message = _kind_and_message(error)
     report: dict[str, object] = {
         "id": id,
         "claim": claim,
         "outcome": outcome,
-        "error": storable(f"{kind}: {message}" if message else kind, MAX_MESSAGE),
-        "details": {
-            "type": storable(f"{type(error).__module__}.{kind}", MAX_MESSAGE),
-            "message": storable(message, MAX_MESSAGE),
-            "traceback": storable(_traceback(error), MAX_TRACEBACK, keep_end=True),
-        },
+        "error": error_text(error),
+        "details": error_details(error),
     }
     if options:
         report["options"] = dict(options)
@@ -179,30 +177,6 @@ def without_result(outcome: str, id: int, claim: int) -> str | None:
 
 def headline(error: BaseException) -> str:
     """Return an error's first line, for the log."""
-    kind, message = _kind_and_message(error)
+    kind, message = kind_and_message(error)
     line = (message.splitlines() or [""])[0]
     return escaped(storable(f"{kind}: {line}" if line else kind, MAX_HEADLINE))
-
-
-def _kind_and_message(error: BaseException) -> tuple[str, str]:
-    try:
-        message = str(error)
-    except Exception as broken:
-        message = f"(its text could not be made: {type(broken).__qualname__})"
-    return type(error).__qualname__, message
-
-
-def _traceback(error: BaseException) -> str:
-    if isinstance(error, PgDeferError) and error.__traceback__ is None:
-        return ""
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception:
-        return ""
-
-
-def storable(text: str, size: int, *, keep_end: bool = False) -> str:
-    """Return the text without characters that jsonb refuses, cut to `size` characters."""
-    if len(text) > size:
-        text = f"... {text[4 - size :]}" if keep_end else f"{text[: size - 4]} ..."
-    return text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "replace").decode()

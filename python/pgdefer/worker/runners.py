@@ -11,13 +11,14 @@ from typing import Any
 from pgdefer._text import logger
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobTimeout
+from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.task import Task
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim, OnEnd
 from pgdefer.worker.ending import outcome_of
 from pgdefer.worker.handler import Call, run, run_async, run_function
 from pgdefer.worker.processes import Processes
-from pgdefer.worker.threads import Interruptible, Threads
+from pgdefer.worker.threads import Threads
 
 __all__ = ["GRACE", "FunctionRunner", "LoopRunner", "ProcessRunner", "ThreadRunner"]
 

@@ -55,7 +55,7 @@ def test_each_page(visit: Open, shop: dict[str, int], conn: Connection) -> None:
     page = visit(role="")
     told = both(page)
     page = visit()
-    paths = "/ /jobs /queues /locks /workers /schedules /tasks /audit /jobs/999999".split()
+    paths = "/ /jobs /queues /locks /groups /workers /schedules /tasks /audit /jobs/999999".split()
     paths += [f"/jobs/{shop[name]}" for name in ("failed", "next", "cancelled")]
     paths += [f"/jobs/{shop['waiting']}/graph"]
     paths += ["/schedule?name=night+prices", "/jobs?state=failed&by=path&pattern=%24.order"]
@@ -110,7 +110,7 @@ def test_without_javascript(visit: Open, conn: Connection) -> None:
         " from generate_series(1, 600)))"
     )
     page = visit(java_script_enabled=False)
-    for path in "/ /queues /locks /workers /schedules /tasks /audit /jobs".split():
+    for path in "/ /queues /locks /groups /workers /schedules /tasks /audit /jobs".split():
         page.goto(path)
         assert page.locator("h1").inner_text()
         assert page.locator("nav a").count() == 8

@@ -39,6 +39,8 @@ def test_steps(run: Run, conn: Connection, claim: Claim) -> None:
     shown = run("job", "steps", id_).out
     assert shown.index("charge") < shown.index("pack") < shown.index("charge#2")
     assert run("job", "steps", 999).code == Exit.NOT_FOUND
+    assert run("job", "show", id_, "--json").json["steps"] == found
+    assert "charge#2!" in run("job", "show", id_).out
 
 
 def test_a_signal(run: Run, conn: Connection, claim: Claim) -> None:

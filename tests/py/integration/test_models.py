@@ -133,6 +133,7 @@ def fill(conn: Connection) -> None:
     query(f"select queue.begin_step({step}, 'a', 'v1')")
     query(f"select queue.finish_step({step}, 'a', '1')")
     query(f"select queue.finish_step({step}, 'b'), queue.set_progress({step}, 50, 'half')")
+    query(f"select queue.fail_step({step}, 'c', 'no')")
     query(f"select queue.retry_later({yielded}, {claims[yielded]}, '2090-01-01')")
     query(f"select queue.succeed({claims and limited[0]}, {claims[limited[0]]}, '[1]')")
     released = defer(conn, "released")

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from pgdefer import Codec, RetryLater
+from pgdefer.tasks.error_report import MAX_MESSAGE, MAX_TRACEBACK
 from pgdefer.worker.outcomes import (
     MAX_HEADLINE,
-    MAX_MESSAGE,
-    MAX_TRACEBACK,
     failed,
     headline,
     released,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pgdefer import JobTimeout
-from pgdefer.worker.threads import Interruptible
+from pgdefer.tasks.interruptible import Interruptible
 
 
 def spin() -> None:

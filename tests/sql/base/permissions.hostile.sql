@@ -100,6 +100,7 @@ insert into hostile_calls (call) values
   ($$select queue.signal(I, 's'), queue.publish('e' || R), queue.fork(I, 'b')$$),
   ($$select queue.read_steps(I, C), queue.read_stream(I, 's')$$),
   ($$select queue.begin_step(I, C, 'b'), queue.begin_step(I, C, 'a', 'f')$$),
+  ($$select queue.fail_step(I, C, 'failed', 'x', '{"a": 1}', '{"retryable": false}')$$),
   ($$select queue.wait(I, C, 'w', 's', timeout => '1 min')$$),
   ($$select queue.fetch(W, null, 3)$$),
   ($$select queue.sleep(I, C, 'n', '2020-01-01')$$),

@@ -130,6 +130,7 @@ insert into calls values
   ('select queue.begin_step(:id, :claim, ''a'')', 'w'),
   ('select queue.finish_step(:id, :claim, ''a'')', 'w'),
   ('select queue.finish_steps(:id, :claim, ''[{"name": "l"}]'')', 'w'),
+  ('select queue.fail_step(:id, :claim, ''failed'', ''x'')', 'w'),
   ('select queue.read_steps(:id, :claim)', 'w'),
   ('select queue.sleep(:id, :claim, ''a'', now())', 'w'),
   ('select queue.wait(:id, :claim, ''a'', ''s'')', 'w'),

@@ -79,7 +79,18 @@ def many(call: str, label: str, *fields: Field, loses: bool = False) -> JobActio
 
 FORCE = Field("force", "also if it runs: its claim is lost", "flag")
 _ALL = [
-    many("retry(%(ids)s::bigint[], %(force)s)", "Retry", FORCE),
+    many(
+        "retry(%(ids)s::bigint[], %(force)s, %(from_step)s)",
+        "Retry",
+        FORCE,
+        Field("from_step", "from its step (empty: where it stopped)"),
+    ),
+    one(
+        "signal(%(id)s, %(name)s, %(payload)s::jsonb)",
+        "Send a signal",
+        Field("name", "signal", required=True),
+        Field("payload", "payload (JSON; empty: {})", "json"),
+    ),
     one("hold(%(id)s)", "Hold"),
     one("unhold(%(id)s)", "Unhold"),
     one(
@@ -105,6 +116,7 @@ _ALL = [
         FORCE,
     ),
     one("copy(%(id)s, %(queue)s)", "Copy", Field("queue", "queue (empty: the same)")),
+    one("fork(%(id)s, %(step)s)", "Fork", Field("step", "from its step", required=True)),
     one("set_args(%(id)s, %(args)s::jsonb)", "Edit args", Field("args", "args", "json", True)),
     many("done(%(ids)s::bigint[])", "Mark as succeeded", loses=True),
     many(
@@ -117,7 +129,9 @@ _ALL = [
 ]
 JOB_ACTIONS = {action.function: action for action in _ALL}
 MANY_ACTIONS = {
-    name: action for name, action in JOB_ACTIONS.items() if name not in ("copy", "set_args")
+    name: action
+    for name, action in JOB_ACTIONS.items()
+    if name not in ("copy", "fork", "set_args", "signal")
 }
 
 Outcome = tuple[int, str, str]
@@ -156,8 +170,10 @@ def act_on_job(visit: Visit) -> Response:
         raise Refused(error, f"{action.label}: the job's state does not allow this", outcome)
     if action.function == "delete":
         return visit.go("/jobs", done=f"job {id} was deleted")
-    if action.function == "copy":
+    if action.function in ("copy", "fork"):
         return visit.go(f"/jobs/{int(outcome)}", done=f"this is the copy of job {id}")
+    if action.function == "signal":
+        return visit.go(f"/jobs/{id}", done="the signal was sent")
     return visit.go(f"/jobs/{id}", done=f"{action.label}: {outcome}")
 
 
@@ -238,6 +254,12 @@ def act_on_queue(visit: Visit) -> Response:
     return visit.go("/queues")
 
 
+def act_on_group(visit: Visit) -> Response:
+    """Close a group."""
+    call(visit, "select queue.close_group(%(name)s)", name=visit.form.text("name"))
+    return visit.go("/groups")
+
+
 def act_on_schedule(visit: Visit) -> Response:
     """Enable, disable, run or remove a schedule."""
     name = visit.form.text("name")
@@ -257,6 +279,7 @@ def act_on_schedule(visit: Visit) -> Response:
 ACTIONS: dict[str, Callable[[Visit], Response]] = {
     "/jobs/act": act_on_jobs,
     "/jobs/{id:id}/{action}": act_on_job,
+    "/groups/act": act_on_group,
     "/queues/act": act_on_queue,
     "/schedules/act": act_on_schedule,
 }

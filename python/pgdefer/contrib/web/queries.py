@@ -31,8 +31,8 @@ from queue.search(pattern => %(pattern)s, queue => %(queue)s, state => %(state)s
 JOB = """
 select id, task, queue, state, reason, priority, lock, queueing_lock, concurrency_key, needs,
   parent, deadline, scheduled_at, expires_at, created_at, started_at, finished_at, attempts,
-  failures, crashes, claim, worker_id, percent, left(message, 500) as message,
-  left(error, 20001) as error,
+  failures, crashes, claim, worker_id, left(error, 20001) as error, percent::float8 as percent,
+  left(message, 1001) as message,
   left(description, 2001) as description, left(jsonb_pretty(args), 20001) as args,
   left(jsonb_pretty(result), 20001) as result, left(jsonb_pretty(headers), 20001) as headers
 from queue.jobs where id = %(id)s
@@ -42,6 +42,18 @@ ATTEMPTS = """
 select attempt, worker_id, started_at, finished_at, outcome, left(error, 2001) as error,
   left(details ->> 'traceback', 10001) as traceback
 from queue.attempts where job_id = %(id)s order by finished_at desc limit 50
+"""
+
+STEPS = """
+select name, left(value::text, 2001) as value, fingerprint, failures, left(error, 2001) as error,
+  finished_at
+from queue.steps where job_id = %(id)s order by claim, finished_at limit 1000
+"""
+
+GROUPS = """
+select name, state, jobs, unfinished, succeeded, failed, cancelled, on_end_id, on_success_id,
+  on_failure_id, left(error, 301) as error, opened_at, ended_at
+from queue.groups order by ended_at desc nulls first, opened_at desc limit 500
 """
 
 WHY = "select queue.why(%(id)s) as why"
@@ -54,16 +66,12 @@ select at, what from (
     where id = %(id)s and attempts > 0
   union select started_at, 2, 'attempt ' || attempt || ' started' from queue.attempts
     where job_id = %(id)s
-  union select finished_at, 3, 'step ' || name from queue.steps where job_id = %(id)s
+  union select finished_at, 3, concat('step ', name, case when error is not null then ': failed' end)
+    from queue.steps where job_id = %(id)s
   union select finished_at, 4, 'attempt ' || attempt || ': ' || outcome from queue.attempts
     where job_id = %(id)s
   union select finished_at, 5, state from queue.jobs where id = %(id)s) x (at, n, what)
 where at is not null order by at, n, what limit 300
-"""
-
-STEPS = """
-select name, finished_at, left(value::text, 1001) as value from queue.steps
-where job_id = %(id)s order by finished_at, name limit 300
 """
 
 # The nearest 1,000 jobs.

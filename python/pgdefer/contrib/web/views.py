@@ -62,7 +62,7 @@ def job(visit: Visit) -> Response:
         job=found,
         why=visit.read(queries.WHY, id=id)[0]["why"] if may.sees("why") else None,
         timeline=visit.read(queries.TIMELINE, id=id),
-        steps=visit.read(queries.STEPS, id=id),
+        steps=visit.read(queries.STEPS, id=id) if may.sees("steps") else [],
         attempts=visit.read(queries.ATTEMPTS, id=id),
         graph=visit.read(queries.GRAPH, id=id) if may.sees("graph") else [],
         audit=visit.read(queries.AUDIT_OF_JOB, id=id) if may.sees("audit") else [],
@@ -90,6 +90,15 @@ def locks(visit: Visit) -> Response:
         locks=visit.read(queries.LOCKS),
         semaphores=visit.read(queries.SEMAPHORES),
         shares=visit.read(queries.SHARES) if visit.session.sees("shares") else [],
+    )
+
+
+def groups(visit: Visit) -> Response:
+    """List groups: their jobs by state, and the jobs that their callbacks have deferred."""
+    return visit.page(
+        "groups.html",
+        groups=visit.read(queries.GROUPS),
+        may_close=visit.session.may("close_group"),
     )
 
 
@@ -159,6 +168,7 @@ VIEWS = {
     "/jobs": (jobs, "Jobs", "search"),
     "/queues": (queues, "Queues", "queues"),
     "/locks": (locks, "Locks and limits", "locks"),
+    "/groups": (groups, "Groups", "groups"),
     "/workers": (workers, "Workers", "workers"),
     "/schedules": (schedules, "Schedules", "schedules"),
     "/tasks": (tasks, "Tasks", "tasks"),

@@ -1,0 +1,279 @@
+"""The steps of a durable job's handler."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, overload
+
+from pgdefer._text import logger
+from pgdefer.client.client import Client
+from pgdefer.database import sql
+from pgdefer.database.execute_async import execute_async
+from pgdefer.database.source import AsyncPsycopgConnection
+from pgdefer.errors import StepFailed
+from pgdefer.options import RetryPolicy
+from pgdefer.tasks.raised import JobSuspended
+from pgdefer.tasks.steps import (
+    AsyncStepDecorator,
+    AsyncStepFunction,
+    AsyncStepValue,
+    Steps,
+    TakeSteps,
+    check_is_decorator,
+    failure_of,
+    name_of_step,
+    step_json,
+)
+from pgdefer.tasks.tries import Tries, called_within_async
+
+__all__ = ["AsyncStepCalls"]
+
+log = logger("pgdefer.steps")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class AsyncStepCalls:
+    """The steps of a job."""
+
+    __slots__ = ()
+
+    id: int
+    claim: int
+    client: Client
+    steps: Steps
+
+    # Steps
+
+    @overload
+    def step_async(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        fingerprint: str | None = None,
+        retry: RetryPolicy | None = None,
+        timeout: dt.timedelta | None = None,
+        deadline: dt.datetime | dt.timedelta | None = None,
+        **kwargs: Any,
+    ) -> AsyncStepValue: ...
+    @overload
+    def step_async(self, function: AsyncStepFunction[P, R], /) -> AsyncStepFunction[P, R]: ...
+    @overload
+    def step_async(
+        self,
+        name: str | None = None,
+        /,
+        *,
+        fingerprint: str | None = None,
+        lazy: bool = False,
+        retry: RetryPolicy | None = None,
+        timeout: dt.timedelta | None = None,
+        deadline: dt.datetime | dt.timedelta | None = None,
+    ) -> AsyncStepDecorator: ...
+    def step_async(
+        self,
+        name: str | Callable[..., Any] | None = None,
+        function: Callable[..., Any] | None = None,
+        /,
+        *args: Any,
+        fingerprint: str | None = None,
+        retry: RetryPolicy | None = None,
+        timeout: dt.timedelta | None = None,
+        deadline: dt.datetime | dt.timedelta | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a function, once in all runs of the job, and return the value that it returned then.
+
+        If the run ends before the value is stored, the function is called again: it runs at least
+        once. Put writes to the database that must happen exactly once into `transaction`. With a
+        fingerprint, a step that was finished with another one is refused: StepChanged.
+
+        Without a function it is a decorator: each call of the decorated function is a step, which
+        has the function's name unless another is passed. A lazy step is not stored at once, but
+        with the next step that is, or with the run's outcome: it needs no call of its own, but runs
+        again if the worker dies before that.
+
+        `timeout` limits each call. With `retry`, an error of the function counts for the step and
+        not for the job. It ends the run by JobSuspended, until the policy's last attempt: that
+        raises StepFailed, in this and all later runs. No call begins after `deadline`, a time, or
+        a timedelta from the step's first failure.
+        """
+        tries = Tries(fingerprint, retry, timeout, deadline)
+        if function is not None:
+            return self._run_step_async(name_of_step(name), function, args, kwargs, tries)
+        is_lazy = bool(kwargs.pop("lazy", False))
+        check_is_decorator(args, kwargs)
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            key = name_of_step(function if name is None else name)
+
+            @functools.wraps(function)
+            async def call_async(*args: Any, **kwargs: Any) -> Any:
+                return await self._run_step_async(
+                    key, function, args, kwargs, tries, is_lazy=is_lazy
+                )
+
+            return call_async
+
+        return decorate(name) if callable(name) else decorate
+
+    async def _run_step_async(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tries: Tries,
+        *,
+        is_lazy: bool = False,
+    ) -> Any:
+        async with self._step_async(name, tries.fingerprint) as (key, known):
+            call = (function, args, kwargs)
+            value = known if key is None else await self._try_step_async(key, call, tries, is_lazy)
+        if isinstance(value, StepFailed):
+            raise value  # outside of the block, which would give the step's name back
+        return value
+
+    async def _try_step_async(
+        self,
+        key: str,
+        call: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]],
+        tries: Tries,
+        is_lazy: bool,
+    ) -> Any:
+        try:
+            value = await called_within_async(*call, tries.timeout)
+        except Exception as error:
+            if not tries.count(error):
+                raise
+            return await self._fail_async(key, error, tries)
+        fingerprint = tries.fingerprint
+        if not is_lazy or not self.steps.keep(self._finished(key, value, fingerprint)):
+            await self._finish_async(key, value, fingerprint)
+        return value
+
+    async def _fail_async(self, key: str, error: Exception, tries: Tries) -> StepFailed:
+        """Store a failure. Raises JobSuspended if the step is to be tried again."""
+        await self._store_kept_async()
+        parameters = {**self._keyed(key), **tries.failure(error)}
+        ((state,),) = await self.client.call_async(sql.FAIL_STEP, parameters)
+        if state is not None:
+            log.warning("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
+            raise JobSuspended from error
+        failed = StepFailed(key, parameters["error"])
+        failed.__cause__ = error
+        return failed
+
+    @contextlib.asynccontextmanager
+    async def transaction_async(self, name: str) -> AsyncIterator[AsyncPsycopgConnection | None]:
+        """Begin a transaction that finishes the step when it commits: exactly once.
+
+        Yields its connection, or None if the step is finished: then there is nothing to do.
+        """
+        async with self._step_async(name, None) as (key, _):
+            if key is None:
+                yield None
+                return
+            async with (
+                self.steps.storing_async() as take,
+                self.client.pool_async.connection() as connection,
+                connection.transaction(),
+            ):
+                yield connection
+                await self._finish_in_async(connection, take, key, None)
+
+    @contextlib.asynccontextmanager
+    async def _step_async(
+        self, name: str, fingerprint: str | None
+    ) -> AsyncIterator[tuple[str | None, Any]]:
+        """Yield the step's name and None, or None and its value if the step is finished."""
+        key = self.steps.take(name)
+        try:
+            if self.steps.finished is None:
+                await self._read_steps_async()
+            finished = self.steps.finished or {}
+            if key in finished:
+                if fingerprint is not None:
+                    parameters = {**self._keyed(key), "fingerprint": fingerprint}
+                    await self.client.call_async(sql.BEGIN_STEP, parameters)
+                failure = failure_of(finished[key])
+                if failure is None:
+                    yield None, await self.client.codec.decode_async(finished[key])
+                else:
+                    yield None, StepFailed(key, failure)
+            else:
+                yield key, None
+        except BaseException:
+            self.steps.give_back(name)
+            raise
+
+    async def _read_steps_async(self) -> None:
+        found: list[Any] = []
+        after = None
+        while True:
+            parameters = {"id": self.id, "claim": self.claim, "after": after}
+            rows = await self.client.call_async(sql.READ_STEPS, parameters)
+            if not rows:
+                break
+            found += rows
+            after = rows[-1][0]
+        self.steps.complete(found)
+
+    async def _finish_async(self, key: str, value: Any, fingerprint: str | None = None) -> None:
+        """Store a step, after the lazy ones before it."""
+        with self.steps.storing() as take:
+            await self._finish_in_async(None, take, key, value, fingerprint)
+
+    async def _finish_in_async(
+        self,
+        connection: AsyncPsycopgConnection | None,
+        take: TakeSteps,
+        key: str,
+        value: Any,
+        fingerprint: str | None = None,
+    ) -> None:
+        """Store a step, after the lazy ones before it; with a connection, in its transaction."""
+        if fingerprint is None and not self.steps.kept:
+            await self._call_async(sql.FINISH_STEP, self._finishing(key, value), connection)
+            return
+        steps = take(self._finished(key, value, fingerprint))
+        parameters = {"id": self.id, "claim": self.claim, "steps": steps}
+        await self._call_async(sql.FINISH_STEPS, parameters, connection)
+
+    async def _store_kept_async(self) -> None:
+        """Store the lazy steps before the claim ends."""
+        if self.steps.kept:
+            with self.steps.storing() as take:
+                parameters = {"id": self.id, "claim": self.claim, "steps": take()}
+                await self.client.call_async(sql.FINISH_STEPS, parameters)
+
+    async def _call_async(
+        self,
+        statement: sql.Statement,
+        parameters: Mapping[str, Any],
+        connection: AsyncPsycopgConnection | None,
+    ) -> None:
+        if connection is None:
+            await self.client.call_async(statement, parameters)
+        else:
+            await execute_async(connection, statement, parameters)
+
+    # Parameters
+
+    def _keyed(self, key: str) -> dict[str, Any]:
+        return {"id": self.id, "claim": self.claim, "name": key}
+
+    def _finishing(self, key: str, value: Any) -> dict[str, Any]:
+        return {**self._keyed(key), "value": self._value_text(value)}
+
+    def _finished(self, key: str, value: Any, fingerprint: str | None) -> str:
+        return step_json(key, self._value_text(value), fingerprint)
+
+    def _value_text(self, value: Any) -> str | None:
+        return None if value is None else self.client.codec.dumps(value)

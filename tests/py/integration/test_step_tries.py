@@ -1,0 +1,232 @@
+"""A step's own retry policy, timeout and deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import time
+from collections import Counter
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import App, JobFailed, Retry, StepFailed, current_job
+
+from .conftest import Jobs, running, steps
+
+Connection = psycopg.Connection[Any]
+
+
+class Shop:
+    """Counts the calls of its methods, of which the first ones fail."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.calls: Counter[str] = Counter()
+        self.caught: list[str] = []
+
+    def charge(self, amount: int) -> int:
+        self.calls["charge"] += 1
+        if self.calls["charge"] <= self.failures:
+            raise ValueError(f"no money {self.calls['charge']}")
+        return amount
+
+    async def charge_async(self, amount: int) -> int:
+        await asyncio.sleep(0)
+        return self.charge(amount)
+
+    def refund(self) -> str:
+        self.calls["refund"] += 1
+        return "refunded"
+
+
+def define(app: App, shop: Shop, *, is_async: bool, **options: Any) -> str:
+    """A task that charges three times at most, and then refunds; it fails once in between."""
+
+    @app.task(name="async", retry=2)
+    async def coroutine() -> object:
+        job = current_job()
+        try:
+            charged = await job.step_async("charge", shop.charge_async, 5, retry=3, **options)
+        except StepFailed as error:
+            shop.caught.append(f"{error.step}: {error.error}")
+            charged = await job.step_async("refund", shop.refund)
+        shop.calls["ends"] += 1
+        if shop.calls["ends"] == 1:
+            raise RuntimeError("later")
+        return charged
+
+    @app.task(name="sync", retry=2)
+    def function() -> object:
+        job = current_job()
+        charge = job.step("charge", retry=3, **options)(shop.charge)
+        try:
+            charged: object = charge(5)
+        except StepFailed as error:
+            shop.caught.append(f"{error.step}: {error.error}")
+            charged = job.step("refund", shop.refund)
+        shop.calls["ends"] += 1
+        if shop.calls["ends"] == 1:
+            raise RuntimeError("later")
+        return charged
+
+    return "async" if is_async else "sync"
+
+
+async def test_a_step_is_tried_again(
+    app: App, jobs: Jobs, conn: Connection, is_async: bool
+) -> None:
+    shop = Shop(failures=2)
+    job = app.defer(define(app, shop, is_async=is_async))
+    async with running(app):
+        assert await job.result_async(60) == 5
+    assert shop.calls == {"charge": 3, "ends": 2}
+    assert shop.caught == []
+    (row,) = jobs()
+    assert (row["attempts"], row["failures"]) == (4, 1)  # that of the handler
+    query = "select name, failures, error from queue.steps"
+    assert conn.execute(query).fetchall() == [("charge", 2, None)]
+    outcomes = "select outcome, error from queue.attempts order by claim"
+    assert conn.execute(outcomes).fetchall() == [
+        ("failed", "ValueError: no money 1"),
+        ("failed", "ValueError: no money 2"),
+        ("failed", "RuntimeError: later"),
+    ]
+
+
+async def test_after_the_last_attempt_the_handler_goes_on(
+    app: App, conn: Connection, is_async: bool
+) -> None:
+    shop = Shop(failures=9)
+    job = app.defer(define(app, shop, is_async=is_async))
+    async with running(app):
+        assert await job.result_async(60) == "refunded"
+    assert shop.calls == {"charge": 3, "refund": 1, "ends": 2}
+    # In both runs that came to it, the same.
+    assert shop.caught == ["charge: ValueError: no money 3"] * 2
+    assert steps(conn, job.id).keys() == {"charge", "refund"}
+
+
+async def test_an_operator_has_it_tried_again(app: App, conn: Connection) -> None:
+    shop = Shop(failures=2)
+
+    @app.task(name="t", retry=5)
+    def t() -> int:
+        job = current_job()
+        job.step("before", lazy=True)(shop.refund)()
+        charged: int = job.step("charge", shop.charge, 5, retry=2)
+        return charged
+
+    job = t.defer()
+    async with running(app):
+        with pytest.raises(
+            JobFailed, match="StepFailed: step charge failed: ValueError: no money 2"
+        ):
+            await job.result_async(60)
+        assert shop.calls == {"charge": 2, "refund": 1}
+        conn.execute("select queue.retry(array[%s])", [job.id])
+        assert await job.result_async(60) == 5
+    assert shop.calls == {"charge": 3, "refund": 1}
+
+
+async def test_a_step_has_a_timeout(app: App, conn: Connection, is_async: bool) -> None:
+    timeout = dt.timedelta(seconds=0.05)
+    calls: Counter[str] = Counter()
+
+    async def late_async() -> str:
+        calls["late"] += 1
+        if calls["late"] == 1:
+            await asyncio.sleep(3600)
+        return "in time"
+
+    def late() -> str:
+        calls["late"] += 1
+        end = time.monotonic() + 3600
+        while calls["late"] == 1 and time.monotonic() < end:
+            time.sleep(0.01)
+        return "in time"
+
+    @app.task(name="async")
+    async def coroutine() -> list[str]:
+        job = current_job()
+        found = [await job.step_async("late", late_async, retry=2, timeout=timeout)]
+        calls["late"] = 0
+        try:
+            await job.step_async("other", late_async, timeout=timeout)
+        except TimeoutError as error:
+            found.append(str(error))
+        return found
+
+    @app.task(name="sync")
+    def function() -> list[str]:
+        job = current_job()
+        found = [job.step("late", late, retry=2, timeout=timeout)]
+        calls["late"] = 0
+        try:
+            job.step("other", late, timeout=timeout)
+        except TimeoutError as error:
+            found.append(str(error))
+        return found
+
+    job = app.defer("async" if is_async else "sync")
+    async with running(app):
+        assert await job.result_async(60) == ["in time", "not done within 0:00:00.050000"]
+    assert steps(conn, job.id) == {"late": "in time"}
+    assert conn.execute("select outcome from queue.attempts").fetchall() == [("timed_out",)]
+
+
+@pytest.mark.parametrize(
+    "deadline", [dt.timedelta(hours=1), dt.datetime(2020, 1, 1, tzinfo=dt.UTC)]
+)
+async def test_a_step_has_a_deadline(
+    app: App, deadline: dt.datetime | dt.timedelta, is_async: bool
+) -> None:
+    shop = Shop(failures=9)
+    retry = Retry(9, base=dt.timedelta(hours=2))
+
+    @app.task(name="async")
+    async def coroutine() -> None:
+        step = current_job().step_async
+        await step("charge", shop.charge_async, 5, retry=retry, deadline=deadline)
+
+    @app.task(name="sync")
+    def function() -> None:
+        current_job().step("charge", shop.charge, 5, retry=retry, deadline=deadline)
+
+    job = app.defer("async" if is_async else "sync")
+    async with running(app):
+        with pytest.raises(JobFailed, match="step charge failed: ValueError: no money 1"):
+            await job.result_async(60)
+    assert shop.calls == {"charge": 1}
+
+
+async def test_options_that_are_refused(app: App) -> None:
+    said: list[str] = []
+    hour = dt.timedelta(hours=1)
+
+    @app.task(name="t")
+    def t() -> None:
+        step: Any = current_job().step
+        for options in (
+            {"retry": 1},
+            {"timeout": 5},
+            {"timeout": -hour},
+            {"deadline": hour},
+            {"retry": 3, "deadline": 5},
+        ):
+            try:
+                step("a", len, "x", **options)
+            except (TypeError, ValueError) as error:
+                said.append(str(error))
+
+    job = t.defer()
+    async with running(app):
+        await job.result_async(60)
+    assert [text.partition(",")[0] for text in said] == [
+        "a step: retry=1 is one attempt",
+        "a step: timeout must be a timedelta",
+        "a step: timeout must be positive",
+        "a step: deadline ends the attempts of a policy: pass retry too",
+        "a step: deadline must be a datetime or timedelta",
+    ]
