@@ -188,7 +188,7 @@ set enable_mergejoin = off as $$
     'options', coalesce(j.options, '{}') - '{terms,parent,group}'::text[]
       || jsonb_build_object('held', p_held, 'share', coalesce(j.options ->> 'share', ''), 'idempotency_key',
         coalesce(j.options ->> 'idempotency_key', ''))
-      || case when j.queueing_lock is null then '{}' else '{"on_conflict": "ignore"}' end
+      || case when j.queueing_lock is null then '{}'::jsonb else '{"on_conflict": "ignore"}' end
       || case when j.keys is null then '{}' else jsonb_build_object('concurrency', (
         select jsonb_agg(jsonb_strip_nulls(jsonb_build_object('key', k.key, 'limit', k.key_limit))
           || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+
 import psycopg
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from psycopg.types.json import Jsonb
 
 from pgdefer import App, InvalidParameter
 from pgdefer.contrib.cluster import Cluster, shard_of
@@ -125,7 +127,7 @@ def test_a_shard_refuses_the_keys_of_others(cluster: Cluster, dsns: dict[str, st
         ):
             connection.execute("select queue.shard_defer(%s, 'work')", [theirs])
         assert refused.value.diag.message_detail == f"slot: {shard_of(theirs)}, shard: b"
-        both = psycopg.types.json.Jsonb([{"task": "t", "shard_key": k} for k in (mine, theirs)])
+        both = Jsonb([{"task": "t", "shard_key": k} for k in (mine, theirs)])
         with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState), connection.transaction():
             connection.execute("select queue.shard_defer_many(%s)", [both])
         connection.execute("select queue.shard_defer(%s, 'work')", [mine])
@@ -206,7 +208,7 @@ def test_a_second_map_is_refused_and_a_copy_learns(cluster: Cluster, dsns: dict[
     cluster.refresh()
     known = {"shards": cluster.map.shards, "slots": [("b", 7), *cluster.map.slots[1:]]}
     learn = "select queue.shard_learn(%s)"
-    given = [psycopg.types.json.Jsonb(known)]
+    given = [Jsonb(known)]
     assert rows(dsns["c"], learn, given) == [(1,)]
     assert rows(dsns["c"], learn, given) == [(0,)]
     assert cluster.check() == []  # a still serves it, and c has a newer word

@@ -6,7 +6,11 @@ clusters and moves slots. The rules are in extension/cluster/.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psycopg
 
 from pgdefer.app import App
 from pgdefer.contrib.cluster import sql
@@ -15,6 +19,7 @@ from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
 from pgdefer.contrib.cluster.install import install
 from pgdefer.contrib.cluster.moving import Move, move
 from pgdefer.contrib.cluster.shards import ShardMap, shard_of
+from pgdefer.database.sql import Statement
 
 __all__ = ["Cluster", "Move", "ShardMap", "install", "shard_of"]
 
@@ -55,29 +60,35 @@ class Cluster(Deferring, AsyncDeferring):
         `started` they do, as new ones.
         """
         self.refresh()
-        for app in self.apps():
-            self.map.learn(app.client.call(sql.MAP, {})[0][0])
+        for _, told in self._maps():
+            self.map.learn(told)
         source = self.map.slots[slot][0]
         done = move(self.map, slot, (source, to), patience=patience, started=started)
         if done.is_done:
             self.refresh(to)
             # the target's word ends a move of which only the source's last step is missing
-            parameters = {"slot": slot, "version": self.map.slots[slot][1]}
-            for app in self.apps():
-                app.client.call(sql.MOVED, parameters)
+            self._tell(sql.MOVED, {"slot": slot, "version": self.map.slots[slot][1]})
             self.tell()
         return done
 
     def tell(self) -> list[str]:
         """Tell all shards the map. Return those that can't be reached: they learn it later."""
+        return self._tell(sql.LEARN, {"map": self.map.to_json(), "self": None})
+
+    def _tell(self, statement: Statement, parameters: Mapping[str, Any]) -> list[str]:
         unreached = []
-        text = self.map.to_json()
-        for name in list(self.map.shards):
+        for name in self.map.shards:
             try:
-                self.app_of(name).client.call(sql.LEARN, {"map": text, "self": None})
-            except Exception:
+                self.app_of(name).client.call(statement, parameters)
+            except psycopg.OperationalError:
                 unreached.append(name)
         return unreached
+
+    def _maps(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Return the map of each shard that can be reached."""
+        for name in list(self.map.shards):
+            with contextlib.suppress(psycopg.OperationalError):
+                yield name, self.app_of(name).client.call(sql.MAP, {})[0][0]
 
     def split(self, queue: str, max_running: int) -> dict[str, int]:
         """Divide a queue's limit among the shards, at least 1 each; return the parts.
@@ -95,19 +106,12 @@ class Cluster(Deferring, AsyncDeferring):
         return parts
 
     def check(self) -> list[str]:
-        """Return what is wrong: slots that two shards, or none, take for their own."""
-        claims: dict[int, list[str]] = {}
-        for name in self.map.shards or self._refreshed():
-            told = self.app_of(name).client.call(sql.MAP, {})[0][0]
-            for slot, (owner, _) in enumerate(told["slots"]):
-                if owner == name:
-                    claims.setdefault(slot, []).append(name)
-        return [
-            f"slot {slot}: {', '.join(claims.get(slot, [])) or 'no shard'}"
-            for slot in range(len(self.map.slots))
-            if len(claims.get(slot, [])) != 1
-        ]
-
-    def _refreshed(self) -> Mapping[str, str]:
+        """Return what is wrong: shards that are down, and slots with no shard or with two."""
         self.refresh()
-        return self.map.shards
+        told = dict(self._maps())
+        wrong = [f"shard {name}: can't be reached" for name in self.map.shards if name not in told]
+        for slot, (owner, _) in enumerate(self.map.slots):
+            claims = [name for name in told if told[name]["slots"][slot][0] == name]
+            if len(claims) != 1 and (owner in told or claims):
+                wrong.append(f"slot {slot}: {', '.join(claims) or 'no shard'}")
+        return wrong
