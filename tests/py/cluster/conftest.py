@@ -52,7 +52,8 @@ def cluster(app: App, dsns: dict[str, str]) -> Iterator[Cluster]:
 
 def rows(dsn: str, statement: str, parameters: Any = None) -> list[tuple[Any, ...]]:
     with psycopg.connect(dsn, autocommit=True) as connection:
-        return connection.execute(statement.encode(), parameters).fetchall()
+        done = connection.execute(statement.encode(), parameters)
+        return done.fetchall() if done.description else []
 
 
 def keys(of: Callable[[str], bool], count: int) -> list[str]:

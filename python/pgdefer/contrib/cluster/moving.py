@@ -102,7 +102,10 @@ def move(
         states = dict(mover.call(here, sql.PARTS))
         for part in [part for part, state in states.items() if state == "leaving"]:
             mover.arrive(part)
-        left = [part for part in range(PARTS) if part not in states]
+        empty = [row[0] for row in mover.call(here, sql.LEAVE_EMPTY)]
+        mover.call(there, sql.ARRIVE_EMPTY, parts=empty)
+        mover.call(here, sql.GONE_EMPTY, parts=empty)
+        left = [part for part in range(PARTS) if part not in {*states, *empty}]
         for _ in range(3):
             for part in left:
                 mover.part(part, patience)

@@ -31,4 +31,11 @@ PART_ARRIVE = Statement(
     "select queue.shard_part_arrive(:slot, :part, cast(cast(:jobs as text) as jsonb))"
 )
 PART_GONE = Statement("select queue.shard_part_gone(:slot, :part)")
+LEAVE_EMPTY = Statement("select * from queue.shard_leave_empty(:slot)")
+ARRIVE_EMPTY = Statement("""
+    select queue.shard_part_arrive(:slot, p, '[]') from unnest(cast(:parts as integer[])) p
+""")
+GONE_EMPTY = Statement("""
+    select queue.shard_part_gone(:slot, p) from unnest(cast(:parts as integer[])) p
+""")
 MOVED = Statement("select queue.shard_moved(:slot, :version)")
