@@ -174,7 +174,8 @@ begin
 end $$;
 
 -- Source. Lets all parts leave at once that have no jobs, and for which nobody defers; returns them.
--- Locks: advisory: those of the parts, exclusive, by try. A defer that comes later is refused: it tries again.
+-- Locks: advisory: those of the parts, exclusive, by try. A defer that comes later is refused: it tries
+-- again.
 create or replace function queue.shard_leave_empty(slot integer)
 returns setof integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
@@ -183,7 +184,8 @@ begin
     if pg_try_advisory_xact_lock(1885824116, shard_leave_empty.slot * 256 + v_part)
     and not exists (select from queue.shard_job s where s.slot = shard_leave_empty.slot and s.part = v_part)
     then
-      insert into queue.shard_part (slot, part, state) values (slot, v_part, 'leaving') on conflict do nothing;
+      insert into queue.shard_part (slot, part, state) values (slot, v_part, 'leaving')
+      on conflict do nothing;
       if found then
         return next v_part;
       end if;
@@ -295,7 +297,8 @@ declare
   v_name regprocedure;
 begin
   foreach v_name in array '{queue.shard_leave,queue.shard_list,queue.shard_receive,queue._shard_jobs,
-    queue.shard_hold,queue.shard_unhold,queue.shard_part_leave,queue.shard_leave_empty,queue._shard_call,queue.shard_part_jobs,
+    queue.shard_hold,queue.shard_unhold,queue.shard_part_leave,queue.shard_leave_empty,
+    queue._shard_call,queue.shard_part_jobs,
     queue.shard_part_arrive,queue.shard_part_gone,queue.shard_parts,queue.shard_moved}'::regproc[] loop
     execute format('revoke all on function %s from public', v_name);
   end loop;

@@ -243,7 +243,8 @@ def test_everything_about_a_job_moves(cluster: Cluster, dsns: dict[str, str]) ->
     statement = (
         "select to_jsonb(j)"
         " - '{id,xid,created_at,needs,is_overridden,flags,tag,options,is_kept}'::text[],"
-        " j.options - 'terms', replace((j.options -> 'terms')::text, 'null', '{}'), j.flags & ~2048,"
+        " j.options - 'terms', replace((j.options -> 'terms')::text, 'null', '{}'),"
+        " j.flags & ~2048,"
         " (select count(*) from queue.need n where n.job_id = j.id), s.state"
         " from queue.job_now j join queue.jobs s using (id) where j.task = 'full'"
     )

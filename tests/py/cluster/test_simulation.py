@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from pgdefer.contrib.cluster import Cluster, shard_of
 from support import ROOT
@@ -50,6 +53,45 @@ def run_some(dsn: str, count: int) -> int:
     return len(fetched)
 
 
+class Both:
+    """The model, and the databases."""
+
+    def __init__(self, model: Any, cluster: Cluster, dsns: dict[str, str]) -> None:
+        self.model, self.cluster, self.dsns = model, cluster, dsns
+        self.refused: list[str] = []
+
+    def defer(self, drawn: list[str]) -> None:
+        self.model.defer(map(shard_of, drawn))
+        for key in drawn:
+            try:
+                self.cluster.defer("work", {}, shard_key=key)
+            except psycopg.OperationalError:
+                self.refused.append(key)
+        assert self.model.refused == len(self.refused)
+
+    def run(self) -> None:
+        for number, name in enumerate(NAMES):
+            if number != self.model.lost:
+                ran = run_some(self.dsns[name], self.model.capacity)
+                assert ran == min(self.model.capacity, self.model.backlog[number]), name
+        self.model.run()
+
+    def lose(self, number: int) -> None:
+        self.model.lose(number)
+        stop(self.dsns, NAMES[number], is_open=False)
+        self.cluster.app_of(NAMES[number]).close()
+
+    def recover(self, number: int) -> None:
+        self.model.recover()
+        stop(self.dsns, NAMES[number], is_open=True)
+        for key in self.refused:
+            self.cluster.defer("work", {}, shard_key=key)
+
+    def move(self, slot: int, number: int) -> None:
+        jobs = self.model.move(slot, number)
+        assert self.cluster.move(slot, NAMES[number]).jobs == jobs
+
+
 def test_the_model_and_three_databases_agree(
     simulator: ModuleType, cluster: Cluster, dsns: dict[str, str]
 ) -> None:
@@ -58,61 +100,32 @@ def test_the_model_and_three_databases_agree(
     names = keys(lambda _: True, 40)
     assert [simulator.slot_of(name) for name in names] == [shard_of(name) for name in names]
     weights = [1 / (n + 1) for n in range(len(names))]
-    model = simulator.Model(3, capacity=5)
-    refused: list[str] = []
-    lost = 1
-    busiest: str | None = None
-    cluster.patience = 0
-
-    def defer(key: str) -> None:
-        cluster.defer("work", {}, shard_key=key)
-
+    both = Both(simulator.Model(3, capacity=5), cluster, dsns)
+    hottest_of_a = next(key for key in names if shard_of(key) * 3 // 1024 == 0)
+    events: dict[int, Callable[[], None]] = {
+        3: lambda: both.lose(1),
+        6: lambda: both.recover(1),
+        7: lambda: both.move(shard_of(hottest_of_a), 2),
+    }
     for second in range(9):
-        drawn = rng.choices(names, weights, k=12)
-        model.defer(map(shard_of, drawn))
-        for key in drawn:
-            try:
-                defer(key)
-            except psycopg.OperationalError:
-                refused.append(key)
-        for number, name in enumerate(NAMES):
-            if number != model.lost:
-                ran = run_some(dsns[name], model.capacity)
-                assert ran == min(model.capacity, model.backlog[number]), (second, name)
-        model.run()
-        assert model.refused == len(refused)
-        if second == 2:
-            model.lose(lost)
-            stop(dsns, "b", is_open=False)
-            cluster.app_of("b").close()
-        elif second == 5:
-            model.recover()
-            stop(dsns, "b", is_open=True)
-            for key in refused:
-                defer(key)
-        elif second == 6:
-            busiest = max(
-                set(names),
-                key=lambda key: model.owner[shard_of(key)] == 0 and weights[names.index(key)],
-            )
-            moved = model.move(shard_of(busiest), 2)
-            assert cluster.move(shard_of(busiest), "c").jobs == moved
-    assert refused
-    assert busiest is not None
+        events.get(second, lambda: None)()
+        both.defer(rng.choices(names, weights, k=12))
+        both.run()
+    assert both.refused
     count = "select count(*) from queue.jobs where finished_at is null"
-    assert [rows(dsns[name], count)[0][0] for name in NAMES] == model.backlog
+    assert [rows(dsns[name], count)[0][0] for name in NAMES] == both.model.backlog
     done = "select count(*) from queue.jobs where state = 'succeeded'"
-    assert [rows(dsns[name], done)[0][0] for name in NAMES] == model.ran
-    assert sum(model.ran) + sum(model.backlog) == 9 * 12
+    assert [rows(dsns[name], done)[0][0] for name in NAMES] == both.model.ran
+    assert sum(both.model.ran) + sum(both.model.backlog) == 9 * 12
 
 
 def stop(dsns: dict[str, str], name: str, *, is_open: bool) -> None:
-    """Let nobody into a database any more, as if its server had stopped; or let them in again."""
+    """Let nobody into a database, as if its server had stopped; or let them in again."""
     with psycopg.connect(dsns["a"], autocommit=True) as connection:
-        database = psycopg.sql.Identifier(f"shard_{name}")
-        allowed = psycopg.sql.Literal(is_open)
+        database = sql.Identifier(f"shard_{name}")
+        allowed = sql.Literal(is_open)
         connection.execute(
-            psycopg.sql.SQL("alter database {} allow_connections {}").format(database, allowed)
+            sql.SQL("alter database {} allow_connections {}").format(database, allowed)
         )
         if not is_open:
             connection.execute(
