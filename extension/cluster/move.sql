@@ -67,12 +67,14 @@ begin
   on conflict do nothing;
 end $$;
 
--- What is left of a part: its unfinished jobs. is_ready: it may leave. why: what it must wait for.
+-- What is left of a part: its unfinished jobs. why: what it must wait for. PL/pgSQL, as it keeps its plan.
 create or replace function queue._shard_jobs(p_slot integer, p_part integer, p_started boolean)
 returns table (id bigint, state text, is_held boolean, why text)
-language sql stable security invoker
-set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_hashjoin = off
-set enable_mergejoin = off as $$
+language plpgsql stable security invoker rows 100
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  return query
   select j.id, j.state, s.is_held,
     case
       when j.state = 'running' then 'it runs'
@@ -87,8 +89,8 @@ set enable_mergejoin = off as $$
   join queue.jobs j on j.id = s.id
   join queue.job o on o.id = s.id
   where s.slot = p_slot and s.part = p_part and j.finished_at is null
-    and queue.shard_of(j.headers ->> 'shard_key') = p_slot
-$$;
+    and queue.shard_of(j.headers ->> 'shard_key') = p_slot;
+end $$;
 
 -- Source. Holds up to 100 jobs of a part that have not started, so that those that have can end, and no
 -- others begin. Returns how many are left to hold, and a job that the part must wait for.
@@ -195,9 +197,11 @@ end $$;
 
 -- A job as queue.defer_many takes it, with its id, and the ids of unfinished jobs that it needs.
 create or replace function queue._shard_call(p_id bigint, p_held boolean)
-returns jsonb language sql stable security invoker
-set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_hashjoin = off
-set enable_mergejoin = off as $$
+returns jsonb language plpgsql stable security invoker
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  return (
   select jsonb_build_object('id', j.id, 'task', j.task, 'args', j.args, 'queue', j.queue,
     'priority', j.priority, 'lock', coalesce(j.lock, ''), 'queueing_lock', coalesce(j.queueing_lock, ''),
     'scheduled_at', j.scheduled_at, 'deadline', j.deadline, 'concurrency_key', '', 'needs', (
@@ -215,8 +219,8 @@ set enable_mergejoin = off as $$
         from unnest(j.keys, j.limits) with ordinality k (key, key_limit, n))) end)
   from queue.job_now j
   join queue.jobs v on v.id = j.id
-  where j.id = p_id
-$$;
+  where j.id = p_id);
+end $$;
 
 -- Source. The jobs of a part that has left, in their order.
 create or replace function queue.shard_part_jobs(slot integer, part integer)
