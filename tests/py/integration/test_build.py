@@ -280,6 +280,9 @@ def test_the_wheel_carries_each_form_once(build: ModuleType, tmp_path: Path) -> 
         names = archive.namelist()
     files = build.render(ROOT / "extension", build.version())
     wanted = {name if name == "pgdefer.sql" else f"extension/{name}" for name in files}
+    for folder in ("cluster", "plproxy"):
+        paths = (ROOT / "extension" / folder).iterdir()
+        wanted |= {f"{folder}/{path.name}" for path in paths}
     assert sorted(name for name in names if name.startswith("pgdefer/_sql/")) == sorted(
         f"pgdefer/_sql/{name}" for name in wanted
     )

@@ -297,6 +297,24 @@ def test_the_page_on_many_databases(reader: Reader, server: EmbeddedServer) -> N
             connection.execute("drop database if exists tenant_b with (force)")
 
 
+def test_the_page_on_scaling(reader: Reader, server: EmbeddedServer) -> None:
+    output = ""
+    made = ("shop_a", "shop_b", "shop_c")
+    try:
+        for block in blocks("docs/scaling.md"):
+            if block.language == "text":
+                assert squeezed(output) == squeezed(block.text), block.line
+                reader.type_in(
+                    Block(0, "sh", "createdb shop_c && pgdefer install --dsn dbname=shop_c")
+                )
+            else:
+                output = reader.type_in(block)
+    finally:
+        with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+            for name in made:
+                connection.execute(f"drop database if exists {name} with (force)".encode())
+
+
 def words(path: str) -> set[str]:
     """Return the words that a page marks as code."""
     page = re.sub(

@@ -1,0 +1,117 @@
+"""Shards: jobs spread by key over several databases, each with a complete queue.
+
+`Cluster(app, dsn)` defers in the shard of a job's key; `python -m pgdefer.contrib.cluster` creates
+clusters and moves slots. The rules are in extension/cluster/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psycopg
+
+from pgdefer.app import App
+from pgdefer.contrib.cluster import sql
+from pgdefer.contrib.cluster.deferring import Deferring
+from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
+from pgdefer.contrib.cluster.install import install
+from pgdefer.contrib.cluster.moving import Move, move
+from pgdefer.contrib.cluster.shards import ShardMap, shard_of
+from pgdefer.database.sql import Statement
+
+__all__ = ["Cluster", "Move", "ShardMap", "install", "shard_of"]
+
+
+class Cluster(Deferring, AsyncDeferring):
+    """An app over several databases.
+
+    The map comes from any of the `dsns`, and from the shards themselves when it has changed. Its
+    DSNs should have no password: libpq finds those in its password file. `patience`: for how many
+    seconds a call follows a key that moves.
+    """
+
+    @classmethod
+    def create(cls, app: App, shards: Mapping[str, str]) -> Cluster:
+        """Install the functions in each of these databases, and divide the slots among them."""
+        for name, dsn in shards.items():
+            install(dsn, self=name, shards=shards)
+        return cls(app, *shards.values())
+
+    def of(self, key: str) -> App:
+        """Return the app bound to the shard of a key; its calls check no keys."""
+        if not self.map.slots:
+            self.refresh()
+        return self.app_of(self.map.slots[shard_of(key)][0])
+
+    def add(self, name: str, dsn: str) -> None:
+        """Add an empty shard, for slots to be moved to."""
+        self.refresh()
+        self.map.shards[name] = dsn
+        install(dsn, self=name, known=self.map)
+        self.tell()
+
+    def move(self, slot: int, to: str, *, patience: float = 0.5, started: bool = False) -> Move:
+        """Move a slot, with its jobs; again, after a failure, goes on where that stopped.
+
+        A part of the slot waits until none of its jobs runs, for `patience` seconds, and comes last
+        then. Jobs that have been started before, and wait for another attempt, do not move; with
+        `started` they do, as new ones.
+        """
+        self.refresh()
+        for _, told in self._maps():
+            self.map.learn(told)
+        source = self.map.slots[slot][0]
+        done = move(self.map, slot, (source, to), patience=patience, started=started)
+        if done.is_done:
+            self.refresh(to)
+            # the target's word ends a move of which only the source's last step is missing
+            self._tell(sql.MOVED, {"slot": slot, "version": self.map.slots[slot][1]})
+            self.tell()
+        return done
+
+    def tell(self) -> list[str]:
+        """Tell all shards the map. Return those that can't be reached: they learn it later."""
+        return self._tell(sql.LEARN, {"map": self.map.to_json(), "self": None})
+
+    def _tell(self, statement: Statement, parameters: Mapping[str, Any]) -> list[str]:
+        unreached = []
+        for name in self.map.shards:
+            try:
+                self.app_of(name).client.call(statement, parameters)
+            except psycopg.OperationalError:
+                unreached.append(name)
+        return unreached
+
+    def _maps(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Return the map of each shard that can be reached."""
+        for name in list(self.map.shards):
+            with contextlib.suppress(psycopg.OperationalError):
+                yield name, self.app_of(name).client.call(sql.MAP, {})[0][0]
+
+    def split(self, queue: str, max_running: int) -> dict[str, int]:
+        """Divide a queue's limit among the shards, at least 1 each; return the parts.
+
+        No shard lends its part to another: one with few jobs leaves its part unused.
+        """
+        self.refresh()
+        names = sorted(self.map.shards)
+        if max_running < len(names):
+            raise ValueError(f"a limit of {max_running} can't be divided among {len(names)} shards")
+        whole, rest = divmod(max_running, len(names))
+        parts = {name: whole + (number < rest) for number, name in enumerate(names)}
+        for name, part in parts.items():
+            self.app_of(name).client.call(sql.LIMIT, {"queue": queue, "limit": part})
+        return parts
+
+    def check(self) -> list[str]:
+        """Return what is wrong: shards that are down, and slots with no shard or with two."""
+        self.refresh()
+        told = dict(self._maps())
+        wrong = [f"shard {name}: can't be reached" for name in self.map.shards if name not in told]
+        for slot, (owner, _) in enumerate(self.map.slots):
+            claims = [name for name in told if told[name]["slots"][slot][0] == name]
+            if len(claims) != 1 and (owner in told or claims):
+                wrong.append(f"slot {slot}: {', '.join(claims) or 'no shard'}")
+        return wrong

@@ -1,0 +1,94 @@
+"""`python -m pgdefer.contrib.cluster`: create a cluster, look at its map, move slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pgdefer.app import App
+from pgdefer.contrib.cluster import Cluster
+
+cli = typer.Typer(no_args_is_help=True, help="Shards: databases that share the jobs by key.")
+Dsn = Annotated[str, typer.Option(envvar="PGDEFER_DSN", help="The database of any shard.")]
+
+
+@cli.command()
+def create(
+    shards: Annotated[list[str], typer.Argument(help="NAME=DSN of each, without passwords.")],
+) -> None:
+    """Divide the slots among databases, each with the queue installed."""
+    named = dict(shard.partition("=")[::2] for shard in shards)
+    if len(named) < len(shards) or not all(named.values()):
+        raise typer.BadParameter("give NAME=DSN, each name once")
+    Cluster.create(App(), named).close()
+
+
+@cli.command()
+def add(name: str, address: Annotated[str, typer.Argument(metavar="DSN")], dsn: Dsn) -> None:
+    """Add a shard without slots."""
+    Cluster(App(), dsn).add(name, address)
+
+
+@cli.command()
+def slots(dsn: Dsn) -> None:
+    """Print each shard with its slots."""
+    cluster = Cluster(App(), dsn)
+    cluster.refresh()
+    owned: dict[str, list[int]] = {name: [] for name in sorted(cluster.map.shards)}
+    for slot, (owner, _) in enumerate(cluster.map.slots):
+        owned[owner].append(slot)
+    for name, numbers in owned.items():
+        ends = [n for n in numbers if n + 1 not in numbers]
+        starts = [n for n in numbers if n - 1 not in numbers]
+        ranges = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, ends, strict=True)]
+        typer.echo(f"{name}: {len(numbers)} slots: {', '.join(ranges) or '-'}")
+
+
+@cli.command()
+def dsns(
+    dsn: Dsn,
+    file: Annotated[Path | None, typer.Argument(help="Where to write them, at once.")] = None,
+) -> None:
+    """Print the shards' DSNs, for `pgdefer worker --dsns`."""
+    cluster = Cluster(App(), dsn)
+    cluster.refresh()
+    text = "".join(f"{cluster.map.shards[name]}\n" for name in sorted(cluster.map.shards))
+    if file is None:
+        typer.echo(text, nl=False)
+        return
+    unfinished = file.with_name(f".{file.name}.new")
+    unfinished.write_text(text, "utf-8")
+    unfinished.replace(file)
+
+
+@cli.command()
+def move(
+    slot: int,
+    to: str,
+    dsn: Dsn,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for running jobs.")] = 0.5,
+    started: Annotated[
+        bool, typer.Option("--started", help="Move jobs that wait for a retry, as new ones.")
+    ] = False,
+) -> None:
+    """Move a slot to another shard. After a failure, run it again."""
+    done = Cluster(App(), dsn).move(slot, to, patience=patience, started=started)
+    typer.echo(f"{done.jobs} jobs moved; the longest pause of a part: {done.longest_pause:.2f} s")
+    for part, why in done.stays.items():
+        typer.echo(f"part {part} stays for now: {why}")
+    raise typer.Exit(0 if done.is_done else 1)
+
+
+@cli.command()
+def check(dsn: Dsn) -> None:
+    """Print what is wrong with the map; exit with 1 if anything is."""
+    wrong = Cluster(App(), dsn).check()
+    for line in wrong:
+        typer.echo(line)
+    raise typer.Exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    cli()

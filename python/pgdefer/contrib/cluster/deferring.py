@@ -1,0 +1,105 @@
+# Generated from deferring_async.py: change that, and run `make generate`.
+"""Deferring in the shard of each job's key."""
+
+from __future__ import annotations
+
+import time
+import time as clock
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Unpack
+
+from pgdefer.contrib.cluster import sql
+from pgdefer.contrib.cluster.base import ClusterBase
+from pgdefer.contrib.cluster.shards import REFUSALS, KeyedJob, shard_of
+from pgdefer.database.callers import OWN, AnyConnection
+from pgdefer.errors import sqlstate_of
+from pgdefer.options import DeferOptions
+from pgdefer.tasks.job import Job
+from pgdefer.tasks.prepared import PreparedJob, deferring
+
+__all__ = ["Deferring"]
+
+
+class Deferring(ClusterBase):
+    """The calls that defer."""
+
+    def defer(
+        self,
+        task: str,
+        args: Mapping[str, Any] | None = None,
+        *,
+        shard_key: str | None = None,
+        connection: AnyConnection = OWN,
+        **options: Unpack[DeferOptions],
+    ) -> Job[Any]:
+        """Defer a job in the shard of its key.
+
+        Without `shard_key` its lock is the key, else its share, else the header `tenant`. If the
+        key is elsewhere by now, or on its way, the call follows it, for `patience` seconds. With a
+        connection, which must lead to the right shard, it raises what the shard says instead.
+        """
+        job = self.keyed(task, args, shard_key, options)
+        return (self._deferred([job], connection))[0]
+
+    def defer_many(self, calls: Iterable[tuple[str, PreparedJob[Any]]]) -> list[Job[Any]]:
+        """Defer calls (`app.prepare`) with their keys; those of a shard all or none."""
+        jobs = [KeyedJob(key, call) for key, call in calls]
+        if not self.map.slots:
+            self.refresh()
+        found: dict[str, list[int]] = {}
+        for number, job in enumerate(jobs):
+            found.setdefault(self.map.slots[shard_of(job.key)][0], []).append(number)
+        done: dict[int, Job[Any]] = {}
+        for numbers in found.values():
+            some = [jobs[number] for number in numbers]
+            done.update(zip(numbers, self._deferred(some), strict=True))
+        return [done[number] for number in range(len(jobs))]
+
+    def refresh(self, shard: str | None = None) -> None:
+        """Read the map of a shard, or of the first database that answers."""
+        error: Exception | None = None
+        for app in [self.app_of(shard)] if shard is not None else self.apps():
+            try:
+                rows = app.client.call(sql.MAP, {})
+            except Exception as caught:
+                error = caught
+            else:
+                self.map.learn(rows[0][0])
+                return
+        raise error or ValueError("the cluster has no database")
+
+    def _deferred(
+        self, jobs: Sequence[KeyedJob], connection: AnyConnection = OWN
+    ) -> list[Job[Any]]:
+        """Defer jobs of one shard; those whose keys are elsewhere by now there."""
+        if not self.map.slots:
+            self.refresh()
+        keys = {job.key: job for job in jobs}
+        shard = self.map.slots[shard_of(jobs[0].key)][0]
+        until = clock.monotonic() + self.patience
+        while True:
+            app = self.app_of(shard)
+            calls = [job.call for job in jobs]
+            text = f"[{','.join(job.to_json() for job in jobs)}]"
+            tasks = [call.task for call in calls]
+            try:
+                with deferring(app.client, calls) as deferral:
+                    rows = app.client.call(sql.DEFER_MANY, {"jobs": text}, connection, tasks=tasks)
+                    done: list[Job[Any]] = [Job(row[0], app.client) for row in rows]
+                    if deferral is not None:
+                        deferral.jobs.extend(done)
+                    return done
+            except Exception as error:
+                is_late = clock.monotonic() > until
+                if sqlstate_of(error) not in REFUSALS or connection is not OWN or is_late:
+                    raise
+            if len(keys) > 1:
+                by_key = {
+                    key: self._deferred([job for job in jobs if job.key == key]) for key in keys
+                }
+                return [by_key[job.key].pop(0) for job in jobs]
+            self.refresh(shard)
+            found = (app.client.call(sql.FIND, {"key": jobs[0].key}))[0][0]
+            if found in (None, shard):
+                time.sleep(0.02)
+            shard = found or shard

@@ -1,0 +1,40 @@
+"""Adding the functions of shards to a database."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import psycopg
+
+from pgdefer.contrib.cluster import sql
+from pgdefer.contrib.cluster.shards import ShardMap
+from pgdefer.database.execute import execute
+from pgdefer.database.server import sql_folder
+
+__all__ = ["folder", "install"]
+
+
+def folder(name: str) -> Path:
+    """Return the folder of SQL that is installed on demand: cluster, plproxy."""
+    built = sql_folder()
+    packed = built / name
+    return packed if packed.exists() else built.parent / "extension" / name
+
+
+def install(
+    dsn: str,
+    *,
+    self: str | None = None,
+    shards: Mapping[str, str] | None = None,
+    known: ShardMap | None = None,
+) -> None:
+    """Add the functions, or replace them; and make the first map, or take over a known one."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for name in ("cluster.sql", "move.sql"):
+            connection.execute((folder("cluster") / name).read_bytes())
+        if shards is not None:
+            execute(connection, sql.START, {"self": self, "shards": json.dumps(dict(shards))})
+        if known is not None:
+            execute(connection, sql.LEARN, {"self": self, "map": known.to_json()})

@@ -1,0 +1,104 @@
+"""The map of keys to shards, as a program knows it; and how a job's key is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pgdefer.app import App
+from pgdefer.tasks.prepared import PreparedJob
+
+__all__ = ["PARTS", "SLOTS", "KeyedJob", "ShardMap", "key_of", "part_of", "shard_of"]
+
+SLOTS = 1024
+PARTS = 256  # of a slot
+# The key belongs to another shard; it is on its way.
+REFUSALS = ("55000", "55P03")
+
+
+def shard_of(key: str) -> int:
+    """Return the slot of a key, 0 to 1023: the same as queue.shard_of."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:2], "big") >> 6
+
+
+def part_of(key: str) -> int:
+    """Return the part of its slot that a key is in, 0 to 255."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:3], "big") >> 6 & (PARTS - 1)
+
+
+@dataclasses.dataclass
+class ShardMap:
+    """The DSNs of the shards, and the shard and version of each slot."""
+
+    shards: dict[str, str] = dataclasses.field(default_factory=dict)
+    slots: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+    def learn(self, told: Mapping[str, Any]) -> None:
+        """Take over what the map of a shard knows better."""
+        self.shards.update(told["shards"])
+        theirs = [(name, version) for name, version in told["slots"]]
+        mine = self.slots or theirs
+        self.slots = [
+            max(pair, key=lambda slot: slot[1]) for pair in zip(mine, theirs, strict=True)
+        ]
+
+    def to_json(self) -> str:
+        """Return the map as queue.shard_learn takes it."""
+        return json.dumps({"shards": self.shards, "slots": self.slots})
+
+
+def _fill(template: str, args: Mapping[str, Any]) -> str:
+    """Fill {field} from args, as the database does."""
+
+    def value(found: re.Match[str]) -> str:
+        given = args.get(found[1])
+        if isinstance(given, Mapping) and "__pgdefer__" in given:
+            given = given.get("value")
+        if isinstance(given, bool):
+            return "true" if given else "false"
+        if isinstance(given, str | int):
+            return str(given)
+        raise ValueError(
+            f"{template!r} is filled by what is no text or whole number: pass shard_key"
+        )
+
+    return re.sub(r"\{([^}]*)\}", value, template)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyedJob:
+    """A job with its key."""
+
+    key: str
+    call: PreparedJob[Any]
+
+    def to_json(self) -> str:
+        """Return the object that queue.shard_defer_many takes."""
+        return f'{{"shard_key": {json.dumps(self.key)}, {self.call.to_json()[1:]}'
+
+
+def key_of(app: App, call: PreparedJob[Any], shard_key: str | None) -> KeyedJob:
+    """Return a job with its key: the one given, or else its lock, its share or the header tenant.
+
+    Those of its task count if the job has none of its own. Raises ValueError without any.
+    """
+    defaults = app.client.defaults.get(call.task)
+    registered = defaults.defaults() if defaults is not None else {}
+    headers = {**registered.get("headers", {}), **call.options.options.get("headers", {})}
+    if headers:
+        options = {**call.options.options, "headers": headers}
+        call = dataclasses.replace(call, options=dataclasses.replace(call.options, options=options))
+    if shard_key is None:
+        given = registered | call.options.defaults()
+        tenant = headers.get("tenant")
+        template = given.get("lock") or given.get("share")
+        shard_key = _fill(template, json.loads(call.args)) if template else tenant
+    if not isinstance(shard_key, str) or not 0 < len(shard_key.encode()) <= 1000:
+        raise ValueError(
+            f"a job of {call.task!r} needs a shard_key of 1 to 1,000 bytes, or a lock or share"
+        )
+    return KeyedJob(shard_key, call)

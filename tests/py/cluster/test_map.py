@@ -1,0 +1,216 @@
+"""Where keys belong: the same in SQL and Python; who accepts which; what a stale client gets."""
+
+from __future__ import annotations
+
+import hashlib
+
+import psycopg
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from psycopg.types.json import Jsonb
+
+from pgdefer import App, InvalidParameter
+from pgdefer.contrib.cluster import Cluster, shard_of
+from pgdefer.contrib.cluster.shards import part_of
+
+from .conftest import NAMES, keys, rows
+
+HOSTILE = [
+    "a",
+    "A",
+    " ",
+    "é",
+    "e\u0301",
+    "ß",
+    "\U0001f600",
+    "\u202eabc",
+    "';--",
+    "{x}",
+    "%s",
+    "\\",
+    "\n",
+    "0" * 1000,
+]
+
+
+@settings(max_examples=200)
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=200))
+def _python_is_sha256(key: str) -> None:
+    digest = int.from_bytes(hashlib.sha256(key.encode()).digest()[:3], "big")
+    assert (shard_of(key), part_of(key)) == (digest >> 14, digest >> 6 & 255)
+    assert 0 <= shard_of(key) < 1024
+
+
+def test_sql_and_python_give_a_key_the_same_slot(cluster: Cluster, dsns: dict[str, str]) -> None:
+    assert cluster.map.slots == []  # not needed
+    _python_is_sha256()
+    with psycopg.connect(dsns["a"], autocommit=True) as connection:
+
+        @settings(max_examples=100)
+        @given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1))
+        def same(key: str) -> None:
+            row = connection.execute(
+                "select queue.shard_of(%(key)s), queue._shard_part(%(key)s)", {"key": key}
+            ).fetchone()
+            assert row == (shard_of(key), part_of(key))
+
+        same()
+        for key in HOSTILE:
+            row = connection.execute("select queue.shard_of(%s)", [key]).fetchone()
+            assert row == (shard_of(key),), key
+
+
+def test_the_slot_of_a_key_never_changes() -> None:
+    assert [shard_of(key) for key in ("a", "b", "customer 42", "\U0001f600")] == [
+        int(hashlib.sha256(key.encode()).hexdigest()[:3], 16) >> 2
+        for key in ("a", "b", "customer 42", "\U0001f600")
+    ]
+    assert shard_of("a") == 0xCA978112 >> 22  # SHA-256 of a, from FIPS 180
+
+
+def test_jobs_go_where_their_keys_belong(cluster: Cluster, app: App, dsns: dict[str, str]) -> None:
+    @app.task(name="work", lock="order:{order}")
+    def work(order: int) -> None: ...
+
+    for order in range(30):
+        job = cluster.defer("work", {"order": order})
+        assert cluster.of(f"order:{order}").client is job.client
+    cluster.defer_many((f"k{n}", app.prepare("other", {"n": n})) for n in range(30))
+    found = [
+        (shard_of(row[0]) * 3 // 1024, "abc".index(name))
+        for name in NAMES
+        for row in rows(dsns[name], "select headers ->> 'shard_key' from queue.jobs")
+    ]
+    assert len(found) == 60
+    assert {shard for shard, _ in found} == {0, 1, 2}
+    assert all(wanted == got for wanted, got in found)
+
+
+async def test_deferring_in_coroutines(cluster: Cluster, dsns: dict[str, str]) -> None:
+    await cluster.defer_async("work", {}, lock="x")
+    await cluster.defer_async("work", {}, share="x")
+    await cluster.defer_async("work", {}, headers={"tenant": "x"})
+    await cluster.defer_async("work", {}, shard_key="x", lock="other")
+    name = cluster.map.slots[shard_of("x")][0]
+    assert rows(dsns[name], "select count(*), min(headers ->> 'shard_key') from queue.jobs") == [
+        (4, "x")
+    ]
+    await cluster.close_async()
+
+
+def test_the_default_of_the_key_is_the_same_in_sql(cluster: Cluster, dsns: dict[str, str]) -> None:
+    statement = "select queue.shard_key(%s::text::jsonb)"
+    for job, key in {
+        '{"shard_key": "k", "lock": "l"}': "k",
+        '{"lock": "l", "options": {"share": "s"}}': "l",
+        '{"options": {"share": "s", "headers": {"tenant": "t"}}}': "s",
+        '{"options": {"headers": {"tenant": "t"}}}': "t",
+    }.items():
+        assert rows(dsns["a"], statement, [job]) == [(key,)]
+    for job in ("{}", '{"lock": ""}', '{"lock": "a:{b}"}'):
+        with pytest.raises(psycopg.errors.InvalidParameterValue):
+            rows(dsns["a"], statement, [job])
+    with pytest.raises(ValueError, match="needs a shard_key"):
+        cluster.defer("work", {})
+
+
+def test_a_shard_refuses_the_keys_of_others(cluster: Cluster, dsns: dict[str, str]) -> None:
+    (theirs,) = keys(lambda key: shard_of(key) * 3 // 1024 == 1, 1)
+    (mine,) = keys(lambda key: shard_of(key) * 3 // 1024 == 0, 1)
+    with psycopg.connect(dsns["a"]) as connection:
+        with (
+            pytest.raises(
+                psycopg.errors.ObjectNotInPrerequisiteState, match="another shard"
+            ) as refused,
+            connection.transaction(),
+        ):
+            connection.execute("select queue.shard_defer(%s, 'work')", [theirs])
+        assert refused.value.diag.message_detail == f"slot: {shard_of(theirs)}, shard: b"
+        both = Jsonb([{"task": "t", "shard_key": k} for k in (mine, theirs)])
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState), connection.transaction():
+            connection.execute("select queue.shard_defer_many(%s)", [both])
+        connection.execute("select queue.shard_defer(%s, 'work')", [mine])
+    assert rows(dsns["a"], "select count(*) from queue.jobs") == [(1,)]
+    # the client's map is wrong: it follows
+    cluster.refresh()
+    cluster.map.slots = [("c", 0)] * 1024
+    cluster.defer("work", {}, shard_key=theirs)
+    assert rows(dsns["b"], "select count(*) from queue.jobs") == [(1,)]
+
+
+def test_a_job_in_the_callers_transaction(cluster: Cluster, dsns: dict[str, str]) -> None:
+    (key,) = keys(lambda key: shard_of(key) * 3 // 1024 == 0, 1)
+    with psycopg.connect(dsns["a"]) as connection:
+        cluster.defer("work", {}, shard_key=key, connection=connection)
+        connection.rollback()
+        cluster.defer("work", {}, shard_key=key, connection=connection)
+    assert rows(dsns["a"], "select count(*) from queue.jobs") == [(1,)]
+    with psycopg.connect(dsns["b"]) as connection:
+        cluster.map.slots = [("b", 9)] * 1024
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+            cluster.defer("work", {}, shard_key=key, connection=connection)
+
+
+def test_needs_and_groups_stay_in_one_key(cluster: Cluster) -> None:
+    here, there = keys(lambda key: shard_of(key) * 3 // 1024 == 0, 2)
+    (elsewhere,) = keys(lambda key: shard_of(key) * 3 // 1024 == 1, 1)
+    first = cluster.defer("work", {}, shard_key=here)
+    cluster.defer("work", {}, shard_key=here, needs=[first])
+    with pytest.raises(InvalidParameter, match="a need across shards"):
+        cluster.defer("work", {}, shard_key=there, needs=[first])
+    with pytest.raises(ValueError, match="in another shard"):
+        cluster.defer("work", {}, shard_key=elsewhere, needs=[first])
+    with pytest.raises(InvalidParameter, match="a group has no shard key"):
+        cluster.defer("work", {}, shard_key=here, group="g")
+
+
+def test_a_role_without_rights_defers_nothing(cluster: Cluster, dsns: dict[str, str]) -> None:
+    assert cluster.check() == []
+    with psycopg.connect(dsns["a"], autocommit=True) as connection:
+        connection.execute("drop role if exists shard_web")
+        connection.execute("create role shard_web")
+        connection.execute("set role shard_web")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            connection.execute("select queue.shard_of('a')")
+        connection.execute("reset role")
+        connection.execute("select queue.grant_access('shard_web', 'producer')")
+        connection.execute("set role shard_web")
+        (key,) = keys(lambda key: shard_of(key) * 3 // 1024 == 0, 1)
+        connection.execute("select queue.shard_defer(%s, 'work')", [key])
+        for call in (
+            "shard_learn('{}')",
+            "shard_start('a', '{}')",
+            "shard_leave(1, 'b')",
+            "shard_part_arrive(1, 1, '[]')",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(f"select queue.{call}".encode())
+        connection.execute("reset role")
+        connection.execute("select queue.revoke_access('shard_web')")
+        connection.execute("drop role shard_web")
+
+
+def test_limits_are_divided(cluster: Cluster, dsns: dict[str, str]) -> None:
+    assert cluster.split("mail", 10) == {"a": 4, "b": 3, "c": 3}
+    limits = [
+        rows(dsns[name], "select max_running from queue.queues where name = 'mail'")[0][0]
+        for name in NAMES
+    ]
+    assert limits == [4, 3, 3]
+    with pytest.raises(ValueError, match="can't be divided"):
+        cluster.split("mail", 2)
+
+
+def test_a_second_map_is_refused_and_a_copy_learns(cluster: Cluster, dsns: dict[str, str]) -> None:
+    with pytest.raises(InvalidParameter, match="has a map"):
+        Cluster.create(cluster.app, dsns)
+    cluster.refresh()
+    known = {"shards": cluster.map.shards, "slots": [("b", 7), *cluster.map.slots[1:]]}
+    learn = "select queue.shard_learn(%s)"
+    given = [Jsonb(known)]
+    assert rows(dsns["c"], learn, given) == [(1,)]
+    assert rows(dsns["c"], learn, given) == [(0,)]
+    assert cluster.check() == []  # a still serves it, and c has a newer word
+    assert rows(dsns["a"], learn, given) == [(1,)]
+    assert cluster.check() == ["slot 0: no shard"]
