@@ -69,8 +69,7 @@ class MemoryQueue(Assertions[RecordedJob]):
                 ids = self._record_all(parameters["jobs"])
                 (last,) = self._record_all(f"[{parameters['then']}]")
                 return [(last, ids)]
-            case _:
-                self._refuse()
+        raise _refusal()
 
     async def call_async(
         self,
@@ -84,16 +83,11 @@ class MemoryQueue(Assertions[RecordedJob]):
 
     def result(self, _: int) -> NoReturn:
         """Refuse."""
-        self._refuse()
+        raise _refusal()
 
     async def result_async(self, _: int) -> NoReturn:
         """Refuse."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise RuntimeError(
-            "a MemoryQueue only records what is deferred: use a TestQueue, which has a database"
-        )
+        raise _refusal()
 
     def _record_all(self, jobs: str) -> list[int]:
         return [
@@ -121,3 +115,9 @@ class MemoryQueue(Assertions[RecordedJob]):
         )
         self._jobs.append(job)
         return job.id
+
+
+def _refusal() -> RuntimeError:
+    return RuntimeError(
+        "a MemoryQueue only records what is deferred: use a TestQueue, which has a database"
+    )
