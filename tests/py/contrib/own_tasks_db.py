@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from types import SimpleNamespace
 from typing import Any
 
 from django.db import models
@@ -28,6 +29,11 @@ class Jobs(models.QuerySet[Any]):
     def failed(self) -> Jobs:
         return self.filter(state="failed")
 
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a job with its Django task."""
+        found = super().get(*args, **kwargs)
+        return SimpleNamespace(task=default_task_backend.get_result(str(found.id)).task)
+
     def update(self, **changes: Any) -> int:
         """Do what leads to these values: nobody writes to a view."""
         ids = list(self.values_list("id", flat=True))
@@ -48,10 +54,6 @@ class DBTaskResult(Job):
     class Meta:
         proxy = True
         app_label = "shop"
-
-    @property
-    def task(self) -> Any:
-        return default_task_backend.get_result(str(self.id)).task
 
 
 def run_worker(

@@ -134,6 +134,9 @@ def source(folder: Path) -> Path:
 def test_its_tests(server: EmbeddedServer, tmp_path: Path) -> None:
     file = source(tmp_path)
     text = file.read_text("utf-8")
+    # The classes that are left out follow the others.
+    rest = text.index(f"class {next(iter(SKIPPED_CLASSES))}")
+    text = text[: text.rindex("@override_settings", 0, rest)]
     for old, new in CHANGES:
         text, count = re.subn(old, new, text, flags=re.DOTALL)
         assert count, old
@@ -149,7 +152,8 @@ def test_its_tests(server: EmbeddedServer, tmp_path: Path) -> None:
         "DJANGO_ALLOW_ASYNC_UNSAFE": "1",
     }
     chosen = [f"tests.tests.{name}" for name in sorted(labels(PASS) | labels(FAIL))]
-    command = [sys.executable, "-c", RUN, *chosen]
+    queues = "\nsettings.TASKS['default']['QUEUES'] = ['default', 'queue-1']\nimport django"
+    command = [sys.executable, "-c", RUN.replace("\nimport django", queues), *chosen]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     ran = re.search(r"^Ran (\d+) tests", done.stderr, re.MULTILINE)
     assert ran is not None, done.stderr

@@ -101,6 +101,8 @@ BAD: dict[str, Call] = {
     "no connection": lambda app: app.get("greet").configure(connection=None).defer("Ann"),  # type: ignore[attr-defined]
     "one wrong call of many": lambda app: app.get("greet").defer_many([{"name": "A"}, {"nam": 1}]),  # type: ignore[attr-defined]
     "calls that are none": lambda app: app.defer_many(["greet"]),  # type: ignore[list-item]
+    "unknown keys of retry": option(retry={"attempts": 3}),
+    "a time as text": option(scheduled_at="tomorrow"),
     "retain of no outcome": option(retain={"done": HOUR}),
 }
 
@@ -127,7 +129,10 @@ ONLY_THE_DATABASE: dict[str, tuple[str, Call]] = {
     "unique for nothing": ("`unique_for` without a key", option(unique_for=HOUR)),
     "an unknown group": ("a group that is not open", option(group="none")),
     "keys of concurrency": ("the contents of `concurrency`", option(concurrency=[{"kee": 1}])),
-    "keys of retry": ("of `retry` given as a mapping", option(retry={"attempts": 3})),
+    "keys of retry": (
+        "and values in `retry` given as a mapping",
+        option(retry={"max_attempts": 0}),
+    ),
 }
 
 
