@@ -329,7 +329,11 @@ class Naming:
             if not error.message.startswith(_NAMED):
                 error.message = f"{self._what}: {error.message}"
                 error.args = (error.message,)
-        elif type(error) in (TypeError, ValueError) and not str(error).startswith(_NAMED):
+        elif (
+            error is not None
+            and type(error) in (TypeError, ValueError)
+            and not str(error).startswith(_NAMED)
+        ):
             error.args = (f"{self._what}: {error}",)
 
 
