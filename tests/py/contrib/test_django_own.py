@@ -18,7 +18,7 @@ from support import ROOT
 from .conftest import PROJECT
 
 pytest.importorskip("django.tasks", reason="the backend of TASKS needs Django 6, so Python 3.12")
-pytestmark = [pytest.mark.client, pytest.mark.soak]
+pytestmark = [pytest.mark.client, pytest.mark.long]
 
 RUN = """
 import sys
