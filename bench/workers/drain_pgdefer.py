@@ -1,4 +1,4 @@
-"""Drains no-op jobs with one worker of pgdefer: DSN JOBS CONCURRENCY."""
+"""Drains no-op jobs with one worker of pgdefer: DSN JOBS CONCURRENCY [TELEMETRY...]."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from importlib import import_module
 
 import psycopg
 
@@ -13,8 +14,10 @@ from pgdefer import App
 from pgdefer.worker.worker import Worker
 
 
-def main(dsn: str, jobs: int, concurrency: int | None) -> None:
+def main(dsn: str, jobs: int, concurrency: int | None, telemetry: list[str]) -> None:
     app = App(dsn)
+    if telemetry:
+        import_module("telemetry").instrument(app, telemetry)
     begun: list[float] = []
     count = 0
 
@@ -45,4 +48,5 @@ def main(dsn: str, jobs: int, concurrency: int | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3] != "default" else None)
+    setting = None if sys.argv[3] == "default" else int(sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), setting, sys.argv[4:])

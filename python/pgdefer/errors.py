@@ -27,6 +27,7 @@ __all__ = [
     "JobCancelled",
     "JobFailed",
     "JobNotFound",
+    "Naming",
     "NotInstalled",
     "PgDeferError",
     "QueueNotEmpty",
@@ -324,6 +325,34 @@ def error_context(what: str, name: str) -> Iterator[None]:
     except InvalidParameter as error:
         text = f"{what} {name!r}: {error.message}"
         raise InvalidParameter(text, detail=error.detail, hint=error.hint) from error
+
+
+class Naming:
+    """Lets the errors of a caller's mistake begin with whose mistake it is, such as a task's."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, InvalidParameter | EncodeError):
+            if not error.message.startswith(_NAMED):
+                error.message = f"{self._what}: {error.message}"
+                error.args = (error.message,)
+        elif (
+            error is not None
+            and type(error) in (TypeError, ValueError)
+            and not str(error).startswith(_NAMED)
+        ):
+            error.args = (f"{self._what}: {error}",)
+
+
+# How messages begin that name a task.
+_NAMED = ("the task ", "a job of ", "jobs of ", "the schedule ")
 
 
 @contextlib.contextmanager

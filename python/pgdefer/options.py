@@ -247,6 +247,15 @@ def _mapping(name: str, value: object) -> dict[str, Any]:
     return dict(value)
 
 
+def _policy(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a number of attempts or a Retry(...), not {value!r}")
+    known = [field.name for field in dataclasses.fields(Retry)]
+    if unknown := sorted(map(str, value.keys() - set(known))):
+        raise TypeError(f"{name} has no {', '.join(unknown)}: it has {', '.join(known)}")
+    return dict(value)
+
+
 def _number(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, not {value!r}")
@@ -267,7 +276,7 @@ _CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
     "needs": lambda name, value: [job_id(job) for job in as_list(name, value)],
     "parent": lambda _, value: job_id(value),
     "retain": _by_outcome,
-    "retry": _mapping,
+    "retry": _policy,
     "sensitive": as_list,
 }
 

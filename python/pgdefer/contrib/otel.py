@@ -6,12 +6,15 @@ Call `instrument(app)` after `App(...)`; the extra is `pgdefer[otel]`.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from opentelemetry import context as otel_context
 from opentelemetry import metrics, propagate, trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 
 from pgdefer.app import App
@@ -32,8 +35,14 @@ class _Telemetry:
         self._sent = meter.create_counter(
             "messaging.client.sent.messages", "{message}", "Jobs that were deferred."
         )
-        self._consumed = meter.create_counter(
-            "messaging.client.consumed.messages", "{message}", "Jobs whose handler has begun."
+        # Read when metrics are collected, which costs each job less than a call of the counter.
+        self._lock = threading.Lock()
+        self._begun: dict[tuple[tuple[str, str], ...], int] = {}
+        meter.create_observable_counter(
+            "messaging.client.consumed.messages",
+            [self._consumed],
+            "{message}",
+            "Jobs whose handler has begun.",
         )
         self._duration = meter.create_histogram(
             "messaging.process.duration", "s", "How long handlers ran."
@@ -88,44 +97,77 @@ class _Telemetry:
                 },
             )
 
-    @contextlib.contextmanager
-    def running(self, job: JobContext) -> Iterator[None]:
+    def running(self, job: JobContext) -> AbstractContextManager[None]:
         """Create the span of a run: a child of the job's span; of a retry, a new linked trace."""
-        carrier = {key: value for key, value in job.headers.items() if isinstance(value, str)}
-        found = propagate.extract(carrier, otel_context.Context())
-        origin = trace.get_current_span(found).get_span_context()
-        links = [Link(origin)] if job.attempt > 1 and origin.is_valid else []
-        labels = {
+        return _Run(self, job)
+
+    def begin(self, job: JobContext, labels: Mapping[str, str]) -> tuple[trace.Span, Context]:
+        """Begin the span of a run; return it, and the context in which the handler runs."""
+        key = tuple(labels.items())
+        with self._lock:
+            self._begun[key] = self._begun.get(key, 0) + 1
+        context, links = Context(), []
+        if carrier := {k: v for k, v in job.headers.items() if isinstance(v, str)}:
+            context = propagate.extract(carrier, context)
+            origin = trace.get_current_span(context).get_span_context()
+            if job.attempt > 1 and origin.is_valid:
+                context, links = Context(), [Link(origin)]
+        span = self._tracer.start_span(
+            f"process {job.task}",
+            context=context,
+            kind=SpanKind.CONSUMER,
+            attributes={
+                **labels,
+                "messaging.operation.type": "process",
+                "messaging.message.id": str(job.id),
+                "pgdefer.attempt": job.attempt,
+            },
+            links=links,
+        )
+        return span, trace.set_span_in_context(span, context)
+
+    def record(self, seconds: float, labels: Mapping[str, str]) -> None:
+        """Measure a run that has ended."""
+        self._duration.record(seconds, labels)
+
+    def _consumed(self, _: metrics.CallbackOptions) -> list[metrics.Observation]:
+        """Return how many handlers have begun, when metrics are collected."""
+        return [metrics.Observation(count, dict(key)) for key, count in list(self._begun.items())]
+
+
+class _Run:
+    """Surrounds a handler: a class, because generators take longer, and this is for each job."""
+
+    __slots__ = ("_job", "_labels", "_span", "_start", "_telemetry", "_token")
+
+    def __init__(self, telemetry: _Telemetry, job: JobContext) -> None:
+        self._telemetry = telemetry
+        self._job = job
+
+    def __enter__(self) -> None:
+        job = self._job
+        self._labels = {
             "messaging.system": SYSTEM,
             "messaging.operation.name": "process",
             "messaging.destination.name": job.queue,
-        }
-        attributes: dict[str, Any] = {
-            **labels,
-            "messaging.operation.type": "process",
-            "messaging.message.id": str(job.id),
             "pgdefer.task": job.task,
-            "pgdefer.attempt": job.attempt,
         }
-        labels["pgdefer.task"] = job.task
-        self._consumed.add(1, labels)
-        start = time.perf_counter()
-        try:
-            with self._tracer.start_as_current_span(
-                f"process {job.task}",
-                context=otel_context.Context() if links else found,
-                kind=SpanKind.CONSUMER,
-                attributes=attributes,
-                links=links,
-            ) as span:
-                try:
-                    yield
-                except BaseException as error:
-                    labels["error.type"] = type(error).__qualname__
-                    span.set_status(Status(StatusCode.ERROR, type(error).__qualname__))
-                    raise
-        finally:
-            self._duration.record(time.perf_counter() - start, labels)
+        self._start = time.perf_counter()
+        self._span, context = self._telemetry.begin(job, self._labels)
+        self._token = otel_context.attach(context)
+
+    def __exit__(self, _: object, error: BaseException | None, _trace: object) -> None:
+        otel_context.detach(self._token)
+        if error is not None:
+            kind = type(error)
+            self._labels["error.type"] = kind.__qualname__
+            text = kind.__qualname__
+            if isinstance(error, Exception):
+                self._span.record_exception(error)
+                text = f"{kind.__name__}: {error}"
+            self._span.set_status(Status(StatusCode.ERROR, text))
+        self._span.end()
+        self._telemetry.record(time.perf_counter() - self._start, self._labels)
 
 
 def instrument(

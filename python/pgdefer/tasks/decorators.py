@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import psycopg
 
+from pgdefer.errors import Naming
 from pgdefer.options import JobOptions, RecurringOptions
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.option_checks import check_cron, check_options
@@ -101,7 +102,9 @@ class TaskDecorator:
         kind: type[Task[..., Any]] = (
             AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
         )
-        return self._registry.add(kind(self._registry.client, function, name, self._options))
+        with Naming(f"the task {name!r}"):
+            task = kind(self._registry.client, function, name, self._options)
+        return self._registry.add(task)
 
 
 class RecurringDecorator:
@@ -141,6 +144,12 @@ class RecurringDecorator:
             task = known
         else:
             task = TaskDecorator(self._registry, None, self._defaults)(function)
+        what = f"the schedule of the task {task.name!r}"
+        with Naming(what):
+            return self._schedule(what, task)
+
+    def _schedule(self, what: str, task: Task[..., Any]) -> Task[..., Any]:
+        """Record the schedule of a task."""
         if SCHEDULED_FOR in self._args:
             raise TypeError(f"{SCHEDULED_FOR} is the run's own")
         named = dict(self._args)
@@ -148,7 +157,6 @@ class RecurringDecorator:
             named[SCHEDULED_FOR] = None
         bound = dict(task.parameters.bind((), named))
         bound.pop(SCHEDULED_FOR, None)
-        what = f"the schedule of the task {task.name!r}"
         check_cron(what, self._cron)
         check_options(what, self._options, RecurringOptions)
         schedule = Schedule(

@@ -136,6 +136,10 @@ class Execution:
 
     def check(self, *, is_async: bool, qualname: str) -> None:
         """Raise ValueError for options that the function can't have."""
+        if not isinstance(self.transactional, bool) and not callable(self.transactional):
+            raise TypeError(
+                f"transactional must be True or a sessionmaker, not {self.transactional!r}"
+            )
         if self.run_in not in ("thread", "process"):
             raise ValueError(f"run_in must be 'thread' or 'process', not {self.run_in!r}")
         if self.run_in == "process":

@@ -8,15 +8,23 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pgdefer.options import ENDED
 
-__all__ = ["check_cron", "check_options"]
+__all__ = ["check_cron", "check_options", "check_templates"]
 
 # The greatest value of each field of a cron expression, beginning with the seconds.
 LAST = (59, 59, 23, 31, 12, 7)
+
+
+_KINDS = (
+    (dt.timedelta, "a timedelta"),
+    (dt.datetime, "a datetime with a time zone"),
+    (str, "text"),
+    (bool, "True or False"),
+)
 
 
 @functools.cache
@@ -53,7 +61,7 @@ def _check_value(what: str, name: str, value: Any, hint: Any) -> None:
             shown = ", ".join(map(repr, allowed))
             raise ValueError(f"{what}: {name} must be one of {shown}, not {value!r}")
         return
-    for kind, wanted in ((dt.timedelta, "a timedelta"), (str, "text"), (bool, "True or False")):
+    for kind, wanted in _KINDS:
         if kind in choices and len([c for c in choices if c is not type(None)]) == 1:
             if value is None or isinstance(value, kind):
                 return
@@ -84,6 +92,17 @@ def _check_retry(what: str, value: int) -> None:
         )
     if value < 1:
         raise ValueError(f"{what}: retry must be at least 2 attempts, not {value}")
+
+
+def check_templates(what: str, options: Mapping[str, Any], arguments: Collection[str]) -> None:
+    """Raise ValueError if a lock or key has a {field} that no call could fill."""
+    for name in ("lock", "queueing_lock", "concurrency_key", "idempotency_key"):
+        for field in re.findall(r"\{([^{}]*)\}", options.get(name) or ""):
+            if field not in arguments:
+                takes = ", ".join(sorted(arguments)) or "none"
+                raise ValueError(
+                    f"{what}: {name} names {{{field}}}, which is no argument: it takes {takes}"
+                )
 
 
 def check_cron(what: str, cron: Any) -> None:

@@ -41,6 +41,8 @@ class Parameters:
         """Read them. With `has_connection`, the first one is not an argument of the job."""
         signature = inspect.signature(function)
         if has_connection:
+            if not signature.parameters:
+                raise TypeError("it is transactional: its first parameter must be the connection")
             _, *others = signature.parameters.values()
             signature = signature.replace(parameters=others)
         parameters = signature.parameters.values()

@@ -10,6 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 from pgdefer.client.client import Client, client_here
 from pgdefer.database.callers import CallersConnection, check_given
+from pgdefer.errors import Naming
 from pgdefer.options import DeferOptions, JobOptions, as_list, defer_object
 from pgdefer.tasks.context import running_job
 from pgdefer.tasks.job import Job
@@ -59,20 +60,25 @@ DeferMiddleware: TypeAlias = Callable[[Deferral], AbstractContextManager[Any]]
 def deferring(
     client: Client, calls: Sequence[PreparedJob[Any]]
 ) -> AbstractContextManager[Deferral | None]:
-    """Enter the App's middleware around a call that defers."""
-    return _deferring(client, calls) if client.defer_middleware else _NOTHING
+    """Enter the App's middleware around a call that defers; errors name the tasks."""
+    return _deferring(client, calls) if client.defer_middleware else _naming(calls)
 
 
 @contextlib.contextmanager
 def _deferring(client: Client, calls: Sequence[PreparedJob[Any]]) -> Iterator[Deferral]:
     deferral = Deferral(tuple(calls))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_naming(calls))
         for surround in client.defer_middleware:
             stack.enter_context(surround(deferral))
         yield deferral
 
 
-_NOTHING = contextlib.nullcontext()
+def _naming(calls: Sequence[PreparedJob[Any]]) -> Naming:
+    if len(calls) == 1:
+        return Naming(f"a job of {calls[0].task!r}")
+    tasks = list(dict.fromkeys(call.task for call in calls))
+    return Naming(f"jobs of {', '.join(map(repr, tasks[:3]))}{', ...' if tasks[3:] else ''}")
 
 
 def check_prepared(calls: Iterable[PreparedJob[Any]]) -> list[PreparedJob[Any]]:
@@ -105,11 +111,12 @@ def prepare(
     client: Client, task: str, args: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> PreparedJob[Any]:
     """Prepare a job of a task that need not be known here; its arguments are not checked."""
-    if options:
-        check_options(f"a job of {task!r}", options, DeferOptions)
     is_child = "parent" not in options
-    job_options = in_context(task, JobOptions.of(options), client, is_child=is_child)
-    return PreparedJob(task, client.dumps_args(task, args), job_options)
+    with Naming(f"a job of {task!r}"):
+        if options:
+            check_options(f"a job of {task!r}", options, DeferOptions)
+        job_options = in_context(task, JobOptions.of(options), client, is_child=is_child)
+        return PreparedJob(task, client.dumps_args(task, args), job_options)
 
 
 def jobs_json(calls: Iterable[PreparedJob[Any]]) -> str:
@@ -128,13 +135,14 @@ class Preparer(Generic[P, R]):
         options: Mapping[str, Any],
         connection: CallersConnection,
     ) -> None:
-        check_given(connection)
+        with Naming(f"a job of {name!r}"):
+            check_given(connection)
+            if options:
+                check_options(f"a job of {name!r}", options, DeferOptions)
+            self._job_options = JobOptions.of(options)
         self.client = client
         self.name = name
         self.parameters = parameters
-        if options:
-            check_options(f"a job of {name!r}", options, DeferOptions)
-        self._job_options = JobOptions.of(options)
         self._is_child = "parent" not in options
         self._connection = connection
 
@@ -149,7 +157,8 @@ class Preparer(Generic[P, R]):
 
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Return the JSON of a call's arguments. Raises TypeError, EncodeError."""
-        return self.client.codec.dumps_args(self.parameters.bind(args, kwargs))
+        with Naming(f"a job of {self.name!r}"):
+            return self.client.codec.dumps_args(self.parameters.bind(args, kwargs))
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> PreparedJob[R]:
         """Return the call for `defer_many`."""

@@ -26,12 +26,12 @@ async def submit_async(
     client: Client, call: PreparedJob[R], connection: CallersConnection
 ) -> Job[R]:
     """Defer a job."""
-    parameters = defer_parameters(call.task, call.args, call.options)
-    statement = sql.DEFER
-    if parameters is None:
-        statement = sql.DEFER_WITHOUT_OPTIONS
-        parameters = {"task": call.task, "args": call.args}
     with deferring(client, [call]) as deferral:
+        parameters = defer_parameters(call.task, call.args, call.options)
+        statement = sql.DEFER
+        if parameters is None:
+            statement = sql.DEFER_WITHOUT_OPTIONS
+            parameters = {"task": call.task, "args": call.args}
         rows = await client.call_async(statement, parameters, connection, tasks=[call.task])
         job: Job[R] = Job(rows[0][0], client)
         if deferral is not None:
@@ -45,9 +45,9 @@ async def submit_many_async(
     """Defer many jobs at once, all or none."""
     if not calls:
         return []
-    parameters = {"jobs": jobs_json(calls)}
     tasks = [call.task for call in calls]
     with deferring(client, calls) as deferral:
+        parameters = {"jobs": jobs_json(calls)}
         rows = await client.call_async(sql.DEFER_MANY, parameters, connection, tasks=tasks)
         jobs: list[Job[Any]] = [Job(row[0], client) for row in rows]
         if deferral is not None:
@@ -59,9 +59,9 @@ async def submit_chain_async(
     client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection
 ) -> list[Job[Any]]:
     """Defer jobs, each of which needs the one before it."""
-    parameters = {"jobs": jobs_json(calls)}
     tasks = [call.task for call in calls]
     with deferring(client, calls) as deferral:
+        parameters = {"jobs": jobs_json(calls)}
         rows = await client.call_async(sql.DEFER_CHAIN, parameters, connection, tasks=tasks)
         jobs: list[Job[Any]] = [Job(row[0], client) for row in rows]
         if deferral is not None:
@@ -76,9 +76,9 @@ async def submit_group_async(
     connection: CallersConnection,
 ) -> tuple[Job[R], list[Job[Any]]]:
     """Defer jobs, and one more that needs them all; return that one, and the others."""
-    parameters = {"jobs": jobs_json(calls), "then": then.to_json()}
     tasks = [call.task for call in [*calls, then]]
     with deferring(client, [*calls, then]) as deferral:
+        parameters = {"jobs": jobs_json(calls), "then": then.to_json()}
         rows = await client.call_async(sql.DEFER_GROUP, parameters, connection, tasks=tasks)
         ((id, ids),) = rows
         last: Job[R] = Job(id, client)

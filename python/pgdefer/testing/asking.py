@@ -1,11 +1,11 @@
-"""The common part of both test queues: deferred jobs, assertions, and the passing of time."""
+"""What both queues on a database have in common: their jobs, and the passing of time."""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from pgdefer.app import App
 from pgdefer.database import sql
@@ -13,16 +13,13 @@ from pgdefer.database.callers import Rows
 from pgdefer.database.sql import Statement
 from pgdefer.options import JobOptions, interval_text
 from pgdefer.tasks.parameters import SCHEDULED_FOR
-from pgdefer.tasks.task import Task
-from pgdefer.testing.connections import at_once
-from pgdefer.testing.jobs import DeferredJob, arguments, deferred_job, found, name_of
+from pgdefer.testing.assertions import Assertions
+from pgdefer.testing.jobs import DeferredJob, deferred_job
 
 __all__ = ["AskingQueue"]
 
-T = TypeVar("T")
 
-
-class AskingQueue:
+class AskingQueue(Assertions[DeferredJob]):
     """Asks about the jobs of a test, and shifts their times."""
 
     def __init__(self, app: App) -> None:
@@ -34,66 +31,13 @@ class AskingQueue:
     async def _call(self, statement: Statement, parameters: Mapping[str, Any]) -> Rows:
         raise NotImplementedError
 
-    def _at_once(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine that waits for nothing, and return its value."""
-        return at_once(coroutine)
-
     async def _rehearse(self) -> None:
         """Have the database admit uncommitted jobs, and let the test take its time."""
 
-    # Deferred jobs
-
-    def deferred(
-        self, task: Task[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
-    ) -> list[DeferredJob]:
-        """Return the jobs deferred in this test, by id, including those that have ended.
-
-        With a task, only its jobs; with arguments, only jobs that have these, and perhaps others.
-        """
-        return self._at_once(self.deferred_async(task, *args, **kwargs))
-
-    async def deferred_async(
-        self, task: Task[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
-    ) -> list[DeferredJob]:
-        """Return the jobs deferred in this test: as `deferred`."""
+    async def deferred_jobs(self) -> list[DeferredJob]:
+        """Return the jobs deferred in this test."""
         rows = await self._call(sql.DEFERRED, {"after": self._after})
-        jobs = [deferred_job(self.app.client, row) for row in rows]
-        return jobs if task is None else found(jobs, task, arguments(task, args, kwargs))
-
-    def assert_deferred(
-        self, task: Task[..., Any] | str, /, *args: Any, **kwargs: Any
-    ) -> DeferredJob:
-        """Check that a task was deferred with these arguments, and perhaps others.
-
-        Returns the last such job. For the number of jobs use `len(deferred(task, ...))`.
-        """
-        return self._at_once(self.assert_deferred_async(task, *args, **kwargs))
-
-    async def assert_deferred_async(
-        self, task: Task[..., Any] | str, /, *args: Any, **kwargs: Any
-    ) -> DeferredJob:
-        """Check that a task was deferred: as `assert_deferred`."""
-        jobs = await self.deferred_async()
-        expected = arguments(task, args, kwargs)
-        matching = found(jobs, task, expected)
-        if not matching:
-            wanted = _call_text(name_of(task), expected)
-            raise AssertionError(f"{wanted} was not deferred, but\n{_listed(jobs)}")
-        return matching[-1]
-
-    def assert_not_deferred(
-        self, task: Task[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
-    ) -> None:
-        """Check that nothing was deferred: no job, none of a task, or none with these arguments."""
-        self._at_once(self.assert_not_deferred_async(task, *args, **kwargs))
-
-    async def assert_not_deferred_async(
-        self, task: Task[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
-    ) -> None:
-        """Check that nothing was deferred: as `assert_not_deferred`."""
-        jobs = await self.deferred_async(task, *args, **kwargs)
-        if jobs:
-            raise AssertionError(f"deferred:\n{_listed(jobs)}")
+        return [deferred_job(self.app.client, row) for row in rows]
 
     # Time
 
@@ -155,12 +99,3 @@ def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as queue.defer_many takes them."""
     job = JobOptions.of(options)
     return {**job.arguments, **({"options": job.options} if job.options else {})}
-
-
-def _call_text(task: str, args: Mapping[str, Any]) -> str:
-    return f"{task}({', '.join(f'{name}={value!r}' for name, value in args.items())})"
-
-
-def _listed(jobs: Sequence[DeferredJob]) -> str:
-    lines = [f"  {job.id}: {_call_text(job.task, job.args)}, {job.state}" for job in jobs]
-    return "\n".join(lines) or "  (nothing)"

@@ -5,12 +5,42 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from pgdefer.client.client import Client
 from pgdefer.tasks.task import Task
 
-__all__ = ["DeferredJob", "RanJob", "arguments", "deferred_job", "found", "is_of", "name_of"]
+__all__ = [
+    "Deferred",
+    "DeferredJob",
+    "J",
+    "RanJob",
+    "RecordedJob",
+    "arguments",
+    "deferred_job",
+    "found",
+    "is_of",
+    "name_of",
+]
+
+
+class Deferred(Protocol):
+    """What all kinds of deferred jobs have."""
+
+    @property
+    def id(self) -> int:
+        """The job's id."""
+
+    @property
+    def task(self) -> str:
+        """The name of its task."""
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """Its arguments by name."""
+
+
+J = TypeVar("J", bound=Deferred)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +67,22 @@ class DeferredJob:
     description: str | None
     headers: Mapping[str, Any]
     parent: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedJob:
+    """A job that a MemoryQueue has recorded: what a database would have got.
+
+    `options` has the other options of the call and of its task, the call's first, in the form in
+    which a database takes them. Templates such as `"customer:{id}"` are not filled in.
+    """
+
+    id: int
+    task: str
+    args: Mapping[str, Any]
+    queue: str
+    priority: int
+    options: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +128,12 @@ def arguments(
     return bound
 
 
-def is_of(job: DeferredJob, expected: Mapping[str, Any]) -> bool:
+def is_of(job: Deferred, expected: Mapping[str, Any]) -> bool:
     """Whether a job has these arguments, and perhaps others."""
     args = job.args
     return all(name in args and args[name] == value for name, value in expected.items())
 
 
-def found(
-    jobs: Iterable[DeferredJob], task: Task[..., Any] | str, expected: Mapping[str, Any]
-) -> list[DeferredJob]:
+def found(jobs: Iterable[J], task: Task[..., Any] | str, expected: Mapping[str, Any]) -> list[J]:
     """Return the jobs of a task with these arguments."""
     return [job for job in jobs if job.task == name_of(task) and is_of(job, expected)]

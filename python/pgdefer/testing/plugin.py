@@ -14,10 +14,12 @@ import pytest
 from pgdefer.app import App
 from pgdefer.testing.committed import CommittedTestQueue
 from pgdefer.testing.database import queue_database
+from pgdefer.testing.memory import MemoryQueue
 from pgdefer.testing.queue import TestQueue
 
 __all__ = [
     "committed_queue",
+    "memory_queue",
     "pgdefer_app",
     "pgdefer_connection",
     "pgdefer_dsn",
@@ -80,4 +82,11 @@ def queue(pgdefer_registered: App, pgdefer_connection: psycopg.Connection) -> It
 def committed_queue(pgdefer_registered: App) -> Iterator[CommittedTestQueue]:
     """The queue of a test that commits and needs a worker; its jobs are removed after the test."""
     with CommittedTestQueue(pgdefer_registered) as in_test:
+        yield in_test
+
+
+@pytest.fixture
+def memory_queue(pgdefer_app: App) -> Iterator[MemoryQueue]:
+    """The queue of a test without a database: it only records what the App defers."""
+    with MemoryQueue(pgdefer_app) as in_test:
         yield in_test

@@ -19,7 +19,7 @@ from asgiref.sync import sync_to_async
 from django.db import connection, connections, transaction
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext_lazy
-from shop.models import Letter, Order
+from shop.models import Order
 
 from pgdefer import EncodeError, Retry, RetryLater, Worker, current_job
 from pgdefer.contrib.django.application import DjangoApp
@@ -221,29 +221,6 @@ def test_a_supervisor_and_processes_have_the_project(app: DjangoApp, shop: str) 
     done = subprocess.run(command, env=environment(shop), capture_output=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr.decode()
     assert [job.result(10) for job in jobs] == [0] * 4
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kills", [2, pytest.param(500, marks=pytest.mark.soak)])
-def test_kill_9_leaves_each_effect_exactly_once(app: DjangoApp, shop: str, kills: int) -> None:
-    Order.objects.create(customer="Ann", total=1)
-    retry = Retry(None, max_crashes=None)
-    for n in range(kills * 3):
-        app.defer("shop.tasks.stamp", {"text": str(n)}, retry=retry)
-    command = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "worker", "--drain"]
-    command += ["--dead-after", "1", "--heartbeat-every", "0.3", "-c", "2"]
-    for n in range(kills):
-        worker = subprocess.Popen(command, env=environment(shop), stderr=subprocess.DEVNULL)
-        # A worker begins; it is killed where it is in its first jobs.
-        before = Letter.objects.count()
-        while Letter.objects.count() < before + 1 + n % 3 and worker.poll() is None:
-            pass
-        worker.send_signal(signal.SIGKILL)
-        worker.wait()
-    subprocess.run(command, env=environment(shop), stderr=subprocess.DEVNULL, check=True)
-    assert set(states()) == {"succeeded"}
-    texts = sorted(int(text) for text in Letter.objects.values_list("text", flat=True))
-    assert texts == list(range(kills * 3))
 
 
 def restart(server: EmbeddedServer) -> None:

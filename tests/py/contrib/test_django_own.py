@@ -17,8 +17,8 @@ from support import ROOT
 
 from .conftest import PROJECT
 
-pytest.importorskip("django.tasks")
-pytestmark = [pytest.mark.client, pytest.mark.soak]
+pytest.importorskip("django.tasks", reason="the backend of TASKS needs Django 6, so Python 3.12")
+pytestmark = [pytest.mark.client, pytest.mark.long]
 
 RUN = """
 import sys
@@ -27,7 +27,7 @@ settings.PGDEFER = {}
 import django
 django.setup()
 from django.test.utils import get_runner
-get_runner(settings)(verbosity=2).run_tests([sys.argv[1]])
+get_runner(settings)(verbosity=2).run_tests(sys.argv[1:])
 """
 # The backends of Django under test there, and what is put in their places.
 BACKENDS = {
@@ -60,36 +60,26 @@ PAGES = {
 }
 
 
-def sources(folder: Path) -> Path:
-    """Return the tests of Django's sdist, which its wheel lacks."""
-    found = Path(os.environ.get("PGDEFER_DJANGO_SDIST", folder / "none"))
+def sdist(requirement: str, folder: Path, variable: str) -> Path:
+    """Unpack a project's sdist, which has the tests that its wheel lacks; return its folder."""
+    found = Path(os.environ.get(variable, folder / "none"))
     if not found.exists():
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-binary",
-            ":all:",
-        ]
-        done = subprocess.run([*pip, "-d", folder, f"Django=={django.get_version()}"], check=False)
-        if done.returncode:
-            pytest.skip("Django's sdist can't be had: name one by PGDEFER_DJANGO_SDIST")
+        pip = f"{sys.executable} -m pip download --quiet --no-deps --no-binary :all: -d".split()
+        if subprocess.run([*pip, folder, requirement], check=False).returncode:
+            pytest.skip(f"the sdist of {requirement} can't be had: name one by {variable}")
         (found,) = folder.glob("*.tar.gz")
-    with tarfile.open(found) as sdist:
-        members = [m for m in sdist.getmembers() if "/tests/tasks/" in m.name]
-        sdist.extractall(folder, members, filter="data")
+    with tarfile.open(found) as packed:
+        members = [m for m in packed.getmembers() if re.search(r"/tests/(tasks/)?[^/]+$", m.name)]
+        packed.extractall(folder, members, filter="data")
     (tests,) = folder.glob("*/tests")
-    return tests
+    return tests.parent
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_djangos_own(server: EmbeddedServer, tmp_path: Path, page: str) -> None:
     replaced, count, otherwise = PAGES[page]
     theirs, ours = BACKENDS[replaced]
-    tests = sources(tmp_path)
+    tests = sdist(f"Django=={django.get_version()}", tmp_path, "PGDEFER_DJANGO_SDIST") / "tests"
     file = tests / "tasks" / f"{page}.py"
     text = file.read_text("utf-8")
     for old, new in (

@@ -43,8 +43,8 @@ def test_the_page_on_testing(server: EmbeddedServer, tmp_path: Path) -> None:
             found = re.fullmatch(r"# ([\w.]+)", first)
             assert found is not None, first
             (tmp_path / found[1]).write_text(rest)
-    assert "6 passed" in outputs[0]
-    assert "7 passed" in outputs[1]
+    assert "7 passed" in outputs[0]
+    assert "8 passed" in outputs[1]
     assert "OK" in outputs[2]
 
 

@@ -1,0 +1,163 @@
+"""Wrong usages: each is reported at import or at `defer`, with the task and what to write."""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pgdefer import App
+
+pytestmark = pytest.mark.client
+
+HOUR = dt.timedelta(hours=1)
+NAIVE = dt.datetime(2030, 1, 1)  # noqa: DTZ001
+AWARE = NAIVE.replace(tzinfo=dt.UTC)
+
+
+def greet(name: str, polite: bool = False) -> str:
+    return name
+
+
+async def greet_async(name: str) -> str:
+    return name
+
+
+def greet_rows(name: str) -> Any:
+    yield name
+
+
+def task(app: App, function: Callable[..., Any] = greet, **options: Any) -> Any:
+    return app.task(name="greet", **options)(function)
+
+
+def recur(cron: str, args: Any = None, **options: Any) -> Callable[[App], object]:
+    args = {"name": "Ann"} if args is None else args
+    return lambda app: app.recurring(cron, args=args, **options)(task(app))
+
+
+def at_import(**options: Any) -> Callable[[App], object]:
+    return functools.partial(task, **options)
+
+
+AT_IMPORT: dict[str, tuple[Callable[[App], object], str]] = {
+    "a typo": (at_import(qeue="mail"), "did you mean queue?"),
+    "an option of jobs": (at_import(needs=[1]), "takes no option needs"),
+    "a number as queue": (at_import(queue=5), "queue must be text"),
+    "a text as priority": (at_import(priority="high"), "priority must be an int"),
+    "a large priority": (at_import(priority=2**40), "must fit into 32 bits"),
+    "retry for ever": (at_import(retry=True), "Retry(None) is for ever"),
+    "retry once": (at_import(retry=1), "write retry=2 for one retry"),
+    "retry never": (at_import(retry=0), "at least 2 attempts"),
+    "retry as text": (at_import(retry="5"), "a number of attempts or a Retry(...)"),
+    "retry's keys": (
+        at_import(retry={"attempts": 3}),
+        "retry has no attempts: it has max_attempts",
+    ),
+    "seconds as timeout": (at_import(timeout=5), "timeout must be a timedelta"),
+    "seconds as delay": (at_import(delay=5), "delay must be a timedelta"),
+    "days as retain": (at_import(retain=7), "retain must be a timedelta"),
+    "no outcome": (at_import(retain={"ok": HOUR}), "give succeeded, failed, cancelled"),
+    "a time as deadline": (at_import(deadline=AWARE), "deadline must be a timedelta"),
+    "a lock's mode": (at_import(lock_mode="fifo"), "one of 'ordered', 'mutex'"),
+    "a lock's field": (
+        at_import(lock="c:{id}"),
+        "names {id}, which is no argument: it takes name,",
+    ),
+    "a conflict": (at_import(on_conflict="skip"), "one of 'raise', 'ignore', 'replace'"),
+    "a text as bool": (at_import(held="yes"), "held must be True or False"),
+    "headers": (at_import(headers=["a"]), "headers must be a mapping"),
+    "sensitive": (at_import(sensitive="card"), "give ['card']"),
+    "run_in": (at_import(run_in="proces"), "one of 'thread', 'process'"),
+    "max_memory": (at_import(max_memory=10**8), "max_memory needs run_in='process'"),
+    "a coroutine in a process": (
+        at_import(function=greet_async, run_in="process"),
+        "run_in='process' is not for coroutine functions",
+    ),
+    "retry_on": (at_import(retry_on="ValueError"), "must be a class of errors"),
+    "transactional": (at_import(transactional="yes"), "must be True or a sessionmaker"),
+    "no parameter": (
+        at_import(function=lambda: None, transactional=True),
+        "its first parameter must be the connection",
+    ),
+    "batch": (at_import(batch=0), "batch must be from 1 to 1000"),
+    "a generator": (at_import(function=greet_rows), "replace `yield` by `return`"),
+    "one name twice": (lambda app: [task(app), task(app, greet_async)], "there are two tasks"),
+    "four fields": (recur("0 6 * *"), "a cron expression has 5"),
+    "hour 25": (recur("0 25 * * *"), "25 in '0 25 * * *' is above 23"),
+    "catch_up": (recur("0 6 * * *", catch_up="yes"), "one of 'none', 'latest', 'all'"),
+    "a schedule's arguments": (recur("0 6 * * *", args={}), "missing a required argument: 'name'"),
+}
+
+
+def job(*args: Any, **options: Any) -> Callable[[App], object]:
+    return lambda app: task(app).configure(**options).defer(*(args or ("Ann",)))
+
+
+def call(*args: Any, **kwargs: Any) -> Callable[[App], object]:
+    return lambda app: task(app).defer(*args, **kwargs)
+
+
+AT_DEFER: dict[str, tuple[Callable[[App], object], str]] = {
+    "nothing": (call(), "missing a required argument: 'name'"),
+    "too much": (call(1, 2, 3), "too many positional arguments"),
+    "an unknown argument": (call("Ann", polit=True), "unexpected keyword argument 'polit'"),
+    "an option": (call("Ann", queue="mail"), "task.configure(queue=...).defer(...)"),
+    "an object": (call(object()), "register the type with app.codec.register"),
+    "NaN": (call(math.nan), "JSON has no NaN"),
+    "a typo": (job(prioriti=1), "did you mean priority?"),
+    "a fraction": (job(priority=1.5), "priority must be an int"),
+    "no time zone": (job(scheduled_at=NAIVE), "scheduled_at has no time zone"),
+    "a time as text": (job(scheduled_at="tomorrow"), "a datetime with a time zone"),
+    "an interval as time": (job(deadline=HOUR), "a datetime with a time zone"),
+    "both times": (job(scheduled_at=AWARE, delay=HOUR), "pass delay or scheduled_at"),
+    "a text as need": (job(needs=["1"]), "a job, or its id as an int, is needed"),
+    "one need": (job(needs=5), "give [5]"),
+    "None as connection": (job(connection=None), "omit it for a transaction of the job's own"),
+    "an option of tasks": (job(transactional=True), "takes no option transactional"),
+    "headers": (job(headers={"a": math.nan}), "the options can't be stored"),
+    "a key without limit": (job(concurrency_key="c"), "Give a limit with the key"),
+    "a pattern": (job(queue="mail*"), "a queue needs a plain name"),
+    "a long name": (job(queue="x" * 1001), "Names are at most 1,000 bytes"),
+    "a negative delay": (job(delay=-HOUR), "from 0 to 4,000 years"),
+    "no idempotency key": (job(unique_for=HOUR), "Say by idempotency_key"),
+    "a lock's field": (job(lock="c:{id}"), "Every {field} must be a text, number or boolean"),
+    "keys of concurrency": (job(concurrency=[{"kee": 1}]), "Known keys: key, limit, rate, weight"),
+    "no group": (job(group="none"), "Open it first by queue.open_group"),
+}
+
+
+def test_there_are_enough() -> None:
+    assert len(AT_IMPORT) + len(AT_DEFER) >= 40
+
+
+@pytest.mark.parametrize("what", AT_IMPORT)
+def test_at_import(what: str) -> None:
+    usage, instead = AT_IMPORT[what]
+    app = App("postgresql://nowhere.invalid/x")
+    with pytest.raises((TypeError, ValueError)) as raised:
+        usage(app)
+    assert "'greet'" in str(raised.value)
+    assert instead in str(raised.value)
+
+
+def test_at_defer(dsn: str) -> None:
+    for what, (usage, instead) in AT_DEFER.items():
+        app = App(dsn)
+        with pytest.raises((TypeError, ValueError)) as raised:
+            usage(app)
+        app.close()
+        assert "'greet'" in str(raised.value), what
+        assert instead in str(raised.value), what
+
+
+def test_calls_of_several_tasks(dsn: str) -> None:
+    app = App(dsn)
+    calls = [app.prepare(name, {}, queue="x*") for name in ("a", "b", "a", "c", "d")]
+    with pytest.raises(ValueError, match=r"^jobs of 'a', 'b', 'c', \.\.\.: a queue's name may not"):
+        app.defer_many(calls)
+    app.close()
