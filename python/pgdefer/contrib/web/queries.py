@@ -66,7 +66,7 @@ select at, what from (
     where id = %(id)s and attempts > 0
   union select started_at, 2, 'attempt ' || attempt || ' started' from queue.attempts
     where job_id = %(id)s
-  union select finished_at, 3, concat('step ', name, case when error is not null then ': failed' end)
+  union select finished_at, 3, 'step ' || name || case when error is null then '' else ' failed' end
     from queue.steps where job_id = %(id)s
   union select finished_at, 4, 'attempt ' || attempt || ': ' || outcome from queue.attempts
     where job_id = %(id)s
