@@ -52,9 +52,8 @@ begin
     perform queue._raise_claim_error(p_id, p_claim);
   end if;
   v_label := case v_kind when 'retry_later' then 'yielded'
-    when 'suspended' then coalesce(p_outcome ->> 'label', 'yielded')
-    when 'retried' then 'aborted' when 'unknown_task' then 'released'
-    else coalesce(p_outcome -> 'options' ->> 'outcome', v_kind) end;
+    when 'suspended' then coalesce(p_outcome ->> 'label', 'yielded') when 'retried' then 'aborted'
+    when 'unknown_task' then 'released' else coalesce(p_outcome -> 'options' ->> 'outcome', v_kind) end;
   if v_kind <> 'retried' and v_live.flags & {{aborting}} <> 0
     and exists (select from queue.abort a where a.id = p_id and a.claim = p_claim) then
     v_label := case v_kind when 'crashed' then 'crashed' else 'aborted' end;

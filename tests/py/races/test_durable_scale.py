@@ -155,3 +155,18 @@ async def test_a_worker_with_one_slot_runs_a_parent_and_its_children(dsn: str, n
     await Worker(app, drain=True, concurrency=1).run_async()
     assert await job.result_async(60) == n * (n - 1) // 2
     await app.close_async()
+
+
+def test_a_step_writes_few_bytes_of_wal(conn: Connection) -> None:
+    """At most 300, and its value."""
+    worker = register(conn)
+    defer(conn, 1)
+    ((id, claim),) = conn.execute("select id, claim from queue.fetch(%s)", [worker]).fetchall()
+    written = []
+    for n in range(20):
+        call = f"select queue.finish_step({id}, {claim}, 'charge#{n + 1}', '12345678')"
+        explain = f"explain (analyze, wal, format json, timing off) {call}"
+        ((((plan),),),) = conn.execute(explain.encode()).fetchall()
+        written.append(int(plan["Plan"]["WAL Bytes"]))
+    ((value,),) = conn.execute("select pg_column_size('12345678'::jsonb)").fetchall()
+    assert min(written) <= 300 + value, written

@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(163);
+select plan(164);
 
 \ir permissions.helpers.psql
 
