@@ -132,6 +132,9 @@ end
 $pgdefer_guard$;
 """
 
+# Folders whose files are no part of the extension; those of the last two are installed on demand.
+APART = ("releases/", "upgrades/", "cluster/", "plproxy/")
+
 TABLES_HEAD = """\
 create or replace function queue._create_tables()
 returns void
@@ -277,7 +280,7 @@ def manifest(source: Path) -> list[str]:
         raise BuildError(f"{path} must name the files of tables/, one after another")
     for file in sorted(source.rglob("*.sql")):
         entry = file.relative_to(source).as_posix()
-        if entry not in entries and not entry.startswith(("releases/", "upgrades/")):
+        if entry not in entries and not entry.startswith(APART):
             raise BuildError(f"{path} does not list {entry}")
     return entries
 
