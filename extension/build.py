@@ -34,8 +34,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 BUILD = ROOT / "build"
-# Not parts of the package: what releases consist of, and what is installed on demand, by itself.
-ELSEWHERE = ("releases/", "upgrades/", "cluster/", "plproxy/")
 
 # A role that owns the schema, or may create objects in it, can add functions that then run with the
 # queue's rights. So the owner must be the installer, or a role that the installer belongs to. No
@@ -133,6 +131,9 @@ begin
 end
 $pgdefer_guard$;
 """
+
+# Folders whose files are no part of the extension; those of the last two are installed on demand.
+APART = ("releases/", "upgrades/", "cluster/", "plproxy/")
 
 TABLES_HEAD = """\
 create or replace function queue._create_tables()
@@ -279,7 +280,7 @@ def manifest(source: Path) -> list[str]:
         raise BuildError(f"{path} must name the files of tables/, one after another")
     for file in sorted(source.rglob("*.sql")):
         entry = file.relative_to(source).as_posix()
-        if entry not in entries and not entry.startswith(ELSEWHERE):
+        if entry not in entries and not entry.startswith(APART):
             raise BuildError(f"{path} does not list {entry}")
     return entries
 
