@@ -20,10 +20,9 @@ import time
 from pathlib import Path
 
 import psycopg
-from common import ROOT, Bench, arguments, bench, percentile
+from common import ROOT, Bench, arguments, bench, cpu, percentile, processes_of
 
 WORKERS = Path(__file__).resolve().parent / "workers"
-TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclasses.dataclass
@@ -35,20 +34,6 @@ class Run:
     server: float
     workers: float
     waits: list[float]
-
-
-def cpu(pids: list[int]) -> float:
-    """Return the CPU seconds of these processes, with those of their children that have ended."""
-    total = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += sum(int(field) for field in fields[11:15])
-    return total / TICK
-
-
-def processes_of(server: int) -> list[int]:
-    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return [server, *map(int, children)]
 
 
 def run(on: Bench, tree: Path, processes: int, rate: float, seconds: float) -> Run:

@@ -274,3 +274,24 @@ def percentile(values: Sequence[float], part: float) -> float:
     """Return the value that a `part` of all, 0 to 1, does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, round(part * (len(ordered) - 1)))]
+
+
+# CPU time
+
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def cpu(pids: Sequence[int]) -> float:
+    """Return the CPU seconds of these processes, with those of their children that have ended."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(int(field) for field in fields[11:15])
+    return total / TICK
+
+
+def processes_of(server: int) -> list[int]:
+    """Return a server's process and its children."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return [server, *map(int, children)]
