@@ -1003,7 +1003,9 @@ comment on view queue.minutes is
 -- tables/work/durable.sql
 -- Steps of durable jobs. no: which use of the name in a run this is. claim: the claim that finished the step,
 -- or, while finished_at is null, began it. run: the claim that used it last. A sleep and a wait for jobs are
--- written as finished when they begin: by the time the job runs again, they are over.
+-- written as finished when they begin: by the time the job runs again, they are over. failures: how often
+-- it has failed (work/step_failures.sql), first at failed_at; error: its last error, until it succeeds. A
+-- finished step with an error has failed for good.
 create table queue.step (
   job_id bigint not null,
   claim bigint not null,
@@ -1013,6 +1015,9 @@ create table queue.step (
   name text collate "C" not null,
   fingerprint text,
   value jsonb,
+  failures integer,
+  failed_at timestamptz,
+  error text,
   constraint step_pkey primary key (job_id, name, no)
 );
 
@@ -1434,7 +1439,7 @@ comment on view queue.attempts is 'All attempts that did not succeed.';
 
 create view queue.steps as
 select s.job_id, (s.name || case when s.no > 1 then '#' || s.no else '' end) collate "default" as name,
-  s.value, s.fingerprint, s.claim, s.finished_at
+  s.value, s.fingerprint, s.claim, s.finished_at, coalesce(s.failures, 0) as failures, s.error
 from queue.step s
 where s.finished_at is not null
   and ((select x.is_all from queue.visible_queues x)
@@ -1443,7 +1448,8 @@ where s.finished_at is not null
                  and j.queue like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.steps is
   'The finished steps of durable jobs: their values, and the claims that finished them. A sleep appears when'
-    ' it begins, with the time of its end as its value.';
+    ' it begins, with the time of its end as its value. failures: how often it failed before it finished;'
+    ' error: if it has failed for good.';
 
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
@@ -3136,7 +3142,7 @@ begin
       ('{producer,worker,operator}', true, '{signal}'),
       ('{producer,worker,operator,reader}', true, '{read_stream, result, version}'),
       ('{worker}', true, '{
-        after_sleep, await_jobs, before_sleep, begin_step, claims, deregister_worker, emit, fetch,
+        after_sleep, await_jobs, before_sleep, begin_step, claims, deregister_worker, emit, fail_step, fetch,
         finish_and_fetch, finish_many, finish_step, finish_steps, function_call, heartbeat, read_steps,
         register_worker, run_function, set_progress, sleep, wait, work, worker_died}'),
       ('{worker,operator}', true, '{attempts_left, extend, fail, reap, release, retry_later, succeed, tick}'),
@@ -9772,13 +9778,15 @@ end $$;
 -- The backlog: parts of the log that are too large for one slice, read by priority.
 
 -- Scans the backlog for priorities, part by part, for at most 50 ms, so that the most urgent jobs can be read
--- first, wherever they are. If a part has more than 8 priorities, neighbouring ones form a band, which is
+-- first, wherever they are. The first 20 parts are scanned however long that takes: on a busy machine 50 ms
+-- may pass without any work. If a part has more than 8 priorities, neighbouring ones form a band, which is
 -- read as one.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._scan_backlog(p_slice integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_until constant timestamptz := clock_timestamp() + interval '50 ms';
+  v_turns integer := 0;
   v_range record;
   v_seen record;
   v_bands record;
@@ -9824,7 +9832,8 @@ begin
     else
       update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.to_id where b.no = v_range.no;
     end if;
-    exit when clock_timestamp() > v_until;
+    v_turns := v_turns + 1;
+    exit when v_turns >= 20 and clock_timestamp() > v_until;
   end loop;
 end $$;
 
@@ -10824,9 +10833,10 @@ comment on function queue.attempts_left(bigint, bigint) is
 
 -- Ends the claim with an outcome other than succeeded and returns the job's new state. In addition to the
 -- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force) and suspended
--- (work/waits.sql; is_open: its wait has not ended yet). crashed comes from reap or, with a claim, from a
--- live worker whose process ran only this job and died. Changes for a retry (queue, priority, lock) are
--- handed over, not written here: settling first releases what the claim held under the old names.
+-- (work/waits.sql, work/step_failures.sql; is_open: its wait has not ended yet; label: the attempt's outcome,
+-- if not yielded). crashed comes from reap or, with a claim, from a live worker whose process ran only this
+-- job and died. Changes for a retry (queue, priority, lock) are handed over, not written here: settling first
+-- releases what the claim held under the old names.
 -- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; with
 -- p_settle also the admission lock, by try; for an unknown task those of _leave_line. Why no wake-up is lost:
 -- the claim is settled, here or by the next admission.
@@ -10847,9 +10857,9 @@ begin
   if not found then
     perform queue._raise_claim_error(p_id, p_claim);
   end if;
-  v_label := case v_kind when 'retry_later' then 'yielded' when 'suspended' then 'yielded'
-    when 'retried' then 'aborted' when 'unknown_task' then 'released'
-    else coalesce(p_outcome -> 'options' ->> 'outcome', v_kind) end;
+  v_label := case v_kind when 'retry_later' then 'yielded'
+    when 'suspended' then coalesce(p_outcome ->> 'label', 'yielded') when 'retried' then 'aborted'
+    when 'unknown_task' then 'released' else coalesce(p_outcome -> 'options' ->> 'outcome', v_kind) end;
   if v_kind <> 'retried' and v_live.flags & 1024/* aborting */ <> 0
     and exists (select from queue.abort a where a.id = p_id and a.claim = p_claim) then
     v_label := case v_kind when 'crashed' then 'crashed' else 'aborted' end;
@@ -10880,7 +10890,7 @@ begin
     1, case when v_kind = 'failed' then 1 else 0 end, case when v_label = 'crashed' then 1 else 0 end,
     case when v_kind = 'retry_later' then 1 else 0 end, v_at,
     case when v_kind not in ('released', 'unknown_task') then v_live.claimed_at end,
-    case when v_kind not in ('retry_later', 'suspended', 'released', 'retried') then v_end.error end,
+    case when v_kind not in ('retry_later', 'released', 'retried') then v_end.error end,
     v_kind = 'suspended' or exists (select from queue.step t where t.job_id = p_id),
     v_kind = 'suspended' and p_outcome ? 'is_open',
     case when v_kind = 'released' and v_live.deadline < '0001-01-01 00:00+00' then v_live.deadline end)
@@ -11035,7 +11045,8 @@ begin
   return p_details;
 end $$;
 
--- Resets jobs' counters for a manual retry.
+-- Resets jobs' counters, and those of their steps, for a manual retry. A step that has failed for good runs
+-- again, unless the handler has gone on to another step since.
 -- Locks: the caller holds the rows of queue.active_job, or the admission lock if there are none.
 create or replace function queue._reset_counters(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -11046,6 +11057,13 @@ begin
       when j.scheduled_at > clock_timestamp() then '-infinity' end
   from queue.job j
   where s.id = any (p_ids) and j.id = s.id;
+  update queue.step s set failures = null, failed_at = null, error = null
+  where s.job_id = any (p_ids) and s.error is not null and s.finished_at is null;
+  delete from queue.step s
+  where s.job_id = any (p_ids) and s.error is not null and not exists (
+    select from queue.step t
+    where t.job_id = s.job_id
+      and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at));
 end $$;
 
 -- work/steps.sql
@@ -11132,7 +11150,7 @@ begin
   end if;
   update queue.step s
   set claim = finish_step.claim, run = finish_step.claim, finished_at = clock_timestamp(),
-    value = finish_step.value
+    value = finish_step.value, error = null
   where s.job_id = finish_step.id and s.name = v_key.name and s.finished_at is null
     and s.no = coalesce(v_key.no, (
       select min(b.no) from queue.step b
@@ -11358,7 +11376,7 @@ begin
     from given g order by g.n
     on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
       finished_at = excluded.finished_at, fingerprint = coalesce(excluded.fingerprint, t.fingerprint),
-      value = excluded.value
+      value = excluded.value, error = null
     where t.finished_at is null
     returning t.name, t.no)
   select queue._step_name(g.name, g.no) into v_finished from given g
@@ -11829,8 +11847,115 @@ begin
   values (p_id, p_claim, p_claim, case when not p_outcome ? 'is_open' then clock_timestamp() end, v_step.no,
     v_key.name, p_value)
   on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
-    finished_at = excluded.finished_at, value = excluded.value;
+    finished_at = excluded.finished_at, value = excluded.value, error = null;
   return v_step.no;
+end $$;
+
+-- work/step_failures.sql
+-- Failures of steps: a step's own retry policy, apart from that of its job.
+--
+-- After a failure that is not the last, the run ends as by a sleep, and the next one continues at the step.
+-- It counts for the step, neither for the job nor as progress. After the last failure the step is finished,
+-- with a note of the error as its value, and the claim goes on: the handler may do something else instead.
+-- So later runs take the same path, and do not try the step again.
+-- Locks: the claim's row of queue.active_job, which protects the job's rows of queue.step and
+-- queue.job_override. Never the admission lock, because a handler's own transaction may be long.
+-- Why no wake-up is lost: as in work/waits.sql, the end of the claim is handed over to the next admission.
+
+-- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is finished), QJ008.
+create or replace function queue.fail_step(id bigint, claim bigint, name text, error text,
+  details jsonb default null, options jsonb default null)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+declare
+  v_key record;
+  v_step record;
+  v_failed record;
+  v_at timestamptz;
+begin
+  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+    perform queue._require_claims(array[fail_step.id], array[fail_step.claim]);
+  end if;
+  perform queue._check_isolation();
+  perform queue._check_step_options(fail_step.options);
+  v_key := queue._step_key(fail_step.name);
+  perform queue._lock_claim(fail_step.id, fail_step.claim);
+  v_step := queue._step_in_run(fail_step.id, fail_step.claim, v_key.name, v_key.no);
+  if v_step.finished_at is not null then
+    perform queue._step_is_finished(fail_step.id, fail_step.name);
+  end if;
+  insert into queue.step as s (job_id, claim, run, no, name, fingerprint, failures, failed_at, error)
+  values (fail_step.id, fail_step.claim, fail_step.claim, v_step.no, v_key.name,
+    fail_step.options ->> 'fingerprint', 1, clock_timestamp(), left(coalesce(fail_step.error, ''), 10000))
+  on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
+    fingerprint = coalesce(excluded.fingerprint, s.fingerprint), failures = coalesce(s.failures, 0) + 1,
+    failed_at = coalesce(s.failed_at, excluded.failed_at), error = excluded.error
+  returning s.failures, s.failed_at into v_failed;
+  v_at := queue._next_try(fail_step.options, v_failed.failures, v_failed.failed_at);
+  if v_at is null then
+    update queue.step s
+    set finished_at = clock_timestamp(),
+      value = jsonb_build_object('__pgdefer__', 'step_failed', 'value', left(s.error, 1000))
+    where s.job_id = fail_step.id and s.name = v_key.name and s.no = v_step.no;
+    return null;
+  end if;
+  return queue._end_attempt(jsonb_build_object('outcome', 'suspended', 'label',
+    coalesce(fail_step.options ->> 'outcome', 'failed'), 'at', v_at, 'error', left(fail_step.error, 10000),
+    'details', fail_step.details), fail_step.id, fail_step.claim, false);
+end $$;
+comment on function queue.fail_step(bigint, bigint, text, text, jsonb, jsonb) is
+  'Records that a step failed. If it is to be tried again, this ends the claim: the job continues with a new'
+    ' claim when the step''s retry policy says so, and the call returns the job''s new state, as fail does.'
+    ' The failure counts for the step, not for the job. Otherwise the call returns NULL and the run goes on:'
+    ' the step has failed for good. It is finished, with the value {"__pgdefer__": "step_failed", "value":'
+    ' the error}. options: retry (the policy, as of a task; without one there is one attempt), retryable'
+    ' (false: it fails for good; true: it is tried again, whatever the policy), retry_at or retry_in (the'
+    ' time), deadline (a time) or deadline_in (an interval after the step''s first failure): a try that would'
+    ' begin later is not made; fingerprint (see begin_step), outcome (timed_out, if it ended for that).';
+
+-- Raises: 22023 if they are not options of queue.fail_step.
+create or replace function queue._check_step_options(options jsonb)
+returns void language plpgsql stable parallel unsafe security invoker as $$
+declare
+  v_options jsonb := jsonb_strip_nulls(options);
+begin
+  if options is null then
+    return;
+  end if;
+  perform queue._check_keys('options', options,
+    array['retry', 'retryable', 'retry_at', 'retry_in', 'deadline', 'deadline_in', 'fingerprint',
+    'outcome']);
+  if v_options ?& '{deadline,deadline_in}'::text[] then
+    perform queue._invalid('deadline and deadline_in exclude each other', 'Give one of the two.');
+  elsif v_options ? 'fingerprint' and jsonb_typeof(v_options -> 'fingerprint') <> 'string' then
+    perform queue._invalid('fingerprint must be text', 'Pass a JSON string of at most 1,000 bytes.');
+  end if;
+  perform queue._check_retry(options -> 'retry') where v_options ? 'retry';
+  perform queue._check_name('fingerprint', v_options ->> 'fingerprint') where v_options ? 'fingerprint';
+  perform queue._timestamp('deadline', v_options -> 'deadline');
+  perform queue._interval('deadline_in', v_options -> 'deadline_in');
+  perform queue._check_fail_options(v_options - '{retry,deadline,deadline_in,fingerprint}'::text[]);
+end $$;
+
+-- When a step runs again after a failure, its p_failures-th; the first was at p_first. NULL: never.
+create or replace function queue._next_try(p_options jsonb, p_failures integer, p_first timestamptz)
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_options jsonb := jsonb_strip_nulls(coalesce(p_options, '{}'));
+  v_policy jsonb := coalesce(nullif(p_options -> 'retry', 'null'), '{}');
+  v_at timestamptz;
+begin
+  if v_options -> 'retryable' = 'false' or p_failures >= queue._max_attempts(v_policy, v_options) then
+    return null;
+  end if;
+  v_at := coalesce(queue._timestamp('retry_at', v_options -> 'retry_at'),
+    clock_timestamp() + coalesce(queue._interval('retry_in', v_options -> 'retry_in'),
+      queue.backoff(v_policy, p_failures)));
+  if v_at > coalesce(queue._timestamp('deadline', v_options -> 'deadline'),
+    p_first + queue._interval('deadline_in', v_options -> 'deadline_in')) then
+    return null;
+  end if;
+  return v_at;
 end $$;
 
 -- work/signals.sql
@@ -14267,8 +14392,8 @@ end $$;
 -- another admission would find more; p_is_dry: there were only newcomers.
 -- While a limited job is ready, at most p_at_once are claimed: it would hold its slot while it waits.
 -- Locks: as fetch.
--- Why no wake-up is lost: a call that finds nothing has looked under the admission lock, or another session
--- holds that lock and looks. Rows that others hold are theirs to finish or to hand over.
+-- Why no wake-up is lost: a call that finds nothing has looked under the admission lock, however long it took
+-- to get there, or another session holds that lock and looks. Rows that others hold are theirs to finish or to hand over.
 -- In one piece: each round of the loop passes all its variables to the next.
 create or replace function queue._claim_loop(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_may_wait boolean, p_now timestamptz, p_ids bigint[],
@@ -14367,7 +14492,7 @@ begin
       end if;
     end if;
     exit when cardinality(ids) >= v_max_jobs;
-    exit when v_has_lock and not v_has_more or clock_timestamp() > p_now + interval '100 ms';
+    exit when v_has_lock and (not v_has_more or clock_timestamp() > p_now + interval '100 ms');
     if not v_has_lock then
       -- the admission lock is not waited for while rows are held
       v_has_lock := queue._lock_admission(ids is null and p_may_wait);
@@ -15848,8 +15973,10 @@ begin
   end if;
   v_id := queue._copy(fork.id, null, 2048/* overridden */);
   insert into queue.job_override (id, has_steps) values (v_id, true);
-  insert into queue.step (job_id, claim, run, finished_at, no, name, fingerprint, value)
-  select v_id, s.claim, s.run, s.finished_at, s.no, s.name, s.fingerprint, s.value
+  insert into queue.step (job_id, claim, run, finished_at, no, name, fingerprint, value, failures, failed_at,
+    error)
+  select v_id, s.claim, s.run, s.finished_at, s.no, s.name, s.fingerprint, s.value, s.failures, s.failed_at,
+    s.error
   from queue.step s join queue.step f on f.job_id = s.job_id
   where s.job_id = fork.id and f.name = v_key.name and f.no = coalesce(v_key.no, 1)
     and (s.claim, s.finished_at) < (f.claim, f.finished_at);
@@ -16225,7 +16352,8 @@ begin
 end $$;
 comment on function queue.retry(bigint[], boolean, text) is
   'Runs jobs again: finished ones (failed, cancelled, succeeded), and at once those that wait for a'
-    ' retry, sleep, or wait for a signal or event. The counters of failures, crashes and yields are reset. A'
+    ' retry, sleep, or wait for a signal or event. The counters of failures, crashes and yields are reset; a'
+    ' step that has failed for good runs again, unless the handler has gone on to another since. A'
     ' running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the'
     ' running claim is lost. A job that has never started is refused (QJ004) while another job holds its'
     ' queueing lock. from_step: a finished step, from which the job continues; that step and those that'
@@ -17076,7 +17204,7 @@ begin
         '; its worker has been told to abort it: ' || v_job.reason);
     when 'held' then return 'it is held; queue.unhold releases it';
     when 'scheduled' then
-      return format('its time has not come: %s', v_job.scheduled_at)
+      return format('its time has not come: %s', v_job.scheduled_at) || queue._why_step_failed(v_job.id)
         || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
           from queue._unknown_since(why.id) u where u.times > 0), '');
     when 'waiting', 'upstream_failed' then
@@ -17305,6 +17433,18 @@ begin
        coalesce(' until ' || w.until, ''))
      from queue.suspended w where w.job_id = p_id),
     'the next fetch or tick continues it');
+end $$;
+
+-- The step whose failure a job's next run is to make up for, for queue.why(); empty text if there is none.
+create or replace function queue._why_step_failed(p_id bigint)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((
+    select format('; its step %s has failed %s: %s', queue._step_name(s.name, s.no),
+      case s.failures when 1 then 'once' else s.failures || ' times' end, left(s.error, 200))
+    from queue.step s
+    where s.job_id = p_id and s.finished_at is null and s.error is not null
+    order by s.claim desc, s.failed_at desc limit 1), '');
 end $$;
 
 -- Claims whose timeout has passed, and which their worker has extended since because it could not end the
