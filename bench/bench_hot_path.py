@@ -150,7 +150,7 @@ def cases(on: Bench, seconds: int, drained: int) -> list[Case]:
             functools.partial(bare, BARE_INSERT, clients=clients, seconds=seconds),
             limit,
         )
-        for clients, limit in ((1, 0.75), (8, 0.85))
+        for clients, limit in ((1, 0.75), (8, 0.80))
     ]
     found += [
         Case(

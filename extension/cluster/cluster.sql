@@ -230,12 +230,15 @@ begin
   end if;
 end $$;
 
--- Notes jobs of a slot that moves. The caller has entered with these keys. Locks: none.
+-- Notes jobs of a slot that moves. The caller has entered with these keys. Any role may call this, so it notes
+-- only jobs of this transaction: those that are older have been noted by theirs, or listed. Locks: none.
 create or replace function queue._shard_note(p_keys text[], p_ids bigint[])
 returns void language sql volatile security definer set search_path = pg_catalog, pg_temp as $$
   insert into queue.shard_job (slot, part, id)
   select v.slot, queue._shard_part(k.key), k.id
   from unnest(p_keys, p_ids) k (key, id)
+  join queue.job j on j.id = k.id and j.xid = pg_current_xact_id()
+    and j.options #>> '{headers,shard_key}' = k.key
   join queue.shard_move v on v.slot = queue.shard_of(k.key)
   join queue.shard s on s.is_self and s.name = v.from_shard
   on conflict do nothing
