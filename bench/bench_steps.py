@@ -18,8 +18,8 @@ import statistics
 import subprocess
 import sys
 
-from bench_worker import WORKERS, peers
 from common import ROOT, Bench, Report, arguments, bench, spread
+from peers import WORKERS, install_python
 
 REQUIREMENTS = WORKERS / "steps-requirements.txt"
 VENV = ROOT / ".tools" / "bench-steps-venv"
@@ -54,7 +54,7 @@ def run(on: Bench, process: Process, jobs: int, steps: int) -> float:
         done = subprocess.run(
             [
                 *on.client_prefix(),
-                sys.executable if ours else peers(REQUIREMENTS, VENV),
+                sys.executable if ours else VENV / "bin" / "python",
                 WORKERS / f"steps_{process.system}.py",
                 *(on.server.dsn(database), *map(str, numbers)),
             ],
@@ -75,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     processes = [process for process in PROCESSES if options.only in process.name]
     if any(process.system != "pgdefer" for process in processes):
-        peers(REQUIREMENTS, VENV)
+        install_python(VENV, REQUIREMENTS)
     rates: dict[Process, list[float]] = {process: [] for process in processes}
     with bench(options) as on:
         for _ in range(options.runs):

@@ -159,7 +159,7 @@ def missing(system: System) -> str | None:
     if system.driver == "celery" and shutil.which("redis-server") is None:
         return "there is no redis-server"
     try:
-        (_install_node if system.is_node else _install_python)()
+        _install_node() if system.is_node else install_python(VENV, WORKERS / "requirements.txt")
     except subprocess.CalledProcessError as error:
         return f"it could not be installed: {str(error.stderr or error)[-300:]}"
     except FileNotFoundError as error:
@@ -167,15 +167,15 @@ def missing(system: System) -> str | None:
     return None
 
 
-def _install_python() -> None:
-    """Create the virtual environment of the others, outside the project's."""
-    wanted = (WORKERS / "requirements.txt").read_text()
-    stamp = VENV / "requirements.txt"
+def install_python(venv: Path, requirements: Path) -> None:
+    """Create a virtual environment of others, outside the project's, unless it is there."""
+    wanted = requirements.read_text()
+    stamp = venv / "requirements.txt"
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"Installing workers/requirements.txt into {VENV.relative_to(ROOT)}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
-        pip = [VENV / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps"]
-        command = [*pip, "--disable-pip-version-check", "-r", WORKERS / "requirements.txt"]
+        print(f"Installing workers/{requirements.name} into {venv.relative_to(ROOT)}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
+        pip = [venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps"]
+        command = [*pip, "--disable-pip-version-check", "-r", requirements]
         subprocess.run(command, check=True, capture_output=True, text=True)
         stamp.write_text(wanted)
 

@@ -19,7 +19,7 @@ from .conftest import until
 pytestmark = [pytest.mark.client, pytest.mark.soak]
 
 REQUIREMENTS = ROOT / "bench" / "workers" / "requirements.txt"
-# As bench/bench_worker.py makes it.
+# As bench/peers.py makes it.
 VENV = ROOT / ".tools" / "bench-venv"
 
 # Both write into one ledger, whose numbers tell in which order. argv: DSN.
