@@ -233,7 +233,8 @@ end $$;
 -- Notes jobs of a slot that moves. The caller has entered with these keys. Any role may call this, so it notes
 -- only jobs of this transaction: those that are older have been noted by theirs, or listed. Locks: none.
 create or replace function queue._shard_note(p_keys text[], p_ids bigint[])
-returns void language sql volatile security definer set search_path = pg_catalog, pg_temp as $$
+returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+begin
   insert into queue.shard_job (slot, part, id)
   select v.slot, queue._shard_part(k.key), k.id
   from unnest(p_keys, p_ids) k (key, id)
@@ -241,8 +242,8 @@ returns void language sql volatile security definer set search_path = pg_catalog
     and j.options #>> '{headers,shard_key}' = k.key
   join queue.shard_move v on v.slot = queue.shard_of(k.key)
   join queue.shard s on s.is_self and s.name = v.from_shard
-  on conflict do nothing
-$$;
+  on conflict do nothing;
+end $$;
 
 -- Locks: those of _shard_enter, then as queue.defer_many. No wake-up is lost: that notifies.
 -- Raises: as both; 22023 for a group, or needs of another key.
