@@ -98,7 +98,8 @@ def check_templates(what: str, options: Mapping[str, Any], arguments: Collection
     """Raise ValueError if a lock or key has a {field} that no call could fill."""
     for name in ("lock", "queueing_lock", "concurrency_key", "idempotency_key"):
         for field in re.findall(r"\{([^{}]*)\}", options.get(name) or ""):
-            if field not in arguments:
+            # a run of a schedule also has its time
+            if field not in arguments and field != "scheduled_for":
                 takes = ", ".join(sorted(arguments)) or "none"
                 raise ValueError(
                     f"{what}: {name} names {{{field}}}, which is no argument: it takes {takes}"

@@ -61,7 +61,7 @@ def test_each_call_on_a_job(visit: Open, shop: dict[str, int], conn: Connection)
     assert job("ready", "priority, queue") == (7, "shipping-2")
     act(page, shop["scheduled"], "Reschedule", at="2999-01-01 00:00")
     assert job("scheduled", "scheduled_at::text") == ("2999-01-01 00:00:00+00",)
-    expect(page.locator("dl")).to_contain_text("2999-01-01 00:00:00")
+    expect(page.locator(".timeline")).to_contain_text("2999-01-01 00:00:00")
     act(page, shop["held"], "Edit args", args='{"order": 8, "cents": 1}')
     assert job("held", "args") == ({"order": 8, "cents": 1},)
     assert act(page, shop["held"], "Copy") == f"this is the copy of job {shop['held']}"

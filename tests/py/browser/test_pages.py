@@ -113,7 +113,7 @@ def test_without_javascript(visit: Open, conn: Connection) -> None:
     for path in "/ /queues /locks /groups /workers /schedules /tasks /audit /jobs".split():
         page.goto(path)
         assert page.locator("h1").inner_text()
-        assert page.locator("nav a").count() == 8
+        assert page.locator("nav a").count() == 9
     assert page.locator("tbody tr").count() == 50
     page.get_by_role("link", name="Go on with older ones").click()
     page.get_by_label("With the selected jobs").select_option("Fail")

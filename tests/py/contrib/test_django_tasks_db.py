@@ -13,10 +13,11 @@ import pytest
 from pgdefer.database.server import EmbeddedServer
 from support import ROOT
 
+pytest.importorskip("django.tasks", reason="the backend of TASKS needs Django 6, so Python 3.12")
+
 from .conftest import PROJECT
 from .test_django_own import RUN, sdist
 
-pytest.importorskip("django.tasks", reason="the backend of TASKS needs Django 6, so Python 3.12")
 pytestmark = [pytest.mark.client, pytest.mark.long]
 
 VERSION = "0.13.0"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import itertools
+import json
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -251,10 +252,21 @@ def test_a_field_that_is_missing(
     @app.task(name="plain")
     def plain(n: int, rows: list[int], note: str = "none") -> None: ...
 
-    @app.task(name="templated", **options)
-    def templated(n: int, rows: list[int], note: str = "none") -> None: ...
+    def define() -> Any:
+        @app.task(name="templated", **options)
+        def templated(n: int, rows: list[int], note: str = "none") -> None: ...
 
-    for task in (plain.configure(**options), templated):
+        return templated
+
+    tasks = [plain.configure(**options)]
+    if field in ("account", "") and "concurrency" not in options:
+        with pytest.raises(ValueError, match="which is no argument"):
+            define()
+        # as another program may register it
+        conn.execute("select queue.register_task('templated', %s)", [json.dumps(options)])
+    else:
+        tasks.append(define())
+    for task in tasks:
         with pytest.raises(InvalidParameter, match="names a field that args do not fill") as caught:
             task.defer(1, [2])
         assert f"field: {field}" in str(caught.value.detail)
@@ -274,6 +286,13 @@ def test_a_field_that_is_missing(
     assert conn.execute(
         "select (select count(*) from queue.jobs) + (select count(*) from t)"
     ).fetchone() == (0,)
+
+
+def test_a_lock_by_the_time_of_the_run(app: App) -> None:
+    @app.task(lock="day {scheduled_for}")
+    def task(n: int) -> None: ...
+
+    assert "day {scheduled_for}" in str(task.defaults)
 
 
 def test_a_filled_name_has_its_limits(app: App, conn: Connection) -> None:
