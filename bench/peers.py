@@ -108,7 +108,8 @@ SYSTEMS = (
         "awa",
         # It deletes what is completed within seconds.
         "select count(*) from awa.jobs where state <> 'completed'",
-        paces={DEFAULT: 4000, BEST: 6000, SLEEP: 4000, TEN: 6000},
+        # The more jobs wait, the slower it claims: 3,290/s of 1,800 jobs, 216/s of 12,000.
+        paces={DEFAULT: 400, BEST: 600, SLEEP: 400, TEN: 600},
     ),
     System(
         "absurd-sdk",
