@@ -70,7 +70,7 @@ class Peers:
     def run(self, scenario: str, system: System) -> Found:
         """Return what one run has found."""
         jobs, runner = self.count(scenario, system), self.runner
-        if system.driver == "bare":
+        if system.driver == "bare" and scenario != IDLE:
             return bare(runner.on, scenario, jobs)
         setting = system.setting_for(scenario)
         match scenario:

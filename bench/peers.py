@@ -52,7 +52,8 @@ class System:
         script = str(WORKERS / f"peer_{self.driver}")
         if self.is_node:
             return [str(NODE / "node_modules" / ".bin" / "node"), f"{script}.mjs", action]
-        python = sys.executable if self.driver == "pgdefer" else str(VENV / "bin" / "python")
+        is_own = self.driver in {"pgdefer", "bare"}
+        python = sys.executable if is_own else str(VENV / "bin" / "python")
         return [python, f"{script}.py", action]
 
     @property
@@ -145,7 +146,8 @@ SYSTEMS = (
     System(
         "a bare table",
         "bare",
-        without=dict.fromkeys((DEFAULT, SLEEP, CPU, IDLE, HALF), "it has no worker"),
+        "select count(*) from q",
+        without=dict.fromkeys((DEFAULT, SLEEP, CPU, HALF), "it has no worker"),
     ),
 )
 
