@@ -125,8 +125,7 @@ begin
     select min(queue.shard_of(queue.shard_key(j.job))) as slot, jsonb_agg(j.job order by j.n) as jobs,
       array_agg(j.n order by j.n) as places
     from jsonb_array_elements(jobs) with ordinality j (job, n)
-    join queue.shard_slot m on m.slot = queue.shard_of(queue.shard_key(j.job))
-    group by m.shard order by m.shard
+    group by queue.shard_find(queue.shard_key(j.job)) order by 1
   loop
     v_done := v_done || (select jsonb_object_agg(v_part.places[r.n], r.id)
       from queue._route(v_part.slot, v_part.jobs) with ordinality r (id, n));

@@ -199,7 +199,7 @@ def test_a_sleeping_worker_hears_of_the_job(nodes: Nodes) -> None:
         ran[n] = time.monotonic()
 
     asleep = "select count(*) from pg_locks where locktype = 'advisory' and objid = 1 and granted"
-    with working(Worker(app, "wakes")), psycopg.connect(nodes.dsn(""), autocommit=True) as router:
+    with working(Worker(app, ["wakes"])), psycopg.connect(nodes.dsn(""), autocommit=True) as router:
         for n in range(2):
             wait_for(lambda: nodes.rows("a", asleep)[0][0])
             with router.transaction():
