@@ -25,7 +25,7 @@ create table if not exists queue.citus_place (
 -- shards of queue_citus.place. Locks: as Citus's own functions.
 -- Raises: 22023 if a shard has no node.
 create or replace function queue.citus_start(nodes jsonb)
-returns void language plpgsql volatile security invoker set search_path = pg_catalog, public, pg_temp as $$
+returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
   v_shard text;
   v_node text;
@@ -115,7 +115,7 @@ create or replace function queue.defer_many(jobs jsonb)
 returns setof bigint language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
   v_part record;
-  v_done jsonb := '{}';  -- the id of each place
+  v_done jsonb := '{}'::jsonb;  -- the id of each place
 begin
   if jsonb_typeof(jobs) is distinct from 'array' then
     perform queue._shard_invalid('jobs must be a JSON array',
@@ -138,7 +138,7 @@ comment on function queue.defer_many(jsonb) is
 
 -- Call it after the commit; in a transaction it is useless, as the jobs are not there yet. Locks: none.
 create or replace function queue.wake()
-returns void language plpgsql volatile security definer set search_path = pg_catalog, public, pg_temp as $$
+returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
   execute $q$select run_command_on_workers('select queue_citus.wake()')$q$;
 end $$;

@@ -69,8 +69,8 @@ returns integer language plpgsql volatile security definer set search_path = pg_
 declare
   v_some jsonb;
   v_ids bigint[];
-  v_new jsonb := '{}';  -- the new id of each
-  v_all bigint[] := '{}';
+  v_new jsonb := '{}'::jsonb;  -- the new id of each
+  v_all bigint[] := '{}'::bigint[];
 begin
   perform queue._shard_check(slot, part);
   if jsonb_typeof(jobs) is distinct from 'array' then

@@ -152,7 +152,7 @@ create or replace function queue.shard_hold(slot integer, part integer, started 
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
   v_ids bigint[];
-  v_held bigint[] := '{}';
+  v_held bigint[] := '{}'::bigint[];
   v_keys text[];
   v_taken record;
 begin

@@ -23,7 +23,7 @@ returns integer language sql stable security definer set search_path = pg_catalo
 $$;
 
 create or replace function plproxy.get_cluster_config(in cluster_name text, out key text, out val text)
-returns setof record language sql stable as $$
+returns setof record language sql stable set search_path = pg_catalog, pg_temp as $$
   values ('connection_lifetime', '1800')
 $$;
 
@@ -62,7 +62,7 @@ create or replace function queue.defer_many(jobs jsonb)
 returns setof bigint language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
   v_part record;
-  v_done jsonb := '{}';  -- the id of each place
+  v_done jsonb := '{}'::jsonb;  -- the id of each place
 begin
   if jsonb_typeof(jobs) is distinct from 'array' then
     perform queue._shard_invalid('jobs must be a JSON array',

@@ -198,7 +198,11 @@ def test_a_sleeping_worker_hears_of_the_job(nodes: Nodes) -> None:
     def wake(n: int) -> None:
         ran[n] = time.monotonic()
 
-    asleep = "select count(*) from pg_locks where locktype = 'advisory' and objid = 1 and granted"
+    asleep = (
+        "select count(*) > 0 and bool_and(state_change < clock_timestamp() - interval '0.5 s')"
+        " from pg_stat_activity where datname = 'shop' and query ~ 'queue'"
+        " and pid <> pg_backend_pid()"
+    )
     with working(Worker(app, ["wakes"])), psycopg.connect(nodes.dsn(""), autocommit=True) as router:
         for n in range(2):
             wait_for(lambda: nodes.rows("a", asleep)[0][0])
@@ -214,6 +218,24 @@ def test_a_sleeping_worker_hears_of_the_job(nodes: Nodes) -> None:
             wait_for(lambda: n in ran)  # noqa: B023 (used at once)
             print(f"{'woken' if n else 'not woken'}: runs after {ran[n] - began:.2f} s")
     app.close()
+
+
+def test_prepared_transactions_of_a_node_that_stopped(nodes: Nodes) -> None:
+    """What the coordinator has committed comes, with its job; what it has not is undone."""
+    group = nodes.rows("", "select groupid from pg_dist_node where nodeport = 5434")[0][0]
+    gids = [f"citus_0_{number}_1_1" for number in (1000001, 1000002)]
+    for n, gid in enumerate(gids):
+        with psycopg.connect(nodes.dsn("b"), autocommit=True) as node:
+            node.execute("begin")
+            jobs = [{"task": "prepared", "shard_key": key(n, "b"), "args": {"n": n}}]
+            node.execute("select queue_citus.defer_many(0, %s)", [Jsonb(jobs)])
+            node.execute(f"prepare transaction '{gid}'".encode())
+    nodes.rows("", "insert into pg_dist_transaction values (%s, %s)", [group, gids[0]])
+    assert nodes.jobs("prepared") == []
+    nodes.servers["b"].stop("immediate")
+    nodes.servers["b"].start()
+    wait_for(lambda: not nodes.rows("b", "select gid from pg_prepared_xacts"))
+    assert nodes.jobs("prepared") == [("b", 0)]
 
 
 class Ledger:

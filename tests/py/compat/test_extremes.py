@@ -195,7 +195,8 @@ BASES = {
     "outcomes": "'[]'::jsonb", "info": "'{}'::jsonb", "force": "true", "paused": "false",
     "enabled": "true", "ack": "false", "within": "interval '1 min'", "max_bytes": "100000",
     "abort": "true", "after": "now()", "slot": "700", "part": "7", "version": "2",
-    "started": "true", "job": """'{"lock": "l"}'::jsonb""", "shards": "queue.shard_map() -> 'shards'",
+    "started": "true",
+    "job": """'{"lock": "l"}'::jsonb""", "shards": "queue.shard_map() -> 'shards'",
     "map": "queue.shard_map()",
 }  # fmt: skip
 
