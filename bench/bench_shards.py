@@ -52,7 +52,7 @@ def price(options: argparse.Namespace) -> None:
             with on.fresh("ours") as name:
                 add_shards(on.server.dsn(name))
                 with on.connect(name) as connection:
-                    connection.execute("update queue.shard_slot set shard = 'a'")
+                    connection.execute("update queue.shard_slot set shard = 'a', is_plain = true")
                 on.settle(name)
                 return on.pgbench(name, script, clients=clients, seconds=options.seconds)
 

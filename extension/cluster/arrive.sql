@@ -144,7 +144,8 @@ begin
     perform queue._shard_invalid('parts of this slot have not moved yet', 'Move the slot again.',
       format('slot: %s', slot));
   end if;
-  update queue.shard_slot m set shard = r.to_shard, version = r.version, closed_until = null
+  update queue.shard_slot m set shard = r.to_shard, version = r.version,
+    is_plain = r.to_shard in (select s.name from queue.shard s where s.is_self)
   from queue.shard_move r where r.slot = m.slot and m.slot = shard_moved.slot;
   delete from queue.shard_move r where r.slot = shard_moved.slot;
   delete from queue.shard_part p where p.slot = shard_moved.slot;

@@ -13,11 +13,13 @@ create table if not exists queue.shard (
 );
 
 -- This database's copy of the map. The shard that gives a slot away raises the version: the highest is right.
--- closed_until: a move waits for the row, so nobody else may lock it until then.
+-- is_plain: it is this shard's, and on no move. closed_until: a move waits for the row, so nobody else may
+-- lock it until then.
 create table if not exists queue.shard_slot (
   slot integer not null,
   shard text collate "C" not null,
   version bigint not null,
+  is_plain boolean not null default false,
   closed_until timestamptz,
   constraint shard_slot_pkey primary key (slot)
 );
@@ -178,6 +180,7 @@ begin
   select n, (array(select s.name from queue.shard s order by s.name))[
     (n * (select count(*) from queue.shard) / 1024 + 1)::integer], 1
   from generate_series(0, 1023) n;
+  update queue.shard_slot m set is_plain = true where m.shard = self;
   perform queue._shard_audit('shard_start', jsonb_build_object('self', self, 'shards',
     (select jsonb_agg(s.name order by s.name) from queue.shard s)));
 end $$;
@@ -201,11 +204,13 @@ begin
   insert into queue.shard (name, dsn, is_self)
   select s.key, s.value, coalesce(s.key = shard_learn.self, false) from jsonb_each_text(map -> 'shards') s
   on conflict on constraint shard_pkey do update set dsn = excluded.dsn;
-  insert into queue.shard_slot (slot, shard, version)
-  select (s.n - 1)::integer, s.entry ->> 0, (s.entry ->> 1)::bigint
+  insert into queue.shard_slot (slot, shard, version, is_plain)
+  select (s.n - 1)::integer, s.entry ->> 0, (s.entry ->> 1)::bigint,
+    coalesce(s.entry ->> 0 = (select h.name from queue.shard h where h.is_self), false)
   from jsonb_array_elements(map -> 'slots') with ordinality s (entry, n)
   where not exists (select from queue.shard_move r where r.slot = s.n - 1)
-  on conflict on constraint shard_slot_pkey do update set shard = excluded.shard, version = excluded.version
+  on conflict on constraint shard_slot_pkey do update set shard = excluded.shard, version = excluded.version,
+    is_plain = excluded.is_plain
   where queue.shard_slot.version < excluded.version;
   get diagnostics v_learnt = row_count;
   if v_learnt > 0 then

@@ -5,18 +5,30 @@ begin;
 -- Locks, until the transaction ends: the slots' rows of queue.shard_slot, for key share and by skip locked;
 -- if a slot moves, also its parts' rows of queue.shard_part. So it never waits. A move takes the same
 -- rows for update, which only the owner may; when it has one, it knows that every earlier job is committed.
--- The map is read after the locks are held: hence READ COMMITTED.
+-- The map is read after the locks are held, by other statements: hence READ COMMITTED. The statement that
+-- locks would not do: for key share returns a row as it was, if another transaction has changed it meanwhile.
 -- Raises: 55000 (another shard's), 55P03 (on its way), QJ008.
 create or replace function queue._shard_enter(p_keys text[])
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
   v_self text;
-  v_slots integer[] := array(select distinct queue.shard_of(k) from unnest(p_keys) k);
+  v_slots integer[] := array[queue.shard_of(p_keys[1])];
+  v_locked integer;
   v_parts bigint[];
   v_refused record;
   v_is_moving boolean := false;
 begin
   perform queue._check_isolation();
+  if cardinality(p_keys) > 1 then
+    v_slots := array(select distinct queue.shard_of(k) from unnest(p_keys) k);
+  end if;
+  perform from queue.shard_slot m where m.slot = any (v_slots) for key share skip locked;
+  get diagnostics v_locked = row_count;
+  if v_locked = cardinality(v_slots) and (
+    select bool_and(m.is_plain and coalesce(m.closed_until < clock_timestamp(), true))
+    from queue.shard_slot m where m.slot = any (v_slots)) then
+    return false;
+  end if;
   v_slots := array(select m.slot from queue.shard_slot m where m.slot = any (v_slots)
     for key share skip locked);
   select s.name into v_self from queue.shard s where s.is_self;

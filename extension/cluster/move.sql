@@ -48,7 +48,7 @@ begin
   returning version into v_version;
   insert into queue.shard_part (slot, part, state)
   select shard_leave.slot, n, 'here' from generate_series(0, 4095) n;
-  update queue.shard_slot m set closed_until = null where m.slot = shard_leave.slot;
+  update queue.shard_slot m set is_plain = false, closed_until = null where m.slot = shard_leave.slot;
   perform queue._shard_audit('shard_leave', jsonb_build_object('slot', slot, 'target', target));
   return v_version;
 end $$;

@@ -199,7 +199,7 @@ def test_nothing_is_executed(canary: psycopg.Connection[Any]) -> None:
 
 def test_shards_execute_nothing(canary: psycopg.Connection[Any], dsn: str) -> None:
     add_shards(dsn)
-    canary.execute("update queue.shard_slot set shard = 'a'")
+    canary.execute("update queue.shard_slot set shard = 'a', is_plain = true")
     calls, attacked = attack_all(canary, SHARDS)
     assert {
         ("shard_defer", "shard_key"),
