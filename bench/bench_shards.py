@@ -84,8 +84,10 @@ def limited(server: EmbeddedServer, cores: float) -> Iterator[None]:
             (group / "cpu.max").write_text(f"{quota} {PERIOD}")
         pid = server.status().pid
         assert pid is not None
+        (group / "cgroup.procs").write_text(str(pid))
         for process in processes_of(pid):
-            (group / "cgroup.procs").write_text(str(process))
+            with contextlib.suppress(ProcessLookupError):
+                (group / "cgroup.procs").write_text(str(process))
         yield
     finally:
         server.stop("immediate")
