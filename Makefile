@@ -95,6 +95,10 @@ test-matrix: venv build tools ## Run all tests on PostgreSQL 15, 16, 17, 18 and 
 soak: venv build ## Run the long tests
 	$(BIN)/pytest -q -m soak -o faulthandler_timeout=1800
 
+.PHONY: scale
+scale: venv build ## Run the tests of Citus, where it is installed in the system's PostgreSQL
+	$(BIN)/pytest -q -rs -s tests/scale
+
 .PHONY: lint
 lint: lint-style lint-types lint-sql lint-docs ## Check style, types and SQL: ruff, mypy, plpgsql_check, pgspot, squawk, hadolint, proselint, aspell
 

@@ -132,8 +132,9 @@ end
 $pgdefer_guard$;
 """
 
-# Folders whose files are no part of the extension; those of the last two are installed on demand.
-APART = ("releases/", "upgrades/", "cluster/", "plproxy/")
+# Folders whose files are no part of the extension; those of ON_DEMAND are installed on demand.
+ON_DEMAND = ("cluster", "plproxy", "citus")
+APART = ("releases/", "upgrades/", *(f"{name}/" for name in ON_DEMAND))
 
 TABLES_HEAD = """\
 create or replace function queue._create_tables()

@@ -20,5 +20,5 @@ class SqlBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             sql_build.build()
             for name in ("extension", "pgdefer.sql"):
                 build_data["force_include"][str(sql_build.BUILD / name)] = f"pgdefer/_sql/{name}"
-            for name in ("cluster", "plproxy"):  # installed on demand
+            for name in sql_build.ON_DEMAND:
                 build_data["force_include"][str(sql_build.HERE / name)] = f"pgdefer/_sql/{name}"

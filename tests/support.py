@@ -16,6 +16,8 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgdefer.cli._pg import find_program
+from pgdefer.contrib.cluster.install import FILES
+from pgdefer.contrib.cluster.install import folder as folder_of
 from pgdefer.database.server import UNSAFE_SPEED, EmbeddedServer, sql_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,6 +99,21 @@ def make_base(server: EmbeddedServer, name: str, owner: str = OWNER) -> str:
     with psycopg.connect(server.dsn(name), autocommit=True) as connection:
         connection.execute(HELPERS)
     return form
+
+
+def add_shards(dsn: str, self: str = "a") -> None:
+    """Add the functions of shards to a database, and a map: shard a has the first 512 slots."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for name in FILES:
+            connection.execute((folder_of("cluster") / name).read_bytes())
+        shards = '{"a": "dbname=a", "b": "dbname=b"}'
+        connection.execute("select queue.shard_start(%s, %s)", (self, shards))
+
+
+def make_shard_base(server: EmbeddedServer, name: str, template: str) -> None:
+    """Copy a base, and make it a shard."""
+    create_database(server, name, template)
+    add_shards(server.dsn(name))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ returns integer language sql stable security definer set search_path = pg_catalo
 $$;
 
 create or replace function plproxy.get_cluster_config(in cluster_name text, out key text, out val text)
-returns setof record language sql stable as $$
+returns setof record language sql stable set search_path = pg_catalog, pg_temp as $$
   values ('connection_lifetime', '1800')
 $$;
 
@@ -62,14 +62,17 @@ create or replace function queue.defer_many(jobs jsonb)
 returns setof bigint language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
   v_part record;
-  v_done jsonb := '{}';  -- the id of each place
+  v_done jsonb := '{}'::jsonb;  -- the id of each place
 begin
+  if jsonb_typeof(jobs) is distinct from 'array' then
+    perform queue._shard_invalid('jobs must be a JSON array',
+      'Pass [{"task": text, "args": object, ...}, ...].');
+  end if;
   for v_part in
     select min(queue.shard_of(queue.shard_key(j.job))) as slot, jsonb_agg(j.job order by j.n) as jobs,
       array_agg(j.n order by j.n) as places
     from jsonb_array_elements(jobs) with ordinality j (job, n)
-    join queue.shard_slot m on m.slot = queue.shard_of(queue.shard_key(j.job))
-    group by m.shard
+    group by queue.shard_find(queue.shard_key(j.job)) order by 1
   loop
     v_done := v_done || (select jsonb_object_agg(v_part.places[r.n], r.id)
       from queue._route(v_part.slot, v_part.jobs) with ordinality r (id, n));

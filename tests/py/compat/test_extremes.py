@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
 from psycopg import sql
+
+from support import add_shards
 
 pytestmark = pytest.mark.client
 
@@ -29,7 +31,14 @@ where p.pronamespace = 'queue'::regnamespace and p.proname !~ '^_'
   and p.proname !~ '^(grant_access|revoke_access)$'
 order by 1
 """  # fmt: skip
-REFUSALS = {f"QJ00{n}" for n in range(1, 8)} | {"22023", "42501"}
+SHARDS = FUNCTIONS.replace("!~ '^_'", "~ '^shard'")
+# A shard, whose slots 0 and 1 leave, and to which slot 700 comes.
+MOVING: tuple[LiteralString, ...] = (
+    """select queue.shard_start('a', '{"a": "dbname=a", "b": "dbname=b"}')""",
+    "select queue.shard_leave(n, 'b'), queue.shard_list(n) from generate_series(0, 1) n",
+    "select queue.shard_receive(700, 'b', 2), queue.shard_part_leave(0, 6)",
+)
+REFUSALS = {f"QJ00{n}" for n in range(1, 8)} | {"22023", "42501", "55000", "55P03"}
 LONGEST_DETAIL = 3000
 
 INTERVALS = [
@@ -161,10 +170,18 @@ OBJECTS: dict[tuple[str, str], list[Any]] = {
         {"ids": [1], "tasks": ["t"], "functions": True},
     ],
     ("finish_and_fetch", "options"): [{"deadline_within": "1 s"}],
+    ("shard_key", "job"): [JOB],
+    ("shard_defer", "args"): [{"k": "v"}],
+    ("shard_defer", "options"): [JOB | {"options": OPTIONS}],
+    ("shard_defer_many", "jobs"): [[JOB]],
+    ("shard_part_arrive", "jobs"): [[JOB]],
+    ("shard_start", "shards"): [{"c": "dbname=c"}],
+    ("shard_learn", "map"): [{"shards": {"c": "dbname=c"}, "slots": [["c", 2]]}],
 }
 TEXTS = {
     "task": "t", "queue": "q", "name": "q", "cron": "every 1 second", "timezone": "UTC",
-    "by": "text", "path": "a", "lock": "l",
+    "by": "text", "path": "a", "lock": "l", "key": "k", "shard_key": "k", "self": "a",
+    "target": "b", "source": "b",
 }  # fmt: skip
 # Calls that need a value of their own.
 BASES = {
@@ -177,7 +194,10 @@ BASES = {
     "jobs": """'[{"task": "t"}]'::jsonb""", "then": """'{"task": "t"}'::jsonb""",
     "outcomes": "'[]'::jsonb", "info": "'{}'::jsonb", "force": "true", "paused": "false",
     "enabled": "true", "ack": "false", "within": "interval '1 min'", "max_bytes": "100000",
-    "abort": "true", "after": "now()",
+    "abort": "true", "after": "now()", "slot": "700", "part": "7", "version": "2",
+    "started": "true",
+    "job": """'{"lock": "l"}'::jsonb""", "shards": "queue.shard_map() -> 'shards'",
+    "map": "queue.shard_map()",
 }  # fmt: skip
 
 # The job that runs, for id 1 and claim 1.
@@ -254,6 +274,7 @@ class Extremes:
         self.connection = connection
         self.emptying = self.value(EMPTYING)
         self.views = [row[0] for row in connection.execute(VIEWS).fetchall()]
+        self.more: tuple[LiteralString, ...] = ()
         self.accepted = 0
         self.failures: list[object] = []
 
@@ -272,6 +293,8 @@ class Extremes:
         execute("select * from queue.fetch((select max(id) from queue.workers))")
         execute("select queue.defer('t', queue => 'q', lock => 'l'), queue.defer('t')")
         execute("select queue.defer('t', queue => 'q') from generate_series(1, 4)")
+        for statement in self.more:
+            execute(statement)
 
     def call(self, function: str, arguments: dict[str, tuple[str, Any]], changes: bool) -> None:
         given = ", ".join(f'"{name}" => {text}' for name, (text, _) in arguments.items())
@@ -348,10 +371,26 @@ PARTS = 8
 @pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_is_accepted_is_safe(extremes: Extremes, part: int, every: int) -> None:
+    functions = extremes.connection.execute(FUNCTIONS.encode()).fetchall()
+    try_all(extremes, functions[part::PARTS], every)
+    assert extremes.accepted > 20 or every > 1
+
+
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.soak)])
+def test_what_shards_accept_is_safe(extremes: Extremes, dsn: str, every: int) -> None:
+    add_shards(dsn)
+    extremes.emptying = extremes.value(EMPTYING)
+    extremes.more = MOVING
+    extremes.begin()
+    try_all(extremes, extremes.connection.execute(SHARDS.encode()).fetchall(), every)
+    assert extremes.accepted > 10
+
+
+def try_all(extremes: Extremes, functions: list[tuple[Any, ...]], every: int) -> None:
+    """Call functions with each extreme in each place."""
     numbers = itertools.count()
     connection = extremes.connection
-    functions = connection.execute(FUNCTIONS.encode()).fetchall()
-    for function, names, types, changes in functions[part::PARTS]:
+    for function, names, types, changes in functions:
         for name, type_ in zip(names, types, strict=True):
             if type_ == "jsonb":
                 objects = OBJECTS.get((function, name), [])
@@ -365,4 +404,3 @@ def test_what_is_accepted_is_safe(extremes: Extremes, part: int, every: int) -> 
                         arguments[name] = (REAL_PAIR, value)
                     extremes.call(function, arguments, changes)
     assert not extremes.failures, "\n".join(map(str, extremes.failures))
-    assert extremes.accepted > 20 or every > 1

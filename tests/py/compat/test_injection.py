@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
+
+from support import add_shards
 
 pytestmark = pytest.mark.client
 
@@ -47,7 +49,7 @@ PAYLOADS = [
 SAMPLES: dict[str, Any] = {
     "claim": 1, "worker": 1, "lease": "1 hour", "within": "1 minute", "older_than": None,
     "max_jobs": 5, "n": 2, "failures": 1, "max_bytes": 10_000, "force": False,
-    "concurrency_limit": None,
+    "concurrency_limit": None, "slot": 5, "part": 5, "version": 2, "started": False,
 }  # fmt: skip
 
 # Texts that must be valid for the others to be read.
@@ -56,6 +58,7 @@ TEXTS = {
     "path": "a", "role": "injected_role", "kind": "reader", "error": "e", "lock": "l",
     "queueing_lock": None, "concurrency_key": None, "pattern": "p", "state": None, "message": "m",
     "fingerprint": "f", "from_step": "s", "signal": None, "event": "e", "stream": "s", "after": "s",
+    "key": "k", "shard_key": "k", "self": "a", "target": "b", "source": "b",
 }  # fmt: skip
 
 JOB = {
@@ -70,6 +73,9 @@ OUTCOME = {
 CALLBACK = {"task": "t", "args": {"k": "v"}, "queue": "q", "lock": "l {k}"}
 OBJECTS: dict[str, Any] = {
     "args": {"k": "v"},
+    "job": JOB,
+    "shards": {"c": "dbname=c"},
+    "map": {"shards": {"c": "dbname=c"}, "slots": [["c", 2]]},
     "jobs": [JOB],
     "then": JOB,
     "outcomes": [OUTCOME],
@@ -103,8 +109,22 @@ from pg_proc p
 where p.pronamespace = 'queue'::regnamespace and p.proname !~ '^_' and p.prorettype <> 'trigger'::regtype order by 1
 """
 
+SHARDS = FUNCTIONS.replace("!~ '^_'", "~ '^shard'")
+
 # The server's own messages about text that is not a value of a type, and about invalid JSON.
-REFUSALS = {"22023", "42501", "QJ001", "QJ002", "QJ003", "QJ004", "QJ005", "QJ006", "QJ007"}
+REFUSALS = {
+    "22023",
+    "42501",
+    "55000",
+    "55P03",
+    "QJ001",
+    "QJ002",
+    "QJ003",
+    "QJ004",
+    "QJ005",
+    "QJ006",
+    "QJ007",
+}
 
 
 def variants(value: Any, payload: str) -> Iterator[Any]:
@@ -172,12 +192,33 @@ def attacks(function: str, name: str, type_: str) -> Iterator[Any]:
 
 @pytest.mark.long
 def test_nothing_is_executed(canary: psycopg.Connection[Any]) -> None:
+    calls, attacked = attack_all(canary, FUNCTIONS)
+    assert {("defer", "lock"), ("finish_many", "outcomes"), ("grant_access", "role")} <= attacked
+    assert calls > 3000
+
+
+def test_shards_execute_nothing(canary: psycopg.Connection[Any], dsn: str) -> None:
+    add_shards(dsn)
+    canary.execute("update queue.shard_slot set shard = 'a', is_plain = true")
+    calls, attacked = attack_all(canary, SHARDS)
+    assert {
+        ("shard_defer", "shard_key"),
+        ("shard_learn", "map"),
+        ("shard_leave", "target"),
+    } <= attacked
+    assert calls > 500
+
+
+def attack_all(
+    canary: psycopg.Connection[Any], functions: LiteralString
+) -> tuple[int, set[tuple[str, str]]]:
+    """Call functions with each payload in each place; return how many calls, and of what."""
     canary.execute("select queue.register_worker('w')")
     canary.execute("select queue.defer('t')")
     canary.execute("select queue.fetch(1)")
     calls = 0
     attacked = set()
-    for function, kind, names, types in canary.execute(FUNCTIONS.encode()).fetchall():
+    for function, kind, names, types in canary.execute(functions.encode()).fetchall():
         if function == "uninstall":
             continue
         # a procedure gets as far as its first commit, which is refused in a transaction
@@ -200,8 +241,7 @@ def test_nothing_is_executed(canary: psycopg.Connection[Any]) -> None:
                 calls += 1
                 attacked.add((function, name))
             assert is_silent(canary), (function, name)
-    assert {("defer", "lock"), ("finish_many", "outcomes"), ("grant_access", "role")} <= attacked
-    assert calls > 3000
+    return calls, attacked
 
 
 def test_names_come_back_as_they_were(canary: psycopg.Connection[Any]) -> None:

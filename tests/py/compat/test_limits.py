@@ -15,6 +15,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from support import add_shards
+
 pytestmark = pytest.mark.long
 
 KINDS = ("producer", "worker", "operator", "reader")
@@ -81,6 +83,17 @@ FOREIGN: dict[str, list[Any]] = {
     "on_end": [None],
     "on_success": [None],
     "on_failure": [None],
+    # of shards
+    "key": ["k"],
+    "shard_key": ["k"],
+    "job": ['{"lock": "k"}'],
+    "p_key": ["k"],
+    "p_keys": [["k"]],
+    "p_code": ["55000"],
+    "p_jobs": ['[{"task": "secret task", "shard_key": "k"}]'],
+    "p_message": ["m"],
+    "p_hint": ["h"],
+    "p_detail": ["d"],
 }
 
 SETUP = """
@@ -184,8 +197,8 @@ def values_of(
         return [worker]
     if name in {"id", "job"}:
         return [*ids]
-    if name == "ids":
-        return [[id] for id in ids]
+    if name in {"ids", "p_ids", "p_needs"}:
+        return [json.dumps([id]) if name == "p_needs" else [id] for id in ids]
     if name == "claim":
         return [claim for _, claim in jobs if claim is not None]
     if name in {"jobs", "then"}:
@@ -199,7 +212,8 @@ def values_of(
              "options": {"on_conflict": "replace"}},
             {"task": "t", "queueing_lock": "secret key", "options": {"on_conflict": "ignore"}},
         ]  # fmt: skip
-        return [json.dumps(job if name == "then" else [job]) for job in made]
+        key = {"shard_key": "k"} if function.startswith("shard") else {}
+        return [json.dumps(job if name == "then" else [job | key]) for job in made]
     if name == "outcomes":
         return [
             json.dumps([{"id": job, "claim": claim, "outcome": outcome}])
@@ -237,7 +251,9 @@ BROKEN = ("42601", "42883", "42703", "42P01", "XX000", "22P02")
 MAINTENANCE = {"tick", "reap"}
 
 
-def leaks_of(owner: psycopg.Connection[Any], role: str) -> list[tuple[Any, ...]]:
+def leaks_of(
+    owner: psycopg.Connection[Any], role: str, functions_of: LiteralString = FUNCTIONS
+) -> list[tuple[Any, ...]]:
     """Call every function that a role may, on other queues; return everything that was read or changed."""
     owner.execute(SETUP.encode())
     owner.execute("select queue.tick()")
@@ -247,7 +263,7 @@ def leaks_of(owner: psycopg.Connection[Any], role: str) -> list[tuple[Any, ...]]
     row = owner.execute("select max(id) from queue.worker").fetchone()
     assert row
     before = owner.execute(DIGEST.encode()).fetchone()
-    functions = owner.execute(FUNCTIONS.encode(), (role,)).fetchall()
+    functions = owner.execute(functions_of.encode(), (role,)).fetchall()
     assert len(functions) > 5
     leaks = []
     for function, names, types in functions:
@@ -286,6 +302,21 @@ def test_nothing_of_other_queues_is_read_or_changed(
     owner: psycopg.Connection[Any], roles: dict[str, str], kind: str
 ) -> None:
     assert leaks_of(owner, roles[kind]) == []
+
+
+SHARDS = FUNCTIONS.replace(
+    "order by 1\n", "and p.proname ~ '^_?shard' and p.proname <> '_shard_refuse' order by 1\n"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_other_queues_is_read_or_changed_through_shards(
+    owner: psycopg.Connection[Any], roles: dict[str, str], dsn: str, kind: str
+) -> None:
+    """All slots are this shard's, so that no key is refused before a queue is."""
+    add_shards(dsn)
+    owner.execute("update queue.shard_slot set shard = 'a', is_plain = true")
+    assert leaks_of(owner, roles[kind], SHARDS) == []
 
 
 def test_an_unlimited_role_reads_and_changes_them(

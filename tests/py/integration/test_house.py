@@ -89,8 +89,15 @@ def test_public_functions_come_first(entry: str) -> None:
     assert private == sorted(private)
 
 
+def on_demand() -> list[Path]:
+    """Return the files that are installed on demand."""
+    return [
+        path for name in load_build().ON_DEMAND for path in sorted((EXTENSION / name).glob("*.sql"))
+    ]
+
+
 def sources() -> list[Path]:
-    return [EXTENSION / entry for entry in load_build().manifest(EXTENSION)]
+    return [*(EXTENSION / entry for entry in load_build().manifest(EXTENSION)), *on_demand()]
 
 
 def test_files_and_lines_are_short() -> None:
@@ -126,6 +133,7 @@ def test_functions_are_short_or_say_why() -> None:
 def test_tests_have_the_rooms_of_what_they_test() -> None:
     """A pgTAP file has the name of a file of functions; a spec adds what happens."""
     topics = {entry.removesuffix(".sql") for entry in files()}
+    topics |= {path.relative_to(EXTENSION).with_suffix("").as_posix() for path in on_demand()}
     tests = ROOT / "tests" / "sql"
     names = [path.relative_to(tests).as_posix() for path in tests.rglob("*.*")]
     strangers = [name for name in names if re.sub(r"\..*", "", name) not in topics]

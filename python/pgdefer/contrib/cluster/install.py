@@ -13,11 +13,13 @@ from pgdefer.contrib.cluster.shards import ShardMap
 from pgdefer.database.execute import execute
 from pgdefer.database.server import sql_folder
 
-__all__ = ["folder", "install"]
+__all__ = ["FILES", "folder", "install"]
+
+FILES = ("cluster.sql", "defer.sql", "move.sql", "arrive.sql")
 
 
 def folder(name: str) -> Path:
-    """Return the folder of SQL that is installed on demand: cluster, plproxy."""
+    """Return the folder of SQL that is installed on demand: cluster, plproxy, citus."""
     built = sql_folder()
     packed = built / name
     return packed if packed.exists() else built.parent / "extension" / name
@@ -32,7 +34,7 @@ def install(
 ) -> None:
     """Add the functions, or replace them; and make the first map, or take over a known one."""
     with psycopg.connect(dsn, autocommit=True) as connection:
-        for name in ("cluster.sql", "move.sql"):
+        for name in FILES:
             connection.execute((folder("cluster") / name).read_bytes())
         if shards is not None:
             execute(connection, sql.START, {"self": self, "shards": json.dumps(dict(shards))})

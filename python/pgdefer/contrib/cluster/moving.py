@@ -1,4 +1,4 @@
-"""Moving a slot: calls of extension/cluster/move.sql in the source and the target, step by step."""
+"""Moving a slot: calls of extension/cluster/, step by step, in the source and the target."""
 
 from __future__ import annotations
 
@@ -16,22 +16,42 @@ from pgdefer.database.sql import Statement
 
 __all__ = ["Move", "move"]
 
-LOCKED = "55P03"
-
 
 @dataclasses.dataclass
 class Move:
-    """How a move went. `stays`: parts that have not moved, with the job that each waits for."""
+    """How a move went. `stays`: parts that have not moved, with the job that each waits for.
+
+    `longest_pause` is that of any part, moved or not, in seconds, and `pause_of` what it was made
+    of: `waiting` for running jobs and open transactions, `leaving` the source, `arriving`.
+    """
 
     slot: int
     jobs: int = 0
     longest_pause: float = 0
+    pause_of: dict[str, float] = dataclasses.field(default_factory=dict)
     stays: dict[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
         """Whether all of the slot has moved."""
         return not self.stays
+
+
+class _Pause:
+    """The time for which a part is paused, and what takes it."""
+
+    def __init__(self) -> None:
+        self.began = self._last = time.monotonic()
+        self.spent: dict[str, float] = {}
+
+    @property
+    def length(self) -> float:
+        return time.monotonic() - self.began
+
+    def note(self, what: str) -> None:
+        now = time.monotonic()
+        self.spent[what] = self.spent.get(what, 0) + now - self._last
+        self._last = now
 
 
 class _Mover:
@@ -43,34 +63,65 @@ class _Mover:
 
     def call(self, connection: Any, statement: Statement, **parameters: Any) -> Any:
         """Make one step: a transaction. One that waits for a lock for too long is repeated."""
-        parameters["slot"] = self.done.slot
         for _ in range(600):
-            try:
-                return execute(connection, statement, parameters)
-            except psycopg.errors.LockNotAvailable:
-                time.sleep(0.05)  # let those defer that wait behind this one
-        return execute(connection, statement, parameters)
+            with contextlib.suppress(psycopg.errors.LockNotAvailable):
+                return self.once(connection, statement, **parameters)
+            if statement is sql.LEAVE:
+                self.once(connection, sql.CLOSE, part=None)
+            else:
+                time.sleep(0.05)  # let others have what they wait for behind this one
+        return self.once(connection, statement, **parameters)
 
-    def part(self, part: int, patience: float) -> None:
+    def once(self, connection: Any, statement: Statement, **parameters: Any) -> Any:
+        return execute(connection, statement, {"slot": self.done.slot, **parameters})
+
+    def catch_up(self) -> None:
+        """Let the source admit what has been committed, so that no paused part waits for that."""
+        while self.call(self.source, sql.CATCH_UP)[0][0]:
+            pass
+
+    def part(self, part: int, patience: float) -> bool:
         """Move a part, unless it must wait for too long; then give its jobs back."""
-        began = time.monotonic()
-        while not self._leave(part):
-            held = self.call(self.source, sql.HOLD, part=part, started=self.started)[0]
-            if held[0]:
-                continue
-            if held[1] is not None:
-                if time.monotonic() - began > patience:
-                    self.call(self.source, sql.UNHOLD, part=part)
-                    self.done.stays[part] = f"job {held[1]}: {held[2]}"
-                    return
+        self.catch_up()
+        pause = _Pause()
+        while True:
+            has_left, why, may_pass = self._try(part, pause)
+            if has_left:
+                break
+            if why and (not may_pass or pause.length > patience):
+                self.call(self.source, sql.UNHOLD, part=part)
+                self.done.stays[part] = why
+                break
+            if why:
                 time.sleep(0.01)
-        self.arrive(part)
-        self.done.stays.pop(part, None)
-        self.done.longest_pause = max(self.done.longest_pause, time.monotonic() - began)
+        if has_left:
+            self.arrive(part)
+            pause.note("arriving")
+            self.done.stays.pop(part, None)
+        if pause.length > self.done.longest_pause:
+            self.done.longest_pause, self.done.pause_of = pause.length, pause.spent
+        return has_left
 
-    def _leave(self, part: int) -> bool:
+    def _try(self, part: int, pause: _Pause) -> tuple[bool, str, bool]:
+        """Let a part leave, or hold what could start next in it.
+
+        Return whether it has left, else what it waits for, and whether that may soon end.
+        """
         parameters = {"part": part, "started": self.started}
-        return bool(self.call(self.source, sql.PART_LEAVE, **parameters)[0][0])
+        try:
+            has_left = self.once(self.source, sql.PART_LEAVE, **parameters)[0][0]
+            pause.note("leaving")
+            if has_left:
+                return True, "", True
+            to_hold, job, why = self.once(self.source, sql.HOLD, **parameters)[0]
+            pause.note("waiting")
+            return False, f"job {job}: {why}" if job and not to_hold else "", why == "it runs"
+        except psycopg.errors.LockNotAvailable:
+            self.once(self.source, sql.CLOSE, part=part)  # so that nobody else enters
+            pause.note("waiting")
+            return False, "an open transaction", True
+        except psycopg.errors.ObjectNotInPrerequisiteState as refused:
+            return False, f"{refused.diag.message_detail}: another one needs it", False
 
     def arrive(self, part: int) -> None:
         """Bring the jobs of a part that has left to the target."""
@@ -82,7 +133,10 @@ class _Mover:
 def move(
     known: ShardMap, slot: int, way: tuple[str, str], *, patience: float, started: bool
 ) -> Move:
-    """Move a slot from a shard to another; a move that was interrupted goes on."""
+    """Move a slot from a shard to another; a move that was interrupted goes on.
+
+    Parts that must wait come again, round by round, as long as one of three rounds moves any.
+    """
     source, target = way
     if source == target:
         return Move(slot)
@@ -94,8 +148,8 @@ def move(
         mover = _Mover(here, there, slot, started)
         for connection in (here, there):
             execute(connection, sql.SET_LOCK_TIMEOUT, {})
-        _be_the_only_mover(here, slot)
         version = mover.call(here, sql.LEAVE, target=target)[0][0]
+        _be_the_only_mover(mover)
         mover.call(here, sql.LIST)
         mover.call(there, sql.RECEIVE, source=source, version=version)
         mover.call(here, sql.UNHOLD, part=None)
@@ -106,9 +160,10 @@ def move(
         mover.call(there, sql.ARRIVE_EMPTY, parts=empty)
         mover.call(here, sql.GONE_EMPTY, parts=empty)
         left = [part for part in range(PARTS) if part not in {*states, *empty}]
-        for _ in range(3):
-            for part in left:
-                mover.part(part, patience)
+        idle = 0
+        while left and idle < 3:
+            moved = [part for part in left if mover.part(part, patience)]
+            idle = 0 if moved else idle + 1
             left = list(mover.done.stays)
         if mover.done.is_done:
             mover.call(there, sql.MOVED, version=version)
@@ -116,10 +171,10 @@ def move(
         return mover.done
 
 
-def _be_the_only_mover(connection: Any, slot: int) -> None:
+def _be_the_only_mover(mover: _Mover) -> None:
     """Wait until a mover that died has ended its last step. Raises RuntimeError if one lives."""
     for _ in range(100):
-        if execute(connection, sql.ONLY_MOVER, {"slot": slot})[0][0]:
+        if mover.call(mover.source, sql.MOVER)[0][0]:
             return
         time.sleep(0.05)
-    raise RuntimeError(f"slot {slot} is being moved by another process")
+    raise RuntimeError(f"slot {mover.done.slot} is being moved by another process")

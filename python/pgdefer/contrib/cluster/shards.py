@@ -15,7 +15,7 @@ from pgdefer.tasks.prepared import PreparedJob
 __all__ = ["PARTS", "SLOTS", "KeyedJob", "ShardMap", "key_of", "part_of", "shard_of"]
 
 SLOTS = 1024
-PARTS = 256  # of a slot
+PARTS = 4096  # of a slot
 # The key belongs to another shard; it is on its way.
 REFUSALS = ("55000", "55P03")
 
@@ -26,8 +26,8 @@ def shard_of(key: str) -> int:
 
 
 def part_of(key: str) -> int:
-    """Return the part of its slot that a key is in, 0 to 255."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:3], "big") >> 6 & (PARTS - 1)
+    """Return the part of its slot that a key is in, 0 to 4095."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:3], "big") >> 2 & (PARTS - 1)
 
 
 @dataclasses.dataclass

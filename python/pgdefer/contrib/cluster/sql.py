@@ -18,9 +18,11 @@ LIMIT = Statement("""
 SET_LOCK_TIMEOUT = Statement(
     "select set_config('lock_timeout', '100ms', false) from queue.version()"
 )
-ONLY_MOVER = Statement("select pg_try_advisory_lock(1885824117, :slot) from queue.version()")
+MOVER = Statement("select queue.shard_mover(:slot)")
 LEAVE = Statement("select queue.shard_leave(:slot, :target)")
 LIST = Statement("select queue.shard_list(:slot)")
+CATCH_UP = Statement("select queue.shard_catch_up()")
+CLOSE = Statement("select queue.shard_close(:slot, :part)")
 RECEIVE = Statement("select queue.shard_receive(:slot, :source, :version)")
 PARTS = Statement("select * from queue.shard_parts(:slot)")
 HOLD = Statement("select * from queue.shard_hold(:slot, :part, :started)")

@@ -1,0 +1,165 @@
+-- Moving a slot to another shard (move.sql): how its jobs get there, and the steps of the target and of the
+-- end.
+begin;
+
+-- A job as queue.defer_many takes it, with its id, and the ids of unfinished jobs that it needs.
+create or replace function queue._shard_call(p_id bigint, p_held boolean)
+returns jsonb language plpgsql stable security invoker
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  return (
+  select jsonb_build_object('id', j.id, 'task', j.task, 'args', j.args, 'queue', j.queue,
+    'priority', j.priority, 'lock', coalesce(j.lock, ''), 'queueing_lock', coalesce(j.queueing_lock, ''),
+    'scheduled_at', j.scheduled_at, 'deadline', j.deadline, 'concurrency_key', '', 'needs', (
+      -- any: nothing, once one of them is satisfied
+      select jsonb_agg(n order by n) from unnest(w.needs) n left join queue.finished f on f.id = n
+      where f.id is null and not (j.options ->> 'needs_mode' = 'any' and exists (
+        select from unnest(w.needs) o join queue.finished s on s.id = o and s.state = 'succeeded'))),
+    'options', coalesce(j.options, '{}') - '{terms,parent,group}'::text[]
+      || jsonb_build_object('held', p_held, 'share', coalesce(j.options ->> 'share', ''), 'idempotency_key',
+        coalesce(j.options ->> 'idempotency_key', ''))
+      || case when j.queueing_lock is null then '{}'::jsonb else '{"on_conflict": "ignore"}' end
+      || case when j.keys is null then '{}' else jsonb_build_object('concurrency', (
+        select jsonb_agg(jsonb_strip_nulls(jsonb_build_object('key', k.key, 'limit', k.key_limit))
+          || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n)
+        from unnest(j.keys, j.limits) with ordinality k (key, key_limit, n))) end)
+  from queue.job_now j
+  join queue.jobs w on w.id = j.id
+  where j.id = p_id);
+end $$;
+
+-- Source. The jobs of a part that has left, in their order.
+create or replace function queue.shard_part_jobs(slot integer, part integer)
+returns jsonb language sql stable security definer set search_path = pg_catalog, pg_temp as $$
+  select coalesce(jsonb_agg(s.job order by s.id), '[]') from queue.shard_sent s
+  where s.slot = shard_part_jobs.slot and s.part = shard_part_jobs.part
+$$;
+
+-- Target. It accepts jobs of the parts that arrive. Locks: rows of the map. Raises: 22023.
+create or replace function queue.shard_receive(slot integer, source text, version bigint)
+returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+begin
+  perform queue._shard_check(slot);
+  if exists (select from queue.shard_slot m where m.slot = shard_receive.slot
+    and m.version >= shard_receive.version) then
+    return;  -- it has all of it
+  elsif exists (select from queue.shard_move r where r.slot = shard_receive.slot
+    and (r.from_shard, r.version) is distinct from (source, shard_receive.version))
+    or not exists (select from queue.shard s where s.name = source and not s.is_self)
+    or version is null then
+    perform queue._shard_invalid('this slot can''t come from there',
+      'If it is on another move, end that one first.',
+      format('slot: %s, from: %s', slot, left(source, 1000)));
+  end if;
+  insert into queue.shard_move (slot, from_shard, to_shard, version)
+  select shard_receive.slot, source, s.name, shard_receive.version from queue.shard s where s.is_self
+  on conflict do nothing;
+  if found then
+    perform queue._shard_audit('shard_receive', jsonb_build_object('slot', slot, 'source', source));
+  end if;
+end $$;
+
+-- Target. Defers the jobs of a part, once: the row of the part is inserted in the same transaction, and a
+-- second call waits for the first. Jobs with needs begin a call of queue.defer_many, as the new ids of what
+-- they need are known by then.
+-- Locks: that row; then as queue.defer_many. No wake-up is lost: that notifies. Raises: 22023; as that.
+create or replace function queue.shard_part_arrive(slot integer, part integer, jobs jsonb)
+returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+  v_some jsonb;
+  v_ids bigint[];
+  v_new jsonb := '{}'::jsonb;  -- the new id of each
+  v_all bigint[] := '{}'::bigint[];
+begin
+  perform queue._shard_check(slot, part);
+  if jsonb_typeof(jobs) is distinct from 'array' then
+    perform queue._shard_invalid('jobs must be a JSON array', 'Pass what queue.shard_part_jobs returns.');
+  elsif exists (select from queue.shard_slot m join queue.shard s on s.is_self and s.name = m.shard
+    where m.slot = shard_part_arrive.slot) then
+    return 0;  -- the whole slot has
+  elsif not exists (select from queue.shard_move r join queue.shard s on s.is_self and s.name = r.to_shard
+    where r.slot = shard_part_arrive.slot) then
+    perform queue._shard_invalid('this slot does not come here', 'Call queue.shard_receive first.');
+  end if;
+  insert into queue.shard_part (slot, part, state) values (slot, part, 'arrived') on conflict do nothing;
+  if not found then
+    return 0;
+  end if;
+  for v_some in
+    select jsonb_agg(x.job order by x.n)
+    from (
+      select j.job, j.n, count(*) filter (where jsonb_typeof(j.job -> 'needs') = 'array') over (order by j.n)
+        as with_needs
+      from jsonb_array_elements(jobs) with ordinality j (job, n)) x
+    group by x.with_needs, x.n / 500 order by min(x.n)
+  loop
+    v_ids := array(select d from queue.defer_many((
+      select jsonb_agg(j.job - 'id' || jsonb_build_object('needs', (
+        select jsonb_agg(v_new -> e.need)
+        from jsonb_array_elements_text(nullif(j.job -> 'needs', 'null')) e (need)
+        where v_new ? e.need)) order by j.n)
+      from jsonb_array_elements(v_some) with ordinality j (job, n))) d);
+    v_new := v_new || (select jsonb_object_agg(j.job ->> 'id', v_ids[j.n])
+      from jsonb_array_elements(v_some) with ordinality j (job, n));
+    v_all := v_all || v_ids;
+  end loop;
+  if v_all <> '{}' then
+    perform queue._shard_audit('shard_part_arrive', jsonb_build_object('slot', slot, 'part', part), v_all);
+  end if;
+  return cardinality(v_all);
+end $$;
+
+-- Source, after the part arrived. Locks: rows of the map.
+create or replace function queue.shard_part_gone(slot integer, part integer)
+returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+begin
+  update queue.shard_part p set state = 'gone'
+  where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part and p.state = 'leaving';
+  if found then
+    delete from queue.shard_sent s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
+    delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
+  end if;
+end $$;
+
+-- Source and target: the parts of a slot that have left or arrived, and their states.
+create or replace function queue.shard_parts(slot integer)
+returns table (part integer, state text) language sql stable security definer
+set search_path = pg_catalog, pg_temp as $$
+  select p.part, p.state from queue.shard_part p where p.slot = shard_parts.slot and p.state <> 'here'
+  order by p.part
+$$;
+
+-- Target, then source, once all 4,096 parts are there. Locks: rows of the map, for no key update: that
+-- waits for no defer. One that was let in before finds the slot here in the target, and is refused
+-- in the source, as it was by the part. Raises: 22023 before that.
+create or replace function queue.shard_moved(slot integer, version bigint)
+returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+begin
+  if not exists (select from queue.shard_move r
+    where r.slot = shard_moved.slot and r.version = shard_moved.version) then
+    return;
+  elsif 4096 > (select count(*) from queue.shard_part p
+    where p.slot = shard_moved.slot and p.state in ('gone', 'arrived')) then
+    perform queue._shard_invalid('parts of this slot have not moved yet', 'Move the slot again.',
+      format('slot: %s', slot));
+  end if;
+  update queue.shard_slot m set shard = r.to_shard, version = r.version,
+    is_plain = r.to_shard in (select s.name from queue.shard s where s.is_self)
+  from queue.shard_move r where r.slot = m.slot and m.slot = shard_moved.slot;
+  delete from queue.shard_move r where r.slot = shard_moved.slot;
+  delete from queue.shard_part p where p.slot = shard_moved.slot;
+  delete from queue.shard_job s where s.slot = shard_moved.slot;
+  perform queue._shard_audit('shard_moved', jsonb_build_object('slot', slot, 'version', version));
+end $$;
+
+do $$
+declare
+  v_name regprocedure;
+begin
+  foreach v_name in array '{queue._shard_call,queue.shard_part_jobs,queue.shard_receive,
+    queue.shard_part_arrive,queue.shard_part_gone,queue.shard_parts,queue.shard_moved}'::regproc[] loop
+    execute format('revoke all on function %s from public', v_name);
+  end loop;
+end $$;
+commit;
