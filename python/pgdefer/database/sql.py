@@ -298,6 +298,12 @@ SEARCH = Statement("""
       max_jobs => cast(:max_jobs as integer))
 """)
 
+# For the rest of the transaction, even if the role may see them.
+HIDE_SENSITIVE = Statement("""
+    select coalesce(current_setting('pgdefer.hide_sensitive', true), '') as before,
+      set_config('pgdefer.hide_sensitive', cast(:hide as text), true)
+""")
+
 LIST_JOBS = Statement(f"""
     select id, queue, task, state, reason, priority, attempts, created_at, description, excerpt
     from ({SEARCH.text}) as s where id is not null
