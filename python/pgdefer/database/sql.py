@@ -583,7 +583,7 @@ SCHEDULES_LIKE = Statement(f"select name from queue.schedules {_LIKE}")
 # Moving in. The tables of the other queue are found by the search path.
 
 # The other queue's producers and workers wait from here to the end of the transaction.
-MOVE_IN_LOCK = Statement("lock table procrastinate_jobs in share row exclusive mode")
+MOVE_IN_PROCRASTINATE_LOCK = Statement("lock table procrastinate_jobs in share row exclusive mode")
 
 # A thousand of its waiting jobs, in the order of their ids. Jobs behind a running job of the same
 # lock stay there, because they would run beside it.
@@ -614,10 +614,64 @@ MOVE_IN_PROCRASTINATE = Statement("""
       (select count(*) from picked p where p.scheduled_at > now()) as scheduled
 """)
 
-MOVE_IN_LEFT = Statement("""
+MOVE_IN_PROCRASTINATE_LEFT = Statement("""
     select count(*) filter (where status = 'todo') as behind,
       count(*) filter (where status = 'doing') as running
     from procrastinate_jobs where status in ('todo', 'doing')
+""")
+
+# Of a table `tasks` as in the article "A minimal task queue", without a status for what is moved.
+MOVE_IN_TASKS_LOCK = Statement("lock table tasks in share row exclusive mode")
+
+MOVE_IN_TASKS = Statement("""
+    with picked as materialized (
+      select t.* from tasks t
+      where t.status = 'pending' and t.id > cast(:after as bigint)
+      order by t.id limit 1000),
+    made as materialized (
+      select * from queue.defer_many((
+        select coalesce(jsonb_agg(jsonb_build_object(
+            'task', p.task_type, 'args', p.payload, 'priority', p.priority,
+            'options', jsonb_build_object(
+              'idempotency_key', '',
+              'retry', jsonb_build_object('max_attempts', greatest(p.max_retries - p.retries, 1)),
+              'headers', jsonb_build_object('tasks',
+                jsonb_build_object('id', p.id, 'retries', p.retries)))) order by p.id), '[]')
+        from picked p))),
+    ended as (
+      update tasks t set status = 'done', finished_at = now(), error = 'moved to pgdefer'
+      from picked p where t.id = p.id)
+    select (select count(*) from picked) as found, (select max(p.id) from picked p) as last,
+      (select count(*) from made) as made, 0 as locked, 0 as scheduled
+""")
+
+MOVE_IN_TASKS_LEFT = Statement("""
+    select 0 as behind, count(*) as running from tasks where status = 'running'
+""")
+
+# Of django-tasks-db: its positional arguments have names only in the project's code.
+MOVE_IN_DJANGO_LOCK = Statement("""
+    lock table django_tasks_database_dbtaskresult in share row exclusive mode
+""")
+
+MOVE_IN_DJANGO = Statement("""
+    select cast(id as text) as id, task_path, cast(args_kwargs as text) as args_kwargs, priority,
+      queue_name, case when run_after < '9000-01-01' then run_after end as run_after,
+      coalesce(run_after between now() and '9000-01-01', false) as is_scheduled
+    from django_tasks_database_dbtaskresult
+    where status = 'READY' order by enqueued_at, id limit 1000
+""")
+
+MOVE_IN_DJANGO_END = Statement("""
+    update django_tasks_database_dbtaskresult t
+    set status = 'FAILED', finished_at = now(), traceback = 'moved to pgdefer as job ' || j.job
+    from unnest(cast(:ids as uuid[]), cast(:jobs as bigint[])) j (id, job)
+    where t.id = j.id
+    returning t.id
+""")
+
+MOVE_IN_DJANGO_LEFT = Statement("""
+    select count(*) as running from django_tasks_database_dbtaskresult where status = 'RUNNING'
 """)
 
 # Installing

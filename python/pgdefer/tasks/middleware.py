@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from pgdefer.options import as_list
@@ -84,7 +85,10 @@ class Entered:
             raise
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool:
         is_swallowed = False
         while self._entered:
@@ -126,7 +130,10 @@ class AsyncEntered:
             raise
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool:
         is_swallowed = False
         while self._entered:

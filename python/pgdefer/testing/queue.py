@@ -43,6 +43,10 @@ _DEFERS = (
 )
 
 
+# These only read, and are not refused: they need no savepoint.
+_READS = (sql.DEFERRED, sql.CLOCK)
+
+
 class TestQueue(AskingQueue):
     """The queue as one test sees it: all calls of the App use the test's own connection.
 
@@ -133,7 +137,7 @@ class TestQueue(AskingQueue):
             if self._registered.get(name) is not options
         }
         async with contextlib.AsyncExitStack() as stack:
-            if connection is OWN:
+            if connection is OWN and statement not in _READS:
                 # A refused statement must not end the test's transaction.
                 await stack.enter_async_context(savepoint(self.connection))
             used = self.connection if connection is OWN else unwrapped(connection)

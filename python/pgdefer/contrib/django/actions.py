@@ -22,7 +22,6 @@ __all__ = ["HidingAdmin", "UncountedList", "act", "act_on_each", "hiding", "may"
 SEES_SENSITIVE = "pgdefer.view_sensitive_args"
 
 
-
 class UncountedList(ChangeList):
     """A list of rows that were read without counting all there are."""
 
