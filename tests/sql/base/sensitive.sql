@@ -168,7 +168,7 @@ select is(pg_temp.reader('select before -> 0 -> ''args'' from queue.audit where 
 select is(pg_temp.operator('select args -> ''args'' from queue.audit where call = ''set_args'' order by id desc limit 1'), '{"password": "***"}', 'also of the role''s own call');
 select is((select a.before -> 0 -> 'args' from queue.audit a where a.call = 'set_args' order by a.id desc limit 1), :'whole'::jsonb, 'the owner reads all');
 select is(pg_temp.reader('select count(*) from queue.audit where concat(args, before) ~ ''hunter2|4111|third'''), '0', 'nothing else shows in any row');
-select is((select count(*) from queue.audit a where concat(a.args, a.before) ~ 'hunter2'), 5::bigint, 'which the owner finds');
+select is((select count(*) from queue.audit a where concat(a.args, a.before) ~ 'hunter2'), 7::bigint, 'which the owner finds');
 select queue.delete(array[:id]) \g /dev/null
 select is(pg_temp.reader('select count(*) from queue.audit where concat(args, before) ~ ''hunter2|4111|third'''), '0', 'nor once the job is gone');
 
