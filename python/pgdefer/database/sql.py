@@ -409,7 +409,7 @@ RETRY = Statement(f"""
 """)
 
 # In one call, so that it does not run in between. The database refuses a NULL queue.
-RETRY_LATER = Statement(f"""
+RETRY_AT = Statement(f"""
     select r.id, coalesce(s.state, r.outcome) as outcome, r.error
     from ({RETRY.text}) as r
     cross join lateral (

@@ -129,7 +129,7 @@ class JobCalls(Generic[R_co]):
             statement = sql.RETRY_ELSEWHERE
             parameters |= {"queue": queue, "at": to_json("at", at)}
         elif at is not None:
-            statement = sql.RETRY_LATER
+            statement = sql.RETRY_AT
             parameters["at"] = to_json("at", at)
         return outcome_of(self.client.call(statement, parameters, connection))
 

@@ -132,7 +132,7 @@ class AsyncJobCalls(Generic[R_co]):
             statement = sql.RETRY_ELSEWHERE
             parameters |= {"queue": queue, "at": to_json("at", at)}
         elif at is not None:
-            statement = sql.RETRY_LATER
+            statement = sql.RETRY_AT
             parameters["at"] = to_json("at", at)
         return outcome_of(await self.client.call_async(statement, parameters, connection))
 
