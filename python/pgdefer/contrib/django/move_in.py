@@ -39,9 +39,6 @@ def move_in(*, dry_run: bool) -> dict[str, int]:
             moved = {"ids": [row[0] for row in rows], "jobs": [job.id for job in jobs]}
             app.client.call(sql.MOVE_IN_DJANGO_END, moved, connection)
             counts["moved"] += len(rows)
-            counts["locked"] += sum(
-                call.options.arguments.get("lock") is not None for call in calls
-            )
             counts["scheduled"] += sum(row[-1] for row in rows)
         ((counts["running"],),) = app.client.call(sql.MOVE_IN_DJANGO_LEFT, {}, connection)
         if dry_run:
