@@ -1,4 +1,4 @@
-"""Drains no-op jobs with one worker of pgdefer: DSN JOBS CONCURRENCY [TELEMETRY...]."""
+"""Drains jobs with one worker, which compute for some time: DSN JOBS MILLISECONDS [TELEMETRY...]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pgdefer import App
 from pgdefer.worker.worker import Worker
 
 
-def main(dsn: str, jobs: int, concurrency: int | None, telemetry: list[str]) -> None:
+def main(dsn: str, jobs: int, milliseconds: float, telemetry: list[str]) -> None:
     app = App(dsn)
     if telemetry:
         import_module("telemetry").instrument(app, telemetry)
@@ -27,6 +27,10 @@ def main(dsn: str, jobs: int, concurrency: int | None, telemetry: list[str]) -> 
         if not begun:
             begun.append(time.time())
         count += 1
+        if milliseconds:
+            until = time.perf_counter() + milliseconds / 1000
+            while time.perf_counter() < until:
+                pass
 
     with psycopg.connect(dsn, autocommit=True) as connection:
         for first in range(0, jobs, 1000):
@@ -36,17 +40,17 @@ def main(dsn: str, jobs: int, concurrency: int | None, telemetry: list[str]) -> 
             connection.execute("select count(*) from queue.defer_many(%s)", [json.dumps(slice_)])
         connection.execute("vacuum analyze")
         connection.execute("checkpoint")
-        chosen = {} if concurrency is None else {"concurrency": concurrency}
-        asyncio.run(Worker(app, drain=True, **chosen).run_async())
+        before = time.process_time()
+        asyncio.run(Worker(app, drain=True).run_async())
+        cpu = time.process_time() - before
         row = connection.execute(
             "select count(*), extract(epoch from max(finished_at))::float8 from queue.finished"
             " where state = 'succeeded'"
         ).fetchone()
     assert row is not None
     assert row[0] == jobs == count, (row, count)
-    print(json.dumps({"begun": begun[0], "ended": row[1]}))
+    print(json.dumps({"begun": begun[0], "ended": row[1], "cpu": cpu}))
 
 
 if __name__ == "__main__":
-    setting = None if sys.argv[3] == "default" else int(sys.argv[3])
-    main(sys.argv[1], int(sys.argv[2]), setting, sys.argv[4:])
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import NoOpTracerProvider
 
 from pgdefer import App
 from pgdefer.contrib import otel, prometheus
@@ -17,10 +20,20 @@ class Dropping(SpanExporter):
 
 
 def instrument(app: App, kinds: list[str]) -> None:
-    if "otel" in kinds:
+    """Switch on `spans` or `sampled` (one in ten), `metrics`, `prometheus`."""
+    traces: TracerProvider | None = None
+    if "sampled" in kinds:
+        traces = TracerProvider(sampler=ParentBased(TraceIdRatioBased(0.1)))
+    elif "spans" in kinds:
         traces = TracerProvider()
+    if traces is not None:
         traces.add_span_processor(BatchSpanProcessor(Dropping()))
+    if traces is not None or "metrics" in kinds:
         meters = MeterProvider(metric_readers=[InMemoryMetricReader()])
-        otel.instrument(app, tracer_provider=traces, meter_provider=meters)
+        otel.instrument(
+            app,
+            tracer_provider=traces or NoOpTracerProvider(),
+            meter_provider=meters if "metrics" in kinds else NoOpMeterProvider(),
+        )
     if "prometheus" in kinds:
         prometheus.instrument(app)

@@ -97,13 +97,15 @@ begin
   return p_new || jsonb_build_object('sensitive', v_old || v_added);
 end $$;
 
--- The sensitive paths of all tasks that have some, if the caller may not see what they lead to, else NULL.
+-- The sensitive paths of all tasks that have some, if the caller may not see what they lead to, else NULL. An
+-- application that connects as the owner sets pgdefer.hide_sensitive for users who may not.
 create or replace function queue._hidden_paths()
 returns jsonb language plpgsql stable parallel safe security invoker as $$
 begin
   return (
     select jsonb_object_agg(t.name, t.sensitive) from queue.task t
-    where t.sensitive is not null and not pg_has_role(queue._caller(), current_user, 'usage'));
+    where t.sensitive is not null and (current_setting('pgdefer.hide_sensitive', true) = 'on'
+      or not pg_has_role(queue._caller(), current_user, 'usage')));
 end $$;
 
 -- Args with *** in place of what paths lead to; as they are without paths.

@@ -5,6 +5,7 @@ Call `instrument(app)` after `App(...)`; the extra is `pgdefer[otel]`.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import time
@@ -26,6 +27,24 @@ __all__ = ["instrument"]
 
 SYSTEM = "pgdefer"
 DEFAULT_QUEUE = "default"
+NO_PARENT = Context()
+
+
+class _Runs:
+    """What the runs of a task from a queue have in common, made once."""
+
+    __slots__ = ("attributes", "begun", "labels", "name")
+
+    def __init__(self, task: str, queue: str) -> None:
+        self.name = f"process {task}"
+        self.labels: dict[str, Any] = {
+            "messaging.system": SYSTEM,
+            "messaging.operation.name": "process",
+            "messaging.destination.name": queue,
+            "pgdefer.task": task,
+        }
+        self.attributes = {**self.labels, "messaging.operation.type": "process"}
+        self.begun = 0
 
 
 class _Telemetry:
@@ -37,7 +56,7 @@ class _Telemetry:
         )
         # Read when metrics are collected, which costs each job less than a call of the counter.
         self._lock = threading.Lock()
-        self._begun: dict[tuple[tuple[str, str], ...], int] = {}
+        self._runs: dict[tuple[str, str], _Runs] = {}
         meter.create_observable_counter(
             "messaging.client.consumed.messages",
             [self._consumed],
@@ -86,44 +105,47 @@ class _Telemetry:
             yield
             if len(deferral.jobs) == 1:
                 span.set_attribute("messaging.message.id", str(deferral.jobs[0].id))
-        for call in calls:
-            queue = str(call.options.arguments.get("queue") or self._queue_of(call.task))
-            self._sent.add(
-                1,
-                {
-                    "messaging.system": SYSTEM,
-                    "messaging.operation.name": "defer",
-                    "messaging.destination.name": queue,
-                },
-            )
+        counts = collections.Counter(
+            str(call.options.arguments.get("queue") or self._queue_of(call.task)) for call in calls
+        )
+        for queue, count in counts.items():
+            labels = {
+                "messaging.system": SYSTEM,
+                "messaging.operation.name": "defer",
+                "messaging.destination.name": queue,
+            }
+            self._sent.add(count, labels)
 
     def running(self, job: JobContext) -> AbstractContextManager[None]:
         """Create the span of a run: a child of the job's span; of a retry, a new linked trace."""
         return _Run(self, job)
 
-    def begin(self, job: JobContext, labels: Mapping[str, str]) -> tuple[trace.Span, Context]:
-        """Begin the span of a run; return it, and the context in which the handler runs."""
-        key = tuple(labels.items())
+    def runs(self, job: JobContext) -> _Runs:
+        """Count a run, and return what it has in common with others."""
+        key = (job.task, job.queue)
         with self._lock:
-            self._begun[key] = self._begun.get(key, 0) + 1
-        context, links = Context(), []
+            found = self._runs.get(key)
+            if found is None:
+                found = self._runs[key] = _Runs(*key)
+            found.begun += 1
+        return found
+
+    def begin(self, job: JobContext, runs: _Runs) -> tuple[trace.Span, Context]:
+        """Begin the span of a run; return it, and the context in which the handler runs."""
+        context, links = NO_PARENT, None
+        # Most jobs have none if nothing traces the calls that defer.
         if carrier := {k: v for k, v in job.headers.items() if isinstance(v, str)}:
             context = propagate.extract(carrier, context)
-            origin = trace.get_current_span(context).get_span_context()
-            if job.attempt > 1 and origin.is_valid:
-                context, links = Context(), [Link(origin)]
-        span = self._tracer.start_span(
-            f"process {job.task}",
-            context=context,
-            kind=SpanKind.CONSUMER,
-            attributes={
-                **labels,
-                "messaging.operation.type": "process",
-                "messaging.message.id": str(job.id),
-                "pgdefer.attempt": job.attempt,
-            },
-            links=links,
-        )
+            if job.attempt > 1:
+                origin = trace.get_current_span(context).get_span_context()
+                if origin.is_valid:
+                    context, links = NO_PARENT, [Link(origin)]
+        # The sampler gets all attributes, as the conventions ask.
+        attributes = runs.attributes | {
+            "messaging.message.id": str(job.id),
+            "pgdefer.attempt": job.attempt,
+        }
+        span = self._tracer.start_span(runs.name, context, SpanKind.CONSUMER, attributes, links)
         return span, trace.set_span_in_context(span, context)
 
     def record(self, seconds: float, labels: Mapping[str, str]) -> None:
@@ -132,42 +154,39 @@ class _Telemetry:
 
     def _consumed(self, _: metrics.CallbackOptions) -> list[metrics.Observation]:
         """Return how many handlers have begun, when metrics are collected."""
-        return [metrics.Observation(count, dict(key)) for key, count in list(self._begun.items())]
+        return [metrics.Observation(runs.begun, runs.labels) for runs in list(self._runs.values())]
 
 
 class _Run:
     """Surrounds a handler: a class, because generators take longer, and this is for each job."""
 
-    __slots__ = ("_job", "_labels", "_span", "_start", "_telemetry", "_token")
+    __slots__ = ("_job", "_runs", "_span", "_start", "_telemetry", "_token")
 
     def __init__(self, telemetry: _Telemetry, job: JobContext) -> None:
         self._telemetry = telemetry
         self._job = job
 
     def __enter__(self) -> None:
-        job = self._job
-        self._labels = {
-            "messaging.system": SYSTEM,
-            "messaging.operation.name": "process",
-            "messaging.destination.name": job.queue,
-            "pgdefer.task": job.task,
-        }
         self._start = time.perf_counter()
-        self._span, context = self._telemetry.begin(job, self._labels)
+        self._runs = self._telemetry.runs(self._job)
+        self._span, context = self._telemetry.begin(self._job, self._runs)
         self._token = otel_context.attach(context)
 
     def __exit__(self, _: object, error: BaseException | None, _trace: object) -> None:
         otel_context.detach(self._token)
+        labels = self._runs.labels
         if error is not None:
-            kind = type(error)
-            self._labels["error.type"] = kind.__qualname__
-            text = kind.__qualname__
-            if isinstance(error, Exception):
-                self._span.record_exception(error)
-                text = f"{kind.__name__}: {error}"
-            self._span.set_status(Status(StatusCode.ERROR, text))
+            labels = {**labels, "error.type": type(error).__qualname__}
+            self._fail(error)
         self._span.end()
-        self._telemetry.record(time.perf_counter() - self._start, self._labels)
+        self._telemetry.record(time.perf_counter() - self._start, labels)
+
+    def _fail(self, error: BaseException) -> None:
+        text = type(error).__qualname__
+        if isinstance(error, Exception):
+            self._span.record_exception(error)
+            text = f"{type(error).__name__}: {error}"
+        self._span.set_status(Status(StatusCode.ERROR, text))
 
 
 def instrument(

@@ -5,9 +5,8 @@ Call `instrument(app)` after `App(...)`; the extra is `pgdefer[prometheus]`.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import prometheus_client
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -50,6 +49,23 @@ class QueueCollector(Collector):
         yield oldest
 
 
+class _Run:
+    """Surrounds a handler: a class, because generators take longer, and this is for each job."""
+
+    __slots__ = ("_job", "_observe", "_start")
+
+    def __init__(self, job: JobContext, observe: Callable[[JobContext, str, float], None]) -> None:
+        self._job = job
+        self._observe = observe
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, _: object, error: BaseException | None, _trace: object) -> None:
+        outcome = "succeeded" if error is None else "failed"
+        self._observe(self._job, outcome, time.perf_counter() - self._start)
+
+
 def instrument(
     app: App,
     *,
@@ -73,15 +89,18 @@ def instrument(
         registry=registry,
     )
 
-    @contextlib.contextmanager
-    def measured(job: JobContext) -> Iterator[None]:
-        start, outcome = time.perf_counter(), "failed"
-        try:
-            yield
-            outcome = "succeeded"
-        finally:
-            seconds = time.perf_counter() - start
-            duration.labels(job.task, job.queue, outcome).observe(seconds)
+    # By task, queue and outcome: to look them up takes as long as to measure.
+    bound: dict[tuple[str, str, str], prometheus_client.Histogram] = {}
+
+    def observe(job: JobContext, outcome: str, seconds: float) -> None:
+        key = (job.task, job.queue, outcome)
+        found = bound.get(key)
+        if found is None:
+            found = bound[key] = duration.labels(*key)
+        found.observe(seconds)
+
+    def measured(job: JobContext) -> _Run:
+        return _Run(job, observe)
 
     async def count(event: JobEvent) -> None:
         state = "failed" if event.state == "failed" else "retried"

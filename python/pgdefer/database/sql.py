@@ -298,6 +298,12 @@ SEARCH = Statement("""
       max_jobs => cast(:max_jobs as integer))
 """)
 
+# For the rest of the transaction, even if the role may see them.
+HIDE_SENSITIVE = Statement("""
+    select coalesce(current_setting('pgdefer.hide_sensitive', true), '') as before,
+      set_config('pgdefer.hide_sensitive', cast(:hide as text), true)
+""")
+
 LIST_JOBS = Statement(f"""
     select id, queue, task, state, reason, priority, attempts, created_at, description, excerpt
     from ({SEARCH.text}) as s where id is not null
@@ -400,6 +406,27 @@ COPY = Statement("select id from queue.copy(cast(:id as bigint), cast(:queue as 
 RETRY = Statement(f"""
     {_JOB_CHANGE} queue.retry(
       cast(:ids as bigint[]), cast(:force as boolean), cast(:from_step as text))
+""")
+
+# In one call, so that it does not run in between. The database refuses a NULL queue.
+RETRY_AT = Statement(f"""
+    select r.id, coalesce(s.state, r.outcome) as outcome, r.error
+    from ({RETRY.text}) as r
+    cross join lateral (
+      select case when r.error is null
+        then queue.reschedule(r.id, cast(cast(:at as text) as timestamptz)) end as state) as s
+""")
+
+RETRY_ELSEWHERE = Statement(f"""
+    select r.id, coalesce(s.state, m.outcome, r.outcome) as outcome,
+      coalesce(r.error, m.error) as error
+    from ({RETRY.text}) as r
+    left join lateral queue.move(
+      case when r.error is null then array[r.id] else cast('{{}}' as bigint[]) end,
+      cast(:queue as text)) as m on true
+    cross join lateral (
+      select case when cast(:at as text) is not null and r.error is null and m.error is null
+        then queue.reschedule(r.id, cast(cast(:at as text) as timestamptz)) end as state) as s
 """)
 
 RETRY_FAILED = Statement(f"""
@@ -549,7 +576,8 @@ DEFERRED = Statement("""
     from queue.jobs where id > cast(:after as bigint) order by id
 """)
 
-LAST_ID = Statement("select coalesce(max(id), 0) as id from queue.jobs")
+# By a function, which keeps its plan: that of the view takes milliseconds in each test.
+LAST_ID = Statement("select coalesce(max(id), 0) as id from queue.search(max_jobs => 1)")
 
 RESULT_TEXT = Statement("""
     select state, cast(result as text) as result, error from queue.result(cast(:id as bigint))
@@ -577,7 +605,7 @@ SCHEDULES_LIKE = Statement(f"select name from queue.schedules {_LIKE}")
 # Moving in. The tables of the other queue are found by the search path.
 
 # The other queue's producers and workers wait from here to the end of the transaction.
-MOVE_IN_LOCK = Statement("lock table procrastinate_jobs in share row exclusive mode")
+MOVE_IN_PROCRASTINATE_LOCK = Statement("lock table procrastinate_jobs in share row exclusive mode")
 
 # A thousand of its waiting jobs, in the order of their ids. Jobs behind a running job of the same
 # lock stay there, because they would run beside it.
@@ -608,10 +636,64 @@ MOVE_IN_PROCRASTINATE = Statement("""
       (select count(*) from picked p where p.scheduled_at > now()) as scheduled
 """)
 
-MOVE_IN_LEFT = Statement("""
+MOVE_IN_PROCRASTINATE_LEFT = Statement("""
     select count(*) filter (where status = 'todo') as behind,
       count(*) filter (where status = 'doing') as running
     from procrastinate_jobs where status in ('todo', 'doing')
+""")
+
+# Of a table `tasks` as in the article "A minimal task queue", without a status for what is moved.
+MOVE_IN_TASKS_LOCK = Statement("lock table tasks in share row exclusive mode")
+
+MOVE_IN_TASKS = Statement("""
+    with picked as materialized (
+      select t.* from tasks t
+      where t.status = 'pending' and t.id > cast(:after as bigint)
+      order by t.id limit 1000),
+    made as materialized (
+      select * from queue.defer_many((
+        select coalesce(jsonb_agg(jsonb_build_object(
+            'task', p.task_type, 'args', p.payload, 'priority', p.priority,
+            'options', jsonb_build_object(
+              'idempotency_key', '',
+              'retry', jsonb_build_object('max_attempts', greatest(p.max_retries - p.retries, 1)),
+              'headers', jsonb_build_object('tasks',
+                jsonb_build_object('id', p.id, 'retries', p.retries)))) order by p.id), '[]')
+        from picked p))),
+    ended as (
+      update tasks t set status = 'done', finished_at = now(), error = 'moved to pgdefer'
+      from picked p where t.id = p.id)
+    select (select count(*) from picked) as found, (select max(p.id) from picked p) as last,
+      (select count(*) from made) as made, 0 as locked, 0 as scheduled
+""")
+
+MOVE_IN_TASKS_LEFT = Statement("""
+    select 0 as behind, count(*) as running from tasks where status = 'running'
+""")
+
+# Of django-tasks-db: its positional arguments have names only in the project's code.
+MOVE_IN_DJANGO_LOCK = Statement("""
+    lock table django_tasks_database_dbtaskresult in share row exclusive mode
+""")
+
+MOVE_IN_DJANGO = Statement("""
+    select cast(id as text) as id, task_path, cast(args_kwargs as text) as args_kwargs, priority,
+      queue_name, case when run_after < '9000-01-01' then run_after end as run_after,
+      coalesce(run_after between now() and '9000-01-01', false) as is_scheduled
+    from django_tasks_database_dbtaskresult
+    where status = 'READY' order by enqueued_at, id limit 1000
+""")
+
+MOVE_IN_DJANGO_END = Statement("""
+    update django_tasks_database_dbtaskresult t
+    set status = 'FAILED', finished_at = now(), traceback = 'moved to pgdefer as job ' || j.job
+    from unnest(cast(:ids as uuid[]), cast(:jobs as bigint[])) j (id, job)
+    where t.id = j.id
+    returning t.id
+""")
+
+MOVE_IN_DJANGO_LEFT = Statement("""
+    select count(*) as running from django_tasks_database_dbtaskresult where status = 'RUNNING'
 """)
 
 # Installing

@@ -108,20 +108,30 @@ class JobCalls(Generic[R_co]):
     def retry(
         self,
         *,
+        at: dt.datetime | None = None,
+        queue: str | None = None,
         force: bool = False,
         from_step: str | None = None,
         connection: AnyConnection = OWN,
     ) -> str:
         """Run it again if it has finished, or now if it waits for a retry; return its new state.
 
-        Its counters are reset. With `force`, a running job loses its claim, and an `expires_at`
-        that has passed is ignored. Raises InvalidState without `force` if it runs or has expired,
-        and if there is nothing to retry; AlreadyQueued if it has never started, and another job
-        holds its queueing_lock. A durable job keeps its finished steps; with `from_step`, only
-        those that were finished before that one.
+        With `at` it runs at that time, with `queue` on that queue. Its counters are reset. With
+        `force`, a running job loses its claim, and an `expires_at` that has passed is ignored.
+        Raises InvalidState without `force` if it runs or has expired, and if there is nothing to
+        retry; AlreadyQueued if it has never started, and another job holds its queueing_lock. A
+        durable job keeps its finished steps; with `from_step`, only those that were finished before
+        that one.
         """
         parameters = {"ids": [self.id], "force": force, "from_step": from_step}
-        return outcome_of(self.client.call(sql.RETRY, parameters, connection))
+        statement = sql.RETRY
+        if queue is not None:
+            statement = sql.RETRY_ELSEWHERE
+            parameters |= {"queue": queue, "at": to_json("at", at)}
+        elif at is not None:
+            statement = sql.RETRY_AT
+            parameters["at"] = to_json("at", at)
+        return outcome_of(self.client.call(statement, parameters, connection))
 
     def fork(self, from_step: str, *, connection: AnyConnection = OWN) -> int:
         """Defer a copy that continues from a finished step, with those before it; return its id."""

@@ -111,20 +111,30 @@ class AsyncJobCalls(Generic[R_co]):
     async def retry_async(
         self,
         *,
+        at: dt.datetime | None = None,
+        queue: str | None = None,
         force: bool = False,
         from_step: str | None = None,
         connection: AnyAsyncConnection = OWN,
     ) -> str:
         """Run it again if it has finished, or now if it waits for a retry; return its new state.
 
-        Its counters are reset. With `force`, a running job loses its claim, and an `expires_at`
-        that has passed is ignored. Raises InvalidState without `force` if it runs or has expired,
-        and if there is nothing to retry; AlreadyQueued if it has never started, and another job
-        holds its queueing_lock. A durable job keeps its finished steps; with `from_step`, only
-        those that were finished before that one.
+        With `at` it runs at that time, with `queue` on that queue. Its counters are reset. With
+        `force`, a running job loses its claim, and an `expires_at` that has passed is ignored.
+        Raises InvalidState without `force` if it runs or has expired, and if there is nothing to
+        retry; AlreadyQueued if it has never started, and another job holds its queueing_lock. A
+        durable job keeps its finished steps; with `from_step`, only those that were finished before
+        that one.
         """
         parameters = {"ids": [self.id], "force": force, "from_step": from_step}
-        return outcome_of(await self.client.call_async(sql.RETRY, parameters, connection))
+        statement = sql.RETRY
+        if queue is not None:
+            statement = sql.RETRY_ELSEWHERE
+            parameters |= {"queue": queue, "at": to_json("at", at)}
+        elif at is not None:
+            statement = sql.RETRY_AT
+            parameters["at"] = to_json("at", at)
+        return outcome_of(await self.client.call_async(statement, parameters, connection))
 
     async def fork_async(self, from_step: str, *, connection: AnyAsyncConnection = OWN) -> int:
         """Defer a copy that continues from a finished step, with those before it; return its id."""

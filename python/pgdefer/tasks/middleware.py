@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from pgdefer.options import as_list
 from pgdefer.tasks.context import JobContext, Middleware
 
-__all__ = ["check_middleware", "check_task_middleware", "entered", "entered_async"]
+__all__ = ["AsyncEntered", "Entered", "check_middleware", "check_task_middleware"]
 
 
 def check_middleware(name: str, given: Any, of: str = "a JobContext") -> list[Any]:
@@ -60,24 +60,98 @@ def check_task_middleware(task: str, middleware: Sequence[Middleware], *, is_asy
             )
 
 
-@contextlib.contextmanager
-def entered(job: JobContext, middleware: Sequence[Middleware]) -> Iterator[None]:
-    """Enter middleware around a function, the first one outermost."""
-    with contextlib.ExitStack() as stack:
-        for surround in middleware:
-            found: Any = surround(job)
-            stack.enter_context(found)
-        yield
+class Entered:
+    """Middleware around a function, the first one outermost, as nested `with` statements.
+
+    A class in place of contextlib's ExitStack, because this is for each job.
+    """
+
+    __slots__ = ("_entered", "_job", "_middleware")
+
+    def __init__(self, job: JobContext, middleware: Sequence[Middleware]) -> None:
+        self._job = job
+        self._middleware = middleware
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        try:
+            for surround in self._middleware:
+                found: Any = surround(self._job)
+                found.__enter__()
+                self._entered.append(found)
+        except BaseException as error:
+            if self.__exit__(type(error), error, error.__traceback__):
+                raise RuntimeError(_SWALLOWED) from error
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        is_swallowed = False
+        while self._entered:
+            found = self._entered.pop()
+            try:
+                if found.__exit__(kind, error, trace) and error is not None:
+                    kind = error = trace = None
+                    is_swallowed = True
+            except BaseException as other:
+                # The outer ones get this error.
+                if self.__exit__(type(other), other, other.__traceback__):
+                    return True
+                raise
+        return is_swallowed
 
 
-@contextlib.asynccontextmanager
-async def entered_async(job: JobContext, middleware: Sequence[Middleware]) -> AsyncIterator[None]:
-    """Enter middleware around a coroutine, the first one outermost."""
-    async with contextlib.AsyncExitStack() as stack:
-        for surround in middleware:
-            found: Any = surround(job)
-            if hasattr(found, "__aenter__"):
-                await stack.enter_async_context(found)
-            else:
-                stack.enter_context(found)
-        yield
+class AsyncEntered:
+    """Middleware around a coroutine: as Entered."""
+
+    __slots__ = ("_entered", "_job", "_middleware")
+
+    def __init__(self, job: JobContext, middleware: Sequence[Middleware]) -> None:
+        self._job = job
+        self._middleware = middleware
+        self._entered: list[Any] = []
+
+    async def __aenter__(self) -> None:
+        try:
+            for surround in self._middleware:
+                found: Any = surround(self._job)
+                if hasattr(found, "__aenter__"):
+                    await found.__aenter__()
+                else:
+                    found.__enter__()
+                self._entered.append(found)
+        except BaseException as error:
+            if await self.__aexit__(type(error), error, error.__traceback__):
+                raise RuntimeError(_SWALLOWED) from error
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        is_swallowed = False
+        while self._entered:
+            found = self._entered.pop()
+            try:
+                if hasattr(found, "__aenter__"):
+                    swallows = await found.__aexit__(kind, error, trace)
+                else:
+                    swallows = found.__exit__(kind, error, trace)
+                if swallows and error is not None:
+                    kind = error = trace = None
+                    is_swallowed = True
+            except BaseException as other:
+                # The outer ones get this error.
+                if await self.__aexit__(type(other), other, other.__traceback__):
+                    return True
+                raise
+        return is_swallowed
+
+
+_SWALLOWED = "a middleware has swallowed the error of one within it, so the handler can't run"

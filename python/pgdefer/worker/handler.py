@@ -16,7 +16,7 @@ from pgdefer.database.execute import execute
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext, Middleware, enter_job
 from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY
-from pgdefer.tasks.middleware import entered, entered_async
+from pgdefer.tasks.middleware import AsyncEntered, Entered
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import Task
 from pgdefer.worker import memory
@@ -138,14 +138,14 @@ def middleware(
     job: JobContext, surrounding: Sequence[Middleware]
 ) -> contextlib.AbstractContextManager[object]:
     """Return the middleware around a function, with the first one outermost."""
-    return entered(job, surrounding) if surrounding else _NOTHING
+    return Entered(job, surrounding) if surrounding else _NOTHING
 
 
 def middleware_async(
     job: JobContext, surrounding: Sequence[Middleware]
 ) -> contextlib.AbstractAsyncContextManager[object]:
     """Return the middleware around a coroutine, with the first one outermost."""
-    return entered_async(job, surrounding) if surrounding else _NOTHING
+    return AsyncEntered(job, surrounding) if surrounding else _NOTHING
 
 
 _NOTHING = contextlib.nullcontext()

@@ -120,6 +120,35 @@ def test_sensitive_args_are_hidden(app: DjangoApp, shop: str) -> None:
             owner.execute("drop role django_hides")
 
 
+def test_sensitive_args_need_a_permission(app: DjangoApp, shop: str) -> None:
+    """Where Django connects as the queue's owner, to whom the database shows them."""
+    args = {"card": {"number": "4111-secret"}, "user": "u"}
+    with psycopg.connect(shop, autocommit=True) as owner:
+        owner.execute("""select queue.register_task('pay', '{"sensitive": ["card.number"]}')""")
+        owner.execute("select queue.schedule('s', '@daily', 'pay', %s)", [json.dumps(args)])
+    id = app.defer("pay", args).id
+    job, schedule = f"{JOBS}{id}/change/", "/admin/pgdefer/schedule/s/change/"
+    user = browser("change_job", "view_schedule")
+    for page in (job, schedule):
+        text = user.get(page).text
+        assert "***" in text
+        assert "4111-secret" not in text
+    for asked in ("4111-secret", '$.card.number ? (@ == "4111-secret")'):
+        assert listed(user, f"?q={asked}") == []
+        # An action that does not exist shows the list again.
+        again = do(user, "none", id, at=f"{JOBS}?q={asked}")
+        assert f'name="_selected_action" value="{id}"' not in again.text
+    user.post(job, {"args": json.dumps({"card": {"number": "***"}, "user": "v"})})
+    assert Job.objects.get(id=id).args == args | {"user": "v"}
+    user.post(job, {"args": json.dumps({"card": [{"number": "***"}]})})
+    assert Job.objects.get(id=id).args == args | {"user": "v"}
+    allowed = browser("change_job", "view_sensitive_args")
+    assert "4111-secret" in allowed.get(job).text
+    assert listed(allowed, "?q=4111-secret") == [id]
+    allowed.post(job, {"args": json.dumps({"card": {"number": "4222"}})})
+    assert Job.objects.get(id=id).args == {"card": {"number": "4222"}}
+
+
 def test_each_action(app: DjangoApp, drain: Callable[..., None]) -> None:
     admin = browser(is_superuser=True)
     one, two = app.defer("a").id, app.defer("b").id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 pytest.importorskip("django.tasks")
 
 from asgiref.sync import async_to_sync
-from django.db import transaction
+from django.core.management import call_command
+from django.db import connection, transaction
 from django.tasks import TaskContext, TaskResultStatus, task, task_backends
 from django.tasks.exceptions import InvalidTask, TaskResultDoesNotExist, TaskResultMismatch
 from django.tasks.signals import task_enqueued, task_finished, task_started
@@ -200,3 +202,60 @@ def test_a_yield_is_not_the_end(shop: str, app: DjangoApp) -> None:
     result.refresh()
     assert result.status == TaskResultStatus.READY
     assert result.errors == []
+
+
+def test_moving_in(app: DjangoApp, drain: Callable[..., None], capsys: Any) -> None:
+    """Waiting tasks of django-tasks-db, from a table as its migrations make it."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            """
+            create table django_tasks_database_dbtaskresult (
+              id uuid primary key default gen_random_uuid(), status varchar(10) not null,
+              enqueued_at timestamptz not null, started_at timestamptz, finished_at timestamptz,
+              args_kwargs jsonb not null, priority integer not null, task_path text not null,
+              worker_ids jsonb not null default '[]', queue_name varchar(32) not null,
+              backend_name varchar(32) not null default 'default', run_after timestamptz not null,
+              return_value jsonb, exception_class_path text not null default '',
+              traceback text not null default '');
+            insert into django_tasks_database_dbtaskresult
+              (status, enqueued_at, args_kwargs, priority, task_path, queue_name, run_after)
+            select t.status, now() + t.n * interval '1 s', t.args::jsonb, t.priority,
+              %s || '.' || t.task, t.queue, t.after
+            from (values
+              (1, 'READY', '{"args": [3], "kwargs": {"b": 4}}', 7, 'add', 'default',
+                '9999-01-01 00:00+00'),
+              (2, 'READY', '{"args": ["Ann", 1], "kwargs": {"x": null}}', 0, 'send', 'mail',
+                now() + interval '1 day'),
+              (3, 'READY', '{"args": [1], "kwargs": {}}', 0, 'add', 'default', now()),
+              (4, 'RUNNING', '{"args": [1], "kwargs": {}}', 0, 'add', 'default', now())
+            ) t (n, status, args, priority, task, queue, after)
+        """,
+            [__name__],
+        )
+    counts = {"moved": 3, "locked": 0, "scheduled": 1, "behind": 0, "running": 1}
+    for option, found in (("--dry-run", 0), ("--json", 3), ("--json", 3)):
+        call_command("pgdefer", "move-in", "django-tasks-db", "--json", option)
+        assert json.loads(capsys.readouterr().out) == counts
+        assert Job.objects.count() == found
+        if option == "--json":
+            counts |= {"moved": 0, "scheduled": 0}
+    first, second, third = Job.objects.order_by("id")
+    assert (first.args, first.priority, first.queue) == ({"a": 3, "b": 4}, 7, "default")
+    assert (second.state, second.lock, second.queue) == ("scheduled", "to:Ann", "mail")
+    drain()
+    assert add.get_result(str(first.id)).return_value == 7
+    assert add.get_result(str(third.id)).args == [1]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "select status, traceback from django_tasks_database_dbtaskresult order by enqueued_at"
+        )
+        left = cursor.fetchall()
+        assert left[0] == ("FAILED", f"moved to pgdefer as job {first.id}")
+        assert [status for status, _ in left] == ["FAILED"] * 3 + ["RUNNING"]
+        cursor.execute(
+            "update django_tasks_database_dbtaskresult set status = 'READY', task_path = 'os.path'"
+        )
+    with pytest.raises(SystemExit):
+        call_command("pgdefer", "move-in", "django-tasks-db")
+    assert "is no task of this queue" in capsys.readouterr().err
+    assert Job.objects.count() == 3

@@ -123,6 +123,32 @@ def test_the_query_of_keda(conn: psycopg.Connection) -> None:
     assert conn.execute(query).fetchone() == (1,)
 
 
+def test_the_parts_of_the_kubernetes_sample_fit() -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8")
+    deployment, scaled = yaml.safe_load_all(text)
+    assert (deployment["apiVersion"], deployment["kind"]) == ("apps/v1", "Deployment")
+    pod = deployment["spec"]["template"]
+    assert deployment["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert pod["spec"].keys() == {"terminationGracePeriodSeconds", "containers"}
+    (container,) = pod["spec"]["containers"]
+    probes = {"livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+    assert container.keys() == {"name", "image", "envFrom", "ports", *probes}
+    for probe, path in probes.items():
+        known = {"httpGet", "periodSeconds", "timeoutSeconds"}
+        assert container[probe].keys() <= known
+        assert container[probe]["httpGet"] == {"path": path, "port": container["ports"][0]["name"]}
+    # As the image says.
+    image = (ROOT / "deploy" / "Dockerfile").read_text("utf-8")
+    port = container["ports"][0]["containerPort"]
+    assert f'"--http", "0.0.0.0:{port}"' in image
+    (limit,) = re.findall(r'"--shutdown-timeout", "(\d+)"', image)
+    assert int(limit) < pod["spec"]["terminationGracePeriodSeconds"]
+    assert scaled["kind"] == "ScaledObject"
+    assert scaled["spec"]["scaleTargetRef"] == {"name": deployment["metadata"]["name"]}
+    assert [trigger["type"] for trigger in scaled["spec"]["triggers"]] == ["postgresql"]
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 def test_the_unit_of_systemd(tmp_path) -> None:
     text = (ROOT / "deploy" / "pgdefer-worker.service").read_text("utf-8")

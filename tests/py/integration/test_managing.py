@@ -132,6 +132,33 @@ async def test_a_retry_that_waits_is_made_at_once(
     assert [row["failures"] for row in jobs()] == [0]
 
 
+async def test_a_retry_at_another_time_on_another_queue(
+    app: App, conn: Connection, jobs: Jobs, call: Call
+) -> None:
+    job = app.defer("t", queue="a")
+
+    def seen() -> tuple[Any, ...]:
+        (row,) = jobs()
+        return row["state"], row["queue"], row["scheduled_at"], row["failures"]
+
+    claimed = claim(conn)
+    with pytest.raises(InvalidState):
+        await call(job.retry, at=LATER, queue="b")
+    assert seen()[:3] == ("running", "a", None)
+    conn.execute("select queue.fail(%s, %s, 'no')", claimed)
+    assert await call(job.retry, at=LATER) == "scheduled"
+    assert seen() == ("scheduled", "a", LATER, 0)
+    assert await call(job.retry, queue="b") == "ready"
+    assert seen()[:2] == ("ready", "b")
+    with pytest.raises(InvalidParameter):
+        await call(job.retry, queue="c*", force=True)
+    claim(conn)
+    assert await call(job.retry, at=LATER, queue="c", force=True) == "scheduled"
+    assert seen() == ("scheduled", "c", LATER, 0)
+    with pytest.raises(JobNotFound):
+        await call(app.job(999).retry, at=LATER, queue="c")
+
+
 async def test_an_id_that_is_none(app: App, call: Call) -> None:
     said = []
     for name, args in METHODS.items():

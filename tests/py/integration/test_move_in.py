@@ -1,4 +1,4 @@
-"""Moving in the jobs of Procrastinate, with its tables of version 3."""
+"""Moving in the jobs of Procrastinate, with its tables of version 3, and of a table `tasks`."""
 
 from __future__ import annotations
 
@@ -88,3 +88,34 @@ def test_many_are_moved(run: Run, conn: psycopg.Connection) -> None:
         " as step from queue.jobs) s where step <= 0"
     ).fetchone()
     assert wrong == (0,)
+
+
+def test_a_table_of_tasks(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
+    conn.execute("""
+        create table tasks (
+          id bigserial primary key, task_type text not null, payload jsonb not null default '{}',
+          status text not null default 'pending'
+            check (status in ('pending', 'running', 'done', 'failed')),
+          priority int not null default 0, created_at timestamptz not null default now(),
+          started_at timestamptz, finished_at timestamptz, error text,
+          retries int not null default 0, max_retries int not null default 3);
+        insert into tasks (task_type, payload, status, priority, retries) values
+          ('welcome', '{"user_id": 1, "name": null}', 'pending', 0, 0),
+          ('upload', '{}', 'pending', 5, 2), ('upload', '{}', 'running', 0, 0),
+          ('upload', '{}', 'failed', 0, 3)
+    """)
+    expected = {"moved": 2, "locked": 0, "scheduled": 0, "behind": 0, "running": 1}
+    assert run("move-in", "tasks", "--dry-run", "--json").json == expected
+    assert jobs() == []
+    assert run("move-in", "tasks", "--json").json == expected
+    welcome, upload = jobs()
+    assert (welcome["task"], welcome["args"]) == ("welcome", {"user_id": 1, "name": None})
+    assert (upload["priority"], upload["headers"]) == (5, {"tasks": {"id": 2, "retries": 2}})
+    worker = conn.execute("select queue.register_worker('w')").fetchone()
+    claimed = conn.execute("select id, claim from queue.fetch(%s, null, 2)", worker).fetchall()
+    # as many attempts as it had left there
+    ends = [conn.execute("select queue.fail(%s, %s, 'no')", one).fetchone() for one in claimed]
+    assert ends == [("failed",), ("ready",)]
+    left = conn.execute("select status from tasks order by id").fetchall()
+    assert left == [("done",), ("done",), ("running",), ("failed",)]
+    assert run("move-in", "tasks", "--json").json == expected | {"moved": 0}

@@ -1,6 +1,6 @@
 -- Sensitive args: who sees them, in every place that shows args, and that nobody finds out by asking.
 
-select plan(160);
+select plan(165);
 
 create role pgdefer_hide_reader;
 create role pgdefer_hide_operator;
@@ -104,6 +104,15 @@ select is(pg_temp.reader('select defaults -> ''sensitive'' from queue.tasks wher
 select is(pg_temp.worker('select args from queue.peek() where task = ''pay'''), :'shown', 'peek: a worker too, which has not claimed it');
 select is(pg_temp.reader('select args from queue.peek() where task = ''pay'''), :'shown', 'a reader');
 select is((select p.args::text from queue.peek() p where p.task = 'pay'), :'whole', 'the owner');
+set pgdefer.hide_sensitive = on;
+select is((select j.args::text from queue.jobs j where j.id = :id), :'shown', 'an owner who hides them: the view');
+select is((select p.args::text from queue.peek() p where p.task = 'pay'), :'shown', 'functions');
+select is((select s.id from queue.search('hunter2') s), null, 'nor found by asking');
+select queue.set_args(:id, jsonb_set(:'shown', '{user}', '"v"')) \g /dev/null
+reset pgdefer.hide_sensitive;
+select is((select j.args from queue.jobs j where j.id = :id), jsonb_set(:'whole', '{user}', '"v"'), 'what was shown keeps its value');
+select queue.set_args(:id, :'whole') \g /dev/null
+select is((select j.args::text from queue.jobs j where j.id = :id), :'whole', 'the owner again');
 select is(pg_temp.reader(format('select queue.get(%s, %L)', :id, p.path)), p.value, 'get ' || p.path) from (values ('password', '"***"'), ('card.number', '"***"'), ('card.name', '"n"'), ('$.password ? (@ like_regex "^hunter")', null), ('card.none', null)) p (path, value);
 select is(strpos(pg_temp.reader(format('select queue.get(%s, ''$.**'')', :id)), 'hunter2'), 0, 'get of everything');
 select is((select g::text from queue.get(:id, 'password') g), '"hunter2"', 'get: the owner');
@@ -159,7 +168,7 @@ select is(pg_temp.reader('select before -> 0 -> ''args'' from queue.audit where 
 select is(pg_temp.operator('select args -> ''args'' from queue.audit where call = ''set_args'' order by id desc limit 1'), '{"password": "***"}', 'also of the role''s own call');
 select is((select a.before -> 0 -> 'args' from queue.audit a where a.call = 'set_args' order by a.id desc limit 1), :'whole'::jsonb, 'the owner reads all');
 select is(pg_temp.reader('select count(*) from queue.audit where concat(args, before) ~ ''hunter2|4111|third'''), '0', 'nothing else shows in any row');
-select is((select count(*) from queue.audit a where concat(a.args, a.before) ~ 'hunter2'), 5::bigint, 'which the owner finds');
+select is((select count(*) from queue.audit a where concat(a.args, a.before) ~ 'hunter2'), 7::bigint, 'which the owner finds');
 select queue.delete(array[:id]) \g /dev/null
 select is(pg_temp.reader('select count(*) from queue.audit where concat(args, before) ~ ''hunter2|4111|third'''), '0', 'nor once the job is gone');
 

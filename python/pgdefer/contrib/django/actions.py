@@ -1,20 +1,25 @@
-"""The common part of the admin: lists, permissions, and a message for each refused row."""
+"""The common part of the admin: lists, permissions, hidden args, and a message for each refusal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from django.contrib import messages
+from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.contrib.auth import get_permission_codename
-from django.db import transaction
-from django.http import HttpRequest
+from django.db import connections, transaction
+from django.http import HttpRequest, HttpResponse
 
 from pgdefer.contrib.django import conf
+from pgdefer.database import sql
+from pgdefer.database.callers import rows_on_django
 from pgdefer.errors import PgDeferError
 
-__all__ = ["UncountedList", "act", "act_on_each", "may"]
+__all__ = ["HidingAdmin", "UncountedList", "act", "act_on_each", "hiding", "may"]
+
+SEES_SENSITIVE = "pgdefer.view_sensitive_args"
 
 
 class UncountedList(ChangeList):
@@ -35,6 +40,42 @@ def may(request: HttpRequest, model: Any, what: str) -> bool:
     """Return whether the user has Django's permission: view, change or delete."""
     name = get_permission_codename(what, model._meta)
     return bool(request.user.has_perm(f"{model._meta.app_label}.{name}"))
+
+
+@contextlib.contextmanager
+def hiding(request: HttpRequest) -> Iterator[None]:
+    """Have the database hide sensitive args in a block, unless the user has the permission.
+
+    Django may connect as the queue's owner, who sees them.
+    """
+    if request.user.has_perm(SEES_SENSITIVE):
+        yield
+        return
+    alias = conf.read().DATABASE
+    with transaction.atomic(using=alias):
+        connection = connections[alias]
+        ((before, _),) = rows_on_django(connection, sql.HIDE_SENSITIVE, {"hide": "on"})
+        yield
+        # The request, or the test, may go on in this transaction.
+        rows_on_django(connection, sql.HIDE_SENSITIVE, {"hide": before})
+
+
+class HidingAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+    """A page of one row, which hides sensitive args."""
+
+    def changeform_view(
+        self,
+        request: HttpRequest,
+        object_id: str | None = None,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """Show a row, or save its changes."""
+        with hiding(request):
+            found: HttpResponse = super().changeform_view(
+                request, object_id, form_url, extra_context
+            )
+            return found
 
 
 def act(action: Callable[[], object]) -> str | None:

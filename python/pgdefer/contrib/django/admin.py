@@ -11,7 +11,7 @@ from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
 from pgdefer.contrib.django import app
-from pgdefer.contrib.django.actions import UncountedList, act_on_each, may
+from pgdefer.contrib.django.actions import HidingAdmin, UncountedList, act_on_each, may
 from pgdefer.contrib.django.admin_jobs import JobAdmin
 from pgdefer.contrib.django.models import (
     Job,
@@ -50,7 +50,7 @@ class ViewChangeList(UncountedList):
         self.show(request, list(self.queryset[:MAX_ROWS]), MAX_ROWS)
 
 
-class ViewAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+class ViewAdmin(HidingAdmin):
     """Rows of a view: users who may view or change them see them; users who may change them act."""
 
     show_facets = ShowFacets.NEVER

@@ -16,7 +16,7 @@ from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext_lazy as _
 
 from pgdefer.contrib.django import app
-from pgdefer.contrib.django.actions import UncountedList, act, act_on_each, may
+from pgdefer.contrib.django.actions import HidingAdmin, UncountedList, act, act_on_each, hiding, may
 from pgdefer.contrib.django.models import Job
 from pgdefer.database import sql
 from pgdefer.errors import PgDeferError
@@ -114,7 +114,9 @@ class JobChangeList(UncountedList):
     def get_results(self, request: HttpRequest) -> None:
         """Search for a page of jobs."""
         ids, before = [], None
-        for row in self._found(request):
+        with hiding(request):
+            found = self._found(request)
+        for row in found:
             if row[0] is None:
                 before = row[-1]
             else:
@@ -161,7 +163,7 @@ def _action(name: str) -> Any:
     return action
 
 
-class JobAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
+class JobAdmin(HidingAdmin):
     """Jobs: users who may view them see why they are not running; users who may change them act."""
 
     change_form_template = "admin/pgdefer/job/change_form.html"

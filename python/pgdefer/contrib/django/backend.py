@@ -93,7 +93,7 @@ class PgDeferBackend(BaseTaskBackend):
         self.validate_task(task)
         # As in Django, a result has its arguments in their JSON form.
         args, kwargs = plain(list(args)), plain(dict(kwargs))
-        id, enqueued_at = _defer(self._prepared(task, args, kwargs))
+        id, enqueued_at = _defer(self.prepared(task, args, kwargs))
         result = JobResult(
             task=task,
             id=str(id),
@@ -111,7 +111,7 @@ class PgDeferBackend(BaseTaskBackend):
         task_enqueued.send(type(self), task_result=result)
         return result
 
-    def _prepared(self, task: Task, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def prepared(self, task: Task, args: list[Any], kwargs: dict[str, Any]) -> PreparedJob[Any]:
         """Return the call to defer, with the options of `using`."""
         self.adopt(task)
         defaults = getattr(self.task_of(task.module_path), "options", {})

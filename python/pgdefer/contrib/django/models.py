@@ -135,6 +135,8 @@ class Job(View):
 
     class Meta(View.Meta):
         db_table = '"queue"."jobs"'
+        # Of the admin; of everything else the database decides.
+        permissions = (("view_sensitive_args", "Can view sensitive args"),)
 
     def __str__(self) -> str:
         return f"{self.task} {self.id}"

@@ -87,6 +87,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 "db_table": '"queue"."jobs"',
+                "permissions": (("view_sensitive_args", "Can view sensitive args"),),
                 "abstract": False,
                 "managed": False,
                 "base_manager_name": "objects",
