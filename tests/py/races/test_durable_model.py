@@ -172,6 +172,12 @@ class Machine(RuleBasedStateMachine):
             job.steps[key] = Step(job.claim, job.claim, 0, False, None, self.failures(job, key))
         return key
 
+    def begin_new(self, job: Job, name: str) -> Key:
+        """Ask about the uses of a name in their order, up to one that is not finished."""
+        while not (key := self.begin(job, name)):
+            pass
+        return key
+
     def failures(self, job: Job, key: Key) -> int:
         return job.steps[key].failures if key in job.steps else 0
 
@@ -290,19 +296,17 @@ class Machine(RuleBasedStateMachine):
         n=a_job,
         name=names,
         then=st.sampled_from([*NAMES, None, "fail"]),
-        since=st.sampled_from([*NAMES, None]),
+        since=st.sampled_from([None, None, None, *NAMES]),
     )
     def give_up(self, n: int, name: str, then: str | None, since: str | None) -> None:
         """A step fails for good, the handler may go on to another one, and the job is retried."""
         if not (job := self.claimed(n)) or job.is_child:
             return
-        if key := self.begin(job, name):
-            self.fail_once(job, key, 1)
+        self.fail_once(job, self.begin_new(job, name), 1)
         if then == "fail":
-            if key := self.begin(job, NAMES[0]):
-                self.fail_once(job, key, 1)
-        elif then and (key := self.begin(job, then)):
-            self.finish(job, key)
+            self.fail_once(job, self.begin_new(job, NAMES[0]), 1)
+        elif then:
+            self.finish(job, self.begin_new(job, then))
         self.call("fail", job.id, job.claim, "no", None, '{"retryable": false}')
         self.suspend(job, "failed")
         self.go_back(job, since)
