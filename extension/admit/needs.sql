@@ -12,7 +12,8 @@
 -- read about twice, whatever the order in which they end. need_id is only a hint: a job passes only after a
 -- check of all its needs.
 
--- Writes the needs of new jobs. A need may have been deleted before its dependent's transaction committed.
+-- Writes the needs of new jobs, and the jobs that a fork has awaited (_copy). A need may have been deleted
+-- before its dependent's transaction committed.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._join_needs(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -22,12 +23,16 @@ declare
 begin
   with added as (
     insert into queue.need (job_id, need_id, mode, deleted_state)
-    select j.id, n.id, j.mode, case when o.id is null then queue._deleted_state(n.id) end
+    select j.id, n.id, n.mode, case when o.id is null then queue._deleted_state(n.id) end
     from unnest(p_ids) u (id)
     cross join lateral (
-      select j.id, j.needs, queue._needs_mode(j.options) as mode from queue.job j
+      select j.id, j.needs, queue._needs_mode(j.options) as mode, j.options -> 'awaited' as awaited
+      from queue.job j
       where j.id = u.id and j.flags & {{needs}} <> 0 offset 0) j
-    cross join lateral unnest(j.needs) n (id)
+    cross join lateral (
+      select n as id, j.mode from unnest(j.needs) n
+      union all
+      select n::bigint, {{ended}} from jsonb_array_elements_text(j.awaited) n) n
     left join lateral (select o.id from queue.job o where o.id = n.id offset 0) o on true
     on conflict on constraint need_pkey do nothing
     returning job_id, need_id)
@@ -187,7 +192,8 @@ begin
 end $$;
 
 -- The state of the needs of jobs, by counting: satisfied, waiting or failed. Awaited jobs need only end, but
--- all of them. holder: the need that holds the job, NULL if every change matters.
+-- all of them. After a yield, any waits for open needs; one that was deleted and had not succeeded never will
+-- be satisfied, so it is none of them. holder: the need that holds the job, NULL if every change matters.
 create or replace function queue._needs_states(p_ids bigint[])
 returns table (id bigint, standing text,
   holder bigint) language plpgsql stable parallel safe security invoker rows 10 as $$
@@ -204,7 +210,8 @@ begin
     cross join lateral (
       select count(*) filter (where not d.is_awaited) as total,
         coalesce(max(d.mode) filter (where not d.is_awaited), 0) as mode,
-        count(*) filter (where d.is_open and not d.is_awaited) as open,
+        count(*) filter (where d.is_open and not d.is_awaited and d.deleted_state is distinct from 'failed')
+          as open,
         count(*) filter (where d.class = 'f') as failed,
         count(*) filter (where d.is_satisfied and not d.is_awaited) as satisfied,
         count(*) filter (where d.is_satisfied and d.is_open and not d.is_awaited) as satisfied_open,
@@ -212,7 +219,8 @@ begin
         max(d.need_id) filter (where d.class = 'p') as last_pending,
         max(d.need_id) filter (where d.class = 'f') as last_failed
       from (
-        select d.need_id, d.mode, d.is_open, d.mode & {{ended}} <> 0 as is_awaited, d.class, d.is_satisfied
+        select d.need_id, d.mode, d.is_open, d.deleted_state, d.mode & {{ended}} <> 0 as is_awaited, d.class,
+          d.is_satisfied
         from queue.need_now d where d.job_id = u.id offset 0) d) n
     cross join lateral (
       select case when n.total = 0 or s.ignores_needs then 'satisfied'

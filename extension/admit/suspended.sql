@@ -6,8 +6,8 @@
 -- first. So a signal is delivered once and a wait ends once, whatever happens at the same time.
 -- Why no wake-up is lost: a job that reaches this gate sees every signal whose settlement has been read,
 -- because that signal was committed. A later admission reads the settlement of a signal that commits later,
--- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks again
--- when it comes back.
+-- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks for
+-- its signals when it comes back; an event ends its wait at once, because it may not be kept for so long.
 -- Two sessions: work/signals.wait.spec, work/signals.timeout.spec.
 -- Tests: work/waits.sql, work/signals.wait.spec.
 
@@ -59,7 +59,7 @@ end $$;
 
 -- Applies these events, and signals to these jobs. Returns the jobs that leave the gate to check their waits;
 -- they are in no gate now. The first event of a name counts until it expires. If many jobs wait for an event,
--- 500 leave at a time, and the others with later admissions.
+-- the waits of 500 end at a time, and the others with later admissions.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -96,18 +96,16 @@ begin
       end if;
       update queue.event e set is_standing = true where e.no = v_event.no;
     end if;
+    v_more := array(select w.job_id from queue.suspended w where w.event = v_event.name limit 500);
     with gone as (
       delete from queue.waiting w
       where w.ctid = any (array(
-        select w.ctid
-        from (select w.job_id from queue.suspended w where w.event = v_event.name offset 0) s
+        select w.ctid from unnest(v_more) s (job_id)
         cross join lateral (
-          select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w
-        limit 500))
+          select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w))
       returning w.id)
-    select array_agg(g.id) into v_more from gone g;
+    select v_ids || array_agg(g.id) into v_ids from gone g;
     perform queue._end_waits(v_more, v_event.payload);
-    v_ids := v_ids || v_more;
     if cardinality(v_more) = 500 then
       insert into queue.pending_settlement (job_id, kind, flags) values (-v_event.no, 'event', 0);
     end if;

@@ -6,7 +6,6 @@ create or replace function queue._check_yield(p_id bigint, p_needs jsonb)
 returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_needs bigint[];
-  v_pending record;
 begin
   if p_needs is null then
     p_needs := '[]'::jsonb;
@@ -19,16 +18,46 @@ begin
     perform queue._invalid('needs must be a list of ids', 'Pass ids of jobs, or null.');
   end;
   v_needs := queue._check_needs(v_needs);
-  if v_needs <> '{}' then
-    select y.jobs, y.needs into v_pending from queue._pending_yields() y;
-    if queue._closes_cycle(p_id, v_needs, v_pending.jobs, v_pending.needs) then
-      raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
-        detail = 'path: '
-          || array_to_string(queue._cycle_path(p_id, v_needs, v_pending.jobs, v_pending.needs), ' -> '),
-        hint = 'A job can''t need a job that needs it, directly or through others.';
-    end if;
-  end if;
+  perform queue._refuse_cycle(p_id, v_needs);
   return jsonb_build_object('needs', to_jsonb(v_needs));
+end $$;
+
+-- The payload that await_jobs hands over. A job that has ended may be awaited as long as it exists, also when
+-- its retention is over.
+-- Raises: QJ001, QJ005.
+create or replace function queue._check_awaited(p_id bigint, p_ids jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := array(select distinct n::bigint from jsonb_array_elements_text(p_ids) n order by 1);
+  v_missing bigint;
+begin
+  perform pg_current_xact_id();  -- as in _check_needs
+  select u.id into v_missing from unnest(v_ids) u (id)
+  left join lateral (select j.id from queue.job j where j.id = u.id offset 0) j on true
+  where j.id is null limit 1;
+  if found then
+    perform queue._job_not_found(v_missing);
+  end if;
+  perform queue._refuse_cycle(p_id, v_ids);
+  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', true);
+end $$;
+
+-- Raises: QJ005 if one of p_needs needs p_id.
+create or replace function queue._refuse_cycle(p_id bigint, p_needs bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_pending record;
+begin
+  if p_needs = '{}' then
+    return;
+  end if;
+  select y.jobs, y.needs into v_pending from queue._pending_yields() y;
+  if queue._closes_cycle(p_id, p_needs, v_pending.jobs, v_pending.needs) then
+    raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
+      detail = 'path: '
+        || array_to_string(queue._cycle_path(p_id, p_needs, v_pending.jobs, v_pending.needs), ' -> '),
+      hint = 'A job can''t need a job that needs it, directly or through others.';
+  end if;
 end $$;
 
 -- Yields that are committed and not settled yet: jobs[i] will need needs[i].
@@ -118,7 +147,8 @@ begin
   select count(*) filter (where not d.is_awaited) as total,
     count(*) filter (where c.class = 'f' and not d.is_awaited) as failed,
     count(*) filter (where x.is_satisfied and not d.is_awaited) as satisfied,
-    count(*) filter (where o.is_open and not d.is_awaited) as open,
+    count(*) filter (where o.is_open and not d.is_awaited and d.deleted_state is distinct from 'failed')
+      as open,
     count(*) filter (where x.is_satisfied and o.is_open and not d.is_awaited) as satisfied_open,
     count(*) filter (where d.is_awaited and coalesce(f.state, d.deleted_state) is null) as awaited
   into v_needs
@@ -154,7 +184,8 @@ begin
     else 'waiting' end;
 end $$;
 
--- Adds the needs of a yield; with the key awaits, jobs that it awaits. Returns false, having changed nothing,
+-- Adds the needs of a yield; with the key awaits, jobs that it awaits, also if they are needs of it already:
+-- under any, these would not hold it. Returns false, having changed nothing,
 -- if two concurrent yields created a cycle.
 -- Under any, a need that the job did not have before counts as satisfied at the start of the run if its end
 -- had certainly settled by then (began_xid).
@@ -177,7 +208,7 @@ begin
   if queue._closes_cycle(p_id, v_needs, null, null) then
     return false;
   end if;
-  insert into queue.need (job_id, need_id, mode, is_open, deleted_state)
+  insert into queue.need as t (job_id, need_id, mode, is_open, deleted_state)
   select p_id, u.id, j.mode, not coalesce(
       (f.state = 'succeeded' or j.mode & {{proceed}} <> 0
         and (f.state is not null or w.reason in ('held', 'upstream_failed')))
@@ -197,7 +228,7 @@ begin
     select w.reason, age(w.xmin) as age
     from queue.waiting w
     where w.id = u.id and f.state is null offset 0) w on true
-  on conflict on constraint need_pkey do nothing;
+  on conflict on constraint need_pkey do update set mode = t.mode | {{ended}} where p_payload ? 'awaits';
   perform queue._raise_needed_mark(v_needs[cardinality(v_needs)]);
   perform queue._mark_needed(v_needs);
   perform queue._propagate_deadline(array[p_id]);

@@ -80,17 +80,26 @@ comment on function queue.next(text[], boolean, interval) is
     ' operator. No row: there is no job. Args of more than 64 kB are left out: read them in queue.jobs.'
     ' Sensitive args read *** for all but the owner.';
 
--- Appends a copy of a job, with further flags, and returns its id. It wakes nobody.
+-- Appends a copy of a job, with further flags, and returns its id. It wakes nobody. The jobs that the job
+-- awaits are no needs of the copy. If that continues with the job's steps (overridden), its handler may ask
+-- for the results of those that have ended: it awaits them too.
 -- Locks: none. Raises: QJ001.
 create or replace function queue._copy(p_id bigint, p_queue text, p_flags integer)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz;
   v_needs bigint[];
+  v_awaited jsonb;
   v_id bigint;
 begin
   perform pg_current_xact_id();  -- as in _check_needs
   v_now := clock_timestamp();
+  if p_flags & {{overridden}} <> 0 then
+    select jsonb_agg(d.need_id order by d.need_id) into v_awaited
+    from queue.need d join queue.finished f on f.id = d.need_id
+    where d.job_id = p_id and d.mode & {{ended}} <> 0;
+    v_awaited := coalesce(v_awaited, (select j.options -> 'awaited' from queue.job j where j.id = p_id));
+  end if;
   v_needs := array(
     select n.id from queue._direct_needs(p_id) n
     cross join lateral (select o.id from queue.job o where o.id = n.id offset 0) o
@@ -99,20 +108,24 @@ begin
       from queue.finished f
       where f.id = n.id offset 0) f on true
     where not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded'
-      and f.finished_at < v_now - interval '7 days', false)
+        and f.finished_at < v_now - interval '7 days', false)
+      and not exists (select from queue.need d
+        where d.job_id = p_id and d.need_id = n.id and d.mode & {{ended}} <> 0)
     order by n.id);
   insert into queue.log (task, args, job_options)
   select j.task, j.args, row(
     coalesce(p_queue, j.queue), j.priority,
     j.flags & ~({{needs}} | {{scheduled}} | {{held}} | {{expires}}
       | {{needed}} | {{until_start}} | {{until_finish}}) & case when j.lock is null then ~{{lock}} else -1 end
-      | case when v_needs <> '{}' or j.options ->> 'needs_mode' = 'any' then {{needs}} else 0 end
+      | case when v_needs <> '{}' or v_awaited is not null or j.options ->> 'needs_mode' = 'any'
+        then {{needs}} else 0 end
       | case when x.scheduled_at is not null then {{scheduled}} else 0 end
       | case when w.id is not null then {{held}} else 0 end
       | case when x.is_expiring then {{expires}} else 0 end | p_flags,
     x.scheduled_at, d.deadline, j.lock, null, nullif(v_needs, '{}'), j.keys, j.limits,
-    nullif(j.options - '{idempotency_key,group}'::text[]
-      - case when x.is_expiring then '' else 'expires_at' end, '{}'),
+    nullif(coalesce(j.options, '{}') - '{idempotency_key,group,awaited}'::text[]
+      - case when x.is_expiring then '' else 'expires_at' end
+      || jsonb_strip_nulls(jsonb_build_object('awaited', v_awaited)), '{}'),
       j.size)::queue.job_options
   from queue.job_now j
   join queue.job d on d.id = j.id  -- as it was deferred

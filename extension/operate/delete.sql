@@ -192,5 +192,7 @@ begin
   end loop;
   delete from queue.active_job aj where aj.id = any (v_plain);
   perform queue._delete_rows(v_all);
+  -- a job that waits for one of several, of which none is left, need not wait
+  perform queue._advance(p_changed => v_all);
   return v_all;
 end $$;

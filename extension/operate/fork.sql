@@ -1,33 +1,38 @@
 -- Going back: a job, or a copy of it, continues from one of its steps.
 
 -- Locks: none, as copy: it only appends. Why no wake-up is lost: the copy is a new job of the log; see defer.
--- Raises: 22023, QJ001.
+-- Raises: 22023, QJ001. Two sessions: operate/fork.retry.spec.
 create or replace function queue.fork(id bigint, from_step text)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_key record;
   v_id bigint;
+  v_is_found boolean;
 begin
   {{if_restricted}}
     perform queue._require_jobs('{operator}', array[fork.id]);
   end if;
   v_key := queue._step_key(fork.from_step);
-  if not exists (select from queue.job j where j.id = fork.id) then
-    perform queue._job_not_found(fork.id);
-  elsif not queue._has_step(fork.id, v_key.name, v_key.no) then
+  v_id := queue._copy(fork.id, null, {{overridden}});
+  insert into queue.job_override (id, has_steps) values (v_id, true);
+  -- in one statement, because a retry may forget the step meanwhile
+  with point as materialized (
+    select f.claim, f.finished_at from queue.step f
+    where f.job_id = fork.id and f.name = v_key.name and f.no = coalesce(v_key.no, 1)
+      and f.finished_at is not null),
+  kept as (
+    insert into queue.step (job_id, claim, run, finished_at, no, name, fingerprint, value, failures,
+      failed_at, error)
+    select v_id, s.claim, s.run, s.finished_at, s.no, s.name, s.fingerprint, s.value, s.failures, s.failed_at,
+      s.error
+    from queue.step s join point f on (s.claim, s.finished_at) < (f.claim, f.finished_at)
+    where s.job_id = fork.id and s.finished_at is not null)
+  select exists (select from point) into v_is_found;
+  if not v_is_found then
     perform queue._invalid('the job has finished no such step', 'queue.steps lists the finished steps.',
       format('id: %s, step: %s', fork.id, left(fork.from_step, 200)));
   end if;
-  v_id := queue._copy(fork.id, null, {{overridden}});
-  insert into queue.job_override (id, has_steps) values (v_id, true);
-  insert into queue.step (job_id, claim, run, finished_at, no, name, fingerprint, value, failures, failed_at,
-    error)
-  select v_id, s.claim, s.run, s.finished_at, s.no, s.name, s.fingerprint, s.value, s.failures, s.failed_at,
-    s.error
-  from queue.step s join queue.step f on f.job_id = s.job_id
-  where s.job_id = fork.id and f.name = v_key.name and f.no = coalesce(v_key.no, 1)
-    and (s.claim, s.finished_at) < (f.claim, f.finished_at);
   perform queue._announce();
   perform queue._audit_jobs('fork', jsonb_build_object('from_step', fork.from_step), array[fork.id, v_id],
     queue._jobs_before(array[fork.id]));
@@ -35,15 +40,8 @@ begin
 end $$;
 comment on function queue.fork(bigint, text) is
   'Defers a copy of a job (queue.copy) that continues from one of its finished steps: the copy has the steps'
-    ' that were finished before that one. Returns the id of the copy.';
-
--- Whether a job has finished a step.
-create or replace function queue._has_step(p_id bigint, p_name text, p_no integer)
-returns boolean language plpgsql stable parallel safe security invoker as $$
-begin
-  return exists (select from queue.step s
-    where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
-end $$;
+    ' that were finished before that one, and finds the jobs that it awaited, as far as these have ended.'
+    ' Returns the id of the copy.';
 
 -- Deletes a step of each of these jobs, and all steps that were finished later or only begun.
 -- Locks: the caller holds the admission lock, and none of the jobs runs. No wake-up can be lost: nobody waits

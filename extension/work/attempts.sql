@@ -166,7 +166,7 @@ begin
     when 'suspended' then
       at := queue._timestamp('at', p_outcome -> 'at');
       payload := case when p_outcome ? 'needs'
-        then queue._check_yield(p_id, p_outcome -> 'needs') || '{"awaits": true}' end;
+        then queue._check_awaited(p_id, p_outcome -> 'needs') end;
     when 'unknown_task' then
       select u.at, u.error into at, error from queue._unknown_task(p_id, v_job.task, p_worker, p_now) u;
       if at is null then
@@ -252,7 +252,7 @@ begin
   from queue.job j
   where s.id = any (p_ids) and j.id = s.id;
   update queue.step s set failures = null, failed_at = null, error = null
-  where s.job_id = any (p_ids) and s.error is not null and s.finished_at is null;
+  where s.job_id = any (p_ids) and s.failures is not null and s.finished_at is null;
   delete from queue.step s
   where s.job_id = any (p_ids) and s.error is not null and not exists (
     select from queue.step t

@@ -26,8 +26,8 @@ begin
   perform queue._check_step_options(fail_step.options);
   v_key := queue._step_key(fail_step.name);
   perform queue._lock_claim(fail_step.id, fail_step.claim);
-  v_step := queue._step_in_run(fail_step.id, fail_step.claim, v_key.name, v_key.no);
-  if v_step.finished_at is not null then
+  v_step := queue._step_to_end(fail_step.id, fail_step.claim, v_key.name, v_key.no);
+  if v_step.is_finished then
     perform queue._step_is_finished(fail_step.id, fail_step.name);
   end if;
   insert into queue.step as s (job_id, claim, run, no, name, fingerprint, failures, failed_at, error)

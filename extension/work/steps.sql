@@ -2,8 +2,8 @@
 --
 -- Each step has a name. If a run uses a name again, the use gets a number: a, a#2, a#3. SQL applies this
 -- rule, so that all clients behave alike: begin_step gives a name the number of its use in this run, and
--- finish_step finishes the step that was begun. A client that counts the uses itself passes a#2, and needs no
--- begin_step.
+-- finish_step, as all calls that end a step (_step_to_end), means the use that was begun. A client that
+-- counts the uses itself passes a#2, and needs no begin_step.
 -- Locks: the claim's row of queue.active_job, FOR KEY SHARE; then the step's row of queue.step. The
 -- worker's own end of the claim waits for a transaction that has finished a step; reap and operators
 -- (retry with force) skip the row. After the end of the claim a step finds no row (QJ002). So a worker
@@ -54,9 +54,9 @@ end $$;
 comment on function queue.begin_step(bigint, bigint, text, text) is
   'Returns whether a step of a job is finished, and its value. A finished step must not run again. If this'
     ' run has finished a step of this name before, the name means its next use: a, a#2, a#3; a name with a'
-    ' number means that use. A fingerprint is a text of up to 1,000 bytes that identifies the code of the'
-    ' step: if the step was finished with a different one, the call is refused (QJ009). Steps that fetch has'
-    ' returned need no call.';
+    ' number from 2 on means that use. A fingerprint is a text of up to 1,000 bytes that identifies the code'
+    ' of the step: if that was finished with a different one, the call is refused (QJ009). Steps that fetch'
+    ' has returned need no call.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is already finished), QJ008.
 create or replace function queue.finish_step(id bigint, claim bigint, name text, value jsonb default null)
@@ -132,7 +132,8 @@ comment on function queue.read_steps(bigint, bigint, text) is
     ' take more than 64 kB: by name, as many as fit into one answer. Call it again with the last name as'
     ' after, until it returns no row.';
 
--- Splits a step's name into the name and the number of its use, NULL if the name has none.
+-- Splits a step's name into the name and the number of its use, NULL if the name has none. The first use
+-- has no number, so a#1 is a name of its own, and _step_name returns each name as it was given.
 -- Raises: 22023.
 create or replace function queue._step_key(p_name text, out name text, out no integer)
 language plpgsql immutable parallel safe security invoker as $$
@@ -142,7 +143,7 @@ begin
   perform queue._check_name('name', p_name);
   name := p_name;
   if strpos(p_name, '#') > 0 then
-    v_parts := regexp_match(p_name, '^(.+)#([1-9][0-9]{0,8})$');
+    v_parts := regexp_match(p_name, '^(.+)#([2-9]|[1-9][0-9]{1,8})$');
     if v_parts is not null then
       name := v_parts[1];
       no := v_parts[2]::integer;
@@ -172,6 +173,35 @@ begin
     no := coalesce(p_no,
       (select max(s.no) from queue.step s where s.job_id = p_id and s.name = p_name) + 1, 1);
   end if;
+end $$;
+
+-- The use of a name that a call ends which gives no number (p_no), and whether that is finished: the first
+-- one if it has no row, because it was begun without one; else the first that was begun and has not finished;
+-- else the next one. Of uses that run at once, any may end first.
+create or replace function queue._step_to_end(p_id bigint, p_claim bigint, p_name text, p_no integer,
+  out no integer, out is_finished boolean)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  no := p_no;
+  if no is null and not exists (
+    select from queue.step s where s.job_id = p_id and s.name = p_name and s.no = 1) then
+    no := 1;
+  elsif no is null then
+    select s.no into no from queue.step s
+    where s.job_id = p_id and s.name = p_name and s.finished_at is null order by s.no limit 1;
+    if not found then
+      no := (queue._step_in_run(p_id, p_claim, p_name, null)).no;
+    end if;
+  end if;
+  is_finished := queue._has_step(p_id, p_name, no);
+end $$;
+
+-- Whether a job has finished a step.
+create or replace function queue._has_step(p_id bigint, p_name text, p_no integer)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (select from queue.step s
+    where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
 end $$;
 
 -- Keeps a claim from ending before this transaction ends. Locks: see the top. Raises: QJ001, QJ002.
@@ -210,7 +240,7 @@ returns jsonb language plpgsql stable parallel safe security invoker as $$
 declare
   v_steps jsonb;
 begin
-  if (select sum(pg_column_size(s.value) + octet_length(s.name)) from queue.step s
+  if (select sum(coalesce(pg_column_size(s.value), 0) + octet_length(s.name)) from queue.step s
       where s.job_id = p_id and s.finished_at is not null) > 65536 then
     return '{}'::jsonb;
   end if;

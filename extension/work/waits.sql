@@ -97,8 +97,8 @@ declare
   v_step record;
 begin
   perform queue._lock_claim(p_id, p_claim);
-  v_step := queue._step_in_run(p_id, p_claim, v_key.name, v_key.no);
-  if v_step.finished_at is not null then
+  v_step := queue._step_to_end(p_id, p_claim, v_key.name, v_key.no);
+  if v_step.is_finished then
     perform queue._step_is_finished(p_id, p_name);
   elsif queue._end_attempt(p_outcome, p_id, p_claim, false) in ('failed', 'cancelled') then
     return null;

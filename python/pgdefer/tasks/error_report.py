@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import traceback
+
+from psycopg._encodings import py_codecs
 
 from pgdefer.errors import PgDeferError
 
@@ -13,6 +17,7 @@ __all__ = [
     "error_text",
     "kind_and_message",
     "storable",
+    "storable_in",
 ]
 
 MAX_MESSAGE = 2_000
@@ -58,3 +63,34 @@ def storable(text: str, size: int, *, keep_end: bool = False) -> str:
     if len(text) > size:
         text = f"... {text[4 - size :]}" if keep_end else f"{text[: size - 4]} ..."
     return text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "replace").decode()
+
+
+_ESCAPE_OR_ABOVE_ASCII = re.compile(
+    r"""\\(?: u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2} | u[0-9a-fA-F]{4} | . )
+      | [^\x00-\x7f]""",
+    re.VERBOSE,
+)
+
+
+def storable_in(text: str, encoding: str) -> str:
+    """Return JSON with Python escapes for characters that a database's encoding lacks.
+
+    `encoding` is PostgreSQL's name of it; if Python does not know it, only ASCII is kept.
+    """
+    codec = "utf-8" if encoding == "SQL_ASCII" else py_codecs.get(encoding.encode(), "ascii")
+
+    def fitted(found: re.Match[str]) -> str:
+        part = found[0]
+        if part == "\\u0000":
+            return "\\\\x00"
+        character: str = json.loads(f'"{part}"')
+        if character.isascii():
+            return part
+        try:
+            character.encode(codec)
+        except UnicodeEncodeError:
+            escaped = character.encode("ascii", "backslashreplace").decode()
+            return escaped.replace("\\", "\\\\")
+        return character
+
+    return _ESCAPE_OR_ABOVE_ASCII.sub(fitted, text)

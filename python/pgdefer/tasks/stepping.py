@@ -9,12 +9,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
+import psycopg
+
 from pgdefer._text import logger
 from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.execute import execute
 from pgdefer.database.source import PsycopgConnection
-from pgdefer.errors import StepFailed
+from pgdefer.errors import InvalidParameter, StepFailed
 from pgdefer.options import RetryPolicy
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.steps import (
@@ -28,7 +30,7 @@ from pgdefer.tasks.steps import (
     name_of_step,
     step_json,
 )
-from pgdefer.tasks.tries import Tries, called_within
+from pgdefer.tasks.tries import Tries, called_within, fitted
 
 __all__ = ["StepCalls"]
 
@@ -161,7 +163,15 @@ class StepCalls:
         """Store a failure. Raises JobSuspended if the step is to be tried again."""
         self._store_kept()
         parameters = {**self._keyed(key), **tries.failure(error)}
-        ((state,),) = self.client.call(sql.FAIL_STEP, parameters)
+        try:
+            ((state,),) = self.client.call(sql.FAIL_STEP, parameters)
+        except InvalidParameter as refused:
+            if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
+                raise
+            with self.client.pool.connection() as connection:
+                encoding = connection.info.parameter_status("server_encoding")
+                parameters = fitted(parameters, encoding)
+                ((state,),) = execute(connection, sql.FAIL_STEP, parameters)
         if state is not None:
             log.warning("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
             raise JobSuspended from error
@@ -170,22 +180,41 @@ class StepCalls:
         return failed
 
     @contextlib.contextmanager
-    def transaction(self, name: str) -> Iterator[PsycopgConnection | None]:
+    def transaction(
+        self,
+        name: str,
+        *,
+        retry: RetryPolicy | None = None,
+        deadline: dt.datetime | dt.timedelta | None = None,
+    ) -> Iterator[PsycopgConnection | None]:
         """Begin a transaction that finishes the step when it commits: exactly once.
 
-        Yields its connection, or None if the step is finished: then there is nothing to do.
+        Yields its connection, or None if the step is finished: then there is nothing to do. With
+        `retry`, an error that leaves the block rolls the transaction back and counts for the step,
+        as for `step`; `deadline` is the same too.
         """
-        with self._step(name, None) as (key, _):
-            if key is None:
+        tries = Tries(None, retry, None, deadline)
+        failed: StepFailed | None = None
+        with self._step(name, None) as (key, known):
+            if isinstance(known, StepFailed):
+                failed = known
+            elif key is None:
                 yield None
-                return
-            with (
-                self.steps.storing() as take,
-                self.client.pool.connection() as connection,
-                connection.transaction(),
-            ):
-                yield connection
-                self._finish_in(connection, take, key, None)
+            else:
+                try:
+                    with (
+                        self.steps.storing() as take,
+                        self.client.pool.connection() as connection,
+                        connection.transaction(),
+                    ):
+                        yield connection
+                        self._finish_in(connection, take, key, None)
+                except Exception as error:
+                    if not tries.count(error):
+                        raise
+                    failed = self._fail(key, error, tries)
+        if failed is not None:
+            raise failed  # outside of the block, which would give the step's name back
 
     @contextlib.contextmanager
     def _step(self, name: str, fingerprint: str | None) -> Iterator[tuple[str | None, Any]]:
@@ -207,7 +236,7 @@ class StepCalls:
             else:
                 yield key, None
         except BaseException:
-            self.steps.give_back(name)
+            self.steps.give_back(name, key)
             raise
 
     def _read_steps(self) -> None:

@@ -8,12 +8,14 @@ import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
+import psycopg
+
 from pgdefer._text import logger
 from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.execute_async import execute_async
 from pgdefer.database.source import AsyncPsycopgConnection
-from pgdefer.errors import StepFailed
+from pgdefer.errors import InvalidParameter, StepFailed
 from pgdefer.options import RetryPolicy
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.steps import (
@@ -27,7 +29,7 @@ from pgdefer.tasks.steps import (
     name_of_step,
     step_json,
 )
-from pgdefer.tasks.tries import Tries, called_within_async
+from pgdefer.tasks.tries import Tries, called_within_async, fitted
 
 __all__ = ["AsyncStepCalls"]
 
@@ -162,7 +164,15 @@ class AsyncStepCalls:
         """Store a failure. Raises JobSuspended if the step is to be tried again."""
         await self._store_kept_async()
         parameters = {**self._keyed(key), **tries.failure(error)}
-        ((state,),) = await self.client.call_async(sql.FAIL_STEP, parameters)
+        try:
+            ((state,),) = await self.client.call_async(sql.FAIL_STEP, parameters)
+        except InvalidParameter as refused:
+            if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
+                raise
+            async with self.client.pool_async.connection() as connection:
+                encoding = connection.info.parameter_status("server_encoding")
+                parameters = fitted(parameters, encoding)
+                ((state,),) = await execute_async(connection, sql.FAIL_STEP, parameters)
         if state is not None:
             log.warning("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
             raise JobSuspended from error
@@ -171,22 +181,41 @@ class AsyncStepCalls:
         return failed
 
     @contextlib.asynccontextmanager
-    async def transaction_async(self, name: str) -> AsyncIterator[AsyncPsycopgConnection | None]:
+    async def transaction_async(
+        self,
+        name: str,
+        *,
+        retry: RetryPolicy | None = None,
+        deadline: dt.datetime | dt.timedelta | None = None,
+    ) -> AsyncIterator[AsyncPsycopgConnection | None]:
         """Begin a transaction that finishes the step when it commits: exactly once.
 
-        Yields its connection, or None if the step is finished: then there is nothing to do.
+        Yields its connection, or None if the step is finished: then there is nothing to do. With
+        `retry`, an error that leaves the block rolls the transaction back and counts for the step,
+        as for `step_async`; `deadline` is the same too.
         """
-        async with self._step_async(name, None) as (key, _):
-            if key is None:
+        tries = Tries(None, retry, None, deadline)
+        failed: StepFailed | None = None
+        async with self._step_async(name, None) as (key, known):
+            if isinstance(known, StepFailed):
+                failed = known
+            elif key is None:
                 yield None
-                return
-            async with (
-                self.steps.storing_async() as take,
-                self.client.pool_async.connection() as connection,
-                connection.transaction(),
-            ):
-                yield connection
-                await self._finish_in_async(connection, take, key, None)
+            else:
+                try:
+                    async with (
+                        self.steps.storing_async() as take,
+                        self.client.pool_async.connection() as connection,
+                        connection.transaction(),
+                    ):
+                        yield connection
+                        await self._finish_in_async(connection, take, key, None)
+                except Exception as error:
+                    if not tries.count(error):
+                        raise
+                    failed = await self._fail_async(key, error, tries)
+        if failed is not None:
+            raise failed  # outside of the block, which would give the step's name back
 
     @contextlib.asynccontextmanager
     async def _step_async(
@@ -210,7 +239,7 @@ class AsyncStepCalls:
             else:
                 yield key, None
         except BaseException:
-            self.steps.give_back(name)
+            self.steps.give_back(name, key)
             raise
 
     async def _read_steps_async(self) -> None:

@@ -95,11 +95,16 @@ class Steps:
     def take(self, name: str) -> str:
         """Return the name of a step that begins, with its number."""
         uses = self._uses[name] = self._uses.get(name, 0) + 1
-        return name if uses == 1 else f"{name}#{uses}"
+        return _numbered(name, uses)
 
-    def give_back(self, name: str) -> None:
-        """Record that a step has not finished: the next use of its name is the same step."""
-        self._uses[name] -= 1
+    def give_back(self, name: str, key: str) -> None:
+        """Record that a step has not finished: the next use of its name is the same step.
+
+        If steps of one name run at once, a later use may have begun: it keeps its number.
+        """
+        uses = self._uses[name]
+        if key == _numbered(name, uses):
+            self._uses[name] = uses - 1
 
     def keep(self, step: str) -> bool:
         """Keep a lazy step; return whether there was room."""
@@ -136,6 +141,10 @@ class Steps:
         """Do as `storing` does."""
         with self.storing() as take:
             yield take
+
+
+def _numbered(name: str, uses: int) -> str:
+    return name if uses == 1 else f"{name}#{uses}"
 
 
 def step_json(key: str, value: str | None, fingerprint: str | None) -> str:

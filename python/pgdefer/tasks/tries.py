@@ -13,12 +13,12 @@ from typing import Any, TypedDict
 
 from pgdefer.errors import ClaimLost
 from pgdefer.options import RetryPolicy, to_json
-from pgdefer.tasks.error_report import error_details, error_text
+from pgdefer.tasks.error_report import error_details, error_text, storable_in
 from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.option_checks import check_options
 from pgdefer.tasks.raised import JobAborted, RetryLater
 
-__all__ = ["Tries", "called_within", "called_within_async"]
+__all__ = ["Tries", "called_within", "called_within_async", "fitted"]
 
 # How often the end of the time is announced again in a thread that goes on, in seconds.
 AGAIN = 10.0
@@ -74,9 +74,16 @@ class Tries:
             options["outcome"] = "timed_out"
         return {
             "error": error_text(error),
-            "details": json.dumps(error_details(error)),
+            "details": json.dumps(error_details(error), ensure_ascii=False),
             "options": json.dumps(options),
         }
+
+
+def fitted(failure: Mapping[str, Any], encoding: str | None) -> dict[str, Any]:
+    """Return what queue.fail_step takes without characters that a database's encoding lacks."""
+    error = storable_in(json.dumps(failure["error"]), encoding or "ASCII")
+    details = storable_in(failure["details"], encoding or "ASCII")
+    return {**failure, "error": json.loads(error), "details": details}
 
 
 class _StepTimeout(BaseException):

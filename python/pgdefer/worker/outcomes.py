@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from psycopg._encodings import py_codecs
 
 from pgdefer._text import escaped
 from pgdefer.codec import TAG, UNENCODABLE
@@ -19,6 +16,7 @@ from pgdefer.tasks.error_report import (
     error_text,
     kind_and_message,
     storable,
+    storable_in,
 )
 
 __all__ = [
@@ -135,37 +133,6 @@ def _dumps(outcome: Mapping[str, object]) -> str:
     except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(outcome)
     return text
-
-
-_ESCAPE_OR_ABOVE_ASCII = re.compile(
-    r"""\\(?: u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2} | u[0-9a-fA-F]{4} | . )
-      | [^\x00-\x7f]""",
-    re.VERBOSE,
-)
-
-
-def storable_in(outcome: str, encoding: str) -> str:
-    """Return an outcome with Python escapes for characters that a database's encoding lacks.
-
-    `encoding` is PostgreSQL's name of it; if Python does not know it, only ASCII is kept.
-    """
-    codec = "utf-8" if encoding == "SQL_ASCII" else py_codecs.get(encoding.encode(), "ascii")
-
-    def fitted(found: re.Match[str]) -> str:
-        text = found[0]
-        if text == "\\u0000":
-            return "\\\\x00"
-        character: str = json.loads(f'"{text}"')
-        if character.isascii():
-            return text
-        try:
-            character.encode(codec)
-        except UnicodeEncodeError:
-            escaped = character.encode("ascii", "backslashreplace").decode()
-            return escaped.replace("\\", "\\\\")
-        return character
-
-    return _ESCAPE_OR_ABOVE_ASCII.sub(fitted, outcome)
 
 
 def without_result(outcome: str, id: int, claim: int) -> str | None:

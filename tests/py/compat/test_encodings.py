@@ -10,7 +10,7 @@ import pytest
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgdefer import App, Retry, RetryLater
+from pgdefer import App, Retry, RetryLater, current_job
 from pgdefer.database.server import EmbeddedServer
 from support import install
 
@@ -88,3 +88,31 @@ def test_outcomes(database: str, encoding: str) -> None:
     assert yielded == {"error": "é → €" if is_lossless else r"é \u2192 \u20ac"}
     # there the outcome is part of the transaction, which is rolled back
     assert shown[4]["state"] == ("succeeded" if is_lossless else "failed")
+
+
+def test_failed_steps(database: str, encoding: str) -> None:
+    app = App(database)
+
+    def ask() -> None:
+        raise ValueError("é → 5 €")
+
+    @app.task(name="sync")
+    def function() -> None:
+        current_job().step("ask", ask, retry=2)
+
+    @app.task(name="async")
+    async def coroutine() -> None:
+        await current_job().step_async("ask", ask, retry=2)
+
+    app.defer("sync")
+    app.defer("async")
+    app.run_worker(drain=True)
+    app.close()
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("set client_encoding = 'UTF8'")
+        found = connection.execute("select failures, error from queue.steps").fetchall()
+        attempts = "select details ->> 'message' from queue.attempts where attempt = 1"
+        message = "é → 5 €" if encoding == "SQL_ASCII" else r"é \u2192 5 \u20ac"
+        assert connection.execute(attempts).fetchall() == [(message,)] * 2
+        assert connection.execute("select * from queue.check()").fetchall() == []
+    assert found == [(2, f"ValueError: {message}")] * 2

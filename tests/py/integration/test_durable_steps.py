@@ -95,6 +95,24 @@ async def test_each_call_of_a_decorated_function_is_a_step(
     assert conn.execute(fingerprints).fetchall() == [("v1",)]
 
 
+async def test_names_may_contain_numbers(app: App, conn: Connection) -> None:
+    runs: list[int] = []
+
+    @app.task(name="t", retry=2)
+    def t() -> None:
+        job = current_job()
+        for n in range(1, 4):
+            job.step(f"item #{n}", runs.append, n)
+        if job.attempt == 1:
+            raise ValueError("later")
+
+    job = app.defer("t")
+    async with running(app):
+        await job.result_async(60)
+    assert runs == [1, 2, 3]
+    assert steps(conn, job.id).keys() == {"item #1", "item #2", "item #3"}
+
+
 async def test_what_is_no_step(app: App, is_async: bool) -> None:
     said: list[str] = []
 

@@ -201,6 +201,139 @@ async def test_a_step_has_a_deadline(
     assert shop.calls == {"charge": 1}
 
 
+async def test_a_transaction_is_tried_again(
+    app: App, jobs: Jobs, conn: Connection, is_async: bool
+) -> None:
+    conn.execute("create table effect (n integer)")
+    insert = "insert into effect values (%s)"
+
+    def check(attempt: int) -> None:
+        if attempt < 3:
+            raise ValueError("before the commit")
+
+    @app.task(name="async")
+    async def coroutine() -> None:
+        job = current_job()
+        async with job.transaction_async("book", retry=3) as connection:
+            assert connection is not None
+            await connection.execute(insert, [job.attempt])
+            check(job.attempt)
+
+    @app.task(name="sync")
+    def function() -> None:
+        job = current_job()
+        with job.transaction("book", retry=3) as connection:
+            assert connection is not None
+            connection.execute(insert, [job.attempt])
+            check(job.attempt)
+
+    app.defer("async" if is_async else "sync")
+    async with running(app):
+        (row,) = await jobs.end()
+    assert (row["state"], row["failures"], row["attempts"]) == ("succeeded", 0, 3)
+    assert conn.execute("select n from effect").fetchall() == [(3,)]
+    query = "select name, failures from queue.steps"
+    assert conn.execute(query).fetchall() == [("book", 2)]
+
+
+async def test_a_transaction_fails_for_good(app: App, conn: Connection, is_async: bool) -> None:
+    blocks: list[int] = []
+    caught: list[str] = []
+
+    def end(error: StepFailed) -> None:
+        caught.append(error.error)
+        if len(caught) == 1:
+            raise RuntimeError("later")
+
+    @app.task(name="async", retry=2)
+    async def coroutine() -> None:
+        job = current_job()
+        try:
+            async with job.transaction_async("book", retry=2):
+                blocks.append(job.attempt)
+                raise ValueError("no room")
+        except StepFailed as error:
+            end(error)
+
+    @app.task(name="sync", retry=2)
+    def function() -> None:
+        job = current_job()
+        try:
+            with job.transaction("book", retry=2):
+                blocks.append(job.attempt)
+                raise ValueError("no room")
+        except StepFailed as error:
+            end(error)
+
+    job = app.defer("async" if is_async else "sync")
+    async with running(app):
+        await job.result_async(60)
+    # In the second run of the two that came to it from the stored step, before the block.
+    assert caught == ["ValueError: no room"] * 2
+    assert blocks == [1, 2]
+    assert steps(conn, job.id).keys() == {"book"}
+
+
+async def test_steps_of_one_name_run_at_once(app: App, conn: Connection) -> None:
+    """The first fails after the second has finished."""
+    calls: Counter[int] = Counter()
+    stored = asyncio.Event()
+
+    async def ask(n: int) -> int:
+        calls[n] += 1
+        if n == 1:
+            await stored.wait()
+            if calls[1] < 3:
+                raise ConnectionError("no answer")
+        return n
+
+    @app.task(name="t")
+    async def t() -> list[int]:
+        job = current_job()
+
+        async def second() -> int:
+            found: int = await job.step_async("ask", ask, 2)
+            stored.set()
+            return found
+
+        return list(await asyncio.gather(job.step_async("ask", ask, 1, retry=3), second()))
+
+    job = app.defer("t")
+    async with running(app):
+        assert await job.result_async(60) == [1, 2]
+    assert calls == {1: 3, 2: 1}
+    assert steps(conn, job.id) == {"ask": 1, "ask#2": 2}
+
+
+async def test_a_step_that_failed_beside_others_keeps_its_number(
+    app: App, conn: Connection
+) -> None:
+    calls: Counter[object] = Counter()
+
+    async def ask(n: int) -> int:
+        calls[n] += 1
+        if n == 2:
+            await asyncio.sleep(0)  # the third begins
+            raise ConnectionError("no answer")
+        return n
+
+    @app.task(name="t", retry=2)
+    async def t() -> list[int]:
+        job = current_job()
+        asked = [job.step_async("ask", ask, n) for n in (1, 2, 3)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        found[1] = await job.step_async("ask", ask, 4)
+        if job.attempt == 1:
+            raise RuntimeError("later")
+        return [int(str(n)) for n in found]
+
+    job = app.defer("t")
+    async with running(app):
+        assert await job.result_async(60) == [1, 4, 3]
+    assert calls == {1: 1, 2: 2, 3: 1, 4: 1}
+    assert steps(conn, job.id) == {"ask": 1, "ask#3": 3, "ask#4": 4}
+
+
 async def test_options_that_are_refused(app: App) -> None:
     said: list[str] = []
     hour = dt.timedelta(hours=1)

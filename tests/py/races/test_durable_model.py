@@ -169,9 +169,17 @@ class Machine(RuleBasedStateMachine):
             return None
         assert (finished, value) == (False, None)
         if key[1] > 1:
-            failures = step.failures if step else 0
-            job.steps[key] = Step(job.claim, job.claim, 0, False, None, failures)
+            job.steps[key] = Step(job.claim, job.claim, 0, False, None, self.failures(job, key))
         return key
+
+    def begin_new(self, job: Job, name: str) -> Key:
+        """Ask about the uses of a name in their order, up to one that is not finished."""
+        while not (key := self.begin(job, name)):
+            pass
+        return key
+
+    def failures(self, job: Job, key: Key) -> int:
+        return job.steps[key].failures if key in job.steps else 0
 
     def store(self, job: Job, key: Key, value: Any, **more: Any) -> None:
         job.steps[key] = Step(job.claim, job.claim, next(self.numbers), True, value, **more)
@@ -253,29 +261,55 @@ class Machine(RuleBasedStateMachine):
     @rule(n=a_job, name=names, is_committed=st.booleans())
     def step(self, n: int, name: str, is_committed: bool) -> None:
         if (job := self.claimed(n)) and (key := self.begin(job, name)):
-            value = next(self.numbers)
-            with self.conn.transaction(force_rollback=not is_committed):
-                self.call("finish_step", job.id, job.claim, text(key), str(value))
             if is_committed:
-                failures = job.steps[key].failures if key in job.steps else 0
-                self.store(job, key, value, failures=failures)
+                self.finish(job, key)
                 with self.refused("QJ003"):
                     self.call("finish_step", job.id, job.claim, text(key), "0")
+            else:
+                with self.conn.transaction(force_rollback=True):
+                    self.call("finish_step", job.id, job.claim, text(key), "0")
+
+    def finish(self, job: Job, key: Key) -> None:
+        value = next(self.numbers)
+        self.call("finish_step", job.id, job.claim, text(key), str(value))
+        self.store(job, key, value, failures=self.failures(job, key))
 
     @rule(n=a_job, name=names)
     def fail_step(self, n: int, name: str) -> None:
         if (job := self.claimed(n)) and (key := self.begin(job, name)):
-            failures = (job.steps[key].failures if key in job.steps else 0) + 1
-            options = json.dumps({"retry": {"max_attempts": MAX_ATTEMPTS}})
-            found = self.call("fail_step", job.id, job.claim, text(key), "e", None, options)
-            if failures < MAX_ATTEMPTS:
-                assert found == [("ready",)]
-                job.steps[key] = Step(job.claim, job.claim, 0, False, None, failures)
-                self.suspend(job, "ready")
-            else:
-                assert found == [(None,)]
-                note = {"__pgdefer__": "step_failed", "value": "e"}
-                self.store(job, key, note, failures=failures, has_failed=True)
+            self.fail_once(job, key, MAX_ATTEMPTS)
+
+    def fail_once(self, job: Job, key: Key, attempts: int) -> None:
+        failures = self.failures(job, key) + 1
+        options = json.dumps({"retry": {"max_attempts": attempts}})
+        found = self.call("fail_step", job.id, job.claim, text(key), "e", None, options)
+        if failures < attempts:
+            assert found == [("ready",)]
+            job.steps[key] = Step(job.claim, job.claim, 0, False, None, failures)
+            self.suspend(job, "ready")
+        else:
+            assert found == [(None,)]
+            note = {"__pgdefer__": "step_failed", "value": "e"}
+            self.store(job, key, note, failures=failures, has_failed=True)
+
+    @rule(
+        n=a_job,
+        name=names,
+        then=st.sampled_from([*NAMES, None, "fail"]),
+        since=st.sampled_from([None, None, None, *NAMES]),
+    )
+    def give_up(self, n: int, name: str, then: str | None, since: str | None) -> None:
+        """A step fails for good, the handler may go on to another one, and the job is retried."""
+        if not (job := self.claimed(n)) or job.is_child:
+            return
+        self.fail_once(job, self.begin_new(job, name), 1)
+        if then == "fail":
+            self.fail_once(job, self.begin_new(job, NAMES[0]), 1)
+        elif then:
+            self.finish(job, self.begin_new(job, then))
+        self.call("fail", job.id, job.claim, "no", None, '{"retryable": false}')
+        self.suspend(job, "failed")
+        self.go_back(job, since)
 
     @rule(n=a_job, name=names, is_long=st.booleans())
     def sleep(self, n: int, name: str, is_long: bool) -> None:
@@ -293,7 +327,7 @@ class Machine(RuleBasedStateMachine):
             what = (SIGNALS if kind == "signal" else EVENTS)[w]
             both = (what, None) if kind == "signal" else (None, what)
             self.call("wait", job.id, job.claim, name, *both)
-            job.steps[key] = Step(job.claim, job.claim, 0, False)
+            job.steps[key] = Step(job.claim, job.claim, 0, False, None, self.failures(job, key))
             job.waits = (key, kind, what)
             self.suspend(job, "waiting")
             self.deliver(job)
@@ -356,9 +390,9 @@ class Machine(RuleBasedStateMachine):
             self.call("finish_step", job.id, job.claim, text(key), str(id))
         self.store(job, key, id)
         self.add(id).is_child = True
-        key = job.use("ended")
-        self.call("await_jobs", job.id, job.claim, "ended", [id])
-        self.store(job, key, None)
+        ended = (f"{text(key)} ended", 1)
+        self.call("await_jobs", job.id, job.claim, text(ended), [id])
+        self.store(job, ended, None)
         job.child = id
         self.suspend(job, "awaiting")
 
@@ -368,8 +402,10 @@ class Machine(RuleBasedStateMachine):
     def retry(self, n: int, name: str | None) -> None:
         """Of a finished job, or one that waits for a time or a signal."""
         job = self.pick(n, *FINAL, "sleeping", "waiting", "awaiting", "running")
-        if job is None or job.is_child:
-            return
+        if job is not None and not job.is_child:
+            self.go_back(job, name)
+
+    def go_back(self, job: Job, name: str | None) -> None:
         ((_, _, error),) = self.call("retry", [job.id], False, name)
         since = None if name is None else job.steps.get((name, 1))
         if name is not None and (since is None or not since.is_finished):
@@ -418,6 +454,13 @@ class Machine(RuleBasedStateMachine):
         for id, name, value in self.conn.execute(query).fetchall():
             steps[id][name] = value
         assert steps == {id: job.finished() for id, job in self.jobs.items()}
+        query = "select job_id, name, no, failures from queue.step where finished_at is null and failures > 0"
+        assert sorted(self.conn.execute(query).fetchall()) == sorted(
+            (id, *key, step.failures)
+            for id, job in self.jobs.items()
+            for key, step in job.steps.items()
+            if not step.is_finished and step.failures
+        )
         broken = self.conn.execute("select * from queue.check()").fetchall()
         assert not broken, broken
 

@@ -1,7 +1,7 @@
 -- retry_later: which needs it waits for, what it returns, max_progress, cycles.
 -- The races are in yields.cycle.spec and needs.*.spec.
 
-select plan(69);
+select plan(78);
 
 \ir needs.helpers.psql
 
@@ -59,6 +59,18 @@ select is(pg_temp.states(), 'a:succeeded b:succeeded c:failed j:waiting', 'not a
 select is((select r.outcome from queue.retry(array[pg_temp.id('c')]) r), 'ready', 'which is retried');
 select is(pg_temp.run('c'), 'succeeded', 'and succeeds');
 select is(pg_temp.run('j'), 'succeeded', 'so that it can end');
+call pg_temp.clear();
+select pg_temp.defer(t) from unnest('{a,b,c}'::text[]) t \g /dev/null
+select pg_temp.defer('j', 'a b c', 'any') \g /dev/null
+select is(pg_temp.run('a'), 'succeeded', 'a need');
+select is(pg_temp.run('j', 'retry_later', '{"needs": []}'), 'waiting', 'of a job that then waits for one of two');
+select is((select outcome from queue.delete(array[pg_temp.id('b')], true)), 'deleted', 'one is deleted by force');
+select is(pg_temp.states(), 'a:succeeded c:ready j:waiting', 'it waits for the other');
+select is(pg_temp.run('c', 'failed'), 'failed', 'which fails');
+select is((select outcome from queue.delete(array[pg_temp.id('c')], true)), 'deleted', 'and is deleted too');
+select is(pg_temp.states(), 'a:succeeded j:ready', 'none is left that may still succeed: at once');
+select is((select string_agg(n.state, ' ' order by n.need_id) from queue.needs(pg_temp.id('j')) n), 'succeeded deleted deleted', 'it is told what became of them');
+select is(pg_temp.run('j', 'retry_later', '{"needs": []}'), 'ready', 'nor does a later yield wait for them');
 call pg_temp.clear();
 select pg_temp.defer('j', mode => 'any') \g /dev/null
 select is(pg_temp.run('j', 'none'), 'running', 'a job without needs begins');

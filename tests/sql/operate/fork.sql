@@ -1,6 +1,6 @@
 -- Going back to a step: retry from it, and a copy that continues from it.
 
-select plan(27);
+select plan(34);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -46,6 +46,32 @@ select queue.wait(:forked, (select claim from queue.jobs where id = :forked), 'w
 select is(test.refusal(format('select queue.fork(%s, ''w'')', :forked)), '22023', 'a step that is not finished is none');
 select is(test.refusal('select queue.fork(999999, ''a'')'), 'QJ001', 'no such job');
 select is_empty('select * from queue.check()', 'all is sound');
+
+-- A copy finds the jobs that the job has awaited, however they ended, and waits for none of them.
+select queue.defer('parent') as parent, queue.defer('good') as good, queue.defer('bad') as bad \gset
+create function pg_temp.claim(worker bigint, job bigint) returns bigint language sql as $$
+  select f.claim from queue.fetch(worker, options => jsonb_build_object('ids', array[job])) f
+$$;
+select pg_temp.claim(:worker, :parent) as claim \gset
+select queue.finish_step(:parent, :claim, 'gather', jsonb_build_array(:good, :bad)) \g /dev/null
+select queue.await_jobs(:parent, :claim, 'ended', array[:good, :bad]) \g /dev/null
+select queue.succeed(:good, pg_temp.claim(:worker, :good), '"fine"') \g /dev/null
+select queue.fail(:bad, pg_temp.claim(:worker, :bad), 'no') \g /dev/null
+select pg_temp.claim(:worker, :parent) as claim \gset
+select is(queue.fail_step(:parent, :claim, 'shaky', 'no', null, '{"retry": {"max_attempts": 2}}'), 'ready', 'a step fails once');
+select pg_temp.claim(:worker, :parent) as claim \gset
+select queue.finish_step(:parent, :claim, 'then') \g /dev/null
+select queue.fork(:parent, 'then') as fork, queue.copy(:parent) as copy \gset
+select queue.fork(queue.fork(:parent, 'then'), 'ended') as second \gset
+select queue.tick() \g /dev/null
+select is((select string_agg(j.state, ' ' order by j.id) from queue.jobs j where j.id in (:fork, :copy, :second)), 'ready ready ready', 'copies of a job of which a child has failed are ready');
+select results_eq(format('select need_id, state, result, error from queue.needs(%s)', :fork), format('values (%s::bigint, ''succeeded''::text, ''"fine"''::jsonb, null::text), (%s, ''failed'', null, ''no'')', :good, :bad), 'a fork finds what became of the children');
+select results_eq(format('select need_id from queue.needs(%s)', :second), format('values (%s::bigint), (%s)', :good, :bad), 'so does a fork of a fork');
+select is_empty(format('select * from queue.needs(%s)', :copy), 'a copy begins anew');
+select is(pg_temp.steps(:fork), 'gather ended', 'with the finished steps before the one');
+select is_empty(format('select * from queue.step where job_id = %s and name = ''shaky''', :fork), 'but without failures of another');
+select queue.cancel(j.id) from queue.jobs j where j.id in (:fork, :copy, :second) or j.state = 'ready' \g /dev/null
+select queue.succeed(:parent, :claim) \g /dev/null
 
 -- Retries
 select results_eq(format('select * from queue.retry(array[%s, %s, 999999], from_step => ''c'')', :id, :plain),

@@ -1,6 +1,6 @@
 -- Failures of steps: their own retry policies, and what a handler sees when a step has failed for good.
 
-select plan(70);
+select plan(74);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -48,7 +48,6 @@ select pg_temp.pass() \g /dev/null
 select claim from queue.fetch(:worker) \gset
 select queue.finish_step(:id, :claim, 'charge', '5') \g /dev/null
 select results_eq('select name, value, failures, error from queue.steps order by name', $$values ('before', '1'::jsonb, 0, null), ('charge', '5', 1, null::text)$$, 'it succeeds');
-select is(test.refusal(format('select queue.fail_step(%s, %s, ''charge#1'', ''x'')', :id, :claim)), 'QJ003', 'then it can''t fail');
 select queue.succeed(:id, :claim) \g /dev/null
 
 -- For good
@@ -58,10 +57,11 @@ select queue.finish_step(:id, :claim, 'a') \g /dev/null
 select is(queue.fail_step(:id, :claim, 'charge', 'no money'), null, 'without a policy the first failure is the last');
 select is((select claim from queue.jobs where id = :id), :claim::bigint, 'the claim goes on');
 select results_eq($$select value, failures, error from queue.steps where name = 'charge' and error is not null$$, format($$values (%L::jsonb, 1, 'no money')$$, :'note'), 'the step is finished, by its error');
-select results_eq(format('select * from queue.begin_step(%s, %s, ''charge#1'')', :id, :claim), format('values (true, %L::jsonb)', :'note'), 'begin_step returns that');
 select is(queue.fail_step(:id, :claim, 'charge', 'other use', null, '{"retry": {"max_attempts": 2}}'), 'ready', 'another use of the name fails apart');
 select claim, steps -> 'charge' as charge, steps ? 'charge#2' as other from queue.fetch(:worker) \gset
 select is(:'charge'::jsonb, :'note'::jsonb, 'later runs find the failed step');
+select results_eq(format('select * from queue.begin_step(%s, %s, ''charge'')', :id, :claim), format('values (true, %L::jsonb)', :'note'), 'begin_step returns that');
+select is(test.refusal(format('select queue.fail_step(%s, %s, ''a'', ''x'')', :id, :claim)), 'QJ003', 'a step that is finished can''t fail');
 select ok(not :'other', 'but not the one that is tried again');
 select is(queue.fail_step(:id, :claim, 'charge#2', 'other use', null, '{"retry": {"max_attempts": 2}}'), null, 'whose last attempt fails');
 select is(queue.fail(:id, :claim, 'charge failed'), 'failed', 'the handler gives up');
@@ -139,6 +139,18 @@ select queue.fail(:id, :claim, 'e', null, '{"retryable": false}') \g /dev/null
 select queue.retry(array[:id]) \g /dev/null
 select claim, steps ? 'left#2' as kept from queue.fetch(:worker) \gset
 select ok(:'kept', 'nor to one before a step of the same run');
+
+-- Uses of a name that run at once, counted by the client: the second has finished when the first ends
+select queue.cancel(id) from queue.jobs where state in ('ready', 'scheduled') \g /dev/null
+select queue.defer('t') as two \gset
+select claim as claim2 from queue.fetch(:worker) \gset
+select queue.finish_step(:two, :claim2, 'at once#2', '2'), queue.finish_step(:two, :claim2, 'nap#2') \g /dev/null
+select is(queue.fail_step(:two, :claim2, 'at once', 'e', null, '{"retry": {"max_attempts": 2}}'), 'ready', 'the first use fails after the second has finished');
+select claim as claim2 from queue.fetch(:worker) \gset
+select is(queue.fail_step(:two, :claim2, 'at once', 'e', null, '{"retry": {"max_attempts": 2}}'), null, 'and again in the next run');
+select results_eq(format('select name, failures from queue.steps where job_id = %s and name like ''at once%%'' order by 1', :two), $$values ('at once', 2), ('at once#2', 0)$$, 'the first has failed, not the second');
+select lives_ok(format('select queue.sleep(%s, %s, ''nap'', now())', :two, :claim2), 'a sleep is the first use too');
+select queue.cancel(:two) \g /dev/null
 
 -- Told to abort
 select queue.cancel(:id, abort => true) \g /dev/null

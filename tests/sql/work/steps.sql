@@ -1,6 +1,6 @@
 -- Steps: finished once, by the current claim, with a number for each use of a name in a run; the steps that fetch returns.
 
-select plan(61);
+select plan(62);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -115,6 +115,16 @@ select queue.finish_step(:two, :claim, 'flat', to_jsonb(repeat('x', 70000))) \g 
 select queue.release(:two, :claim) \g /dev/null
 select steps::text as steps from queue.fetch(:worker) \gset
 select is(:'steps'::jsonb, '{}', 'a value that is long only in the answer is left out of it');
+select queue.delete(array[:two], true) \g /dev/null
+
+-- Names that contain numbers come back as they were given: n#1 is no use of n, which has no number.
+select queue.defer('t') as two \gset
+select claim from queue.fetch(:worker) \gset
+select queue.finish_step(:two, :claim, name, '1') from unnest(array['n', 'n#1', 'n#2', 'n#2#1', 'n#2#2', 'n#02', '#2', 'n#', 'n #1', 'n#1234567890', E'n\n#3', 'é#2']) name \g /dev/null
+select queue.release(:two, :claim) \g /dev/null
+select steps::text as steps from queue.fetch(:worker) \gset
+select is(array(select jsonb_object_keys(:'steps'::jsonb) collate "C" order by 1), array(select name collate "C" from unnest(array['n', 'n#1', 'n#2', 'n#2#1', 'n#2#2', 'n#02', '#2', 'n#', 'n #1', 'n#1234567890', E'n\n#3', 'é#2']) name order by 1),
+          'names come back as they were given');
 select queue.delete(array[:two], true) \g /dev/null
 
 select is((select outcome from queue.delete(array[:id])), 'deleted', 'a job that is deleted');

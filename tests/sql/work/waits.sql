@@ -1,6 +1,6 @@
 -- Sleeps and waits: the claim ends, and the job continues with a new one when its time or its signal has come.
 
-select plan(89);
+select plan(96);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -156,6 +156,15 @@ select is_empty(format('select * from queue.fetch(%s)', :worker), 'nor is it for
 select queue.cancel(:two) \g /dev/null
 select queue.prune() \g /dev/null
 select is((select string_agg(distinct name, ', ') from queue.event), 'ready now', 'and is forgotten');
+select queue.wait(:one, (select claim from queue.jobs where id = :one), 'while held', event => 'brief') \g /dev/null
+select queue.hold(:one) \g /dev/null
+select queue.publish('brief', '"b"', '0') \g /dev/null
+select queue.tick() \g /dev/null
+select is((select value from queue.steps where job_id = :one and name = 'while held'), '"b"', 'a job that waits for it gets it even if it is held');
+select is(queue.unhold(:one), 'ready', 'and continues later');
+select is_empty('select * from queue.check()', 'all is sound');
+select steps -> 'while held' as held from queue.fetch(:worker) \gset
+select is(:'held'::jsonb, '"b"', 'with the payload');
 select is(test.refusal('select queue.publish('''')'), '22023', 'an event without a name');
 select is(test.refusal('select queue.signal(999999, ''s'')'), 'QJ001', 'a signal to no job');
 
@@ -186,8 +195,26 @@ select is(test.refusal(format('select queue.await_jobs(%s, %s, ''x'', array[%s])
 select queue.defer('needing', needs => array[:parent]) as needing \gset
 select is(test.refusal(format('select queue.await_jobs(%s, %s, ''x'', array[%s])', :parent, :claim, :needing)), 'QJ005', 'or one that needs it');
 
+-- One that has ended may be awaited as long as it exists, whatever its retention; a need under any, too.
+select queue.configure_queue('brief', '{"retain": "0"}'), queue.defer('c', queue => 'brief') as brief \gset
+select queue.succeed(:brief, (select claim from queue.fetch(:worker, '{brief}'))) \g /dev/null
+select lives_ok(format('select queue.await_jobs(%s, %s, ''brief'', array[%s])', :parent, :claim, :brief), 'one that is not kept any longer');
+select claim from queue.fetch(:worker) \gset
+select queue.defer('a') as a, queue.defer('b') as b \gset
+select queue.defer('needing', needs => array[:a, :b], options => '{"needs_mode": "any"}') as needing \gset
+create function pg_temp.claim(worker bigint, job bigint) returns bigint language sql as $$
+  select f.claim from queue.fetch(worker, options => jsonb_build_object('ids', array[job])) f
+$$;
+select queue.succeed(:a, pg_temp.claim(:worker, :a)) \g /dev/null
+select queue.await_jobs(:needing, pg_temp.claim(:worker, :needing), 'b', array[:b]) \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.job(:needing), 'waiting 1 0 1 0', 'a need that did not hold the job holds it when awaited');
+select queue.fail(:b, pg_temp.claim(:worker, :b), 'no') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.job(:needing), 'ready 1 0 1 0', 'until it has ended');
+
 select is(queue.retry_later(:parent, :claim), 'ready', 'after a later yield the awaited jobs no longer matter');
-select is(pg_temp.job(:parent), 'ready 3 0 3 1', 'and the one that failed does not block it');
+select is(pg_temp.job(:parent), 'ready 4 0 4 1', 'and the one that failed does not block it');
 select queue.delete(array(select id from queue.jobs), true) \g /dev/null
 select is((select count(*) from (select from queue.step union all select from queue.suspended union all select from queue.received_signal) x), 0::bigint, 'deleted jobs leave nothing');
 
