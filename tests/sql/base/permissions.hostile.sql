@@ -108,7 +108,7 @@ insert into hostile_calls (call) values
   ($$select queue.retry_later(I, C)$$),
   ($$select queue.reap()$$),
   ($$select queue.tick()$$),
-  ($$select queue.pause('evil'), queue.resume('evil'), queue.create_queue('evil 2'), queue.configure_queue('evil', '{"max_running": 3, "rate": {"limit": 5, "per": "1 s"}}')$$),
+  ($$select queue.pause('evil'), queue.resume('evil'), queue.create_queue('evil 2'), queue.configure_queue('evil', '{"max_running": 3, "rate": {"limit": 5000, "per": "1 s"}}')$$),
   ($$select queue.why(I), queue.peek(), queue.check()$$),
   ($$select count(*) from queue.jobs, queue.attempts, queue.queues, queue.workers, queue.tasks$$),
   ($$select queue.cancel_children(I, true)$$),
