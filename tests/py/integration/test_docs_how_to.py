@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,31 @@ def reader(server: EmbeddedServer, dsn: str, tmp_path: Path) -> Iterator[QuickRe
             connection.execute(sql.SQL("drop owned by {0}; drop role {0}").format(name))
 
 
+# Tables with the columns of other queues, each with a job that waits and one that has ended.
+OTHER_QUEUES = """
+create table oban_jobs (id bigint primary key, state text, queue text, worker text, args jsonb, priority integer,
+  scheduled_at timestamp, cancelled_at timestamp);
+insert into oban_jobs values
+  (1, 'available', 'mail', 'Shop.Mailer', '{"to": "ann"}', 0, '2020-01-01', null),
+  (2, 'scheduled', 'mail', 'Shop.Mailer', '{"to": "bob"}', 3, '2100-01-01', null),
+  (3, 'completed', 'mail', 'Shop.Mailer', '{"to": "eve"}', 0, '2020-01-01', null);
+create type river_job_state as enum ('available', 'cancelled', 'completed', 'discarded', 'pending', 'retryable',
+  'running', 'scheduled');
+create table river_job (id bigint primary key, state river_job_state, kind text, queue text, args jsonb,
+  priority smallint, scheduled_at timestamptz, finalized_at timestamptz);
+insert into river_job values (1, 'retryable', 'mailer', 'mail', '{"to": "ann"}', 1, now(), null),
+  (2, 'completed', 'mailer', 'mail', '{"to": "eve"}', 1, now(), now());
+create schema pgboss;
+create type pgboss.job_state as enum ('created', 'retry', 'active', 'completed', 'cancelled', 'failed');
+create table pgboss.job (id uuid default gen_random_uuid(), name text, state pgboss.job_state, data jsonb,
+  priority integer, start_after timestamptz default now(), created_on timestamptz default now(), completed_on timestamptz);
+insert into pgboss.job (name, state, data, priority) values ('mail', 'created', '{"to": "ann"}', 5),
+  ('mail', 'completed', '{"to": "eve"}', 5);
+create table task_queue (id bigint, kind text, payload jsonb, is_done boolean);
+insert into task_queue values (1, 'mail', '{"to": "ann"}', false), (2, 'mail', '{"to": "eve"}', true);
+"""
+BEFORE = {"moving": OTHER_QUEUES}
+
 PAGES = sorted(path.stem for path in (ROOT / "docs" / "how-to").glob("*.md"))
 
 
@@ -98,6 +124,7 @@ def test_how_to(reader: QuickReader, server: EmbeddedServer, page: str) -> None:
     path = f"docs/how-to/{page}.md"
     fences = (ROOT / path).read_text("utf-8").count("```")
     assert fences == 2 * len(blocks(path)), "an indented block is not tested"
+    reader.type_in(Block(0, "sql", BEFORE.get(page, "")))
     output = ""
     for block in blocks(path):
         if "pg backup" in block.text and server_program(server, "pg_dump") is None:
@@ -111,3 +138,15 @@ def test_how_to(reader: QuickReader, server: EmbeddedServer, page: str) -> None:
             output = reader.type_in(block)
         except AssertionError as error:
             raise AssertionError(f"{path}:{block.line}: {error}") from None
+
+
+def test_the_page_on_debugging_explains_every_answer_of_why() -> None:
+    source = (ROOT / "extension" / "inspect" / "why.sql").read_text("utf-8")
+    answers = set(re.findall(r"'((?:its?|no|a|at|the next) [^']*[^' ][^']*)'", source))
+    answers -= {"a job that is about to start", "a job is about to start"}  # parts of others
+    page = (ROOT / "docs" / "how-to" / "debugging.md").read_text("utf-8")
+    table = re.findall(r"^\| ((?:its?|no|a|at) .*?) \|", page, re.MULTILINE)
+    shown = [".*".join(map(re.escape, cell.split("..."))) for row in table for cell in row.split(", ")]
+    assert len(answers) > 20
+    assert not [text for text in answers if not any(re.match(start, text) for start in shown)]
+    assert not [start for start in shown if not any(re.match(start, text) for text in answers)]
