@@ -48,20 +48,35 @@ NOT_RUN = {
     ("docs/backup.md", "pg_dump -Fc"): BACKUP,
     ("docs/backup.md", "# postgresql.conf"): BACKUP,
     ("docs/backup.md", "cp -a /backup"): BACKUP,
-    ("docs/backup.md", "postgresql://one,two"): "tests/py/races/test_failover.py connects like this",
+    (
+        "docs/backup.md",
+        "postgresql://one,two",
+    ): "tests/py/races/test_failover.py connects like this",
     ("docs/how-it-works.md", " producer "): "a drawing",
     ("docs/installing.md", "alter system"): "tests' servers start with such a setting",
     ("docs/installing.md", "create extension"): f"{HERE}/test_build.py installs each form",
     ("docs/installing.md", "psql -X"): f"{HERE}/test_docs_tutorials.py installs like this",
     ("docs/installing.md", "begin;"): f"{HERE}/test_build.py runs the block's DO",
-    ("docs/operating.md", "$ pgdefer db health"): f"a list of commands: {HERE}/test_docs_rest.py looks for them",
+    (
+        "docs/operating.md",
+        "$ pgdefer db health",
+    ): f"a list of commands: {HERE}/test_docs_rest.py looks for them",
     ("docs/operating.md", "=> select cron"): "needs pg_cron",
-    ("docs/operating.md", "pgdefer:"): f"a file of postgres_exporter: {HERE}/test_docs_rest.py compares the columns",
+    (
+        "docs/operating.md",
+        "pgdefer:",
+    ): f"a file of postgres_exporter: {HERE}/test_docs_rest.py compares the columns",
     ("docs/page.md", "$ pgdefer web --dsn"): "tests/py/contrib/test_web_command.py starts it",
-    ("docs/page.md", "$ pgdefer web --no-password"): "tests/py/contrib/test_web_command.py starts it",
+    (
+        "docs/page.md",
+        "$ pgdefer web --no-password",
+    ): "tests/py/contrib/test_web_command.py starts it",
     ("docs/recurring.md", "=> select cron"): "needs pg_cron",
     ("docs/telemetry.md", "pip install"): EXTRAS,
-    ("docs/tutorial.md", "$ export PGDEFER_HOME"): f"the way without a server: {HERE}/test_docs_rest.py starts one",
+    (
+        "docs/tutorial.md",
+        "$ export PGDEFER_HOME",
+    ): f"the way without a server: {HERE}/test_docs_rest.py starts one",
     ("docs/upgrading.md", "-- @code"): "an example of a step: test_upgrade.py builds such a one",
     ("docs/worker-protocol.md", "register "): "a drawing",
 }
@@ -78,9 +93,7 @@ def test_every_block_is_run_or_has_a_reason() -> None:
         if page in GENERATED:
             continue
         for block in blocks(page):
-            reasons = [
-                key for key in NOT_RUN if key[0] == page and block.text.startswith(key[1])
-            ]
+            reasons = [key for key in NOT_RUN if key[0] == page and block.text.startswith(key[1])]
             used.update(reasons)
             is_run = page in PAGES or page.rpartition("/")[0] in PAGES
             if not reasons and not (is_run and block.language in RUN):

@@ -146,7 +146,9 @@ def test_the_page_on_debugging_explains_every_answer_of_why() -> None:
     answers -= {"a job that is about to start", "a job is about to start"}  # parts of others
     page = (ROOT / "docs" / "how-to" / "debugging.md").read_text("utf-8")
     table = re.findall(r"^\| ((?:its?|no|a|at) .*?) \|", page, re.MULTILINE)
-    shown = [".*".join(map(re.escape, cell.split("..."))) for row in table for cell in row.split(", ")]
+    shown = [
+        ".*".join(map(re.escape, cell.split("..."))) for row in table for cell in row.split(", ")
+    ]
     assert len(answers) > 20
     assert not [text for text in answers if not any(re.match(start, text) for start in shown)]
     assert not [start for start in shown if not any(re.match(start, text) for text in answers)]

@@ -76,7 +76,9 @@ def test_the_page_on_upgrading(reader: Reader, server: EmbeddedServer) -> None:
     if server.major < 18:
         pytest.skip("the extension needs extension_control_path, which PostgreSQL 18 brought")
     sql_of(reader, "docs/upgrading.md")
-    found = reader.type_in(Block(0, "sql", "select code = tables as is_current from queue.version();"))
+    found = reader.type_in(
+        Block(0, "sql", "select code = tables as is_current from queue.version();")
+    )
     assert "t" in squeezed(found)
 
 
