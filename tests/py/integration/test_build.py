@@ -297,9 +297,7 @@ def test_the_wheel_carries_the_code_once_and_makes_both_forms(
     assert install_module._script() == files["pgdefer.sql"]
 
 
-def test_the_code_of_the_plain_file_is_that_of_the_extension(
-    build: ModuleType, source: Path
-) -> None:
+def test_a_wheel_has_what_else_the_plain_file_does(build: ModuleType, source: Path) -> None:
     """Also if steps of an upgrade drop something before the functions are replaced."""
     add_step(source, "0.9.0", "1.0.0", "-- @code\ndrop function if exists a();\n")
     files = build.render(source, "1.0.0")

@@ -1,4 +1,4 @@
-"""Every code block of the documentation is run by a test, or is listed here with the reason why not."""
+"""Every code block of the documentation is run by a test, or listed here with the reason."""
 
 from __future__ import annotations
 
