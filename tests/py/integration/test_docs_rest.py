@@ -14,7 +14,7 @@ from pgdefer.database.server import EmbeddedServer
 from support import ROOT
 
 from .test_docs import Block, Reader, blocks, reader, squeezed
-from .test_docs_blocks import NOT_RUN
+from .test_docs_blocks import reason
 from .test_docs_operating import matches
 
 __all__ = ["reader"]
@@ -26,8 +26,7 @@ ROLES = ["web", "jobs", "oncall", "grafana", "shop", "shop_web", "shop_jobs", "s
 
 def shown(page: str) -> list[Block]:
     """Return the blocks of a page that can be typed in."""
-    left_out = tuple(start for name, start in NOT_RUN if name == page)
-    return [block for block in blocks(page) if not block.text.startswith(left_out)]
+    return [block for block in blocks(page) if reason(page, block) is None]
 
 
 @pytest.fixture
