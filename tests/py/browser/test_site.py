@@ -1,4 +1,4 @@
-"""The documentation's site in a browser: every page, wide and narrow, light and dark; its search."""
+"""The documentation's site in a browser: each page, wide and narrow, light and dark; its search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -37,7 +36,7 @@ FAULTS = """() => {
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *args: object) -> None:
         pass
 
 
@@ -72,8 +71,8 @@ def test_each_page_fits(browser: Browser, docs: tuple[str, list[str]]) -> None:
             page.goto(name, wait_until="load")
             shown = page.evaluate("document.body.dataset.mdColorScheme")
             assert shown == {"light": "default", "dark": "slate"}[scheme], name
-            for fault in page.evaluate(FAULTS):
-                told.append(f"{name} at {viewport['width']}, {scheme}: {fault}")
+            place = f"{name} at {viewport['width']}, {scheme}"
+            told += [f"{place}: {fault}" for fault in page.evaluate(FAULTS)]
         page.context.close()
     assert len(pages) > 40
     assert not told
