@@ -104,7 +104,7 @@ def test_the_embedded_server(reader: Reader) -> None:
             first, last = page
             text = re.sub(r"(pgdefer psql) .*", r"\1 < /dev/null", first.text)
             assert reader.type_in(first._replace(text=text)).startswith("1\n")
-            reader.type_in(Block(0, "sh", "pgdefer defer scan --queue demo"))
+            reader.type_in(Block(0, "sh", "pgdefer queue create demo"))
             made = "pgdefer psql -- -q -c 'create schema pgdefer_demo'"
             reader.type_in(Block(0, "sh", made))
             reader.type_in(last)
