@@ -37,6 +37,9 @@ $(VENV)/.installed: pyproject.toml requirements.lock extension/hatch_build.py
 	@$(BIN)/pip check > /dev/null
 	@touch $@
 
+.PHONY: all
+all: build ## The same as build, which PGXN's client asks for before install
+
 .PHONY: build
 build: ## Assemble extension/ into build/: the extension and pgdefer.sql
 	@$(PYTHON) extension/build.py > /dev/null

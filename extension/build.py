@@ -132,6 +132,10 @@ end
 $pgdefer_guard$;
 """
 
+# Where the guards of a script end, and what stands for the code that follows them.
+GUARD_END = "end\n$pgdefer_guard$;\n"
+CODE_MARK = "-- @CODE@"
+
 # Folders whose files are no part of the extension; those of ON_DEMAND are installed on demand.
 ON_DEMAND = ("cluster", "plproxy", "citus")
 APART = ("releases/", "upgrades/", *(f"{name}/" for name in ON_DEMAND))
@@ -441,6 +445,18 @@ def render(source: Path, number: str) -> dict[str, str]:
             f"{GUARD}\n{dropped(chain[place:])}{shared}"
         )
     return {name: text.replace("@VERSION@", number) for name, text in files.items()}
+
+
+def without_code(script: str, plain: str) -> str:
+    """Return the plain file with a mark in place of the code that the extension's script has too.
+
+    A wheel carries this, and pgdefer.database.install puts the two together again.
+    """
+    _, _, shared = script.split(GUARD_END, 2)
+    before, code, after = plain.partition(shared.strip())
+    if not code:
+        raise BuildError("the plain file does not contain the code of the extension's script")
+    return f"{before}{CODE_MARK}{after}"
 
 
 def freeze(source: Path = HERE, number: str | None = None, *, force: bool = False) -> Path:

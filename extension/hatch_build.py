@@ -12,13 +12,21 @@ import build as sql_build
 
 
 class SqlBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Runs extension/build.py, so that installing directly from the sources works too."""
+    """Runs extension/build.py, so that installing directly from the sources works too.
+
+    The two forms differ in a few lines of a megabyte, so the wheel has their code once: in the
+    extension's script, and plain.sql has what else is in pgdefer.sql.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build into build/ and add one copy of each form; an editable install reads build/."""
+        """Build into build/ and add what a wheel needs; an editable install reads build/."""
         if version != "editable":
             sql_build.build()
-            for name in ("extension", "pgdefer.sql"):
-                build_data["force_include"][str(sql_build.BUILD / name)] = f"pgdefer/_sql/{name}"
+            folder = sql_build.BUILD
+            script = folder / f"pgdefer--{sql_build.version()}.sql"
+            texts = [path.read_text("utf-8") for path in (script, folder / "pgdefer.sql")]
+            (folder / "plain.sql").write_text(sql_build.without_code(*texts), "utf-8")
+            for name in ("extension", "plain.sql"):
+                build_data["force_include"][str(folder / name)] = f"pgdefer/_sql/{name}"
             for name in sql_build.ON_DEMAND:
                 build_data["force_include"][str(sql_build.HERE / name)] = f"pgdefer/_sql/{name}"

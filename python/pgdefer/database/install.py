@@ -65,7 +65,15 @@ def choose(found: Found, form: Form) -> Literal["extension", "plain"]:
 def _script() -> str:
     from pgdefer.database.server import sql_folder  # noqa: PLC0415 (not on every system)
 
-    return (sql_folder() / "pgdefer.sql").read_text("utf-8")
+    folder = sql_folder()
+    if (folder / "pgdefer.sql").exists():
+        return (folder / "pgdefer.sql").read_text("utf-8")
+    # A wheel has the code of both forms once, in the extension's script (extension/hatch_build.py).
+    scripts = (folder / "extension").glob("pgdefer--*.sql")
+    (script,) = (path for path in scripts if path.stem.count("--") == 1)
+    *_, code = script.read_text("utf-8").split("end\n$pgdefer_guard$;\n", 2)
+    before, _, after = (folder / "plain.sql").read_text("utf-8").partition("-- @CODE@")
+    return f"{before}{code.strip()}{after}"
 
 
 def plain_script() -> str:

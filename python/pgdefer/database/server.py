@@ -109,10 +109,10 @@ def default_folder() -> Path:
 
 
 def sql_folder() -> Path:
-    """Return the folder of pgdefer.sql and, in its folder `extension`, the extension's files."""
+    """Return the folder of the SQL: in its folder `extension` are the extension's files."""
     here = Path(__file__).resolve().parents[1]
     for folder in (here / "_sql", here.parents[1] / "build"):
-        if (folder / "pgdefer.sql").exists():
+        if (folder / "extension").is_dir():
             return folder
     raise ServerError("the SQL files are missing: run `make build` in the sources, or reinstall")
 

@@ -26,6 +26,7 @@ from pgdefer.tasks.context import (
     enter_job,
     leave_job,
 )
+from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import Task
 from pgdefer.testing.connections import (
     AsyncOverSync,
@@ -86,6 +87,8 @@ async def perform(
             if task.is_async and not waits:
                 return run_apart(_perform(job, task, connection))
             return await _perform(job, task, connection)
+    except JobSuspended:
+        return Ended(None)
     except (Exception, asyncio.CancelledError, JobTimeout) as error:
         if isinstance(error, asyncio.CancelledError) and job._abort_reason is None:
             raise

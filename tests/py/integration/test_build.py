@@ -14,6 +14,8 @@ from types import ModuleType
 import psycopg
 import pytest
 
+import pgdefer.database.server
+from pgdefer.database import install as install_module
 from pgdefer.database.server import EmbeddedServer, sql_folder
 from releases import load_build
 from support import ROOT
@@ -272,20 +274,39 @@ def test_make_install_copies_the_extension(build: ModuleType, tmp_path: Path) ->
     assert {path.name: path.read_bytes() for path in installed.iterdir()} == made
 
 
-def test_the_wheel_carries_each_form_once(build: ModuleType, tmp_path: Path) -> None:
+def test_the_wheel_carries_the_code_once_and_makes_both_forms(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
+        archive.extractall(tmp_path)
     files = build.render(ROOT / "extension", build.version())
-    wanted = {name if name == "pgdefer.sql" else f"extension/{name}" for name in files}
+    wanted = {f"extension/{name}" for name in files.keys() - {"pgdefer.sql"}} | {"plain.sql"}
     for folder in ("cluster", "plproxy"):
         paths = (ROOT / "extension" / folder).iterdir()
         wanted |= {f"{folder}/{path.name}" for path in paths}
     assert sorted(name for name in names if name.startswith("pgdefer/_sql/")) == sorted(
         f"pgdefer/_sql/{name}" for name in wanted
     )
+    folder = tmp_path / "pgdefer" / "_sql"
+    assert (folder / "plain.sql").stat().st_size < 10_000
+    monkeypatch.setattr(pgdefer.database.server, "sql_folder", lambda: folder)
+    assert install_module._script() == files["pgdefer.sql"]
+
+
+def test_a_wheel_has_what_else_the_plain_file_does(build: ModuleType, source: Path) -> None:
+    """Also if steps of an upgrade drop something before the functions are replaced."""
+    add_step(source, "0.9.0", "1.0.0", "-- @code\ndrop function if exists a();\n")
+    files = build.render(source, "1.0.0")
+    left = build.without_code(files["pgdefer--1.0.0.sql"], files["pgdefer.sql"])
+    assert "drop function if exists a();" in left
+    assert "create table t" not in left
+    assert left.count(build.CODE_MARK) == 1
+    with pytest.raises(build.BuildError, match="does not contain"):
+        build.without_code(files["pgdefer--1.0.0.sql"], "select 1;")
 
 
 def add_step(source: Path, before: str, after: str, text: str = "") -> None:

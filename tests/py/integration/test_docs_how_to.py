@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,9 @@ def reader(server: EmbeddedServer, dsn: str, tmp_path: Path) -> Iterator[QuickRe
             connection.execute(sql.SQL("drop owned by {0}; drop role {0}").format(name))
 
 
+# What a page takes for granted.
+BEFORE = {"moving": Path(__file__).with_name("other_queues.sql").read_text("utf-8")}
+
 PAGES = sorted(path.stem for path in (ROOT / "docs" / "how-to").glob("*.md"))
 
 
@@ -98,6 +102,7 @@ def test_how_to(reader: QuickReader, server: EmbeddedServer, page: str) -> None:
     path = f"docs/how-to/{page}.md"
     fences = (ROOT / path).read_text("utf-8").count("```")
     assert fences == 2 * len(blocks(path)), "an indented block is not tested"
+    reader.type_in(Block(0, "sql", BEFORE.get(page, "")))
     output = ""
     for block in blocks(path):
         if "pg backup" in block.text and server_program(server, "pg_dump") is None:
@@ -111,3 +116,17 @@ def test_how_to(reader: QuickReader, server: EmbeddedServer, page: str) -> None:
             output = reader.type_in(block)
         except AssertionError as error:
             raise AssertionError(f"{path}:{block.line}: {error}") from None
+
+
+def test_the_page_on_debugging_explains_every_answer_of_why() -> None:
+    source = (ROOT / "extension" / "inspect" / "why.sql").read_text("utf-8")
+    answers = set(re.findall(r"'((?:its?|no|a|at|the next) [^']*[^' ][^']*)'", source))
+    answers -= {"a job that is about to start", "a job is about to start"}  # parts of others
+    page = (ROOT / "docs" / "how-to" / "debugging.md").read_text("utf-8")
+    table = re.findall(r"^\| ((?:its?|no|a|at) .*?) \|", page, re.MULTILINE)
+    shown = [
+        ".*".join(map(re.escape, cell.split("..."))) for row in table for cell in row.split(", ")
+    ]
+    assert len(answers) > 20
+    assert not [text for text in answers if not any(re.match(start, text) for start in shown)]
+    assert not [start for start in shown if not any(re.match(start, text) for text in answers)]

@@ -30,6 +30,13 @@ IN_OTHER_WORDS = {
     "grafana prometheus metrics": "telemetry.html",
     "QJ002": "errors.html",
     "moving from celery": "moving.html",
+    "carry over waiting jobs from oban": "how-to/moving.html",
+    "how do I make sure a customer's jobs run one at a time?": "how-to/jobs.html",
+    "can I see why job 42 waits?": "how-to/debugging.html",
+    "what does the job wait for": "how-to/debugging.html",
+    "a fastapi endpoint that defers": "fastapi.html",
+    "a tutorial in sql alone": "sql.html",
+    "does exactly once exist": "why.html",
     "pgbouncer transaction mode": "installing.html",
 }
 HOSTILE = ["", " ", "?", "'s", "a the", '"one time"', "+job -lock", "title:", "*", "^~", "x" * 5000]

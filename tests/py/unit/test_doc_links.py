@@ -84,3 +84,22 @@ def test_the_figures_are_those_of_the_benchmarks() -> None:
     figures += re.findall(r"bench_\w+\.py --runs \d+", section)
     assert len(figures) == 12
     assert not [figure for figure in figures if figure.removesuffix("/s") not in benchmarks]
+
+
+def test_every_cell_of_the_comparison_has_its_source() -> None:
+    """Ours a test or a page, theirs a page of theirs; or it says that we found no answer."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    section = re.findall(r"^## How it compares\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)[0]
+    assert re.search(r"\bAs of [A-Z][a-z]+ 20\d\d\b", section)
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
+    ]
+    assert len(rows) >= 10
+    keys = {"graphile-worker": "graphile", "pg-boss": "boss"}
+    for row in rows:
+        assert re.fullmatch(r"\[[^\]]+\]\((?:docs|tests)/[^)]+\)", row[1]), row
+        for system, cell in zip(head[2:], row[2:], strict=True):
+            key = keys.get(system, system.lower())
+            assert cell == "?" or re.fullmatch(rf"\[[^\]]+\]\[{key} \d+\]", cell), cell

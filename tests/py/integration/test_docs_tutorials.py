@@ -1,0 +1,65 @@
+"""The tutorials on SQL alone and on FastAPI are typed in, and print the documented output."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import time
+
+import pytest
+
+from pgdefer.database.server import sql_folder
+
+from .conftest import wait_for
+from .test_docs import Block, Reader, blocks, reader, squeezed
+
+__all__ = ["reader"]
+
+pytestmark = pytest.mark.client
+
+
+def test_the_tutorial_on_sql_alone(reader: Reader) -> None:
+    shutil.copyfile(sql_folder() / "pgdefer.sql", reader.folder / "pgdefer.sql")
+    output = ""
+    for block in blocks("docs/sql.md"):
+        if block.language == "text":
+            assert squeezed(output) == squeezed(block.text), f"docs/sql.md:{block.line}"
+            continue
+        try:
+            output = reader.type_in(block)
+        except AssertionError as error:
+            raise AssertionError(f"docs/sql.md:{block.line}: {error}") from None
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page types in curl")
+def test_the_tutorial_on_fastapi(reader: Reader, free_tcp_port: int) -> None:
+    before, output, is_up = None, "", False
+    for block in blocks("docs/fastapi.md"):
+        where = f"docs/fastapi.md:{block.line}"
+        typed = block._replace(text=block.text.replace("8000", str(free_tcp_port)))
+        try:
+            if block.language != "text":
+                before, output = typed, reader.type_in(typed)
+                is_up = is_up or "uvicorn" in block.text
+                if is_up:
+                    wait_for(lambda: accepts(free_tcp_port))
+                continue
+            end = time.monotonic() + 60
+            while before and is_question(before) and time.monotonic() < end:
+                # Nobody types this fast: the job may not have ended yet.
+                if squeezed(output) == squeezed(block.text):
+                    break
+                output = reader.type_in(before)
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error}") from None
+        assert squeezed(output) == squeezed(block.text), where
+
+
+def is_question(block: Block) -> bool:
+    """Whether a block only asks for the state of a job."""
+    return block.text.startswith("curl -s http://") and "/jobs/" in block.text
