@@ -43,6 +43,10 @@ def pages(middle: int) -> dict[str, str]:
         "jobs, a key": "/jobs?by=key&pattern=lock 7",
         "jobs of a queue": "/jobs?queue=q1",
         "jobs of a queue in vain": "/jobs?queue=nowhere",
+        "jobs deferred in a time": "/jobs?from=2020-01-01T00:00&to=2999-01-01T00:00",
+        "jobs deferred in a time in vain": "/jobs?to=2020-01-01T00:00&zone=Europe/Berlin",
+        "jobs finished in a time in vain": "/jobs?at=finished&from=2999-01-01T00:00",
+        "jobs scheduled in a time in vain": "/jobs?at=scheduled&from=2999-01-01T00:00&state=ready",
     }
     found |= {f"jobs, {state}": f"/jobs?state={state}" for state in STATES}
     return found | {
