@@ -85,9 +85,7 @@ def test_each_call_on_a_job(visit: Open, shop: dict[str, int], conn: Connection)
     expect(page.locator("tbody")).to_contain_text('"cents": 700')
 
 
-def test_a_signal_that_a_job_waits_for(
-    visit: Open, shop: dict[str, int], conn: Connection
-) -> None:
+def test_a_signal_that_a_job_waits_for(visit: Open, shop: dict[str, int], conn: Connection) -> None:
     page = visit(path=f"/jobs/{shop['suspended']}")
     page.get_by_label("Payload (JSON)", exact=True).fill('{"by": "Ann"}')
     page.get_by_role("button", name="Send approval").click()

@@ -25,14 +25,15 @@ Open = Callable[..., Page]
 JOBS = "/admin/pgdefer/job/"
 MODELS = "job queue task schedule worker lock semaphore".split()
 PASSWORD = "quite secret"
-TOOK = "(() => { const n = performance.getEntriesByType('navigation')[0];" \
-       " return n.responseEnd - n.requestStart })()"  # fmt: skip
+TOOK = """() => {
+  const n = performance.getEntriesByType("navigation")[0];
+  return n.responseEnd - n.requestStart }"""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with pytest.MonkeyPatch.context() as patch, open_chromium() as browser:
-        # playwright has an event loop in this thread, which Django's ORM would refuse to be called in
+        # playwright has an event loop in this thread: Django's ORM would refuse to be called
         patch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "1")
         yield browser
 
@@ -99,7 +100,9 @@ def fill(conn: Connection, more: int) -> None:
     key = "concurrency_key => 'k', concurrency_limit => 1"
     conn.execute(f"select queue.defer('runs', queue => 'runs', lock => 'l', {key})".encode())
     conn.execute("select queue.fetch(%s)", [id])
-    conn.execute("select queue.defer('thing', jsonb_build_object('n', n)) from generate_series(1, 2) n")
+    conn.execute(
+        "select queue.defer('thing', jsonb_build_object('n', n)) from generate_series(1, 2) n"
+    )
     conn.execute("select queue.tick()")
 
 
@@ -133,7 +136,11 @@ def test_each_page_and_each_action(visit: Open, conn: Connection, more: int) -> 
         return (conn.execute(query, [id]).fetchone() or ("",))[0]
 
     paths = [f"/admin/pgdefer/{model}/" for model in MODELS]
-    paths += ["/admin/", "/admin/pgdefer/schedule/morning/change/", "/admin/pgdefer/queue/runs/change/"]
+    paths += [
+        "/admin/",
+        "/admin/pgdefer/schedule/morning/change/",
+        "/admin/pgdefer/queue/runs/change/",
+    ]
     paths += [f"{JOBS}{id}/change/" for id in (running, one)]
     paths += [f"{JOBS}?state={state}" for state in ("ready", "running", "failed", "succeeded")]
     paths += [f"{JOBS}?queue=runs", f"{JOBS}?task=thing", f"{JOBS}?q=nowhere", f"{JOBS}?q={one}"]
@@ -196,9 +203,9 @@ def test_each_page_and_each_action(visit: Open, conn: Connection, more: int) -> 
         assert act(page, "/admin/pgdefer/schedule/", label, "morning") == "Done: 1."
         assert conn.execute(enabled.encode()).fetchall() == [(is_enabled,)]
     calls = conn.execute("select call from queue.audit order by id").fetchall()
-    assert [call for (call,) in calls if call in ("run_now", "enable_schedule", "pause", "resume")] == (
-        "pause pause resume resume run_now enable_schedule enable_schedule".split()
-    )
+    assert [
+        call for (call,) in calls if call in ("run_now", "enable_schedule", "pause", "resume")
+    ] == ("pause pause resume resume run_now enable_schedule enable_schedule".split())
 
 
 def test_who_has_no_permission_can_do_nothing(visit: Open, conn: Connection) -> None:
@@ -222,7 +229,9 @@ def test_who_has_no_permission_can_do_nothing(visit: Open, conn: Connection) -> 
         assert answer.status == 403, model
         seen(viewer, f"/admin/pgdefer/{model}/")
         assert viewer.locator("#result_list tbody tr").count(), model
-        assert not viewer.locator("select[name=action], input[name=_selected_action]").count(), model
+        assert not viewer.locator("select[name=action], input[name=_selected_action]").count(), (
+            model
+        )
     seen(viewer, f"{JOBS}2/change/")
     expect(viewer.locator("#content")).to_contain_text("thing")
     assert not viewer.locator(".job-actions button, input[type=submit], textarea").count()

@@ -1,4 +1,4 @@
-"""The page is killed in the middle of a call on all that match: each job is changed and told, or neither."""
+"""The page is killed in a call on all that match: each job is changed and told, or neither."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_killed_in_the_middle(
     dsn: str, conn: Connection, connect: Callable[..., Connection], call: str
 ) -> None:
     conn.execute(
-        "select queue.defer_many((select jsonb_agg('{\"task\": \"t\", \"queue\": \"bulk\"}'::jsonb)"
+        'select queue.defer_many((select jsonb_agg(\'{"task": "t", "queue": "bulk"}\'::jsonb)'
         " from generate_series(1, %s))), queue.tick()",
         [JOBS],
     )
@@ -55,7 +55,9 @@ def test_killed_in_the_middle(
         return count(f"select count(*) from queue.jobs where {DONE[call]}")
 
     def told() -> int:
-        return count("select coalesce(sum(cardinality(ids)), 0) from queue.audit where call = %s", call)
+        return count(
+            "select coalesce(sum(cardinality(ids)), 0) from queue.audit where call = %s", call
+        )
 
     environment = plain_environment() | {"PGDEFER_DSN": dsn}
     with (

@@ -52,7 +52,7 @@ def defer_each_minute(conn: Connection, jobs: int) -> None:
         [jobs],
     )
     conn.execute(
-        "update queue.log set created_at = '2025-03-30 00:00Z'::timestamptz + id * '1 min'::interval"
+        "update queue.log set created_at = timestamptz '2025-03-30Z' + id * interval '1 min'"
     )
 
 
@@ -101,7 +101,7 @@ def test_the_other_times(client: httpx.Client, conn: Connection) -> None:
     defer_each_minute(conn, 600)
     conn.execute("select queue.cancel(5), queue.cancel(6), queue.reschedule(7, '2999-01-01')")
     conn.execute(
-        "update queue.finished set finished_at = '2025-04-02Z'::timestamptz + (id - 5) * '1 day'::interval"
+        "update queue.finished set finished_at = timestamptz '2025-03-28Z' + id * interval '1 day'"
     )
     conn.execute(WORKER)
     ((started,),) = conn.execute("select id from queue.fetch(1)").fetchall()
@@ -216,8 +216,10 @@ def test_a_signal_is_sent_where_it_is_waited_for(
     conn.execute(wait, [claim])
     conn.execute("select queue.tick()")
     text = client.get("/jobs/1").text
-    assert "Its step boss &lt;b&gt; waits for signal <strong>approval &lt;i&gt;</strong> until" in text
-    assert "<textarea name=\"payload\" rows=\"3\">{}</textarea>" in text, "not the job's args"
+    assert (
+        "Its step boss &lt;b&gt; waits for signal <strong>approval &lt;i&gt;</strong> until" in text
+    )
+    assert '<textarea name="payload" rows="3">{}</textarea>' in text, "not the job's args"
     with logged_in(site, "page_reader") as reader:
         text = reader.get("/jobs/1").text
         assert "What it waits for" in text
@@ -251,7 +253,10 @@ def test_the_reason_leads_to_the_holder(client: httpx.Client, conn: Connection) 
 def test_a_large_job_has_a_small_page(client: httpx.Client, conn: Connection) -> None:
     args = psycopg.types.json.Jsonb({"a": [str(n) for n in range(9999)]})
     retry = psycopg.types.json.Jsonb({"retry": {"max_attempts": None, "base": "0"}})
-    step = "select queue.finish_step(1, %s, 's' || n, to_jsonb(repeat('x', 9999))) from generate_series(1, 9) n"
+    step = (
+        "select queue.finish_step(1, %s, 's' || n, to_jsonb(repeat('x', 9999)))"
+        " from generate_series(1, 9) n"
+    )
     text = "repeat('File', 2222)"
     fail = f"select queue.fail(1, %s, {text}, jsonb_build_object('traceback', {text}))"
     conn.execute(WORKER)

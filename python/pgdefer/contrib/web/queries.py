@@ -28,8 +28,8 @@ from queue.search(pattern => %(pattern)s, queue => %(queue)s, state => %(state)s
   before => %(before)s, max_jobs => %(n)s)
 """
 
-# Which of these jobs have a time from one moment until another. is_older: the job was deferred so long
-# before that no job below it was deferred in that time.
+# Which of these jobs have a time from one moment until another. is_older: the job was deferred so
+# long before that no job below it was deferred in that time.
 _FROM = "%(from)s::timestamp at time zone %(zone)s::text"
 _TO = "%(to)s::timestamp at time zone %(zone)s::text"
 _TIMES = {
@@ -51,8 +51,8 @@ order by s.id desc nulls last
     for name, times in _TIMES.items()
 }
 
-# The id from which on all jobs were deferred after a moment, found by halving: ids follow the time, but
-# for transactions that stay open, which get an hour. NULL if nothing is known.
+# The id from which on all jobs were deferred after a moment, found by halving: ids follow the time,
+# but for transactions that stay open, which get an hour. NULL if nothing is known.
 FIRST_AFTER = f"""
 with recursive half (low, high) as (
   select 0::numeric, (select max(coalesce(s.id + 1, s.next_id))

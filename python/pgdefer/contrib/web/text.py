@@ -30,7 +30,7 @@ def cut(value: Any, size: int) -> str:
 
 
 def jobs_in(text: str) -> list[tuple[str, str]]:
-    """Return the parts of a text, each with the id of the job that is named after it, or nothing."""
+    """Return the parts of a text, each with the id of the job that follows it, if one does."""
     parts = re.split(r"(?<=\bjob )([0-9]{1,18})\b", text)
     return list(zip(parts[::2], [*parts[1::2], ""], strict=True))
 
