@@ -38,8 +38,8 @@ VALUES = [
     "[]", '{"n": 1}', '"\\u0000"', "9223372036854775807", "9223372036854775808", "2999-01-01",
     "infinity", "-infinity", "now", "2026-01-01T00:00", "2999-12-31T23:59:59", "0001-01-01T00:00",
     "Europe/Berlin", "finished", "scheduled", "created", "4714-11-24 BC", "294277-01-01",
-    "\0", ODD, "queue.log", "pg_catalog", "daily/x", "night", "\ud7ff", "\u2028", "x" * 3_000, "[" * 5_000,
-    "1" * 400, "../../etc/passwd",
+    "\0", ODD, "queue.log", "pg_catalog", "daily/x", "night", "\ud7ff", "\u2028", "x" * 3_000,
+    "[" * 5_000, "1" * 400, "../../etc/passwd",
     "{{ 7*7 }}", "%(ids)s", "%s", "postgres", "page_operator",
 ]  # fmt: skip
 VERBS = [*JOB_ACTIONS, "pause", "resume", "configure_queue", "run_now", "unschedule", "enable", "x"]
