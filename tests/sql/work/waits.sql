@@ -1,6 +1,6 @@
 -- Sleeps and waits: the claim ends, and the job continues with a new one when its time or its signal has come.
 
-select plan(93);
+select plan(94);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -64,6 +64,7 @@ select lives_ok(format('select queue.signal(%s, ''approved'', ''{"by": "a"}''), 
 select claim, steps::text as steps from queue.fetch(:worker) \gset
 select is(:'steps'::jsonb, '{"ask": {"by": "a"}}', 'it continues with the first');
 select lives_ok(format('select queue.wait(%s, %s, ''ask#2'', ''approved'', timeout => ''1 hour'')', :id, :claim), 'and waits for another');
+select is((select step from queue.waits_for(:id)), 'ask#2', 'with its number');
 select claim, steps::text as steps from queue.fetch(:worker) \gset
 select is(:'steps'::jsonb, '{"ask": {"by": "a"}, "ask#2": {"by": "b"}}', 'which is there');
 select is((select count(*) from queue.received_signal where name = 'approved'), 0::bigint, 'each was delivered once');
