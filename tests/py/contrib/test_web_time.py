@@ -13,6 +13,7 @@ import pytest
 from pgdefer.contrib import web
 from pgdefer.database.server import EmbeddedServer
 from web_page import ask_for_passwords, grant, location, logged_in, server_of_pages, serving, token
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
@@ -259,10 +260,14 @@ def test_a_large_job_has_a_small_page(client: httpx.Client, conn: Connection) ->
     )
     text = "repeat('File', 2222)"
     fail = f"select queue.fail(1, %s, {text}, jsonb_build_object('traceback', {text}))"
+
+    def fetched() -> list[Any]:
+        return conn.execute("select claim from queue.fetch(1)").fetchall()
+
     conn.execute(WORKER)
     conn.execute("select queue.defer('t', %s, options => %s)", [args, retry])
     for n in range(30):
-        ((claim,),) = conn.execute("select claim from queue.fetch(1)").fetchall()
+        ((claim,),) = wait_for(fetched)
         if n == 0:
             conn.execute(step, [claim])
         conn.execute(fail.encode(), [claim])

@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(164);
+select plan(166);
 
 \ir permissions.helpers.psql
 

@@ -98,7 +98,7 @@ def stream(visit: Visit) -> Response:
     return visit.page(
         "stream.html",
         id=id,
-        name=name,
+        stream=name,
         size=size,
         values=values[::-1],
         is_live=asked is None,
