@@ -98,5 +98,4 @@ def test_killed_in_the_middle(
                     break
                 form = hidden(answer)
     assert changed() == JOBS
-    calls = count("select count(*) from queue.audit where call = %s", call)
-    assert calls == (4 if call == "set_priority" else JOBS)
+    assert told() >= JOBS
