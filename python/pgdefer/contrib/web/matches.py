@@ -19,9 +19,10 @@ TIMES = {
     "finished": "Finished",
 }
 MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", re.ASCII)
-BATCH = 500
-NEAR, FAR = 3_000_000, 50_000_000  # bytes that a search reads
-LOOKS = {NEAR: BATCH, FAR: 10_000}  # jobs whose time is compared
+# How many bytes a search reads; how many jobs' times are compared, and how many in one statement.
+NEAR, FAR = 750_000, 50_000_000
+LOOKS = {NEAR: 200, FAR: 10_000}
+BATCH = {NEAR: 100, FAR: 500}
 
 Found = tuple[list[dict[str, Any]], dict[str, Any] | None]
 
@@ -72,10 +73,11 @@ def find_by_time(
         first = visit.read(queries.FIRST_AFTER, **after)[0]["id"]
         before = first if before is None else min(before, first or before)
     found: list[dict[str, Any]] = []
+    batch = BATCH[wanted["max_bytes"]]
     looked = 0
     while True:
         rows, end = search(
-            visit, queries.JOBS_BY_TIME[asked["at"]], **wanted, **time, before=before, n=BATCH
+            visit, queries.JOBS_BY_TIME[asked["at"]], **wanted, **time, before=before, n=batch
         )
         for row in rows:
             looked += 1
@@ -88,7 +90,7 @@ def find_by_time(
         if end is None:
             return found, None
         before = end["next_id"]
-        if len(rows) < BATCH or looked >= LOOKS[wanted["max_bytes"]]:
+        if len(rows) < batch or looked >= LOOKS[wanted["max_bytes"]]:
             return found, stopped(looked, end["next_id"])
 
 

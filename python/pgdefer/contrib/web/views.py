@@ -117,7 +117,7 @@ def locks(visit: Visit) -> Response:
     """List locks, limits and shares: their holders, and how many jobs wait."""
     return visit.page(
         "locks.html",
-        locks=visit.read(queries.LOCKS),
+        locks=visit.figure(queries.LOCKS),
         semaphores=visit.read(queries.SEMAPHORES),
         shares=visit.read(queries.SHARES) if visit.session.sees("shares") else [],
     )
