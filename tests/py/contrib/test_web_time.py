@@ -188,7 +188,7 @@ def test_streams(client: httpx.Client, site: str, conn: Connection) -> None:
         (path,) = re.findall(r'href="(/jobs/1/stream\?name=%3Cb[^"]+)"', reader.get("/jobs/1").text)
         answer = reader.get(path)
         assert 'data-refresh="5"' in answer.text
-        assert "has emitted 120 values" in answer.text
+        assert "</a> has emitted 120 values" in answer.text
         seen: list[int] = []
         for label in ("older", "older", "newer", "newer", ""):
             assert "<i>" not in answer.text
