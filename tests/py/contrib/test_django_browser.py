@@ -151,6 +151,7 @@ def test_each_page_and_each_action(visit: Open, conn: Connection, more: int) -> 
         assert page.locator("h1").count()
 
     # On the list of jobs
+    abort = "select h.reason from queue.workers w, queue.heartbeat(w.id) h"
     assert act(page, JOBS, "Hold", one, two) == "Done: 2."
     assert (job(one), job(two)) == ("held", "held")
     assert act(page, JOBS, "Unhold", one) == "Done: 1."
@@ -164,7 +165,7 @@ def test_each_page_and_each_action(visit: Open, conn: Connection, more: int) -> 
     assert act(page, JOBS, "Run now", one) == "Done: 1."
     assert job(one) == "ready"
     assert act(page, JOBS, "Cancel, or abort", running) == "Done: 1."
-    assert conn.execute("select reason from queue.heartbeat(1)").fetchall() == [("cancelled",)]
+    assert conn.execute(abort).fetchall() == [("cancelled",)]
     assert act(page, JOBS, "Delete", two) == "Done: 1."
     assert job(two) == ""
 
