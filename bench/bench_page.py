@@ -4,8 +4,8 @@
     bench/bench_page.py [--jobs N] [--runs N] [--only TEXT] [--seconds N] [--check]
 
 Databases with N jobs that have ended, are ready, or wait behind 10,000 locks. A client in this process
-asks for each page, so no network takes part. The page keeps the figures that count all jobs: of Now
-and Tasks, the first answer computes them, and has a line of its own without a limit.
+asks for each page, so no network takes part. The page keeps the figures that count all jobs: of Now,
+Locks and Tasks, the first answer computes them, and has a line of its own without a limit.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ def pages(middle: int) -> dict[str, str]:
         "jobs, a key": "/jobs?by=key&pattern=lock 7",
         "jobs of a queue": "/jobs?queue=q1",
         "jobs of a queue in vain": "/jobs?queue=nowhere",
+        "jobs deferred in a time": "/jobs?from=2020-01-01T00:00&to=2999-01-01T00:00",
+        "jobs deferred in a time in vain": "/jobs?to=2020-01-01T00:00&zone=Europe/Berlin",
+        "jobs finished in a time in vain": "/jobs?at=finished&from=2999-01-01T00:00",
+        "jobs scheduled in a time in vain": "/jobs?at=scheduled&from=2999-01-01T00:00&state=ready",
     }
     found |= {f"jobs, {state}": f"/jobs?state={state}" for state in STATES}
     return found | {
@@ -50,9 +54,14 @@ def pages(middle: int) -> dict[str, str]:
     }
 
 
-def visitor(on: Bench, database: str) -> TestClient:
+def page_of(on: Bench, database: str) -> web.Page:
+    """Return the page of a database."""
+    return web.asgi(on.server.dsn(database), needs_password=False)
+
+
+def visitor(page: web.Page) -> TestClient:
     """Return a client that has logged in."""
-    client = TestClient(web.asgi(on.server.dsn(database), needs_password=False))
+    client = TestClient(page)
     token = client.get("/login").text.partition('name="token" value="')[2].partition('"')[0]
     client.post("/login", data={"role": "postgres", "password": "any", "token": token})
     return client
@@ -71,7 +80,8 @@ def measure(client: TestClient, url: str, runs: int) -> tuple[float, float, floa
 
 def share_of_open_pages(on: Bench, database: str, seconds: float) -> float:
     """Return the percentage of a core that the server takes for open pages that refresh."""
-    clients = [visitor(on, database) for _ in range(OPEN)]
+    page = page_of(on, database)
+    clients = [visitor(page) for _ in range(OPEN)]
     for client in clients:
         client.get("/")
     server = on.server.status().pid
@@ -108,7 +118,7 @@ def main() -> None:
                 with on.connect(name) as filling:
                     fill(filling, kind, options.jobs)
                 print(f"\n{options.jobs} jobs {kind}, made in {time.perf_counter() - begun:.0f} s")
-                with visitor(on, name) as client:
+                with visitor(page_of(on, name)) as client:
                     for page, url in pages(options.jobs // 2).items():
                         if options.only in f"{kind}: {page}":
                             first, took, size = measure(client, url, options.runs)

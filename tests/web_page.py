@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from pgdefer.database.server import EmbeddedServer
 Connection = psycopg.Connection[Any]
 PASSWORD = "it's a \\ 'pass' word"
 ROLES = ("page_operator", "page_reader", "page_shop", "page_nobody")
+COMMAND = [sys.executable, "-m", "pgdefer", "web", "--port", "0"]
 ODD = "<b>'\"&/\x01\u202e\\%s{{ 7*7 }}é"
 
 
@@ -88,6 +93,38 @@ def serving(pages: web.Page, application: Any = None) -> Iterator[str]:
     yield switch.address
     switch.application = None
     pages.close()
+
+
+def plain_environment() -> dict[str, str]:
+    """Return this process's environment without a database."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+
+
+@contextlib.contextmanager
+def served(environment: Mapping[str, str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Start the page as a process that asks for no password; give the address that it prints."""
+    command = [*COMMAND, "--no-password"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said = ""
+            while (found := re.search(r"running on (http://\S+)", said)) is None:
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            yield found[1], process
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def logged_in(site: str, role: str, password: str = PASSWORD) -> Iterator[httpx.Client]:
+    """Give a client of a visitor."""
+    with httpx.Client(base_url=site, timeout=60) as client:
+        form = {"role": role, "password": password, "token": token(client.get("/login"))}
+        answer = client.post("/login", data=form)
+        assert answer.status_code == 303, answer.text
+        yield client
 
 
 def token(answer: httpx.Response) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import psycopg
 
-from pgdefer import App, Retry, Worker
+from pgdefer import App, Retry, Worker, current_job
 from workers import wait_for, working
 
 Connection = psycopg.Connection[Any]
@@ -42,6 +42,14 @@ def define(app: App, go: threading.Event) -> None:
     )
     def monthly_report(month: str) -> None:
         assert go.wait(600), month
+
+    @app.task(name="refund", queue="payments")
+    def refund(order: int, cents: int) -> None:
+        job = current_job()
+        job.emit("log", f"order {order}: asked the bank")
+        job.step("check", lambda: {"paid": cents})
+        job.emit("log", {"order": order, "may be refunded": True})
+        job.wait_for("approval", timeout=timedelta(days=7))
 
     @app.task(name="resize", queue="pictures", priority=5)
     def resize(picture: str, width: int = 800) -> str:
@@ -75,6 +83,7 @@ def defer_all(app: App, connection: Connection) -> dict[str, int]:
     jobs = {
         "succeeded": app.defer("send_receipt", {"order": 1001, "to": "ann@example.com"}),
         "failed": app.defer("charge_card", {"order": 1009, "cents": 4990}, lock="order:1009"),
+        "suspended": app.defer("refund", {"order": 1008, "cents": 1999}),
         "running": app.defer("monthly_report", {"month": "2026-10"}),
     }
     app.defer_many(
@@ -82,6 +91,7 @@ def defer_all(app: App, connection: Connection) -> dict[str, int]:
     )
     wait_for(lambda: state(connection, jobs["running"].id) == "running")
     wait_for(lambda: state(connection, jobs["failed"].id) == "failed")
+    wait_for(lambda: state(connection, jobs["suspended"].id) == "waiting")
     connection.execute("select queue.pause('shipping')")
     ship = {"order": 1002, "customer": "ann"}
     jobs |= {

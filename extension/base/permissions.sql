@@ -199,7 +199,7 @@ begin
       ('{producer}'::text[], true, '{defer, defer_chain, defer_group, defer_many, defer_trigger}'::text[]),
       ('{producer,worker}', true, '{await_result}'),
       ('{producer,worker,operator}', true, '{signal}'),
-      ('{producer,worker,operator,reader}', true, '{read_stream, result, version}'),
+      ('{producer,worker,operator,reader}', true, '{read_stream, result, streams, version}'),
       ('{worker}', true, '{
         after_sleep, await_jobs, before_sleep, begin_step, claims, deregister_worker, emit, fail_step, fetch,
         finish_and_fetch, finish_many, finish_step, finish_steps, function_call, heartbeat, read_steps,
@@ -210,7 +210,8 @@ begin
         cancel, cancel_children, configure_queue, copy, create_queue, delete, delete_queue, done,
         fail_jobs, fork, hold, move, next, pause, reschedule, resume, retry, retry_failed, set_args,
         set_deadline, set_priority, unhold}'),
-      ('{operator,reader}', true, '{autoscale_hint, get, graph, search, series, stats, task_stats, why}'),
+      ('{operator,reader}', true, '{
+        autoscale_hint, get, graph, search, series, stats, task_stats, waits_for, why}'),
       ('{producer}', false, '{open_group}'),
       ('{producer,worker,operator}', false, '{publish, register_task}'),
       ('{producer,operator}', false, '{close_group}'),

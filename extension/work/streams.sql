@@ -65,6 +65,37 @@ comment on function queue.read_stream(bigint, text, bigint) is
     ' 1 MB as stored. Call it again with the last number. No rows means that there are no more yet, or none'
     ' at all if the job has finished; queue.await_result tells which, and how to wait.';
 
+-- The names are found by the index, one after the other, so the cost does not depend on the number of values.
+-- Locks: none. Raises: QJ001.
+create or replace function queue.streams(id bigint)
+returns table (stream text, items bigint, last_at timestamptz)
+language plpgsql stable parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+begin
+  {{if_restricted}}
+    perform queue._require_jobs('{producer,worker,operator,reader}', array[streams.id]);
+  end if;
+  if not exists (select from queue.job j where j.id = streams.id) then
+    perform queue._job_not_found(streams.id);
+  end if;
+  return query
+    with recursive found (name, n) as (
+      select (select min(i.stream) from queue.stream_item i where i.job_id = streams.id), 1
+      union all
+      select (select min(i.stream) from queue.stream_item i
+              where i.job_id = streams.id and i.stream > f.name), f.n + 1
+      from found f where f.name is not null and f.n < 1000)
+    select f.name collate "default", l.no, l.emitted_at
+    from found f
+    cross join lateral (
+      select i.no, i.emitted_at from queue.stream_item i
+      where i.job_id = streams.id and i.stream = f.name order by i.no desc limit 1) l
+    order by f.n;
+end $$;
+comment on function queue.streams(bigint) is
+  'Returns the streams to which a job has emitted values, in the order of their names, at most 1,000: the'
+    ' number of values in each, and when it got the last one. queue.read_stream returns the values.';
+
 -- Locks: the claim's row of queue.active_job, FOR KEY SHARE, as finish_step; then the job's row of
 -- queue.job_override. Why no wake-up is lost: nobody waits for progress.
 -- Raises: 22023, QJ001, QJ002, QJ008.

@@ -85,6 +85,26 @@ comment on function queue.await_jobs(bigint, bigint, text, bigint[]) is
     ' not hold the job. The job holds no slot and no worker meanwhile, so they may run in the same queue; at'
     ' an ordered lock it keeps its turn.';
 
+-- Locks: none. Raises: QJ001.
+create or replace function queue.waits_for(id bigint)
+returns table (step text, signal text, event text, until timestamptz)
+language plpgsql stable parallel unsafe security definer rows 1
+set search_path = pg_catalog, pg_temp as $$
+begin
+  {{if_restricted}}
+    perform queue._require_jobs('{operator,reader}', array[waits_for.id]);
+  end if;
+  if not exists (select from queue.job j where j.id = waits_for.id) then
+    perform queue._job_not_found(waits_for.id);
+  end if;
+  return query
+    select queue._step_name(w.step, w.no), w.signal collate "default", w.event collate "default", w.until
+    from queue.suspended w where w.job_id = waits_for.id;
+end $$;
+comment on function queue.waits_for(bigint) is
+  'Returns the signal (queue.signal) or the event (queue.publish) that a durable job waits for, the step that'
+    ' waits, and the end of its timeout; no row if it waits for neither.';
+
 -- Ends a claim, and writes the step after which the job continues: finished with a value, or unfinished if
 -- the outcome says is_open. Returns the number of the step's use; NULL if the job has ended instead (it was
 -- told to abort, or has expired).

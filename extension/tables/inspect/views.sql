@@ -168,12 +168,14 @@ comment on view queue.queues is
 
 create view queue.locks as
 select m.lock,
-  (array_agg(m.id order by aj.claim is not null desc, m.has_turn desc, m.id))[1] as job_id,
+  -- not by sorting: a million members take a third of the time
+  coalesce(min(m.id) filter (where aj.claim is not null), min(m.id) filter (where m.has_turn), min(m.id))
+    as job_id,
   count(aj.claim)::integer as running,
   (count(*) - count(aj.claim))::integer as waiting,
   bool_or(m.is_mutex) as has_mutex
 from queue.lock_member m
-left join queue.active_job aj on aj.id = m.id
+left join (select aj.id, aj.claim from queue.active_job aj where aj.claim is not null) aj on aj.id = m.id
 group by m.lock;
 comment on view queue.locks is
   'Locks with unfinished jobs: the job that runs or comes next, how many run (at most one) and how many'

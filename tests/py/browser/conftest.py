@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page
 
+from chromium import PATIENCE, open_chromium
 from pgdefer.contrib import web
 from pgdefer.database.server import EmbeddedServer
 from web_page import PASSWORD, ask_for_passwords, grant, location, server_of_pages, serving
 from web_shop import open_shop
 
-PATIENCE = 120_000  # ms
-expect.set_options(timeout=PATIENCE)
 # The page causes these on purpose: answers to a wrong form, a job that is gone, and no answer.
 EXPECTED = (
     "Failed to load resource: the server responded with a status of 4",
@@ -28,28 +25,11 @@ EXPECTED = (
 Open = Callable[..., Page]
 
 
-def find_chromium() -> str | None:
-    """Return a chromium that starts: Ubuntu's package is a stub that asks for another installer."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        path = shutil.which(name)
-        if (
-            path
-            and not subprocess.run([path, "--version"], capture_output=True, check=False).returncode
-        ):
-            return path
-    return None
-
-
 # Not for the session: while playwright runs, no other test in this thread could run an event loop.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = find_chromium()
-    if path is None:  # also where skips are forbidden: it has 300 MB
-        pytest.skip("SKIPPED: there is no chromium here: tests/install-tools browser")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, timeout=PATIENCE)
+    with open_chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

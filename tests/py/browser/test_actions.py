@@ -32,7 +32,7 @@ def act(page: Page, id: int, label: str, **fields: str) -> str:
         else:
             field.fill(value)
     form.get_by_role("button", name=label, exact=True).click()
-    return page.get_by_role("status").inner_text()
+    return page.locator(".told").inner_text()
 
 
 def audit(conn: Connection) -> list[str]:
@@ -83,6 +83,17 @@ def test_each_call_on_a_job(visit: Open, shop: dict[str, int], conn: Connection)
     page.goto("/audit?call=set_args")
     expect(page.locator("tbody tr")).to_have_count(1)
     expect(page.locator("tbody")).to_contain_text('"cents": 700')
+
+
+def test_a_signal_that_a_job_waits_for(visit: Open, shop: dict[str, int], conn: Connection) -> None:
+    page = visit(path=f"/jobs/{shop['suspended']}")
+    page.get_by_label("Payload (JSON)").fill('{"by": "Ann"}')
+    page.get_by_role("button", name="Send approval").click()
+    expect(page.locator(".told")).to_have_text("the signal was sent")
+    wait_for(lambda: state(conn, shop["suspended"]) == "succeeded")
+    values = conn.execute("select value from queue.steps where name = 'approval'").fetchall()
+    assert values == [({"by": "Ann"},)]
+    assert audit(conn) == ["signal"]
 
 
 def test_a_call_that_is_refused(visit: Open, shop: dict[str, int], conn: Connection) -> None:
@@ -205,5 +216,5 @@ def test_with_the_keyboard_alone(visit: Open, shop: dict[str, int], conn: Connec
     page.keyboard.press("Space")
     tab_to(page, "Cancel")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("status")).to_have_text("Cancel: cancelled")
+    expect(page.locator(".told")).to_have_text("Cancel: cancelled")
     assert state(conn, shop["ready"]) == "cancelled"

@@ -58,6 +58,8 @@ def test_each_page(visit: Open, shop: dict[str, int], conn: Connection) -> None:
     paths = "/ /jobs /queues /locks /groups /workers /schedules /tasks /audit /jobs/999999".split()
     paths += [f"/jobs/{shop[name]}" for name in ("failed", "next", "cancelled")]
     paths += [f"/jobs/{shop['waiting']}/graph"]
+    paths += [f"/jobs/{shop['suspended']}{tail}" for tail in ("", "/stream?name=log")]
+    paths += ["/jobs?at=finished&from=2020-01-01T00:00&zone=Europe/Berlin"]
     paths += ["/schedule?name=night+prices", "/jobs?state=failed&by=path&pattern=%24.order"]
     for path in paths:
         page.goto(path)
@@ -85,6 +87,52 @@ def test_figures_are_fresh_but_never_jump(
     assert rows.count() == 2, "somebody reads"
     page.clock.run_for(10_000)
     expect(rows).to_have_count(3)
+
+
+def test_a_job_and_its_stream_are_live(visit: Open, conn: Connection) -> None:
+    conn.execute("select queue.register_worker('w', null, '{\"dead_after\": \"1 day\"}')")
+    conn.execute("select queue.defer('t')")
+    ((claim,),) = conn.execute("select claim from queue.fetch(1)").fetchall()
+    conn.execute("select queue.emit(1, %s, 'log', '1')", [claim])
+    page = visit(path="/jobs/1")
+    page.clock.install()
+    page.reload()
+    main = page.locator("main")
+    expect(main).not_to_contain_text("50.0 %")
+    conn.execute("select queue.set_progress(1, %s, 50)", [claim])
+    page.clock.run_for(5_000)
+    expect(main).to_contain_text("50.0 %")
+    page.locator("summary").get_by_text("Move", exact=True).click()
+    page.get_by_role("link", name="Skip to the content").focus()
+    page.evaluate("scrollTo(0, 0)")
+    conn.execute("select queue.set_progress(1, %s, 60)", [claim])
+    page.clock.run_for(30_000)
+    expect(main).to_contain_text("50.0 %")
+    page.get_by_role("link", name="log", exact=True).click()
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(1)
+    conn.execute("select queue.emit(1, %s, 'log', '2')", [claim])
+    page.clock.run_for(5_000)
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("2")
+
+
+def test_times_are_in_the_zone_of_the_browser(visit: Open, conn: Connection) -> None:
+    conn.execute("select queue.defer('t') from generate_series(1, 2)")
+    conn.execute("update queue.log set created_at = '2026-01-31 23:30-05' where id = 1")
+    page = visit(path="/jobs", timezone_id="America/New_York")
+    zone = page.get_by_label("in the zone")
+    expect(zone).to_have_value("America/New_York")
+    page.get_by_label("from").fill("2026-01-31T23:00")
+    page.get_by_label("to, exclusive").fill("2026-02-01T00:00")
+    page.get_by_role("button", name="Show").click()
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("tbody")).to_contain_text("2026-01-31 23:30:00")
+    expect(page.locator("thead")).to_contain_text("Deferred (America/New_York)")
+    assert "zone=America%2FNew_York" in page.url
+    other = visit(path=page.url, timezone_id="Europe/Berlin")
+    expect(other.locator("tbody tr")).to_have_count(1)
+    expect(other.get_by_label("in the zone")).to_have_value("America/New_York")
 
 
 def test_the_page_says_so_when_its_server_is_away(visit: Open, conn: Connection) -> None:

@@ -238,7 +238,8 @@ PROBES = [
     "select * from queue.search('x')",
     """
     select queue.why(id), (select count(*) from queue.graph(id)), (queue.result(id)).state,
-      queue.copy(id), (select count(*) from queue.get(id, '$'))
+      queue.copy(id), (select count(*) from queue.get(id, '$')),
+      (select count(*) from queue.streams(id)), (select count(*) from queue.waits_for(id))
     from queue.jobs where id <= {last}
     """,
     """select * from queue.finish_many((

@@ -114,6 +114,10 @@ begin
       perform queue.succeed(v.id, v.claim, '"secret result"');
     elsif v.id % 4 = 2 then
       perform queue.fail(v.id, v.claim, 'secret error');
+    elsif v.id % 4 = 3 then
+      perform queue.emit(v.id, v.claim, 'secret stream', '"secret value"');
+    else
+      perform queue.wait(v.id, v.claim, 'secret step', 'secret signal');
     end if;
   end loop;
   perform queue.defer('secret task', '{"x": "secret"}', 'b1');
@@ -331,7 +335,7 @@ def test_an_unlimited_role_reads_and_changes_them(
         "jobs attempts workers tasks schedules queues metrics move copy delete fail_jobs done"
         " set_priority reschedule set_args next delete_queue search get stats cancel hold retry pause"
         " configure_queue result graph why peek fetch finish_and_fetch finish_many succeed fail"
-        " release retry_later extend heartbeat deregister_worker register_task".split()
+        " release retry_later extend heartbeat deregister_worker register_task streams waits_for".split()
     ), found
 
 

@@ -468,7 +468,7 @@ def test_all_that_match_in_slices(login: Login, conn: Connection) -> None:
         " || g % 2)) from generate_series(1, 2400) g)), queue.tick()"
     )
     client = login("page_operator")
-    answer = send(client, "/jobs/act", action="fail_jobs", scope="all", queue="q1")
+    answer = send(client, "/jobs/act", action="fail_jobs", scope="all", only_queue="q1")
     assert "Fail: 1000 or more jobs" in answer.text
     conn.execute("select queue.defer('t', queue => 'q1', priority => 1)")
     conn.execute("select queue.tick()")

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
 import pytest
 
 from pgdefer.database.server import EmbeddedServer
-from web_page import token
+from web_page import COMMAND, plain_environment, served, token
 
 pytestmark = pytest.mark.client
-
-COMMAND = [sys.executable, "-m", "pgdefer", "web", "--port", "0"]
 
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-
-
-@contextlib.contextmanager
-def served(environment: Mapping[str, str]) -> Iterator[str]:
-    """Start the page; give the address that it prints."""
-    command = [*COMMAND, "--no-password"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            said = ""
-            while (found := re.search(r"running on (http://\S+)", said)) is None:
-                line = process.stderr.readline()
-                assert line, said
-                said += line
-            yield found[1]
-        finally:
-            process.send_signal(signal.SIGINT)
+    return plain_environment()
 
 
 def log_in(address: str) -> str:
@@ -57,7 +32,7 @@ def log_in(address: str) -> str:
 def test_it_serves_the_database_of_pgdefer_dsn_and_says_where(
     dsn: str, environment: dict[str, str]
 ) -> None:
-    with served(environment | {"PGDEFER_DSN": dsn}) as address:
+    with served(environment | {"PGDEFER_DSN": dsn}) as (address, _):
         assert "Log out" in log_in(address)
 
 
@@ -68,7 +43,7 @@ def test_it_serves_the_embedded_server_if_nothing_names_another(
         Path(name).chmod(0o755)  # the server's user enters it
         home = Path(name) / "home"
         try:
-            with served(environment | {"PGDEFER_HOME": str(home)}) as address:
+            with served(environment | {"PGDEFER_HOME": str(home)}) as (address, _):
                 assert "Log out" in log_in(address)
         finally:
             EmbeddedServer(home).stop("immediate")

@@ -28,16 +28,18 @@ OTHERS = "s3cr3t"
 PATHS = re.compile(r"\.py\b|Traceback|/(work|tmp|home|usr|var|root|opt|etc)/|site-packages|psycopg")
 NAMES = (
     "state queue task by pattern before far role call name ids action scope confirmed force abort"
-    " at priority args message max_running until done refused next token"
+    " at from to zone after only_queue only_state only_pattern only_at only_from only_to only_zone"
+    " priority args message max_running until done refused next token"
 ).split()
 VALUES = [
     "", "0", "1", "2", "3", "7", "-1", "bank", "shop", "shop2", "shop*", "*", "%", "b*", "ba?k",
     "' or true --", "\\", "$.x", "lax $.**", "$.** ? (@ like_regex \".*\")", "strict $", "text",
     "path", "key", "ready", "failed", "held", "running", "blocked", "all", "1e3", "null", "{}",
     "[]", '{"n": 1}', '"\\u0000"', "9223372036854775807", "9223372036854775808", "2999-01-01",
-    "infinity", "-infinity", "now", "4714-11-24 BC", "294277-01-01", "\0", ODD, "queue.log",
-    "pg_catalog", "daily/x", "night", "\ud7ff", "\u2028", "x" * 3_000, "[" * 5_000,
-    "1" * 400, "../../etc/passwd",
+    "infinity", "-infinity", "now", "2026-01-01T00:00", "2999-12-31T23:59:59", "0001-01-01T00:00",
+    "Europe/Berlin", "finished", "scheduled", "created", "4714-11-24 BC", "294277-01-01",
+    "\0", ODD, "queue.log", "pg_catalog", "daily/x", "night", "\ud7ff", "\u2028", "x" * 3_000,
+    "[" * 5_000, "1" * 400, "../../etc/passwd",
     "{{ 7*7 }}", "%(ids)s", "%s", "postgres", "page_operator",
 ]  # fmt: skip
 VERBS = [*JOB_ACTIONS, "pause", "resume", "configure_queue", "run_now", "unschedule", "enable", "x"]

@@ -98,7 +98,7 @@ insert into hostile_calls (call) values
   ($$select queue.fetch(W, null, 3)$$),
   ($$select queue.finish_step(I, C, 'b', '1'), queue.finish_steps(I, C, '[{"name": "l", "value": 1}, {"name": "l#2"}]'), queue.emit(I, C, 's', '1'), queue.set_progress(I, C, 5, 'x')$$),
   ($$select queue.signal(I, 's'), queue.publish('e' || R), queue.fork(I, 'b')$$),
-  ($$select queue.read_steps(I, C), queue.read_stream(I, 's')$$),
+  ($$select queue.read_steps(I, C), queue.read_stream(I, 's'), queue.streams(I), queue.waits_for(I)$$),
   ($$select queue.begin_step(I, C, 'b'), queue.begin_step(I, C, 'a', 'f')$$),
   ($$select queue.fail_step(I, C, 'failed', 'x', '{"a": 1}', '{"retryable": false}')$$),
   ($$select queue.wait(I, C, 'w', 's', timeout => '1 min')$$),

@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(164);
+select plan(166);
 
 \ir permissions.helpers.psql
 
@@ -141,6 +141,8 @@ insert into calls values
   ('select queue.close_group(''kept'')', 'po'),
   ('select queue.emit(:id, :claim, ''s'', ''1'')', 'w'),
   ('select queue.read_stream(:id, ''s'')', 'pwor'),
+  ('select queue.streams(:id)', 'pwor'),
+  ('select queue.waits_for(:id)', 'or'),
   ('select queue.set_progress(:id, :claim, 1)', 'w'),
   ('select queue.fork(:id, ''f'')', 'o'),
   ('select count(*) from queue.steps', 'or'),

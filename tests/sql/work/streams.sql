@@ -1,6 +1,6 @@
 -- Streams and progress: appended in order by the current claim, read while the job runs and after it.
 
-select plan(26);
+select plan(29);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -20,6 +20,11 @@ select is_empty(format('select * from queue.read_stream(%s, ''log'', 3)', :id), 
 select is_empty(format('select * from queue.read_stream(%s, ''none'')', :id), 'nor in a stream that does not exist');
 select results_eq(format('select value from queue.read_stream(%s, ''tokens'')', :id), 'values (''null''::jsonb)', 'NULL is null');
 
+select results_eq(format('select stream, items, last_at <= clock_timestamp() from queue.streams(%s)', :id), 'values (''log'', 3::bigint, true), (''tokens'', 1, true)',
+                  'a list of its streams');
+select queue.defer('other') as other \gset
+select is_empty(format('select * from queue.streams(%s)', :other), 'a job without any');
+
 -- As many as fit into one answer
 insert into queue.stream_item (job_id, stream, no, value) select :id, 'many', n, '1' from generate_series(1, 1001) n;
 select is((select max(no) from queue.read_stream(:id, 'many')), 1000::bigint, 'at most a thousand');
@@ -38,6 +43,7 @@ select is(test.refusal(format(call, :id, :claim - 1)), 'QJ002', format(call, 'id
 from (values ('select queue.emit(%s, %s, ''log'', ''1'')'), ('select queue.set_progress(%s, %s, 50)')) v (call);
 select is(test.refusal(format('select queue.emit(%s, %s, '''', ''1'')', :id, :claim)), '22023', 'a stream without a name');
 select is(test.refusal('select * from queue.read_stream(999999, ''log'')'), 'QJ001', 'a stream of no job');
+select is(test.refusal('select * from queue.streams(999999)'), 'QJ001', 'nor its list');
 select is(test.refusal(format('select queue.set_progress(%s, %s, 101)', :id, :claim)), '22023', 'more than all');
 select is(test.refusal(format('select queue.set_progress(%s, %s, ''NaN'')', :id, :claim)), '22023', 'or not a number');
 

@@ -1,6 +1,6 @@
 -- Sleeps and waits: the claim ends, and the job continues with a new one when its time or its signal has come.
 
-select plan(96);
+select plan(101);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -49,10 +49,13 @@ select is(test.refusal(format('select queue.wait(%s, %s, ''w'')', :id, :claim)),
 select is(test.refusal(format('select queue.wait(%s, %s, ''w'', ''s'', ''e'')', :id, :claim)), '22023', 'or for both');
 select is(test.refusal(format('select queue.wait(%s, %s, ''w'', ''s'', timeout => ''-1 s'')', :id, :claim)), '22023', 'or for less than no time');
 select is(test.refusal(format('select queue.wait(%s, %s, ''w'', '''')', :id, :claim)), '22023', 'or for no name');
+select is(test.refusal('select * from queue.waits_for(999999)'), 'QJ001', 'no job waits for nothing');
+select is_empty(format('select * from queue.waits_for(%s)', :id), 'it runs');
 select lives_ok(format('select queue.wait(%s, %s, ''ask'', ''approved'')', :id, :claim), 'a job waits for a signal');
 select is_empty(format('select * from queue.fetch(%s)', :worker), 'without one it does not continue');
 select is(pg_temp.job(:id), 'waiting signal 1 0 1 0', 'it waits');
 select is(queue.why(:id), 'at its step ask it waits for signal approved', 'for that');
+select results_eq(format('select step, signal, event, until from queue.waits_for(%s)', :id), 'values (''ask'', ''approved'', null::text, null::timestamptz)', 'in columns');
 select is(array(select s.id from queue.search(state => 'waiting') s), array[:id::bigint], 'a search finds it');
 select is_empty(format('select * from queue.steps where job_id = %s', :id), 'its step is not finished');
 select lives_ok(format('select queue.signal(%s, ''other'', ''0'')', :id), 'another signal');
@@ -61,6 +64,7 @@ select lives_ok(format('select queue.signal(%s, ''approved'', ''{"by": "a"}''), 
 select claim, steps::text as steps from queue.fetch(:worker) \gset
 select is(:'steps'::jsonb, '{"ask": {"by": "a"}}', 'it continues with the first');
 select lives_ok(format('select queue.wait(%s, %s, ''ask#2'', ''approved'', timeout => ''1 hour'')', :id, :claim), 'and waits for another');
+select is((select step from queue.waits_for(:id)), 'ask#2', 'with its number');
 select claim, steps::text as steps from queue.fetch(:worker) \gset
 select is(:'steps'::jsonb, '{"ask": {"by": "a"}, "ask#2": {"by": "b"}}', 'which is there');
 select is((select count(*) from queue.received_signal where name = 'approved'), 0::bigint, 'each was delivered once');
@@ -68,6 +72,7 @@ select is_empty('select * from queue.check()', 'all is sound');
 
 -- A timeout
 select queue.wait(:id, :claim, 'late', 'never', timeout => '30 minutes') \g /dev/null
+select ok((select step = 'late' and signal = 'never' and until > now() from queue.waits_for(:id)), 'it waits until the timeout');
 select is_empty(format('select * from queue.fetch(%s)', :worker), 'a wait with a timeout');
 select alike(queue.why(:id), '%signal never until%', 'of which why tells');
 select pg_temp.pass() \g /dev/null

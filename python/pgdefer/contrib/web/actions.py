@@ -18,6 +18,7 @@ __all__ = ["ACTIONS", "JOB_ACTIONS", "MANY_ACTIONS", "JobAction"]
 
 MOST = 1_000  # ids in a call, as the functions take
 SLICE = 500  # jobs in one slice of a call on all that match
+ONLY = "only_"  # distinguishes the filters in a form from the fields of its call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +202,9 @@ def act_on_all(visit: Visit, action: JobAction) -> Response:
     Stopping means that the next slice is not requested.
     """
     form = visit.form
-    asked = asked_of(form)
-    hidden = kept(asked) | {"action": action.function, "scope": "all"}
+    asked = asked_of(form, ONLY)
+    hidden = {ONLY + name: value for name, value in kept(asked).items()}
+    hidden |= {"action": action.function, "scope": "all"}
     is_first = not form.flag("confirmed")
     with visit.session.database.visit() as visit.reader:
         jobs, end = find(visit, asked, form.number("before"), MOST if is_first else SLICE)

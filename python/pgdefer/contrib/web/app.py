@@ -19,11 +19,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from .actions import ACTIONS
 from .database import ABOUT, Database, LoginRefused, Refused, Unreachable, login_with
+from .failures import failed, failure, told
 from .figures import Figures
 from .sessions import Session, Sessions
 from .text import path_of, root_of
 from .views import VIEWS
-from .visit import BadRequest, Form, NotFound, TooLarge, Visit, read_form, templates
+from .visit import BadRequest, Form, TooLarge, Visit, read_form, templates
 
 __all__ = ["Page", "asgi"]
 
@@ -38,7 +39,6 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
 }
 STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
-STATUS = {"QJ001": 404, "42501": 403, "57014": 504}
 Handler = Callable[[Visit], Response]
 
 
@@ -114,9 +114,9 @@ class Page:
         for path, act in ACTIONS.items():
             routes.append(Route(path, self._writes(act), methods=["POST"]))
         handlers: MutableMapping[Any, Any] = {
-            404: _failed(404, "There is no such page."),
-            405: _failed(405, "This page does not allow this method."),
-            500: _failed(500, "The page failed. Its log says why."),
+            404: failed(404, "There is no such page."),
+            405: failed(405, "This page does not allow this method."),
+            500: failed(500, "The page failed. Its log says why."),
         }
         return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -133,20 +133,18 @@ class Page:
     def _writes(self, act: Handler) -> Callable[[Request], Any]:
         def write(visit: Visit) -> Response:
             if not visit.session.has_sent(visit.form.text("token")):
-                return _failure(
-                    visit.request, 403, "This form is out of date. Open the page again."
-                )
+                return failure(visit.request, 403, "This form is out of date. Open the page again.")
             return act(visit)
 
         async def answer(request: Request) -> Response:
             if not _is_own(request):
-                return _failure(request, 403, "The form comes from another site.")
+                return failure(request, 403, "The form comes from another site.")
             try:
                 form = await read_form(request)
             except TooLarge:
-                return _failure(request, 413, "The form is too large.")
+                return failure(request, 413, "The form is too large.")
             except BadRequest:
-                return _failure(request, 400, "The form can't be read.")
+                return failure(request, 400, "The form can't be read.")
             return await run_in_threadpool(self._answer, request, form, write)
 
         return answer
@@ -163,7 +161,7 @@ class Page:
         except LoginRefused:
             return self._to_login(request)
         except Exception as error:
-            answer = _told(request, error)
+            answer = told(request, error)
             if answer is None:
                 raise
             return answer
@@ -173,7 +171,7 @@ class Page:
 
     def _to_login(self, request: Request) -> Response:
         if self._role_header is not None:
-            return _failure(request, 403, "The proxy has named no role that may see this page.")
+            return failure(request, 403, "The proxy has named no role that may see this page.")
         query = {"next": _below(request)} if request.method == "GET" else {}
         tail = f"?{urllib.parse.urlencode(query)}" if query else ""
         return RedirectResponse(f"{root_of(request)}/login{tail}", 303)
@@ -216,7 +214,7 @@ class Page:
         try:
             form = await read_form(request)
         except (TooLarge, BadRequest):
-            return _failure(request, 400, "The form can't be read.")
+            return failure(request, 400, "The form can't be read.")
         token = request.cookies.get(LOGIN_COOKIE, "")
         if (
             not _is_own(request)
@@ -311,49 +309,3 @@ def _login_page(
     response = HTMLResponse(body, status)
     _set_cookie(request, response, LOGIN_COOKIE, token)
     return response
-
-
-def _told(request: Request, error: Exception) -> Response | None:
-    """Return the text to show for an error that is not the page's fault."""
-    match error:
-        case NotFound():
-            return _failure(request, 404, "This does not exist, or your role may not see it.")
-        case BadRequest():
-            return _failure(request, 400, "The address or the form can't be read.")
-        case Refused():
-            status = STATUS.get(error.sqlstate, 400 if error.sqlstate < "42" else 409)
-            return _failure(request, status, error.message, error.detail, error.hint)
-        case Unreachable() if request.method == "GET":
-            return _failure(
-                request, 503, "The database can't be reached.", "This page tries again.", again=True
-            )
-        case Unreachable():
-            return _failure(
-                request,
-                503,
-                "The connection to the database was lost.",
-                "It is unknown whether the call was made. Check before you send it again.",
-            )
-    return None
-
-
-def _failure(
-    request: Request,
-    status: int,
-    message: str,
-    detail: str = "",
-    hint: str = "",
-    *,
-    again: bool = False,
-) -> Response:
-    body = templates.get_template("error.html").render(
-        root=root_of(request), message=message, detail=detail, hint=hint, again=again
-    )
-    return HTMLResponse(body, status)
-
-
-def _failed(status: int, message: str) -> Callable[[Request, Exception], Any]:
-    async def answer(request: Request, _error: Exception) -> Response:
-        return _failure(request, status, message)
-
-    return answer

@@ -12,8 +12,9 @@ from .sessions import Session
 __all__ = ["Figures"]
 
 SHORTEST = 4.0  # s
-SHARE = 50  # an answer is cached for so many times the time that it took
+SHARE = 100  # an answer is cached for so many times the time that it took
 MOST = 1_000
+PATIENCE = 10.0  # s; meanwhile others get the last answer
 
 
 class Figures:
@@ -31,16 +32,26 @@ class Figures:
             if len(self._kept) > MOST:
                 self._kept.clear()
             until, rows = self._kept.get(key, (now, None))
-        if now < until:
-            return rows
+            if now < until:
+                return rows
+            if key in self._kept:
+                self._kept[key] = (now + PATIENCE, rows)
         try:
             with session.database.visit() as reader:
                 rows = reader.rows(statement)
         except Refused as refused:
             if refused.sqlstate != "57014":
+                self._forget(key)
                 raise
             rows = None
+        except BaseException:
+            self._forget(key)
+            raise
         end = time.monotonic()
         with self._lock:
             self._kept[key] = (end + max(SHORTEST, SHARE * (end - now)), rows)
         return rows
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        with self._lock:
+            self._kept.pop(key, None)

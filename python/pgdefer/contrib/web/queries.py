@@ -28,26 +28,85 @@ from queue.search(pattern => %(pattern)s, queue => %(queue)s, state => %(state)s
   before => %(before)s, max_jobs => %(n)s)
 """
 
+# Which of these jobs have a time from one moment until another. is_older: the job was deferred so
+# long before that no job below it was deferred in that time.
+_FROM = "%(from)s::timestamp at time zone %(zone)s::text"
+_TO = "%(to)s::timestamp at time zone %(zone)s::text"
+_TIMES = {
+    "created": "select s.created_at as at",
+    "started": "select j.started_at as at from queue.jobs j where j.id = s.id",
+    "finished": "select j.finished_at as at from queue.jobs j where j.id = s.id",
+    "scheduled": "select j.scheduled_at as at from queue.jobs j where j.id = s.id",
+}
+JOBS_BY_TIME = {
+    name: f"""
+select s.*, to_char(x.at at time zone %(zone)s::text, 'YYYY-MM-DD HH24:MI:SS') as moment,
+  coalesce(x.at >= coalesce({_FROM}, '-infinity') and x.at < coalesce({_TO}, 'infinity'), false)
+    as is_found,
+  coalesce(s.created_at < {_FROM} - interval '1 hour', false) as is_older
+from ({JOBS.strip()}) s
+left join lateral ({times}) x on true
+order by s.id desc nulls last
+"""  # noqa: S608 (composed of the constants above)
+    for name, times in _TIMES.items()
+}
+
+# The id from which on all jobs were deferred after a moment, found by halving: ids follow the time,
+# but for transactions that stay open, which get an hour. NULL if nothing is known.
+FIRST_AFTER = f"""
+with recursive half (low, high) as (
+  select 0::numeric, (select max(coalesce(s.id + 1, s.next_id))
+    from queue.search(max_jobs => 1, max_bytes => 10000) s)
+  union all
+  select case when s.id is null then x.middle else h.low end, coalesce(s.id, h.high)
+  from half h
+  cross join lateral (select floor((h.low + h.high) / 2) as middle) x
+  left join lateral (
+    select s.id
+    from queue.search(before => x.middle::bigint, max_jobs => 1, max_bytes => 10000) s
+    where s.created_at > {_TO} + interval '1 hour') s on true
+  where h.high - h.low > 50)
+select nullif(min(high), max(high))::bigint as id from half
+"""  # noqa: S608
+
 JOB = """
 select id, task, queue, state, reason, priority, lock, queueing_lock, concurrency_key, needs,
   parent, deadline, scheduled_at, expires_at, created_at, started_at, finished_at, attempts,
-  failures, crashes, claim, worker_id, left(error, 20001) as error, percent::float8 as percent,
+  failures, crashes, claim, worker_id, left(error, 5001) as error, percent::float8 as percent,
   left(message, 1001) as message,
-  left(description, 2001) as description, left(jsonb_pretty(args), 20001) as args,
-  left(jsonb_pretty(result), 20001) as result, left(jsonb_pretty(headers), 20001) as headers
+  left(description, 2001) as description, left(jsonb_pretty(args), 10001) as args,
+  left(jsonb_pretty(result), 10001) as result, left(jsonb_pretty(headers), 5001) as headers
 from queue.jobs where id = %(id)s
 """
 
+# The last ones, five of them with their tracebacks.
 ATTEMPTS = """
-select attempt, worker_id, started_at, finished_at, outcome, left(error, 2001) as error,
-  left(details ->> 'traceback', 10001) as traceback
-from queue.attempts where job_id = %(id)s order by finished_at desc limit 50
+select attempt, worker_id, started_at, finished_at, outcome, left(error, 501) as error,
+  case when row_number() over (order by finished_at desc) <= 5
+    then left(details ->> 'traceback', 5001) end as traceback
+from queue.attempts where job_id = %(id)s order by finished_at desc limit 21
 """
 
+# The last ones.
 STEPS = """
-select name, left(value::text, 2001) as value, fingerprint, failures, left(error, 2001) as error,
-  finished_at
-from queue.steps where job_id = %(id)s order by claim, finished_at limit 1000
+select * from (
+  select name, left(value::text, 301) as value, failures, left(error, 301) as error,
+    finished_at, row_number() over (order by claim desc, finished_at desc) as n
+  from queue.steps where job_id = %(id)s order by claim desc, finished_at desc limit 101) s
+order by n desc
+"""
+
+WAITS = "select step, signal, event, until from queue.waits_for(%(id)s)"
+
+STREAMS = "select stream, items as size, last_at from queue.streams(%(id)s) limit 101"
+
+ONE_STREAM = """
+select items as size from queue.streams(%(id)s) where stream = %(name)s
+"""
+
+STREAM = """
+select no, emitted_at, left(value::text, 501) as value
+from queue.read_stream(%(id)s, %(name)s, %(after)s) order by no limit 50
 """
 
 GROUPS = """

@@ -10,13 +10,12 @@ from starlette.responses import Response
 from . import plots, queries
 from .actions import JOB_ACTIONS, MANY_ACTIONS
 from .drawing import draw
-from .matches import asked_of, find, kept
+from .matches import FAR, NEAR, TIMES, asked_of, find, kept
 from .visit import NotFound, Visit, templates
 
 __all__ = ["VIEWS"]
 
 PAGE = 50
-NEAR, FAR = 3_000_000, 50_000_000  # bytes that a search reads
 STATES = (
     "ready running scheduled waiting blocked held upstream_failed succeeded failed cancelled"
 ).split()
@@ -42,7 +41,9 @@ def jobs(visit: Visit) -> Response:
         "jobs.html",
         jobs=rows,
         asked=asked,
+        filters=kept(asked),
         states=STATES,
+        times=TIMES,
         end=end,
         link=lambda **more: "?" + urllib.parse.urlencode({**kept(asked), **more}),
         actions=[a for a in MANY_ACTIONS.values() if visit.session.may(a.function)],
@@ -62,6 +63,8 @@ def job(visit: Visit) -> Response:
         job=found,
         why=visit.read(queries.WHY, id=id)[0]["why"] if may.sees("why") else None,
         timeline=visit.read(queries.TIMELINE, id=id),
+        waits=visit.read(queries.WAITS, id=id) if may.sees("waits_for") else [],
+        streams=visit.read(queries.STREAMS, id=id) if may.sees("streams") else [],
         steps=visit.read(queries.STEPS, id=id) if may.sees("steps") else [],
         attempts=visit.read(queries.ATTEMPTS, id=id),
         graph=visit.read(queries.GRAPH, id=id) if may.sees("graph") else [],
@@ -78,6 +81,33 @@ def graph(visit: Visit) -> Response:
     return visit.page("graph.html", id=id, drawing=draw(rows))
 
 
+def stream(visit: Visit) -> Response:
+    """Show the last values that a job has emitted to a stream, or those after a number."""
+    id = visit.request.path_params["id"]
+    name = visit.query.text("name")
+    if not name:
+        raise NotFound
+    found = next(iter(visit.read(queries.ONE_STREAM, id=id, name=name)), None)
+    if found is None:
+        raise NotFound
+    size = found["size"]
+    asked = visit.query.number("after")
+    after = max(size - PAGE, 0) if asked is None else asked
+    values = visit.read(queries.STREAM, id=id, name=name, after=after)
+    last = values[-1]["no"] if values else after
+    return visit.page(
+        "stream.html",
+        id=id,
+        stream=name,
+        size=size,
+        values=values[::-1],
+        is_live=asked is None,
+        older=max(after - PAGE, 0) if after > 0 else None,
+        newer=last if last < size else None,
+        link=lambda **more: "?" + urllib.parse.urlencode({"name": name, **more}),
+    )
+
+
 def queues(visit: Visit) -> Response:
     """List queues, with their limits."""
     return visit.page("queues.html", queues=visit.read(queries.QUEUES))
@@ -87,7 +117,7 @@ def locks(visit: Visit) -> Response:
     """List locks, limits and shares: their holders, and how many jobs wait."""
     return visit.page(
         "locks.html",
-        locks=visit.read(queries.LOCKS),
+        locks=visit.figure(queries.LOCKS),
         semaphores=visit.read(queries.SEMAPHORES),
         shares=visit.read(queries.SHARES) if visit.session.sees("shares") else [],
     )
@@ -175,6 +205,7 @@ VIEWS = {
     "/audit": (audit, "Audit", "audit"),
     "/jobs/{id:id}": (job, None, "jobs"),
     "/jobs/{id:id}/graph": (graph, None, "graph"),
+    "/jobs/{id:id}/stream": (stream, None, "streams"),
     "/schedule": (schedule, None, "schedules"),
 }
 

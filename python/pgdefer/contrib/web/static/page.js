@@ -5,8 +5,11 @@ document.addEventListener("change", (event) => {
   if (!name) return;
   for (const box of event.target.form.querySelectorAll(`input[name="${name}"]`)) box.checked = event.target.checked;
 });
+// Times are entered in the zone of the browser, unless the address names another.
+for (const zone of document.querySelectorAll("[data-zone]"))
+  zone.value ||= Intl.DateTimeFormat().resolvedOptions().timeZone;
 // Fresh figures while the page is seen and nobody reads: not in the background, not while something in it is
-// selected or has the focus, and not further down, so that nothing moves under the reader's eyes.
+// selected, opened or has the focus, and not further down, so that nothing moves under the reader's eyes.
 const main = document.querySelector("main[data-refresh]");
 const live = document.getElementById("live");
 const stale = document.getElementById("stale");
@@ -14,7 +17,7 @@ let busy = false;
 async function refresh() {
   const selected = document.getSelection();
   if (busy || document.hidden || !live.checked || main.contains(document.activeElement)
-      || (selected && !selected.isCollapsed) || window.scrollY > 100) return;
+      || main.querySelector("details[open]") || (selected && !selected.isCollapsed) || window.scrollY > 100) return;
   busy = true;
   let trouble = "";
   try {

@@ -1,0 +1,66 @@
+"""Pages that say what went wrong: never with internals of the page or of its server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from .database import Refused, Unreachable
+from .text import root_of
+from .visit import BadRequest, NotFound, templates
+
+__all__ = ["failed", "failure", "told"]
+
+STATUS = {"QJ001": 404, "42501": 403, "57014": 504}
+
+
+def told(request: Request, error: Exception) -> Response | None:
+    """Return the text to show for an error that is not the page's fault."""
+    match error:
+        case NotFound():
+            return failure(request, 404, "This does not exist, or your role may not see it.")
+        case BadRequest():
+            return failure(request, 400, "The address or the form can't be read.")
+        case Refused():
+            status = STATUS.get(error.sqlstate, 400 if error.sqlstate < "42" else 409)
+            return failure(request, status, error.message, error.detail, error.hint)
+        case Unreachable() if request.method == "GET":
+            return failure(
+                request, 503, "The database can't be reached.", "This page tries again.", again=True
+            )
+        case Unreachable():
+            return failure(
+                request,
+                503,
+                "The connection to the database was lost.",
+                "It is unknown whether the call was made. Check before you send it again.",
+            )
+    return None
+
+
+def failure(
+    request: Request,
+    status: int,
+    message: str,
+    detail: str = "",
+    hint: str = "",
+    *,
+    again: bool = False,
+) -> Response:
+    """Return a page with a message; again: it asks for itself again soon."""
+    body = templates.get_template("error.html").render(
+        root=root_of(request), message=message, detail=detail, hint=hint, again=again
+    )
+    return HTMLResponse(body, status)
+
+
+def failed(status: int, message: str) -> Callable[[Request, Exception], Any]:
+    """Return a handler of exceptions that shows a message."""
+
+    async def answer(request: Request, _error: Exception) -> Response:
+        return failure(request, status, message)
+
+    return answer
