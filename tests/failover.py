@@ -294,12 +294,16 @@ class Load:
 
     def runs(self) -> list[list[Any]]:
         """Return the runs so far: id, claim, lock, begin, end."""
-        return [json.loads(line) for line in self._ledger.read_text("utf-8").splitlines()]
+        whole, _, _ = self._ledger.read_text("utf-8").rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def _count(self) -> int:
+        return self._ledger.read_bytes().count(b"\n")
 
     def go_on(self, jobs: int = 100) -> None:
         """Wait until as many more jobs were deferred, and as many have run."""
-        runs, deferred = len(self.runs()) + jobs, len(self.producer.acknowledged) + jobs
-        until(lambda: len(self.runs()) >= runs and len(self.producer.acknowledged) >= deferred)
+        runs, deferred = self._count() + jobs, len(self.producer.acknowledged) + jobs
+        until(lambda: self._count() >= runs and len(self.producer.acknowledged) >= deferred)
 
     def waited(self, promoted: float) -> float:
         """Return the seconds from a promotion to the end of the next job."""
