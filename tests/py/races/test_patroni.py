@@ -63,6 +63,7 @@ class Member:
             | {
                 "data_dir": str(folder / name),
                 "bin_dir": str(server.bin_dir),
+                "pgpass": str(folder / f"{name}.pgpass"),
                 "pg_hba": trust,
                 "parameters": {"unix_socket_directories": str(folder)},
                 "authentication": {
