@@ -47,7 +47,8 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform setval('queue.claim_seq', queue._era_start((select s.last_value from queue.claim_seq s))),
     setval('queue.worker_id_seq', queue._era_start((select s.last_value from queue.worker_id_seq s)));
-  update queue.installation i set era = p_era;
+  update queue.installation i set era = p_era, up_since = case
+    when pg_last_wal_replay_lsn() is null then pg_postmaster_start_time() else clock_timestamp() end;
   -- xmin is now that of this transaction, or of one of its savepoints
   update queue.installation i set written = i.xmin;
 end $$;
@@ -58,4 +59,15 @@ returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 begin
   return greatest((extract(epoch from clock_timestamp()) * 1000000)::bigint, p_last + 4294967296)
     + (random() * 4294967296)::bigint;
+end $$;
+
+-- Since when workers can reach the server, so that their silence tells something: since its start; since the
+-- era began if it was promoted, or recovered within one start, because nobody knows when it was done. The
+-- first worker that comes begins the era. Before that no worker counts as dead.
+create or replace function queue._up_since()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return (select case when i.era = queue._era() and i.written = i.xmin then i.up_since
+    else clock_timestamp() end
+          from queue.installation i);
 end $$;

@@ -1,6 +1,6 @@
 -- Reaping: ends the claims of workers that died (_mark_dead_workers) and of leases that have expired.
 
--- Locks: the worker's row, then as reap. It waits only for that row, its first lock, because reap skips
+-- Locks: as _check_era; the worker's row; then as reap. It waits only for that row, because reap skips
 -- locked rows and tries the admission lock. So no two of these functions wait for each other. Two calls for
 -- one worker: work/reap.two.spec.
 -- Raises: QJ007 (a restricted role), QJ008.
@@ -15,6 +15,7 @@ begin
     perform queue._require_worker(worker_died.worker);
   end if;
   perform queue._check_isolation();
+  perform queue._check_era();
   update queue.worker w set gone_at = clock_timestamp() where w.id = worker_died.worker and w.gone_at is null;
   return (select r.reaped from queue._reap(interval '1 s') r);
 end $$;
@@ -23,17 +24,19 @@ comment on function queue.worker_died(bigint) is
     ' dead_after, except those with their own lease. For process supervisors. Returns the number of ended'
     ' claims, including those of other dead workers. It is not an error if the worker is already gone.';
 
--- Locks: rows of queue.worker and queue.active_job by skip locked, each row separately; the admission lock by
--- try. With two reapers at once, a claim ends exactly once, no matter which deletes its row first.
+-- Locks: as _check_era; rows of queue.worker and queue.active_job by skip locked, each row separately; the
+-- admission lock by try. With two reapers at once, a claim ends exactly once, no matter which deletes its row
+-- first.
 -- A fetch that was running when its worker went may still create claims. So a worker's claims are looked for
 -- at once, and again when every transaction that could have seen it alive has ended. After that no more
 -- claims can appear (is_over). waits_for lists these transactions: the ones in flight after the worker's end
 -- was committed. It leaves out those without a role, which are vacuum's: an owner who is not a superuser
 -- can't see what kind of process they are.
 -- A late claim of a worker that has deregistered is released, like its others; that of a dead worker has
--- crashed. While the server was down no heartbeat could arrive. So if the last sign of life was before its
--- start, a worker counts as dead dead_after past the start at the earliest, and a lease or a timeout ends 30
--- s past it.
+-- crashed. While the server was down no heartbeat could arrive, nor between the primary's death and the
+-- promotion of its standby. So if the last sign of life was before workers could reach the server
+-- (_up_since), a worker counts as dead dead_after past that at the earliest, and a lease or a timeout ends
+-- 30 s past it.
 -- A session looks for claims of removed workers once in 10 s. It stops after a second (_reap: p_budget); the
 -- next call continues.
 create or replace function queue.reap()
@@ -43,6 +46,7 @@ set search_path = pg_catalog, pg_temp {{planner}} as $$
 begin
   {{installed}}
   perform queue._check_isolation();
+  perform queue._check_era();
   select r.reaped, r.next_expiry into reaped, next_expiry from queue._reap(interval '1 s') r;
   {{if_operator}}
     perform queue._audit('reap', '{}', p_before => jsonb_build_object('reaped', reaped));
@@ -50,9 +54,9 @@ begin
   return next;
 end $$;
 comment on function queue.reap() is
-  'Ends dead claims: those of workers without a heartbeat for dead_after (counted from the server start'
-    ' at the earliest), and those whose lease or timeout has passed. Returns their number, and when the next'
-    ' may expire.';
+  'Ends dead claims: those of workers without a heartbeat for dead_after (counted from the'
+    ' server''s start or promotion at the earliest), and those whose lease or timeout has passed. Returns'
+    ' their number, and when the next may expire.';
 
 -- reap for p_budget, but at least one claim, so that each call makes progress. Locks, in this order: as
 -- _mark_dead_workers, _reap_gone, _reap_forgotten, _forget_workers and _reap_leases; none is waited for.
@@ -61,8 +65,9 @@ returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
 declare
   v_now timestamptz := clock_timestamp();
+  v_up_since timestamptz := queue._up_since();
 begin
-  perform queue._mark_dead_workers(v_now);
+  perform queue._mark_dead_workers(v_now, v_up_since);
   reaped := queue._reap_gone(v_now, v_now + p_budget);
   if abs(date_part('epoch', v_now)
     - coalesce(nullif(current_setting('pgdefer.reviewed_at', true), '')::double precision, 0)) >= 10 then
@@ -71,7 +76,7 @@ begin
   end if;
   perform queue._forget_workers(v_now);
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
-  next_expiry := least((select min(greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after)
+  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
   return next;
 end $$;
@@ -79,12 +84,12 @@ end $$;
 -- Marks workers as gone whose last heartbeat is too long ago, and notes for those that went before which
 -- transactions may still create claims of theirs (waits_for).
 -- Locks: rows of queue.worker by skip locked.
-create or replace function queue._mark_dead_workers(p_now timestamptz)
+create or replace function queue._mark_dead_workers(p_now timestamptz, p_up_since timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.worker w set gone_at = p_now
   where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
-    and greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after < p_now
+    and greatest(w.last_seen_at, p_up_since) + w.dead_after < p_now
     and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
   update queue.worker w
   set waits_for = queue._virtual_transactions()
@@ -170,7 +175,7 @@ end $$;
 create or replace function queue._reap_leases(p_now timestamptz, p_until timestamptz, p_reaped integer)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_up_since timestamptz := pg_postmaster_start_time();
+  v_up_since timestamptz := queue._up_since();
   v_grace_until timestamptz := queue._grace_until();
   v_claim record;
   v_reaped integer := p_reaped;
@@ -297,21 +302,23 @@ exception when others then
   return 0;
 end $$;
 
--- The earliest end of leases and timeouts that were set before the server's start.
+-- The earliest end of leases and timeouts that were set before workers could reach the server (_up_since).
 create or replace function queue._grace_until()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin
-  return pg_postmaster_start_time() + interval '30 s';
+  return queue._up_since() + interval '30 s';
 end $$;
 
 -- When the next lease or timeout ends, for reap.
 create or replace function queue._next_lease_end()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_first timestamptz := (select l.expires_at from queue.lease l order by l.expires_at limit 1);
 begin
-  if queue._grace_until() <= clock_timestamp() then
-    return (select l.expires_at from queue.lease l order by l.expires_at limit 1);
+  if v_first is null or queue._grace_until() <= clock_timestamp() then
+    return v_first;
   end if;
-  return (select min(case when l.given_at < pg_postmaster_start_time()
+  return (select min(case when l.given_at < queue._up_since()
     then greatest(l.expires_at, queue._grace_until()) else l.expires_at end)
           from queue.lease l);
 end $$;

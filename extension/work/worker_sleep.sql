@@ -200,7 +200,8 @@ begin
         and (l.paused_until is null or l.paused_until <= v_now))
     or exists (
       select from queue.worker w
-      where w.gone_at is null and greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after < v_now
+      where w.gone_at is null and w.last_seen_at + w.dead_after < v_now
+          and queue._up_since() + w.dead_after < v_now
         or w.gone_at is not null and not w.is_clear and not w.has_left)
   then
     return false;

@@ -1,13 +1,14 @@
 -- One row: the version that created the tables, the cluster of the stored transaction ids, the era in which
 -- claims and workers were last numbered (base/era.sql), and the settings of queue.configure: max_size, the
 -- limit in bytes of JSON as text; unknown_task_grace, how long a job waits for a worker that knows its task.
--- written: the row's own xmin, which a copy of it lacks.
+-- written: the row's own xmin, which a copy of it lacks. up_since: since when workers can reach the server.
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
   system_identifier bigint not null,
   era text not null,
   written xid,
+  up_since timestamptz not null default '-infinity',
   installed_at timestamptz not null default now(),
   max_size integer not null default 16777216,
   unknown_task_grace interval not null default '10 minutes',

@@ -14,7 +14,7 @@ from pgdefer._text import logger
 from pgdefer.database import sql, watchdog
 from pgdefer.database.source import AsyncPsycopgConnection, Source, close_now
 from pgdefer.database.sql import Statement
-from pgdefer.errors import describe, is_lost
+from pgdefer.errors import describe, is_lost, sqlstate_of
 
 __all__ = ["Connection", "ConnectionLost", "NotifyConnection", "Rows"]
 
@@ -91,7 +91,8 @@ class Connection:
         try:
             yield
         except (psycopg.Error, OSError) as error:
-            if connection.closed or is_lost(error):
+            # A server that only reads is of no use: the DSN may name another one.
+            if connection.closed or is_lost(error) or sqlstate_of(error) == "25006":
                 self.close()
                 is_late = timer.when() <= loop.time()
                 said = f"no answer within {self.timeout:g} s" if is_late else describe(error)

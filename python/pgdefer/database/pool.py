@@ -96,6 +96,9 @@ class SyncPool:
             connection = cast("PsycopgConnection | None", idle.take()) or self._connect()
             try:
                 yield connection
+            except psycopg.errors.ReadOnlySqlTransaction:
+                connection.close()  # the DSN may name another server, which can write
+                raise
             finally:
                 if len(idle.items) < self._max_idle and not connection.closed:
                     idle.items.append(connection)
@@ -142,6 +145,9 @@ class AsyncPool:
                 connection = await self._connect()
             try:
                 yield connection
+            except psycopg.errors.ReadOnlySqlTransaction:
+                close_now(connection)  # as in SyncPool
+                raise
             finally:
                 if len(idle.items) < self._max_idle and is_usable(connection):
                     idle.items.append(connection)

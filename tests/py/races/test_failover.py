@@ -1,218 +1,63 @@
 """The primary dies under load, and its synchronous standby takes over: nothing acknowledged is lost.
 
 Producers and workers have a DSN of both servers. Two ledgers are kept outside of the database: the
-producer's has the jobs whose commit was acknowledged, the workers' has when each job ran.
+producer's has the jobs whose commit was acknowledged, the workers' has when each job ran. And a
+worker that holds claims of the old primary is refused once others have its jobs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
-import os
-import shutil
-import signal
+import asyncio
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
 
-from clusters import Cluster
-from pgdefer.database.server import EmbeddedServer, sql_folder
-
-from .conftest import until
+import pgdefer
+from failover import (
+    SYNCHRONOUS,
+    Load,
+    OldWorker,
+    Pair,
+    Producer,
+    dsn_of,
+    folder_of_servers,
+    kill,
+    refused,
+    until,
+)
+from pgdefer.database.server import EmbeddedServer
+from proxy import Proxy
 
 pytestmark = [pytest.mark.client, pytest.mark.long]
 
-TASKS = """
-import asyncio, json, os, time
-import pgdefer
 
-app = pgdefer.App(os.environ["PAIR"])
-ledger = os.open(os.environ["LEDGER"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-
-
-@app.task(name="pay")
-async def pay(lock):
-    job, since = pgdefer.current_job(), time.monotonic()
-    await asyncio.sleep(0.002)
-    line = json.dumps([job.id, job.claim, lock, since, time.monotonic()])
-    os.write(ledger, line.encode() + b"\\n")
-"""
-
-
-class Pair:
-    """A primary and a synchronous standby of it."""
-
-    def __init__(self, folder: Path, server: EmbeddedServer) -> None:
-        self.primary = Cluster(folder, server)
-        self.standby = Cluster(folder, server, 5433)
-        #: For clients: the one of the two that can be written to.
-        self.dsn = (
-            f"host={folder},{folder} port=5432,5433 user=postgres dbname=postgres"
-            " target_session_attrs=read-write connect_timeout=10"
-        )
-        self.primary.initdb("synchronous_standby_names = '*'\nwal_keep_size = '1GB'\n")
-        self.primary.start()
-        self._follow()
-
-    def _follow(self) -> None:
-        """Make a standby of the primary, and wait until commits wait for it."""
-        command = ("-d", self.primary.dsn(), "-D", self.standby.data, "-R", "-c", "fast")
-        # The copy itself commits nothing, so that it need not wait for a standby.
-        self.primary.run("pg_basebackup", *command)
-        self.standby.start()
-        with self.primary.connect() as connection:
-            until(
-                lambda: (
-                    connection.execute(
-                        "select from pg_stat_replication where sync_state = 'sync'"
-                    ).rowcount
-                )
-            )
-
-    def fail_over(self) -> float:
-        """Kill the primary, and promote its standby; returns when it was promoted."""
-        postmaster = int((self.primary.data / "postmaster.pid").read_text().split()[0])
-        os.kill(postmaster, signal.SIGKILL)
-        self.primary, self.standby = self.standby, self.primary
-        self.primary.run("pg_ctl", "-w", "-D", self.primary.data, "promote")
-        promoted = time.monotonic()
-        # Until there is a standby again, commits wait for it: acknowledged stays acknowledged.
-        until(lambda: not _is_used(self.standby))
-        shutil.rmtree(self.standby.data)
-        self._follow()
-        return promoted
-
-    def stop(self) -> None:
-        for cluster in (self.primary, self.standby):
-            if (cluster.data / "postmaster.pid").exists():
-                with contextlib.suppress(pytest.fail.Exception):
-                    cluster.stop("immediate")
-
-
-def _is_used(cluster: Cluster) -> bool:
-    """Whether processes of a killed server are left: they end by themselves."""
-    for process in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            if process.readlink() == cluster.data:
-                return True
-    return False
+@pytest.fixture
+def folder(server: EmbeddedServer) -> Iterator[Path]:
+    with folder_of_servers(server) as made:
+        yield made
 
 
 @pytest.fixture
-def pair(server: EmbeddedServer) -> Iterator[Pair]:
-    if not (server.bin_dir / "pg_basebackup").exists():
-        pytest.skip(f"{server.bin_dir} has no pg_basebackup")
-    folder = Path(tempfile.mkdtemp(prefix="pgdefer-failover-"))
-    folder.chmod(0o777)
+def pair(folder: Path, server: EmbeddedServer) -> Iterator[Pair]:
     made = Pair(folder, server)
     yield made
     made.stop()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-class Producer(threading.Thread):
-    """Defers jobs on ten locks, and knows those whose commit was acknowledged, in order."""
-
-    def __init__(self, dsn: str) -> None:
-        super().__init__(daemon=True)
-        self._dsn = dsn
-        self._is_over = threading.Event()
-        self.acknowledged: list[tuple[int, str]] = []
-
-    def run(self) -> None:
-        turn = 0
-        while not self._is_over.is_set():
-            with (
-                contextlib.suppress(psycopg.OperationalError),
-                psycopg.connect(self._dsn, autocommit=True) as connection,
-            ):
-                while not self._is_over.wait(0.005):
-                    turn += 1
-                    lock = f"customer {turn % 10}"
-                    row = connection.execute(
-                        "select queue.defer('pay', jsonb_build_object('lock', %s::text), lock => %s)",
-                        [lock, lock],
-                    ).fetchone()
-                    assert row
-                    self.acknowledged.append((row[0], lock))
-
-    def end(self) -> None:
-        self._is_over.set()
-        self.join(120)
-        assert not self.is_alive()
 
 
 def fail_over_under_load(pair: Pair, folder: Path, times: int) -> list[float]:
     """Fail over; returns the seconds from each promotion to the end of the next job."""
-    with pair.primary.connect() as connection:
-        connection.execute((sql_folder() / "pgdefer.sql").read_bytes())
-    (folder / "shop.py").write_text(TASKS)
-    ledger = folder / "ledger"
-    ledger.touch()
-    environment = os.environ | {"PAIR": pair.dsn, "LEDGER": str(ledger)}
-    command = [sys.executable, "-m", "pgdefer", "worker", "-A", "shop:app", "-c", "5"]
-    workers = []
-    for n in range(2):
-        with (folder / f"log{n}").open("wb") as log:
-            workers.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=log))
-
-    def runs() -> list[list[Any]]:
-        lines = ledger.read_text("utf-8").splitlines()
-        return [json.loads(line) for line in lines]
-
-    producer = Producer(pair.dsn)
-    producer.start()
     promoted = []
-    try:
+    with Load(pair.dsn, folder) as load:
         for _ in range(times):
-            count, deferred = len(runs()), len(producer.acknowledged)
-            until(lambda c=count, d=deferred: (
-                len(runs()) >= c + 100 and len(producer.acknowledged) >= d + 100
-            ))  # fmt: skip
+            load.go_on()
             promoted.append(pair.fail_over())
-        count = len(runs())
-        until(lambda: len(runs()) >= count + 100)
-        producer.end()
-        with pair.primary.connect() as connection:
-            unfinished = "select from queue.jobs where state <> 'succeeded'"
-            until(lambda: not connection.execute(unfinished).rowcount)
-    except BaseException:
-        for n in range(2):
-            sys.stderr.write((folder / f"log{n}").read_text("utf-8", "replace")[-5000:])
-        raise
-    finally:
-        for worker in workers:
-            worker.send_signal(signal.SIGTERM)
-        codes = [worker.wait(120) for worker in workers]
-    assert codes == [0, 0]
-    ran = runs()
-    with pair.primary.connect() as connection:
-        ended = dict(connection.execute("select id, claims from queue.jobs").fetchall())
-        assert connection.execute("select * from queue.check()").fetchall() == []
-    assert {id_ for id_, _ in producer.acknowledged} <= set(ended), "acknowledged, and lost"
-    assert {job for job, *_ in ran} == set(ended), "each has run"
-    assert len({(job, claim) for job, claim, *_ in ran}) == len(ran), "no claim ran twice"
-    by_lock = defaultdict(list)
-    for job, _, lock, since, until_ in ran:
-        by_lock[lock].append((since, until_, job))
-    for turns in by_lock.values():
-        turns.sort()
-        for (_, end, _), (since, _, _) in itertools.pairwise(turns):
-            assert end <= since, "two of one lock at once"
-        firsts = list(dict.fromkeys(job for *_, job in turns))
-        assert firsts == sorted(firsts), "out of the lock's order"
-    return [min(end for *_, end in ran if end > at) - at for at in promoted]
+        load.go_on()
+        load.end(pair.primary)
+    return [load.waited(at) for at in promoted]
 
 
 def test_a_synchronous_standby_takes_over(pair: Pair, tmp_path: Path) -> None:
@@ -224,3 +69,168 @@ def test_fifty_failovers(pair: Pair, tmp_path: Path) -> None:
     waits = fail_over_under_load(pair, tmp_path, 50)
     print(f"from promotion to the next job's end: median {statistics.median(waits):.2f} s,"
           f" {min(waits):.2f} to {max(waits):.2f}")  # fmt: skip
+    assert statistics.median(waits) <= 2
+
+
+def test_a_switch_over(pair: Pair, tmp_path: Path) -> None:
+    """The primary is stopped in order, and follows the standby: there and back."""
+    with Load(pair.dsn, tmp_path) as load:
+        for _ in range(2):
+            load.go_on()
+            with pair.primary.connect() as connection:
+                old = OldWorker(connection)
+            pair.switch_over()
+            with pair.primary.connect() as connection:
+                old.is_refused(connection)
+        load.go_on()
+        load.end(pair.primary)
+
+
+def test_promoted_twice(pair: Pair, tmp_path: Path) -> None:
+    """The same standby, with pg_rewind of the old primary between; and again while it is one."""
+    with Load(pair.dsn, tmp_path) as load:
+        for _ in range(3):
+            load.go_on(50)
+            with pair.primary.connect() as connection:
+                old = OldWorker(connection)
+            pair.kill()
+            pair.promote()
+            pair.rewind()
+            with pair.primary.connect() as connection:
+                old.is_refused(connection)
+                current = OldWorker(connection)
+                with pytest.raises(pytest.fail.Exception, match="not in standby mode"):
+                    pair.primary.run("pg_ctl", "-w", "-D", pair.primary.data, "promote")
+                for claim in current.pairs.items():
+                    assert refused(connection, "select queue.succeed(%s, %s)", *claim) == "accepted"
+        load.go_on(50)
+        load.end(pair.primary)
+
+
+def test_workers_that_come_back_late(pair: Pair) -> None:
+    """A failover may take longer than a worker may be silent: its time counts from the promotion."""
+    with pair.primary.connect() as connection:
+        old = OldWorker(connection)
+        connection.execute("update queue.worker set last_seen_at = now() - interval '2 hours'")
+    pair.kill()
+    with pair.standby.connect() as connection:
+        ((before,),) = connection.execute("select clock_timestamp()").fetchall()
+    pair.promote()
+    with pair.primary.connect() as connection:
+        connection.execute("set synchronous_commit = local")
+        # Whoever comes first does what is due.
+        late = "select reaped, next_expiry >= %s + interval '1 hour' from queue.reap()"
+        assert connection.execute(late, [before]).fetchall() == [(0, True)]
+        ((first,),) = connection.execute("select queue.register_worker('first')").fetchall()
+        connection.execute("select queue.fetch(%s)", [first])
+        assert connection.execute("select reaped from queue.tick()").fetchall() == [(0,)]
+        assert refused(connection, "select queue.heartbeat(%s)", old.id) == "accepted"
+        for claim in old.pairs.items():
+            assert refused(connection, "select queue.succeed(%s, %s)", *claim) == "accepted"
+
+
+def test_a_primary_that_was_made_read_only(pair: Pair, tmp_path: Path) -> None:
+    """Its connections live on, as some tools demote: clients leave it, and look for the new one."""
+    with pgdefer.App(pair.dsn) as app, Load(pair.dsn, tmp_path) as load:
+        app.defer("pay", {"lock": "app"}, lock="app")
+        load.go_on()
+        with pair.primary.connect() as connection:
+            connection.execute("alter system set default_transaction_read_only = on")
+            connection.execute("select pg_reload_conf()")
+            shown = "show transaction_read_only"
+            until(lambda: connection.execute(shown).fetchall() == [("on",)])
+        with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+            app.defer("pay", {"lock": "app"}, lock="app")
+        pair.promote()
+        wait_for_standbys(pair, on=False)
+        app.defer("pay", {"lock": "app"}, lock="app")
+        load.go_on()
+        load.end(pair.primary)
+
+
+def wait_for_standbys(pair: Pair, *, on: bool) -> None:
+    """Let commits wait for a standby, or not: after a failover there may be none for a while."""
+    with pair.primary.connect() as connection:
+        names = "'*'" if on else "''"
+        connection.execute(f"alter system set synchronous_standby_names = {names}".encode())
+        connection.execute("select pg_reload_conf()")
+
+
+def test_a_partition(folder: Path, tmp_path: Path, server: EmbeddedServer) -> None:
+    """The primary is cut off, and goes on: for clients on its side, nothing is acknowledged."""
+    network = [Proxy(folder, 6432, 5432), Proxy(folder, 6433, 5433), Proxy(folder, 7432, 5432)]
+    pair = Pair(folder, server, SYNCHRONOUS + "wal_receiver_timeout = '2 s'\n", through=7432)
+    beside = Producer(dsn_of(folder, 5432, 5433), "neighbour")  # on the primary's side
+    try:
+        with Load(dsn_of(folder, 6432, 6433), tmp_path) as load:
+            beside.start()
+            load.go_on()
+            with pair.primary.connect() as connection:
+                old = OldWorker(connection)
+                for proxy in (network[0], network[2]):
+                    proxy.hold()
+                pair.promote()
+                wait_for_standbys(pair, on=False)
+                told: list[str] = []
+                one = next(iter(old.pairs.items()))
+                report = threading.Thread(
+                    target=lambda: told.append(
+                        refused(connection, "select queue.succeed(%s, %s)", *one)
+                    )
+                )
+                report.start()
+                count = len(beside.acknowledged)
+                network[0].cut()  # as the clients' time limits do
+                load.go_on()
+                assert len(beside.acknowledged) == count, "acknowledged without the standby"
+                assert told == []
+                kill(pair.standby)  # it is fenced
+                report.join(60)
+                assert told not in ([], ["accepted"])
+            pair.rewind()
+            wait_for_standbys(pair, on=True)
+            for proxy in network:
+                proxy.heal()
+            with pair.primary.connect() as connection:
+                old.is_refused(connection)
+            count = len(beside.acknowledged)
+            until(lambda: len(beside.acknowledged) > count + 20)
+            load.go_on()
+            load.end(pair.primary, beside)
+    finally:
+        pair.stop()
+        for proxy in network:
+            proxy.close()
+
+
+async def test_a_commit_that_is_cancelled(folder: Path, server: EmbeddedServer) -> None:
+    """While it waits for the standby: PostgreSQL acknowledges it with a warning, and Python raises."""
+    network = Proxy(folder, 7432, 5432)
+    pair = Pair(folder, server, through=7432)
+    waiting = "select pid from pg_stat_activity where wait_event = 'SyncRep'"
+    try:
+        with pair.primary.connect() as connection, pair.primary.connect() as admin:
+            network.hold()
+            said: list[str] = []
+            connection.add_notice_handler(lambda notice: said.append(str(notice.message_primary)))
+            defer = "select queue.defer('cancelled')"
+            call = asyncio.create_task(asyncio.to_thread(refused, connection, defer))
+            await asyncio.to_thread(until, lambda: admin.execute(waiting).rowcount)
+            admin.execute(f"select pg_cancel_backend(pid) from ({waiting}) w".encode())
+            assert await call == "accepted"
+            assert said == ["canceling wait for synchronous replication due to user request"]
+            app = pgdefer.App(pair.dsn)
+            job = asyncio.create_task(app.defer_async("cancelled"))
+            await asyncio.to_thread(until, lambda: admin.execute(waiting).rowcount)
+            job.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await job
+            await app.close_async()
+        pair.kill()
+        network.cut()
+        pair.promote()
+        with pair.primary.connect() as connection:
+            assert connection.execute("select from queue.jobs").fetchall() == []
+    finally:
+        pair.stop()
+        network.close()

@@ -1,6 +1,6 @@
 -- Reaping: what it ends, and what it leaves: dead workers, leases, timeouts, crash loops, damaged rows.
 
-select plan(126);
+select plan(132);
 
 \ir workers.helpers.psql
 
@@ -305,6 +305,27 @@ select is((select r.reaped from queue.reap() r), 1, 'after a while the others en
 select ok(queue._grace_until() - pg_postmaster_start_time() = interval '30 s', 'which is 30 s');
 select queue.deregister_worker(:before) \g /dev/null
 select is_empty('select * from queue.lease', 'none is left');
+
+-- After a promotion the start of the server is long ago: what counts is since when workers can reach it
+select queue.register_worker('reconnects', info => '{"dead_after": "1 minute"}') as reconnects \gset
+select queue.defer('t', queue => 'outage') as id \gset
+select f.claim from queue.fetch(:reconnects, '{outage}') f \gset
+update queue.worker set last_seen_at = now() - interval '1 hour' where id = :reconnects;
+begin;
+update queue.installation set up_since = clock_timestamp();
+update queue.installation i set written = i.xmin;
+commit;
+select is((select r.reaped from queue.reap() r), 0, 'a worker that was silent during the outage has time to come back');
+select ok((select r.next_expiry > now() + interval '50 s' from queue.reap() r), 'its dead_after, from then on');
+select ok(queue._is_drained('{outage}', null, null), 'and keeps nobody awake');
+update queue.installation set era = 'another';
+select is((select r.reaped from queue.reap() r), 0, 'before the era has begun nobody is dead');
+begin;
+update queue.installation set up_since = now() - interval '2 minutes', era = queue._era();
+update queue.installation i set written = i.xmin;
+commit;
+select is((select r.reaped from queue.reap() r), 1, 'after that it is dead');
+select is(queue._up_since(), (select i.up_since from queue.installation i), 'all count from the same moment');
 
 -- Since a reaper looked, the claim has been extended, or another one has begun.
 select queue.register_worker('runs', info => '{"dead_after": "1 day"}') as runs \gset

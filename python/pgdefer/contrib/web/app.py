@@ -199,7 +199,6 @@ class Page:
             secrets.token_urlsafe(32),
             database,
             about["role"],
-            about["is_standby"],
             frozenset(about["functions"]),
             frozenset(about["views"]),
         )

@@ -33,7 +33,7 @@ SETTINGS = {
 PASSWORDS = "scram-sha-256,md5,password"
 
 ABOUT = """
-select current_user::text as role, pg_is_in_recovery() as is_standby,
+select current_user::text as role,
   array(select p.proname::text from pg_proc p where p.pronamespace = 'queue'::regnamespace
     and has_function_privilege(p.oid, 'execute')) as functions,
   array(select c.relname::text from pg_class c where c.relnamespace = 'queue'::regnamespace
@@ -84,6 +84,8 @@ class Database:
         self._idle: Connection | None = None
         self._idle_since = 0.0
         self._role = role
+        #: Whether the server was a standby when it was visited last.
+        self.is_standby = False
         self._conninfo = make_conninfo(
             conninfo, connect_timeout=CONNECT_TIMEOUT, application_name="pgdefer page", **login
         )
@@ -96,6 +98,8 @@ class Database:
             connection.read_only = not writes
             connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             with translated(), connection.transaction():
+                row = connection.execute("select pg_is_in_recovery() as is_standby").fetchone()
+                self.is_standby = row is not None and row["is_standby"]
                 yield Reader(connection)
         finally:
             self._give(connection)

@@ -27,12 +27,16 @@ class Session:
     name: str
     database: Database
     role: str
-    is_standby: bool
     functions: frozenset[str]
     views: frozenset[str]
     token: str = dataclasses.field(default_factory=secrets.token_urlsafe)
     since: float = dataclasses.field(default_factory=time.monotonic)
     seen: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether the server only reads; it may be promoted meanwhile."""
+        return self.database.is_standby
 
     def may(self, function: str) -> bool:
         """Whether to offer a call. PostgreSQL decides whether it is allowed."""
