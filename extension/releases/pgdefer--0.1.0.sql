@@ -173,13 +173,14 @@ begin
 -- One row: the version that created the tables, the cluster of the stored transaction ids, the era in which
 -- claims and workers were last numbered (base/era.sql), and the settings of queue.configure: max_size, the
 -- limit in bytes of JSON as text; unknown_task_grace, how long a job waits for a worker that knows its task.
--- written: the row's own xmin, which a copy of it lacks.
+-- written: the row's own xmin, which a copy of it lacks. up_since: since when workers can reach the server.
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
   system_identifier bigint not null,
   era text not null,
   written xid,
+  up_since timestamptz not null default '-infinity',
   installed_at timestamptz not null default now(),
   max_size integer not null default 16777216,
   unknown_task_grace interval not null default '10 minutes',
@@ -1125,13 +1126,14 @@ create index schedule_run_decided_idx on queue.schedule_run
 
 -- tables/inspect/hidden.sql
 -- The sensitive paths of all tasks that have some (base/sensitive.sql), for a reader who may not see what
--- they lead to; NULL for the owner, and if there are none. In a function the reader is the owner. Private.
+-- they lead to; NULL for the owner, unless pgdefer.hide_sensitive is on, and if there are none. In a function
+-- the reader is the owner. Private.
 create view queue.hidden_paths as
 select jsonb_object_agg(t.name, t.sensitive) as paths
 from queue.task t
 where t.sensitive is not null
-  and not pg_has_role(current_user,
-    (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass), 'usage');
+  and (current_setting('pgdefer.hide_sensitive', true) = 'on' or not pg_has_role(current_user,
+    (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass), 'usage'));
 
 -- The args of set_args are those of the task in before; those of schedule name their task beside them.
 create view queue.audit as
@@ -1498,12 +1500,14 @@ comment on view queue.queues is
 
 create view queue.locks as
 select m.lock,
-  (array_agg(m.id order by aj.claim is not null desc, m.has_turn desc, m.id))[1] as job_id,
+  -- not by sorting: a million members take a third of the time
+  coalesce(min(m.id) filter (where aj.claim is not null), min(m.id) filter (where m.has_turn), min(m.id))
+    as job_id,
   count(aj.claim)::integer as running,
   (count(*) - count(aj.claim))::integer as waiting,
   bool_or(m.is_mutex) as has_mutex
 from queue.lock_member m
-left join queue.active_job aj on aj.id = m.id
+left join (select aj.id, aj.claim from queue.active_job aj where aj.claim is not null) aj on aj.id = m.id
 group by m.lock;
 comment on view queue.locks is
   'Locks with unfinished jobs: the job that runs or comes next, how many run (at most one) and how many'
@@ -2485,13 +2489,15 @@ begin
   return p_new || jsonb_build_object('sensitive', v_old || v_added);
 end $$;
 
--- The sensitive paths of all tasks that have some, if the caller may not see what they lead to, else NULL.
+-- The sensitive paths of all tasks that have some, if the caller may not see what they lead to, else NULL. An
+-- application that connects as the owner sets pgdefer.hide_sensitive for users who may not.
 create or replace function queue._hidden_paths()
 returns jsonb language plpgsql stable parallel safe security invoker as $$
 begin
   return (
     select jsonb_object_agg(t.name, t.sensitive) from queue.task t
-    where t.sensitive is not null and not pg_has_role(queue._caller(), current_user, 'usage'));
+    where t.sensitive is not null and (current_setting('pgdefer.hide_sensitive', true) = 'on'
+      or not pg_has_role(queue._caller(), current_user, 'usage')));
 end $$;
 
 -- Args with *** in place of what paths lead to; as they are without paths.
@@ -2666,10 +2672,10 @@ begin
   perform queue._audit(p_call, p_args, v_queues, v_before, p_ids);
 end $$;
 
--- Jobs as they are now: state and queue, and one more column of queue.jobs.
+-- Jobs as they are now: state and queue, and one more column of queue.jobs. Args are whole, whoever asks.
 -- Locks: none; the caller holds locks under which the jobs can't change.
 create or replace function queue._jobs_before(p_ids bigint[], p_column text default null)
-returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
+returns jsonb language plpgsql volatile parallel unsafe security invoker set pgdefer.hide_sensitive = off as $$
 begin
   return (
     select jsonb_agg(jsonb_build_object('id', j.id, 'state', j.state, 'queue', j.queue)
@@ -3140,7 +3146,7 @@ begin
       ('{producer}'::text[], true, '{defer, defer_chain, defer_group, defer_many, defer_trigger}'::text[]),
       ('{producer,worker}', true, '{await_result}'),
       ('{producer,worker,operator}', true, '{signal}'),
-      ('{producer,worker,operator,reader}', true, '{read_stream, result, version}'),
+      ('{producer,worker,operator,reader}', true, '{read_stream, result, streams, version}'),
       ('{worker}', true, '{
         after_sleep, await_jobs, before_sleep, begin_step, claims, deregister_worker, emit, fail_step, fetch,
         finish_and_fetch, finish_many, finish_step, finish_steps, function_call, heartbeat, read_steps,
@@ -3151,7 +3157,8 @@ begin
         cancel, cancel_children, configure_queue, copy, create_queue, delete, delete_queue, done,
         fail_jobs, fork, hold, move, next, pause, reschedule, resume, retry, retry_failed, set_args,
         set_deadline, set_priority, unhold}'),
-      ('{operator,reader}', true, '{autoscale_hint, get, graph, search, series, stats, task_stats, why}'),
+      ('{operator,reader}', true, '{
+        autoscale_hint, get, graph, search, series, stats, task_stats, waits_for, why}'),
       ('{producer}', false, '{open_group}'),
       ('{producer,worker,operator}', false, '{publish, register_task}'),
       ('{producer,operator}', false, '{close_group}'),
@@ -3234,7 +3241,8 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform setval('queue.claim_seq', queue._era_start((select s.last_value from queue.claim_seq s))),
     setval('queue.worker_id_seq', queue._era_start((select s.last_value from queue.worker_id_seq s)));
-  update queue.installation i set era = p_era;
+  update queue.installation i set era = p_era, up_since = case
+    when pg_last_wal_replay_lsn() is null then pg_postmaster_start_time() else clock_timestamp() end;
   -- xmin is now that of this transaction, or of one of its savepoints
   update queue.installation i set written = i.xmin;
 end $$;
@@ -3245,6 +3253,17 @@ returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 begin
   return greatest((extract(epoch from clock_timestamp()) * 1000000)::bigint, p_last + 4294967296)
     + (random() * 4294967296)::bigint;
+end $$;
+
+-- Since when workers can reach the server, so that their silence tells something: since its start; since the
+-- era began if it was promoted, or recovered within one start, because nobody knows when it was done. The
+-- first worker that comes begins the era. Before that no worker counts as dead.
+create or replace function queue._up_since()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return (select case when i.era = queue._era() and i.written = i.xmin then i.up_since
+    else clock_timestamp() end
+          from queue.installation i);
 end $$;
 
 -- base/install.sql
@@ -8219,7 +8238,8 @@ end $$;
 -- read about twice, whatever the order in which they end. need_id is only a hint: a job passes only after a
 -- check of all its needs.
 
--- Writes the needs of new jobs. A need may have been deleted before its dependent's transaction committed.
+-- Writes the needs of new jobs, and the jobs that a fork has awaited (_copy). A need may have been deleted
+-- before its dependent's transaction committed.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._join_needs(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -8229,12 +8249,16 @@ declare
 begin
   with added as (
     insert into queue.need (job_id, need_id, mode, deleted_state)
-    select j.id, n.id, j.mode, case when o.id is null then queue._deleted_state(n.id) end
+    select j.id, n.id, n.mode, case when o.id is null then queue._deleted_state(n.id) end
     from unnest(p_ids) u (id)
     cross join lateral (
-      select j.id, j.needs, queue._needs_mode(j.options) as mode from queue.job j
+      select j.id, j.needs, queue._needs_mode(j.options) as mode, j.options -> 'awaited' as awaited
+      from queue.job j
       where j.id = u.id and j.flags & 8/* needs */ <> 0 offset 0) j
-    cross join lateral unnest(j.needs) n (id)
+    cross join lateral (
+      select n as id, j.mode from unnest(j.needs) n
+      union all
+      select n::bigint, 4/* ended */ from jsonb_array_elements_text(j.awaited) n) n
     left join lateral (select o.id from queue.job o where o.id = n.id offset 0) o on true
     on conflict on constraint need_pkey do nothing
     returning job_id, need_id)
@@ -8394,7 +8418,8 @@ begin
 end $$;
 
 -- The state of the needs of jobs, by counting: satisfied, waiting or failed. Awaited jobs need only end, but
--- all of them. holder: the need that holds the job, NULL if every change matters.
+-- all of them. After a yield, any waits for open needs; one that was deleted and had not succeeded never will
+-- be satisfied, so it is none of them. holder: the need that holds the job, NULL if every change matters.
 create or replace function queue._needs_states(p_ids bigint[])
 returns table (id bigint, standing text,
   holder bigint) language plpgsql stable parallel safe security invoker rows 10 as $$
@@ -8411,7 +8436,8 @@ begin
     cross join lateral (
       select count(*) filter (where not d.is_awaited) as total,
         coalesce(max(d.mode) filter (where not d.is_awaited), 0) as mode,
-        count(*) filter (where d.is_open and not d.is_awaited) as open,
+        count(*) filter (where d.is_open and not d.is_awaited and d.deleted_state is distinct from 'failed')
+          as open,
         count(*) filter (where d.class = 'f') as failed,
         count(*) filter (where d.is_satisfied and not d.is_awaited) as satisfied,
         count(*) filter (where d.is_satisfied and d.is_open and not d.is_awaited) as satisfied_open,
@@ -8419,7 +8445,8 @@ begin
         max(d.need_id) filter (where d.class = 'p') as last_pending,
         max(d.need_id) filter (where d.class = 'f') as last_failed
       from (
-        select d.need_id, d.mode, d.is_open, d.mode & 4/* ended */ <> 0 as is_awaited, d.class, d.is_satisfied
+        select d.need_id, d.mode, d.is_open, d.deleted_state, d.mode & 4/* ended */ <> 0 as is_awaited, d.class,
+          d.is_satisfied
         from queue.need_now d where d.job_id = u.id offset 0) d) n
     cross join lateral (
       select case when n.total = 0 or s.ignores_needs then 'satisfied'
@@ -8522,7 +8549,6 @@ create or replace function queue._check_yield(p_id bigint, p_needs jsonb)
 returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_needs bigint[];
-  v_pending record;
 begin
   if p_needs is null then
     p_needs := '[]'::jsonb;
@@ -8535,16 +8561,46 @@ begin
     perform queue._invalid('needs must be a list of ids', 'Pass ids of jobs, or null.');
   end;
   v_needs := queue._check_needs(v_needs);
-  if v_needs <> '{}' then
-    select y.jobs, y.needs into v_pending from queue._pending_yields() y;
-    if queue._closes_cycle(p_id, v_needs, v_pending.jobs, v_pending.needs) then
-      raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
-        detail = 'path: '
-          || array_to_string(queue._cycle_path(p_id, v_needs, v_pending.jobs, v_pending.needs), ' -> '),
-        hint = 'A job can''t need a job that needs it, directly or through others.';
-    end if;
-  end if;
+  perform queue._refuse_cycle(p_id, v_needs);
   return jsonb_build_object('needs', to_jsonb(v_needs));
+end $$;
+
+-- The payload that await_jobs hands over. A job that has ended may be awaited as long as it exists, also when
+-- its retention is over.
+-- Raises: QJ001, QJ005.
+create or replace function queue._check_awaited(p_id bigint, p_ids jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := array(select distinct n::bigint from jsonb_array_elements_text(p_ids) n order by 1);
+  v_missing bigint;
+begin
+  perform pg_current_xact_id();  -- as in _check_needs
+  select u.id into v_missing from unnest(v_ids) u (id)
+  left join lateral (select j.id from queue.job j where j.id = u.id offset 0) j on true
+  where j.id is null limit 1;
+  if found then
+    perform queue._job_not_found(v_missing);
+  end if;
+  perform queue._refuse_cycle(p_id, v_ids);
+  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', true);
+end $$;
+
+-- Raises: QJ005 if one of p_needs needs p_id.
+create or replace function queue._refuse_cycle(p_id bigint, p_needs bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_pending record;
+begin
+  if p_needs = '{}' then
+    return;
+  end if;
+  select y.jobs, y.needs into v_pending from queue._pending_yields() y;
+  if queue._closes_cycle(p_id, p_needs, v_pending.jobs, v_pending.needs) then
+    raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
+      detail = 'path: '
+        || array_to_string(queue._cycle_path(p_id, p_needs, v_pending.jobs, v_pending.needs), ' -> '),
+      hint = 'A job can''t need a job that needs it, directly or through others.';
+  end if;
 end $$;
 
 -- Yields that are committed and not settled yet: jobs[i] will need needs[i].
@@ -8634,7 +8690,8 @@ begin
   select count(*) filter (where not d.is_awaited) as total,
     count(*) filter (where c.class = 'f' and not d.is_awaited) as failed,
     count(*) filter (where x.is_satisfied and not d.is_awaited) as satisfied,
-    count(*) filter (where o.is_open and not d.is_awaited) as open,
+    count(*) filter (where o.is_open and not d.is_awaited and d.deleted_state is distinct from 'failed')
+      as open,
     count(*) filter (where x.is_satisfied and o.is_open and not d.is_awaited) as satisfied_open,
     count(*) filter (where d.is_awaited and coalesce(f.state, d.deleted_state) is null) as awaited
   into v_needs
@@ -8670,7 +8727,8 @@ begin
     else 'waiting' end;
 end $$;
 
--- Adds the needs of a yield; with the key awaits, jobs that it awaits. Returns false, having changed nothing,
+-- Adds the needs of a yield; with the key awaits, jobs that it awaits, also if they are needs of it already:
+-- under any, these would not hold it. Returns false, having changed nothing,
 -- if two concurrent yields created a cycle.
 -- Under any, a need that the job did not have before counts as satisfied at the start of the run if its end
 -- had certainly settled by then (began_xid).
@@ -8693,7 +8751,7 @@ begin
   if queue._closes_cycle(p_id, v_needs, null, null) then
     return false;
   end if;
-  insert into queue.need (job_id, need_id, mode, is_open, deleted_state)
+  insert into queue.need as t (job_id, need_id, mode, is_open, deleted_state)
   select p_id, u.id, j.mode, not coalesce(
       (f.state = 'succeeded' or j.mode & 2/* proceed */ <> 0
         and (f.state is not null or w.reason in ('held', 'upstream_failed')))
@@ -8713,7 +8771,7 @@ begin
     select w.reason, age(w.xmin) as age
     from queue.waiting w
     where w.id = u.id and f.state is null offset 0) w on true
-  on conflict on constraint need_pkey do nothing;
+  on conflict on constraint need_pkey do update set mode = t.mode | 4/* ended */ where p_payload ? 'awaits';
   perform queue._raise_needed_mark(v_needs[cardinality(v_needs)]);
   perform queue._mark_needed(v_needs);
   perform queue._propagate_deadline(array[p_id]);
@@ -8757,8 +8815,8 @@ end $$;
 -- first. So a signal is delivered once and a wait ends once, whatever happens at the same time.
 -- Why no wake-up is lost: a job that reaches this gate sees every signal whose settlement has been read,
 -- because that signal was committed. A later admission reads the settlement of a signal that commits later,
--- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks again
--- when it comes back.
+-- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks for
+-- its signals when it comes back; an event ends its wait at once, because it may not be kept for so long.
 -- Two sessions: work/signals.wait.spec, work/signals.timeout.spec.
 -- Tests: work/waits.sql, work/signals.wait.spec.
 
@@ -8810,7 +8868,7 @@ end $$;
 
 -- Applies these events, and signals to these jobs. Returns the jobs that leave the gate to check their waits;
 -- they are in no gate now. The first event of a name counts until it expires. If many jobs wait for an event,
--- 500 leave at a time, and the others with later admissions.
+-- the waits of 500 end at a time, and the others with later admissions.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -8847,18 +8905,16 @@ begin
       end if;
       update queue.event e set is_standing = true where e.no = v_event.no;
     end if;
+    v_more := array(select w.job_id from queue.suspended w where w.event = v_event.name limit 500);
     with gone as (
       delete from queue.waiting w
       where w.ctid = any (array(
-        select w.ctid
-        from (select w.job_id from queue.suspended w where w.event = v_event.name offset 0) s
+        select w.ctid from unnest(v_more) s (job_id)
         cross join lateral (
-          select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w
-        limit 500))
+          select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w))
       returning w.id)
-    select array_agg(g.id) into v_more from gone g;
+    select v_ids || array_agg(g.id) into v_ids from gone g;
     perform queue._end_waits(v_more, v_event.payload);
-    v_ids := v_ids || v_more;
     if cardinality(v_more) = 500 then
       insert into queue.pending_settlement (job_id, kind, flags) values (-v_event.no, 'event', 0);
     end if;
@@ -10972,7 +11028,7 @@ begin
     when 'suspended' then
       at := queue._timestamp('at', p_outcome -> 'at');
       payload := case when p_outcome ? 'needs'
-        then queue._check_yield(p_id, p_outcome -> 'needs') || '{"awaits": true}' end;
+        then queue._check_awaited(p_id, p_outcome -> 'needs') end;
     when 'unknown_task' then
       select u.at, u.error into at, error from queue._unknown_task(p_id, v_job.task, p_worker, p_now) u;
       if at is null then
@@ -11058,7 +11114,7 @@ begin
   from queue.job j
   where s.id = any (p_ids) and j.id = s.id;
   update queue.step s set failures = null, failed_at = null, error = null
-  where s.job_id = any (p_ids) and s.error is not null and s.finished_at is null;
+  where s.job_id = any (p_ids) and s.failures is not null and s.finished_at is null;
   delete from queue.step s
   where s.job_id = any (p_ids) and s.error is not null and not exists (
     select from queue.step t
@@ -11071,8 +11127,8 @@ end $$;
 --
 -- Each step has a name. If a run uses a name again, the use gets a number: a, a#2, a#3. SQL applies this
 -- rule, so that all clients behave alike: begin_step gives a name the number of its use in this run, and
--- finish_step finishes the step that was begun. A client that counts the uses itself passes a#2, and needs no
--- begin_step.
+-- finish_step, as all calls that end a step (_step_to_end), means the use that was begun. A client that
+-- counts the uses itself passes a#2, and needs no begin_step.
 -- Locks: the claim's row of queue.active_job, FOR KEY SHARE; then the step's row of queue.step. The
 -- worker's own end of the claim waits for a transaction that has finished a step; reap and operators
 -- (retry with force) skip the row. After the end of the claim a step finds no row (QJ002). So a worker
@@ -11123,9 +11179,9 @@ end $$;
 comment on function queue.begin_step(bigint, bigint, text, text) is
   'Returns whether a step of a job is finished, and its value. A finished step must not run again. If this'
     ' run has finished a step of this name before, the name means its next use: a, a#2, a#3; a name with a'
-    ' number means that use. A fingerprint is a text of up to 1,000 bytes that identifies the code of the'
-    ' step: if the step was finished with a different one, the call is refused (QJ009). Steps that fetch has'
-    ' returned need no call.';
+    ' number from 2 on means that use. A fingerprint is a text of up to 1,000 bytes that identifies the code'
+    ' of the step: if that was finished with a different one, the call is refused (QJ009). Steps that fetch'
+    ' has returned need no call.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is already finished), QJ008.
 create or replace function queue.finish_step(id bigint, claim bigint, name text, value jsonb default null)
@@ -11201,7 +11257,8 @@ comment on function queue.read_steps(bigint, bigint, text) is
     ' take more than 64 kB: by name, as many as fit into one answer. Call it again with the last name as'
     ' after, until it returns no row.';
 
--- Splits a step's name into the name and the number of its use, NULL if the name has none.
+-- Splits a step's name into the name and the number of its use, NULL if the name has none. The first use
+-- has no number, so a#1 is a name of its own, and _step_name returns each name as it was given.
 -- Raises: 22023.
 create or replace function queue._step_key(p_name text, out name text, out no integer)
 language plpgsql immutable parallel safe security invoker as $$
@@ -11211,7 +11268,7 @@ begin
   perform queue._check_name('name', p_name);
   name := p_name;
   if strpos(p_name, '#') > 0 then
-    v_parts := regexp_match(p_name, '^(.+)#([1-9][0-9]{0,8})$');
+    v_parts := regexp_match(p_name, '^(.+)#([2-9]|[1-9][0-9]{1,8})$');
     if v_parts is not null then
       name := v_parts[1];
       no := v_parts[2]::integer;
@@ -11241,6 +11298,35 @@ begin
     no := coalesce(p_no,
       (select max(s.no) from queue.step s where s.job_id = p_id and s.name = p_name) + 1, 1);
   end if;
+end $$;
+
+-- The use of a name that a call ends which gives no number (p_no), and whether that is finished: the first
+-- one if it has no row, because it was begun without one; else the first that was begun and has not finished;
+-- else the next one. Of uses that run at once, any may end first.
+create or replace function queue._step_to_end(p_id bigint, p_claim bigint, p_name text, p_no integer,
+  out no integer, out is_finished boolean)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  no := p_no;
+  if no is null and not exists (
+    select from queue.step s where s.job_id = p_id and s.name = p_name and s.no = 1) then
+    no := 1;
+  elsif no is null then
+    select s.no into no from queue.step s
+    where s.job_id = p_id and s.name = p_name and s.finished_at is null order by s.no limit 1;
+    if not found then
+      no := (queue._step_in_run(p_id, p_claim, p_name, null)).no;
+    end if;
+  end if;
+  is_finished := queue._has_step(p_id, p_name, no);
+end $$;
+
+-- Whether a job has finished a step.
+create or replace function queue._has_step(p_id bigint, p_name text, p_no integer)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (select from queue.step s
+    where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
 end $$;
 
 -- Keeps a claim from ending before this transaction ends. Locks: see the top. Raises: QJ001, QJ002.
@@ -11279,7 +11365,7 @@ returns jsonb language plpgsql stable parallel safe security invoker as $$
 declare
   v_steps jsonb;
 begin
-  if (select sum(pg_column_size(s.value) + octet_length(s.name)) from queue.step s
+  if (select sum(coalesce(pg_column_size(s.value), 0) + octet_length(s.name)) from queue.step s
       where s.job_id = p_id and s.finished_at is not null) > 65536 then
     return '{}'::jsonb;
   end if;
@@ -11825,6 +11911,26 @@ comment on function queue.await_jobs(bigint, bigint, text, bigint[]) is
     ' not hold the job. The job holds no slot and no worker meanwhile, so they may run in the same queue; at'
     ' an ordered lock it keeps its turn.';
 
+-- Locks: none. Raises: QJ001.
+create or replace function queue.waits_for(id bigint)
+returns table (step text, signal text, event text, until timestamptz)
+language plpgsql stable parallel unsafe security definer rows 1
+set search_path = pg_catalog, pg_temp as $$
+begin
+  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+    perform queue._require_jobs('{operator,reader}', array[waits_for.id]);
+  end if;
+  if not exists (select from queue.job j where j.id = waits_for.id) then
+    perform queue._job_not_found(waits_for.id);
+  end if;
+  return query
+    select queue._step_name(w.step, w.no), w.signal collate "default", w.event collate "default", w.until
+    from queue.suspended w where w.job_id = waits_for.id;
+end $$;
+comment on function queue.waits_for(bigint) is
+  'Returns the signal (queue.signal) or the event (queue.publish) that a durable job waits for, the step that'
+    ' waits, and the end of its timeout; no row if it waits for neither.';
+
 -- Ends a claim, and writes the step after which the job continues: finished with a value, or unfinished if
 -- the outcome says is_open. Returns the number of the step's use; NULL if the job has ended instead (it was
 -- told to abort, or has expired).
@@ -11837,8 +11943,8 @@ declare
   v_step record;
 begin
   perform queue._lock_claim(p_id, p_claim);
-  v_step := queue._step_in_run(p_id, p_claim, v_key.name, v_key.no);
-  if v_step.finished_at is not null then
+  v_step := queue._step_to_end(p_id, p_claim, v_key.name, v_key.no);
+  if v_step.is_finished then
     perform queue._step_is_finished(p_id, p_name);
   elsif queue._end_attempt(p_outcome, p_id, p_claim, false) in ('failed', 'cancelled') then
     return null;
@@ -11880,8 +11986,8 @@ begin
   perform queue._check_step_options(fail_step.options);
   v_key := queue._step_key(fail_step.name);
   perform queue._lock_claim(fail_step.id, fail_step.claim);
-  v_step := queue._step_in_run(fail_step.id, fail_step.claim, v_key.name, v_key.no);
-  if v_step.finished_at is not null then
+  v_step := queue._step_to_end(fail_step.id, fail_step.claim, v_key.name, v_key.no);
+  if v_step.is_finished then
     perform queue._step_is_finished(fail_step.id, fail_step.name);
   end if;
   insert into queue.step as s (job_id, claim, run, no, name, fingerprint, failures, failed_at, error)
@@ -12092,6 +12198,37 @@ comment on function queue.read_stream(bigint, text, bigint) is
     ' 1 MB as stored. Call it again with the last number. No rows means that there are no more yet, or none'
     ' at all if the job has finished; queue.await_result tells which, and how to wait.';
 
+-- The names are found by the index, one after the other, so the cost does not depend on the number of values.
+-- Locks: none. Raises: QJ001.
+create or replace function queue.streams(id bigint)
+returns table (stream text, items bigint, last_at timestamptz)
+language plpgsql stable parallel unsafe security definer rows 10
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+    perform queue._require_jobs('{producer,worker,operator,reader}', array[streams.id]);
+  end if;
+  if not exists (select from queue.job j where j.id = streams.id) then
+    perform queue._job_not_found(streams.id);
+  end if;
+  return query
+    with recursive found (name, n) as (
+      select (select min(i.stream) from queue.stream_item i where i.job_id = streams.id), 1
+      union all
+      select (select min(i.stream) from queue.stream_item i
+              where i.job_id = streams.id and i.stream > f.name), f.n + 1
+      from found f where f.name is not null and f.n < 1000)
+    select f.name collate "default", l.no, l.emitted_at
+    from found f
+    cross join lateral (
+      select i.no, i.emitted_at from queue.stream_item i
+      where i.job_id = streams.id and i.stream = f.name order by i.no desc limit 1) l
+    order by f.n;
+end $$;
+comment on function queue.streams(bigint) is
+  'Returns the streams to which a job has emitted values, in the order of their names, at most 1,000: the'
+    ' number of values in each, and when it got the last one. queue.read_stream returns the values.';
+
 -- Locks: the claim's row of queue.active_job, FOR KEY SHARE, as finish_step; then the job's row of
 -- queue.job_override. Why no wake-up is lost: nobody waits for progress.
 -- Raises: 22023, QJ001, QJ002, QJ008.
@@ -12120,7 +12257,7 @@ comment on function queue.set_progress(bigint, bigint, numeric, text) is
 -- work/reap.sql
 -- Reaping: ends the claims of workers that died (_mark_dead_workers) and of leases that have expired.
 
--- Locks: the worker's row, then as reap. It waits only for that row, its first lock, because reap skips
+-- Locks: as _check_era; the worker's row; then as reap. It waits only for that row, because reap skips
 -- locked rows and tries the admission lock. So no two of these functions wait for each other. Two calls for
 -- one worker: work/reap.two.spec.
 -- Raises: QJ007 (a restricted role), QJ008.
@@ -12135,6 +12272,7 @@ begin
     perform queue._require_worker(worker_died.worker);
   end if;
   perform queue._check_isolation();
+  perform queue._check_era();
   update queue.worker w set gone_at = clock_timestamp() where w.id = worker_died.worker and w.gone_at is null;
   return (select r.reaped from queue._reap(interval '1 s') r);
 end $$;
@@ -12143,17 +12281,19 @@ comment on function queue.worker_died(bigint) is
     ' dead_after, except those with their own lease. For process supervisors. Returns the number of ended'
     ' claims, including those of other dead workers. It is not an error if the worker is already gone.';
 
--- Locks: rows of queue.worker and queue.active_job by skip locked, each row separately; the admission lock by
--- try. With two reapers at once, a claim ends exactly once, no matter which deletes its row first.
+-- Locks: as _check_era; rows of queue.worker and queue.active_job by skip locked, each row separately; the
+-- admission lock by try. With two reapers at once, a claim ends exactly once, no matter which deletes its row
+-- first.
 -- A fetch that was running when its worker went may still create claims. So a worker's claims are looked for
 -- at once, and again when every transaction that could have seen it alive has ended. After that no more
 -- claims can appear (is_over). waits_for lists these transactions: the ones in flight after the worker's end
 -- was committed. It leaves out those without a role, which are vacuum's: an owner who is not a superuser
 -- can't see what kind of process they are.
 -- A late claim of a worker that has deregistered is released, like its others; that of a dead worker has
--- crashed. While the server was down no heartbeat could arrive. So if the last sign of life was before its
--- start, a worker counts as dead dead_after past the start at the earliest, and a lease or a timeout ends 30
--- s past it.
+-- crashed. While the server was down no heartbeat could arrive, nor between the primary's death and the
+-- promotion of its standby. So if the last sign of life was before workers could reach the server
+-- (_up_since), a worker counts as dead dead_after past that at the earliest, and a lease or a timeout ends
+-- 30 s past it.
 -- A session looks for claims of removed workers once in 10 s. It stops after a second (_reap: p_budget); the
 -- next call continues.
 create or replace function queue.reap()
@@ -12163,6 +12303,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   perform queue._check_isolation();
+  perform queue._check_era();
   select r.reaped, r.next_expiry into reaped, next_expiry from queue._reap(interval '1 s') r;
   if not has_function_privilege(case current_setting('role') when 'none' then session_user else current_setting('role')::name end, 'queue.finish_many(jsonb)'::regprocedure, 'execute') then
     perform queue._audit('reap', '{}', p_before => jsonb_build_object('reaped', reaped));
@@ -12170,9 +12311,9 @@ begin
   return next;
 end $$;
 comment on function queue.reap() is
-  'Ends dead claims: those of workers without a heartbeat for dead_after (counted from the server start'
-    ' at the earliest), and those whose lease or timeout has passed. Returns their number, and when the next'
-    ' may expire.';
+  'Ends dead claims: those of workers without a heartbeat for dead_after (counted from the'
+    ' server''s start or promotion at the earliest), and those whose lease or timeout has passed. Returns'
+    ' their number, and when the next may expire.';
 
 -- reap for p_budget, but at least one claim, so that each call makes progress. Locks, in this order: as
 -- _mark_dead_workers, _reap_gone, _reap_forgotten, _forget_workers and _reap_leases; none is waited for.
@@ -12181,8 +12322,9 @@ returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
 declare
   v_now timestamptz := clock_timestamp();
+  v_up_since timestamptz := queue._up_since();
 begin
-  perform queue._mark_dead_workers(v_now);
+  perform queue._mark_dead_workers(v_now, v_up_since);
   reaped := queue._reap_gone(v_now, v_now + p_budget);
   if abs(date_part('epoch', v_now)
     - coalesce(nullif(current_setting('pgdefer.reviewed_at', true), '')::double precision, 0)) >= 10 then
@@ -12191,7 +12333,7 @@ begin
   end if;
   perform queue._forget_workers(v_now);
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
-  next_expiry := least((select min(greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after)
+  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
   return next;
 end $$;
@@ -12199,12 +12341,12 @@ end $$;
 -- Marks workers as gone whose last heartbeat is too long ago, and notes for those that went before which
 -- transactions may still create claims of theirs (waits_for).
 -- Locks: rows of queue.worker by skip locked.
-create or replace function queue._mark_dead_workers(p_now timestamptz)
+create or replace function queue._mark_dead_workers(p_now timestamptz, p_up_since timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.worker w set gone_at = p_now
   where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
-    and greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after < p_now
+    and greatest(w.last_seen_at, p_up_since) + w.dead_after < p_now
     and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
   update queue.worker w
   set waits_for = queue._virtual_transactions()
@@ -12290,7 +12432,7 @@ end $$;
 create or replace function queue._reap_leases(p_now timestamptz, p_until timestamptz, p_reaped integer)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_up_since timestamptz := pg_postmaster_start_time();
+  v_up_since timestamptz := queue._up_since();
   v_grace_until timestamptz := queue._grace_until();
   v_claim record;
   v_reaped integer := p_reaped;
@@ -12417,21 +12559,23 @@ exception when others then
   return 0;
 end $$;
 
--- The earliest end of leases and timeouts that were set before the server's start.
+-- The earliest end of leases and timeouts that were set before workers could reach the server (_up_since).
 create or replace function queue._grace_until()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin
-  return pg_postmaster_start_time() + interval '30 s';
+  return queue._up_since() + interval '30 s';
 end $$;
 
 -- When the next lease or timeout ends, for reap.
 create or replace function queue._next_lease_end()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_first timestamptz := (select l.expires_at from queue.lease l order by l.expires_at limit 1);
 begin
-  if queue._grace_until() <= clock_timestamp() then
-    return (select l.expires_at from queue.lease l order by l.expires_at limit 1);
+  if v_first is null or queue._grace_until() <= clock_timestamp() then
+    return v_first;
   end if;
-  return (select min(case when l.given_at < pg_postmaster_start_time()
+  return (select min(case when l.given_at < queue._up_since()
     then greatest(l.expires_at, queue._grace_until()) else l.expires_at end)
           from queue.lease l);
 end $$;
@@ -15265,7 +15409,8 @@ begin
         and (l.paused_until is null or l.paused_until <= v_now))
     or exists (
       select from queue.worker w
-      where w.gone_at is null and greatest(w.last_seen_at, pg_postmaster_start_time()) + w.dead_after < v_now
+      where w.gone_at is null and w.last_seen_at + w.dead_after < v_now
+          and queue._up_since() + w.dead_after < v_now
         or w.gone_at is not null and not w.is_clear and not w.has_left)
   then
     return false;
@@ -15901,17 +16046,26 @@ comment on function queue.next(text[], boolean, interval) is
     ' operator. No row: there is no job. Args of more than 64 kB are left out: read them in queue.jobs.'
     ' Sensitive args read *** for all but the owner.';
 
--- Appends a copy of a job, with further flags, and returns its id. It wakes nobody.
+-- Appends a copy of a job, with further flags, and returns its id. It wakes nobody. The jobs that the job
+-- awaits are no needs of the copy. If that continues with the job's steps (overridden), its handler may ask
+-- for the results of those that have ended: it awaits them too.
 -- Locks: none. Raises: QJ001.
 create or replace function queue._copy(p_id bigint, p_queue text, p_flags integer)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz;
   v_needs bigint[];
+  v_awaited jsonb;
   v_id bigint;
 begin
   perform pg_current_xact_id();  -- as in _check_needs
   v_now := clock_timestamp();
+  if p_flags & 2048/* overridden */ <> 0 then
+    select jsonb_agg(d.need_id order by d.need_id) into v_awaited
+    from queue.need d join queue.finished f on f.id = d.need_id
+    where d.job_id = p_id and d.mode & 4/* ended */ <> 0;
+    v_awaited := coalesce(v_awaited, (select j.options -> 'awaited' from queue.job j where j.id = p_id));
+  end if;
   v_needs := array(
     select n.id from queue._direct_needs(p_id) n
     cross join lateral (select o.id from queue.job o where o.id = n.id offset 0) o
@@ -15920,20 +16074,24 @@ begin
       from queue.finished f
       where f.id = n.id offset 0) f on true
     where not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded'
-      and f.finished_at < v_now - interval '7 days', false)
+        and f.finished_at < v_now - interval '7 days', false)
+      and not exists (select from queue.need d
+        where d.job_id = p_id and d.need_id = n.id and d.mode & 4/* ended */ <> 0)
     order by n.id);
   insert into queue.log (task, args, job_options)
   select j.task, j.args, row(
     coalesce(p_queue, j.queue), j.priority,
     j.flags & ~(8/* needs */ | 16/* scheduled */ | 32/* held */ | 64/* expires */
       | 4096/* needed */ | 256/* until_start */ | 8192/* until_finish */) & case when j.lock is null then ~3/* lock */ else -1 end
-      | case when v_needs <> '{}' or j.options ->> 'needs_mode' = 'any' then 8/* needs */ else 0 end
+      | case when v_needs <> '{}' or v_awaited is not null or j.options ->> 'needs_mode' = 'any'
+        then 8/* needs */ else 0 end
       | case when x.scheduled_at is not null then 16/* scheduled */ else 0 end
       | case when w.id is not null then 32/* held */ else 0 end
       | case when x.is_expiring then 64/* expires */ else 0 end | p_flags,
     x.scheduled_at, d.deadline, j.lock, null, nullif(v_needs, '{}'), j.keys, j.limits,
-    nullif(j.options - '{idempotency_key,group}'::text[]
-      - case when x.is_expiring then '' else 'expires_at' end, '{}'),
+    nullif(coalesce(j.options, '{}') - '{idempotency_key,group,awaited}'::text[]
+      - case when x.is_expiring then '' else 'expires_at' end
+      || jsonb_strip_nulls(jsonb_build_object('awaited', v_awaited)), '{}'),
       j.size)::queue.job_options
   from queue.job_now j
   join queue.job d on d.id = j.id  -- as it was deferred
@@ -15954,33 +16112,38 @@ end $$;
 -- Going back: a job, or a copy of it, continues from one of its steps.
 
 -- Locks: none, as copy: it only appends. Why no wake-up is lost: the copy is a new job of the log; see defer.
--- Raises: 22023, QJ001.
+-- Raises: 22023, QJ001. Two sessions: operate/fork.retry.spec.
 create or replace function queue.fork(id bigint, from_step text)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_key record;
   v_id bigint;
+  v_is_found boolean;
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_jobs('{operator}', array[fork.id]);
   end if;
   v_key := queue._step_key(fork.from_step);
-  if not exists (select from queue.job j where j.id = fork.id) then
-    perform queue._job_not_found(fork.id);
-  elsif not queue._has_step(fork.id, v_key.name, v_key.no) then
+  v_id := queue._copy(fork.id, null, 2048/* overridden */);
+  insert into queue.job_override (id, has_steps) values (v_id, true);
+  -- in one statement, because a retry may forget the step meanwhile
+  with point as materialized (
+    select f.claim, f.finished_at from queue.step f
+    where f.job_id = fork.id and f.name = v_key.name and f.no = coalesce(v_key.no, 1)
+      and f.finished_at is not null),
+  kept as (
+    insert into queue.step (job_id, claim, run, finished_at, no, name, fingerprint, value, failures,
+      failed_at, error)
+    select v_id, s.claim, s.run, s.finished_at, s.no, s.name, s.fingerprint, s.value, s.failures, s.failed_at,
+      s.error
+    from queue.step s join point f on (s.claim, s.finished_at) < (f.claim, f.finished_at)
+    where s.job_id = fork.id and s.finished_at is not null)
+  select exists (select from point) into v_is_found;
+  if not v_is_found then
     perform queue._invalid('the job has finished no such step', 'queue.steps lists the finished steps.',
       format('id: %s, step: %s', fork.id, left(fork.from_step, 200)));
   end if;
-  v_id := queue._copy(fork.id, null, 2048/* overridden */);
-  insert into queue.job_override (id, has_steps) values (v_id, true);
-  insert into queue.step (job_id, claim, run, finished_at, no, name, fingerprint, value, failures, failed_at,
-    error)
-  select v_id, s.claim, s.run, s.finished_at, s.no, s.name, s.fingerprint, s.value, s.failures, s.failed_at,
-    s.error
-  from queue.step s join queue.step f on f.job_id = s.job_id
-  where s.job_id = fork.id and f.name = v_key.name and f.no = coalesce(v_key.no, 1)
-    and (s.claim, s.finished_at) < (f.claim, f.finished_at);
   perform queue._announce();
   perform queue._audit_jobs('fork', jsonb_build_object('from_step', fork.from_step), array[fork.id, v_id],
     queue._jobs_before(array[fork.id]));
@@ -15988,15 +16151,8 @@ begin
 end $$;
 comment on function queue.fork(bigint, text) is
   'Defers a copy of a job (queue.copy) that continues from one of its finished steps: the copy has the steps'
-    ' that were finished before that one. Returns the id of the copy.';
-
--- Whether a job has finished a step.
-create or replace function queue._has_step(p_id bigint, p_name text, p_no integer)
-returns boolean language plpgsql stable parallel safe security invoker as $$
-begin
-  return exists (select from queue.step s
-    where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
-end $$;
+    ' that were finished before that one, and finds the jobs that it awaited, as far as these have ended.'
+    ' Returns the id of the copy.';
 
 -- Deletes a step of each of these jobs, and all steps that were finished later or only begun.
 -- Locks: the caller holds the admission lock, and none of the jobs runs. No wake-up can be lost: nobody waits
@@ -16304,6 +16460,8 @@ begin
   end loop;
   delete from queue.active_job aj where aj.id = any (v_plain);
   perform queue._delete_rows(v_all);
+  -- a job that waits for one of several, of which none is left, need not wait
+  perform queue._advance(p_changed => v_all);
   return v_all;
 end $$;
 
