@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -26,7 +26,8 @@ from hypothesis.stateful import (
 )
 
 from pgdefer.database.server import EmbeddedServer
-from support import create_database
+
+from .machines import PROFILE, short, with_databases
 
 Connection = psycopg.Connection[Any]
 NAMES = ["a", "b"]
@@ -494,43 +495,19 @@ SHOWN = {"sleeping": "scheduled", "awaiting": "waiting"}
 
 
 @pytest.fixture
-def machine(server: EmbeddedServer, _base: Any) -> Iterator[type[Machine]]:
-    """A machine that creates a database for each of its runs."""
-    numbers = itertools.count(1)
-
-    def drop(n: int) -> None:
-        with psycopg.connect(server.dsn("postgres"), autocommit=True) as conn:
-            conn.execute(f"drop database if exists durable_model_{n} with (force)".encode())
-
-    def new_dsn() -> str:
-        n = next(numbers)
-        drop(n - 1)
-        create_database(server, f"durable_model_{n}", _base.template_dbname)
-        return server.dsn(f"durable_model_{n}")
-
-    yield type("Made", (Machine,), {"new_dsn": staticmethod(new_dsn)})
-    drop(next(numbers) - 1)
-
-
-PROFILE = settings(
-    deadline=None,
-    database=None,
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
+def machine(server: EmbeddedServer, _base: Any) -> Iterator[type[RuleBasedStateMachine]]:
+    with with_databases(Machine, server, _base.template_dbname, "durable_model") as made:
+        yield made
 
 
 @pytest.mark.long
-def test_model(machine: type[Machine]) -> None:
-    get_state_machine_test(
-        machine,
-        settings=settings(PROFILE, derandomize=True, max_examples=10, stateful_step_count=50),
-    )()
+def test_model(machine: type[RuleBasedStateMachine]) -> None:
+    short(machine, examples=10, steps=50)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(5))
-def test_model_long(machine: type[Machine], number: int) -> None:
+def test_model_long(machine: type[RuleBasedStateMachine], number: int) -> None:
     test = get_state_machine_test(
         machine, settings=settings(PROFILE, max_examples=100, stateful_step_count=80)
     )

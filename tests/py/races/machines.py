@@ -1,0 +1,48 @@
+"""State machines of hypothesis, each of whose runs has a database of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import psycopg
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test
+
+from pgdefer.database.server import EmbeddedServer
+from support import create_database
+
+PROFILE = settings(
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@contextlib.contextmanager
+def with_databases(
+    machine: type[RuleBasedStateMachine], server: EmbeddedServer, template: str, name: str
+) -> Iterator[type[RuleBasedStateMachine]]:
+    """Provide the machine with new_dsn(), which creates a run's database and drops the last one's."""
+    numbers = itertools.count(1)
+
+    def drop(n: int) -> None:
+        with psycopg.connect(server.dsn("postgres"), autocommit=True) as conn:
+            conn.execute(f"drop database if exists {name}_{n} with (force)".encode())
+
+    def new_dsn() -> str:
+        n = next(numbers)
+        drop(n - 1)
+        create_database(server, f"{name}_{n}", template)
+        return server.dsn(f"{name}_{n}")
+
+    yield type("Made", (machine,), {"new_dsn": staticmethod(new_dsn)})
+    drop(next(numbers) - 1)
+
+
+def short(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
+    """Run the machine, each time with the same choices."""
+    chosen = settings(PROFILE, derandomize=True, max_examples=examples, stateful_step_count=steps)
+    get_state_machine_test(machine, settings=chosen)()
