@@ -51,7 +51,7 @@ end $$;
 -- Jobs as they are now: state and queue, and one more column of queue.jobs. Args are whole, whoever asks.
 -- Locks: none; the caller holds locks under which the jobs can't change.
 create or replace function queue._jobs_before(p_ids bigint[], p_column text default null)
-returns jsonb language plpgsql volatile parallel unsafe security invoker set pgdefer.hide_sensitive = off as $$
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
 begin
   return (
     select jsonb_agg(jsonb_build_object('id', j.id, 'state', j.state, 'queue', j.queue)
@@ -59,10 +59,11 @@ begin
         when 'deadline' then jsonb_build_object('deadline', j.deadline)
         when 'scheduled_at' then jsonb_build_object('scheduled_at', j.scheduled_at)
         when 'task' then jsonb_build_object('task', j.task)
-        when 'args' then jsonb_build_object('args', j.args, 'task', j.task) else '{}' end)
+        when 'args' then jsonb_build_object('task', j.task,
+          'args', (select n.args from queue.job_now n where n.id = j.id)) else '{}' end)
     from (select distinct i.id from unnest(p_ids) i (id)) u
     cross join lateral (
-      select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.task, j.args
+      select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.task
       from queue.jobs j where j.id = u.id offset 0) j);
 end $$;
 
