@@ -1,4 +1,4 @@
-"""The state that a worker's parts share: its id, whether it is stopping, the pump's wake-up."""
+"""The state that a worker's parts share: its id, whether it is stopping, the fetcher's wake-up."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class WorkerState:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the pump waits for a hint."""
+        """Whether the fetcher waits for a hint."""
         return self._waiter is not None
 
     def hint(self) -> None:
-        """Make the pump look again, now or when it is about to wait."""
+        """Make the fetcher look again, now or when it is about to wait."""
         if self._waiter is None:
             self._was_hinted = True
         else:

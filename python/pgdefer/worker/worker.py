@@ -22,6 +22,7 @@ from pgdefer.worker.claim import Claim, Runner
 from pgdefer.worker.completer import Completer
 from pgdefer.worker.ending import STOPPED
 from pgdefer.worker.executor import Executor
+from pgdefer.worker.fetcher import Fetcher
 from pgdefer.worker.gate import Gate
 from pgdefer.worker.heartbeat import Heartbeat, HeartbeatThread, clock
 from pgdefer.worker.listener import OnlyConnection, SleepListener
@@ -29,7 +30,6 @@ from pgdefer.worker.options import WorkerOptions, check_options
 from pgdefer.worker.prefetch import MOST
 from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.processes import Processes
-from pgdefer.worker.pump import Pump
 from pgdefer.worker.registration import Registration
 from pgdefer.worker.reporting import Reporter
 from pgdefer.worker.runners import (
@@ -156,7 +156,7 @@ class Worker:
                 if self.http is not None:
                     self.probes = Probes(self.http, self._answer)
                 await self._reporter.call("worker_start", self)
-                await self._pump()
+                await self._fetch_until_end()
             except BaseException:
                 self.stop_at_once()
                 running = [one.coroutine for one in self.executor.running if one.coroutine]
@@ -166,19 +166,19 @@ class Worker:
             finally:
                 await self._end()
 
-    async def _pump(self) -> None:
-        """Pump until the end. Cancelled, it stops first, if there is a time for that."""
-        pumping = asyncio.ensure_future(self.pump.run())
+    async def _fetch_until_end(self) -> None:
+        """Fetch until the end. Cancelled, it stops first, if there is a time for that."""
+        fetching = asyncio.ensure_future(self.fetcher.run())
         try:
-            await asyncio.shield(pumping)
+            await asyncio.shield(fetching)
         except asyncio.CancelledError:
-            if self.shutdown_timeout is not None and not pumping.done():
+            if self.shutdown_timeout is not None and not fetching.done():
                 self.stop()
-                await asyncio.wait([pumping])
+                await asyncio.wait([fetching])
             raise
         finally:
-            pumping.cancel()
-            await asyncio.gather(pumping, return_exceptions=True)
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
 
     def _answer(self, path: str) -> Answer:
         """Answer a probe. Called in threads."""
@@ -238,7 +238,7 @@ class Worker:
             register_schedules=self.register_schedules,
             channel=self.supervisor,
         )
-        self.pump = Pump(
+        self.fetcher = Fetcher(
             client=client,
             state=self.state,
             connection=self._connection,
@@ -335,7 +335,7 @@ class Worker:
     async def _end(self) -> None:
         self.executor.give_back_all()
         await self.heartbeat.stop()
-        await self.pump.close(GRACE)
+        await self.fetcher.close(GRACE)
         await self._reporter.call("worker_stop", self)
         await self._reporter.close()
         if self.probes is not None:
@@ -378,7 +378,7 @@ class Worker:
 
     async def _listen_again(self) -> None:
         try:
-            await self.pump.listen_again()
+            await self.fetcher.listen_again()
         finally:
             self._is_reconnecting = False
 
@@ -392,7 +392,7 @@ class Worker:
         return await self._connection.call(sql.HEARTBEAT, worker=worker)
 
     def _on_worker_gone(self, worker: int | None) -> None:
-        self.pump.on_worker_gone(worker)
+        self.fetcher.on_worker_gone(worker)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -14,7 +14,7 @@ import pytest
 from psycopg import Connection
 
 from pgdefer import App, Worker
-from pgdefer.worker.pump import Pump
+from pgdefer.worker.fetcher import Fetcher
 
 from .conftest import Jobs, until
 
@@ -79,13 +79,13 @@ async def test_where_a_fetch_has_no_time_to_look(
 
     some(conn, 200, task=task.name)
     busy = connect(autocommit=False)
-    real = Pump.run_connected
+    real = Fetcher.run_connected
 
-    async def pump(self: Pump) -> None:
+    async def run_connected(self: Fetcher) -> None:
         busy.execute("lock table queue.lane in access exclusive mode")
         await real(self)
 
-    monkeypatch.setattr(Pump, "run_connected", pump)
+    monkeypatch.setattr(Fetcher, "run_connected", run_connected)
     ended = asyncio.create_task(Worker(app, drain=True).run_async())
     await until(lambda: conn.execute(FETCH_WAITS).fetchone())
     await asyncio.sleep(0.2)  # longer than a fetch continues: the test is about slowness

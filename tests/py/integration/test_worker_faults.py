@@ -30,9 +30,9 @@ from pgdefer.tasks.registry import Registry
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
 from pgdefer.worker.executor import Executor
+from pgdefer.worker.fetcher import Fetcher
 from pgdefer.worker.heartbeat import clock
 from pgdefer.worker.listener import Sleep, SleepListener
-from pgdefer.worker.pump import Pump
 from support import install, url_of
 
 from .conftest import Jobs, give_up, running, until, wait_for
@@ -1280,7 +1280,7 @@ async def test_what_was_claimed_waits_for_a_heartbeat(
     async def task() -> None: ...
 
     late = 0.0
-    for module in ("executor", "pump", "registration"):
+    for module in ("executor", "fetcher", "registration"):
         monkeypatch.setattr(f"pgdefer.worker.{module}.clock", lambda: clock() + late)
     app.defer("t")
     async with running(app) as worker:
@@ -1341,7 +1341,7 @@ async def test_what_was_told_to_abort_before_it_starts(
         runs.append(1)
 
     late = 0.0
-    for module in ("executor", "pump", "registration"):
+    for module in ("executor", "fetcher", "registration"):
         monkeypatch.setattr(f"pgdefer.worker.{module}.clock", lambda: clock() + late)
     async with running(app) as worker:
         await until(lambda: worker.id)
@@ -1362,9 +1362,9 @@ async def test_what_waited_past_its_timeout_does_not_start(
     """As in a worker that was frozen after its fetch: others may have ended the claim by now."""
     delays = [7.0]
     late = 0.0
-    real = Pump._take
+    real = Fetcher._take
 
-    def take(self: Pump, rows: Any, *arguments: Any) -> int:
+    def take(self: Fetcher, rows: Any, *arguments: Any) -> int:
         nonlocal late
         if rows and delays:
             late += delays.pop()
@@ -1373,8 +1373,8 @@ async def test_what_waited_past_its_timeout_does_not_start(
     @app.task(name="t", timeout=dt.timedelta(seconds=1))
     async def task() -> None: ...
 
-    monkeypatch.setattr(Pump, "_take", take)
-    for module in ("executor", "pump", "registration"):
+    monkeypatch.setattr(Fetcher, "_take", take)
+    for module in ("executor", "fetcher", "registration"):
         monkeypatch.setattr(f"pgdefer.worker.{module}.clock", lambda: clock() + late)
     await app.defer_async("t")
     async with running(app):

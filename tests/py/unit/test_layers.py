@@ -53,7 +53,7 @@ LAYERS = [
     worker.completer
     worker.invoke worker.invoke_async
     worker.handler worker.executor worker.registration
-    worker.process_main worker.stream_runner worker.pump
+    worker.process_main worker.stream_runner worker.fetcher
     worker.invoke_batch worker.invoke_batch_async
     worker.processes
     worker.runners

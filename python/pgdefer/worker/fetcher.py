@@ -1,4 +1,4 @@
-"""The pump: claims jobs and reports outcomes over one connection.
+"""The fetcher: claims jobs and reports outcomes over one connection; it tells when a drain is done.
 
 It decides nothing: what is claimed, in what order, what a failure leads to and when to sleep are
 the database's answers.
@@ -37,7 +37,7 @@ from pgdefer.worker.registration import Refused, Registration, raise_fatal
 from pgdefer.worker.slots import Slots
 from pgdefer.worker.state import WorkerState
 
-__all__ = ["Pump"]
+__all__ = ["Fetcher"]
 
 log = logger("pgdefer.worker")
 
@@ -54,7 +54,7 @@ MOMENT = 0.005
 LOST_CLAIM_CHECKS = (0.0, 15.0, 120.0)
 
 
-class Pump:
+class Fetcher:
     """The loop of a worker: it runs until there is nothing left to report."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Pump:
         return not self._executor.is_idle or bool(self._completer.unsent)
 
     async def run(self) -> None:
-        """Register, and pump; connect again where the connection is lost."""
+        """Register, and fetch; connect again where the connection is lost."""
         backoff = Backoff()
         state = self._state
         while state.id is not None or not state.is_stopping or self._has_work:
@@ -160,7 +160,7 @@ class Pump:
         self._state.hint()
 
     async def run_connected(self) -> None:
-        """Pump until the worker's end, or that of the connection."""
+        """Fetch until the worker's end, or that of the connection."""
         state, executor = self._state, self._executor
         self._is_dry = False
         while True:
