@@ -1,5 +1,5 @@
--- Locks. queue.lock_member holds every unfinished job that has a lock. Everything here runs under the
--- admission lock.
+-- Locks: who has the turn. queue.lock_member holds every unfinished job that has a lock. Everything here runs
+-- under the admission lock. join_locks.sql shows that some member always has the turn.
 --
 -- ordered: the first member by id has the turn, and keeps it until it has ended, even while it waits. The
 -- search for the next member starts after the id of the one that ended, so that dead rows before it cost

@@ -1,4 +1,4 @@
--- Cron expressions: their meaning, and their next runs, which _cron_next (recur/calendar.sql) computes.
+-- Cron expressions: their meaning, and their next runs, which _cron_next (recur/cron_next.sql) computes.
 --
 -- _cron_parse turns the text into eight numbers, which may be stored and passed to _cron_next later:
 --   [1]     seconds between the runs of `every ...`; 0 for cron fields, which follow as bit masks:

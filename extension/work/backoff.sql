@@ -1,5 +1,5 @@
--- How long a failed job waits for its next attempt. Whether it has one: _judge_attempt (work/attempts.sql);
--- the proof is above _end_attempt, there.
+-- How long a failed job waits for its next attempt. Whether it has one, and when: _judge_attempt
+-- (work/attempts.sql).
 -- Tests: work/attempts.sql.
 
 -- With n failures before this one (n = failures - 1):

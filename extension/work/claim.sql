@@ -1,4 +1,4 @@
--- Claiming: the newcomer of an idle worker, one lane, or the full loop.
+-- Claiming: a newcomer, one lane, or the full loop. finish.sql fences claims; their numbers: base/era.sql.
 
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, if that order
 -- is the order of ids, none is large and all of them start for the first time, so that queue.first_run

@@ -1,4 +1,4 @@
--- The calendar of cron expressions: the next matching time in a time zone.
+-- The next run of a cron expression: the next matching time in a time zone.
 
 -- The first run later than `after`. NULL if there is none in a hundred years, which happens only for
 -- expressions that follow elapsed time, if daylight saving skips every time that they name.

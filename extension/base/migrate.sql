@@ -1,0 +1,123 @@
+-- Migrating: the tables follow the code, step by step, beside running workers and producers.
+-- Tests: base/install.sql, ../py/compat/test_upgrade.py.
+
+-- Locks: queue.access, against others that install, migrate, grant or revoke (a table that only the owner can
+-- lock); queue.active_job, as workers' calls do first; those of a step's DDL. It waits for these for 100 ms
+-- at a time, so that defer waits behind it no longer than that, and a hundred times. It does not build a
+-- missing large index, but warns of it.
+-- Raises: QJ090 if there is no step from the version of the tables, or there are no tables; 55P03 if a
+-- transaction that has used the tables stays open too long.
+create or replace function queue.migrate()
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_version text;
+  v_index record;
+  v_timeout text := current_setting('lock_timeout');
+begin
+  if to_regclass('queue.access') is not null then
+    lock table queue.access in share row exclusive mode;
+  end if;
+  loop
+    v_version := queue._tables_version();
+    if v_version is null then
+      perform queue._not_installed();
+    elsif not v_version = any (queue._versions()) then
+      perform queue._incompatible('there is no migration from the tables to this code', v_version,
+        'Install the version of the tables, or one that can migrate them.');
+    end if;
+    exit when v_version = '@VERSION@';
+    for v_try in 1 .. 100 loop
+      begin
+        perform set_config('lock_timeout', '100ms', true);
+        -- first, as workers' calls do: one that has it and waits for queue.log would be waited for in turn
+        lock table queue.active_job in access exclusive mode;
+        v_version := queue._migrate_tables(v_version);
+        execute 'update queue.installation set version = $1' using v_version;
+        perform set_config('lock_timeout', v_timeout, true);
+        exit;
+      exception when lock_not_available then
+        if v_try = 100 then
+          raise exception using errcode = '55P03',
+            message = 'the tables are in use by a transaction that stays open',
+            detail = format('tables: %s, code: %s', v_version, '@VERSION@'),
+            hint = 'Nothing was changed. End the transactions that have been open for long (see'
+              ' pg_stat_activity), and call it again.';
+        end if;
+      end;
+    end loop;
+  end loop;
+  for v_index in select i.statement, i.is_large from queue._missing_indexes() i loop
+    if v_index.is_large then
+      raise warning using message = 'a large index is missing: ' || v_index.statement,
+        hint = 'Run each statement that queue.migration() returns, outside a transaction. psql runs them all'
+          ' by its gexec.';
+    else
+      execute replace(v_index.statement, ' concurrently', '');
+    end if;
+  end loop;
+  perform queue._restore_grants();
+  return v_version;
+end $$;
+comment on function queue.migrate() is
+  'Migrates the tables to the version of the code, which it returns, and repeats all grants of'
+    ' grant_access, including those on new functions. defer waits for it only for a moment. It leaves large'
+    ' indexes to queue.migration, with a warning. Raises QJ090 if there is no migration to that version.';
+
+-- Raises: QJ090 without tables.
+create or replace function queue.migration()
+returns table (statement text) language plpgsql stable parallel safe security definer rows 5
+set search_path = pg_catalog, pg_temp as $$
+begin
+  {{installed}}
+  return query
+    select x.statement
+    from queue._missing_indexes() i
+    cross join lateral (
+      select format('drop index concurrently queue.%I', i.name) as statement, 1 as place where i.is_broken
+      union all select i.statement, 2) x
+    order by i.name, x.place;
+end $$;
+comment on function queue.migration() is
+  'Returns the statements that queue.migrate() leaves to be run, each on its own and outside a'
+    ' transaction: large indexes, built concurrently. No rows: there are none. In psql, run them by select *'
+    ' from queue.migration() with gexec in place of the semicolon.';
+
+-- Indexes of migrations that are missing or invalid. is_large: building one at once would stop producers for
+-- a noticeable time.
+create or replace function queue._missing_indexes()
+returns table (name text, statement text, is_large boolean, is_broken boolean)
+language plpgsql stable parallel safe security invoker rows 5 as $$
+begin
+  return query
+    select p.parts[1], s.statement, pg_relation_size(t.id) > 16777216
+      or x.indisvalid is not null, x.indisvalid is not null
+    from unnest(queue._versions()) with ordinality v (version, n)
+    cross join lateral unnest(queue._step_indexes(v.version)) s (statement)
+    cross join lateral (
+      select regexp_match(s.statement, 'concurrently ([a-z0-9_]+) on queue[.]([a-z0-9_]+)') as parts) p
+    cross join lateral (select to_regclass('queue.' || p.parts[2])::oid as id) t
+    left join pg_index x on x.indexrelid = to_regclass('queue.' || p.parts[1])
+    where x.indisvalid is not true and t.id is not null
+      and v.n < array_position(queue._versions(), queue._tables_version());
+end $$;
+
+-- Raises: QJ090, always.
+create or replace function queue._incompatible(message text, tables text, hint text)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  raise exception using errcode = 'QJ090', message = message,
+    detail = format('tables: %s, code: %s', tables, '@VERSION@'), hint = hint;
+end $$;
+
+create or replace function queue._tables_version()
+returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_version text;
+begin
+  if to_regclass('queue.installation') is null then
+    return null;
+  end if;
+  execute 'select i.version from queue.installation i' into v_version;
+  return v_version;
+end $$;
