@@ -104,8 +104,9 @@ returns jsonb language plpgsql stable parallel safe security invoker as $$
 begin
   return (
     select jsonb_object_agg(t.name, t.sensitive) from queue.task t
-    where t.sensitive is not null and (current_setting('pgdefer.hide_sensitive', true) = 'on'
-      or not pg_has_role(queue._caller(), current_user, 'usage')));
+    where t.sensitive is not null
+      and (coalesce(current_setting('pgdefer.hide_sensitive', true), '') not in ('', 'off')
+        or not pg_has_role(queue._caller(), current_user, 'usage')));
 end $$;
 
 -- Args with *** in place of what paths lead to; as they are without paths.

@@ -16,12 +16,13 @@ begin
       select jsonb_agg(n order by n) from unnest(w.needs) n left join queue.finished f on f.id = n
       where f.id is null and not (j.options ->> 'needs_mode' = 'any' and exists (
         select from unnest(w.needs) o join queue.finished s on s.id = o and s.state = 'succeeded'))),
-    'options', coalesce(j.options, '{}') - '{terms,parent,group}'::text[]
+    'options', coalesce(j.options, '{}') - '{terms,parent,group,awaited}'::text[]
       || jsonb_build_object('held', p_held, 'share', coalesce(j.options ->> 'share', ''), 'idempotency_key',
         coalesce(j.options ->> 'idempotency_key', ''))
       || case when j.queueing_lock is null then '{}'::jsonb else '{"on_conflict": "ignore"}' end
       || case when j.keys is null then '{}' else jsonb_build_object('concurrency', (
-        select jsonb_agg(jsonb_strip_nulls(jsonb_build_object('key', k.key, 'limit', k.key_limit))
+        select jsonb_agg(jsonb_strip_nulls(jsonb_build_object('key', k.key,
+          'limit', least(k.key_limit, 999999999)))
           || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n)
         from unnest(j.keys, j.limits) with ordinality k (key, key_limit, n))) end)
   from queue.job_now j
@@ -68,6 +69,8 @@ create or replace function queue.shard_part_arrive(slot integer, part integer, j
 returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
   v_some jsonb;
+  v_calls jsonb;
+  v_again record;
   v_ids bigint[];
   v_new jsonb := '{}'::jsonb;  -- the new id of each
   v_all bigint[] := '{}'::bigint[];
@@ -94,12 +97,28 @@ begin
       from jsonb_array_elements(jobs) with ordinality j (job, n)) x
     group by x.with_needs, x.n / 500 order by min(x.n)
   loop
-    v_ids := array(select d from queue.defer_many((
+    v_calls := (
       select jsonb_agg(j.job - 'id' || jsonb_build_object('needs', (
         select jsonb_agg(v_new -> e.need)
         from jsonb_array_elements_text(nullif(j.job -> 'needs', 'null')) e (need)
         where v_new ? e.need)) order by j.n)
-      from jsonb_array_elements(v_some) with ordinality j (job, n))) d);
+      from jsonb_array_elements(v_some) with ordinality j (job, n));
+    v_ids := array(select d from queue.defer_many(v_calls) d);
+    -- An id of another transaction, or one given twice: a job here has the queueing lock or the idempotency
+    -- key. The one that arrives must not be lost, so it does without.
+    for v_again in
+      select x.n from (
+        select u.n, u.id, row_number() over (partition by u.id order by u.n) as use
+        from unnest(v_ids) with ordinality u (id, n)) x
+      join queue.job j on j.id = x.id
+      where j.xid <> pg_current_xact_id() or x.use > 1 or x.id in (select unnest(v_all))
+      order by x.n
+    loop
+      v_ids[v_again.n] := (select d from queue.defer_many(jsonb_build_array(
+        (v_calls -> (v_again.n - 1)::integer) || jsonb_build_object('queueing_lock', '', 'options',
+          (v_calls -> (v_again.n - 1)::integer -> 'options') - 'on_conflict'
+            || '{"idempotency_key": ""}'))) d);
+    end loop;
     v_new := v_new || (select jsonb_object_agg(j.job ->> 'id', v_ids[j.n])
       from jsonb_array_elements(v_some) with ordinality j (job, n));
     v_all := v_all || v_ids;

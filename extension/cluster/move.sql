@@ -134,6 +134,8 @@ begin
         when j.reason = 'signal' or exists (select from queue.steps x where x.job_id = j.id)
           then 'it has steps'
         when j.claims > 0 and p_started is not true then 'it has been started before'
+        when exists (select from unnest(j.needs) n left join queue.finished f on f.id = n
+          where n > j.id and f.id is null) then 'it needs a younger job'
         when concat_ws(' ', o.lock, o.queueing_lock, array_to_string(o.keys, ' '), o.options ->> 'share',
           o.options ->> 'idempotency_key') ~ '\{.*\}' then 'its keys look like templates'
       end as why

@@ -19,7 +19,7 @@ $$;
 create or replace function plproxy.get_cluster_version(cluster_name text)
 returns integer language sql stable security definer set search_path = pg_catalog, pg_temp as $$
   select ((select sum(m.version) from queue.shard_slot m)
-    + (select sum(abs(hashtext(s.name || ' ' || s.dsn))::bigint) from queue.shard s)) % 2147483647
+    + (select sum(abs(hashtext(s.name || ' ' || s.dsn)::bigint)) from queue.shard s)) % 2147483647
 $$;
 
 create or replace function plproxy.get_cluster_config(in cluster_name text, out key text, out val text)

@@ -1,8 +1,8 @@
 -- Reaping: ends the claims of workers that died (_mark_dead_workers) and of leases that have expired.
 
--- Locks: as _check_era; the worker's row; then as reap. It waits only for that row, because reap skips
--- locked rows and tries the admission lock. So no two of these functions wait for each other. Two calls for
--- one worker: work/reap.two.spec.
+-- Locks: the worker's row; as _check_era; then as reap. The row comes first: a frozen client may hold it, and
+-- must not be waited for under the admission lock. reap skips locked rows and tries the admission lock, so no
+-- two of these functions wait for each other. Two calls for one worker: work/reap.two.spec.
 -- Raises: QJ007 (a restricted role), QJ008.
 -- Jobs that a dead worker's claims held up can proceed when reap has ended these, or with the tick after it.
 -- A fetch of the dead process may still be running in the server: reap looks for its claims as for those of
@@ -15,6 +15,7 @@ begin
     perform queue._require_worker(worker_died.worker);
   end if;
   perform queue._check_isolation();
+  perform from queue.worker w where w.id = worker_died.worker for no key update;
   perform queue._check_era();
   update queue.worker w set gone_at = clock_timestamp() where w.id = worker_died.worker and w.gone_at is null;
   return (select r.reaped from queue._reap(interval '1 s') r);

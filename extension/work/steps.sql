@@ -120,7 +120,7 @@ begin
     select queue._step_name(x.name, x.no), x.value
     from (
       select s.name, s.no, s.value, row_number() over (order by s.name, s.no) as n,
-        sum(pg_column_size(s.value)) over (order by s.name, s.no) as total
+        sum(coalesce(pg_column_size(s.value), 0) + octet_length(s.name)) over (order by s.name, s.no) as total
       from queue.step s
       where s.job_id = read_steps.id and s.finished_at is not null
         and (s.name, s.no) > (v_after.name, coalesce(v_after.no, 1))) x

@@ -89,7 +89,7 @@ comment on function queue.await_jobs(bigint, bigint, text, bigint[]) is
 create or replace function queue.waits_for(id bigint)
 returns table (step text, signal text, event text, until timestamptz)
 language plpgsql stable parallel unsafe security definer rows 1
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp {{planner}} as $$
 begin
   {{if_restricted}}
     perform queue._require_jobs('{operator,reader}', array[waits_for.id]);

@@ -1,6 +1,6 @@
--- A part with more jobs than a call of the queue's functions may name.
+-- Parts that arrive: more jobs than a call of the queue's functions may name, and keys that are taken.
 
-select plan(3);
+select plan(6);
 
 create temp table k as select 'key ' || n as key from generate_series(1, 20000) n where queue.shard_of('key ' || n) = 7 limit 1;
 select count(queue.shard_defer(k.key, 'many', '{}', '{"lock": "many"}')) from k, generate_series(1, 1100);
@@ -12,5 +12,16 @@ delete from queue.shard_sent; delete from queue.shard_part; delete from queue.sh
 update queue.shard_slot set shard = 'b' where slot = 7;
 select queue.shard_receive(7, 'b', 2);
 select is(queue.shard_part_arrive(7, part, jobs), 1100, 'and arrives') from sent;
+
+-- A job with a key that a job of this shard has is not taken for that one, which would lose it.
+select queue.defer('here', queueing_lock => 'q') > 0 as deferred, queue.defer('moved', options => '{"idempotency_key": "i"}') > 0 as deferred_too;
+update queue.shard_slot set shard = 'b' where slot = 8;
+select queue.shard_receive(8, 'b', 2);
+select is(queue.shard_part_arrive(8, 0, jsonb_agg(jsonb_build_object('id', n, 'task', 'moved', 'args', jsonb_build_object('n', n), 'queueing_lock', q,
+  'options', jsonb_build_object('on_conflict', 'ignore', 'idempotency_key', i)))), 6, 'jobs with keys arrive')
+from (values (1, 'q', ''), (2, 'q', ''), (3, '', 'i'), (4, 'new', 'j'), (5, 'new', ''), (6, '', 'j')) j (n, q, i);
+select results_eq($$select (j.args ->> 'n')::integer, j.queueing_lock collate "default" from queue.jobs j where j.task = 'moved' and j.args ? 'n' order by 1$$,
+                  $$values (1, null::text), (2, null), (3, null), (4, 'new'), (5, null), (6, null)$$, 'each as a job of its own; the first keeps its key');
+select is_empty('select * from queue.check()', 'and all is consistent');
 
 select * from finish();
