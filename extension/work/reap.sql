@@ -2,7 +2,8 @@
 
 -- Locks: the worker's row; as _check_era; then as reap. The row comes first: a frozen client may hold it, and
 -- must not be waited for under the admission lock. reap skips locked rows and tries the admission lock, so no
--- two of these functions wait for each other. Two calls for one worker: work/reap.two.spec.
+-- two of these functions wait for each other. Two calls for one worker: work/reap.two.spec; a frozen client:
+-- work/reap.frozen.spec.
 -- Raises: QJ007 (a restricted role), QJ008.
 -- Jobs that a dead worker's claims held up can proceed when reap has ended these, or with the tick after it.
 -- A fetch of the dead process may still be running in the server: reap looks for its claims as for those of
