@@ -1126,13 +1126,13 @@ create index schedule_run_decided_idx on queue.schedule_run
 
 -- tables/inspect/hidden.sql
 -- The sensitive paths of all tasks that have some (base/sensitive.sql), for a reader who may not see what
--- they lead to; NULL for the owner, unless pgdefer.hide_sensitive is on, and if there are none. In a function
+-- they lead to; NULL for the owner, unless pgdefer.hide_sensitive is set and not off, and if there are none. In a function
 -- the reader is the owner. Private.
 create view queue.hidden_paths as
 select jsonb_object_agg(t.name, t.sensitive) as paths
 from queue.task t
 where t.sensitive is not null
-  and (current_setting('pgdefer.hide_sensitive', true) = 'on' or not pg_has_role(current_user,
+  and (coalesce(current_setting('pgdefer.hide_sensitive', true), '') not in ('', 'off') or not pg_has_role(current_user,
     (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass), 'usage'));
 
 -- The args of set_args are those of the task in before; those of schedule name their task beside them.
@@ -2496,8 +2496,9 @@ returns jsonb language plpgsql stable parallel safe security invoker as $$
 begin
   return (
     select jsonb_object_agg(t.name, t.sensitive) from queue.task t
-    where t.sensitive is not null and (current_setting('pgdefer.hide_sensitive', true) = 'on'
-      or not pg_has_role(queue._caller(), current_user, 'usage')));
+    where t.sensitive is not null
+      and (coalesce(current_setting('pgdefer.hide_sensitive', true), '') not in ('', 'off')
+        or not pg_has_role(queue._caller(), current_user, 'usage')));
 end $$;
 
 -- Args with *** in place of what paths lead to; as they are without paths.
@@ -2675,7 +2676,7 @@ end $$;
 -- Jobs as they are now: state and queue, and one more column of queue.jobs. Args are whole, whoever asks.
 -- Locks: none; the caller holds locks under which the jobs can't change.
 create or replace function queue._jobs_before(p_ids bigint[], p_column text default null)
-returns jsonb language plpgsql volatile parallel unsafe security invoker set pgdefer.hide_sensitive = off as $$
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
 begin
   return (
     select jsonb_agg(jsonb_build_object('id', j.id, 'state', j.state, 'queue', j.queue)
@@ -2683,10 +2684,11 @@ begin
         when 'deadline' then jsonb_build_object('deadline', j.deadline)
         when 'scheduled_at' then jsonb_build_object('scheduled_at', j.scheduled_at)
         when 'task' then jsonb_build_object('task', j.task)
-        when 'args' then jsonb_build_object('args', j.args, 'task', j.task) else '{}' end)
+        when 'args' then jsonb_build_object('task', j.task,
+          'args', (select n.args from queue.job_now n where n.id = j.id)) else '{}' end)
     from (select distinct i.id from unnest(p_ids) i (id)) u
     cross join lateral (
-      select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.task, j.args
+      select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.task
       from queue.jobs j where j.id = u.id offset 0) j);
 end $$;
 
@@ -3266,34 +3268,9 @@ begin
           from queue.installation i);
 end $$;
 
--- base/install.sql
--- Installing and migrating: the extension contains only code; the tables are ordinary objects.
-
--- Locks: if there are tables, as migrate. Else only the owner's sessions can hold it up: the first table,
--- whose name both want, makes it wait for another installer, and it then finds the tables.
-create or replace function queue.install()
-returns text language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
-begin
-  if to_regclass('queue.installation') is null then
-    begin
-      perform queue._create_tables();
-      execute format('insert into queue.installation (version, system_identifier, era) values (%L, %s, '''')',
-                     '0.1.0', (select system_identifier from pg_control_system()));
-      execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
-      perform queue._begin_era(queue._era());
-      return '0.1.0';
-    exception when duplicate_table or unique_violation then
-      if to_regclass('queue.installation') is null then
-        raise;
-      end if;
-    end;
-  end if;
-  return queue.migrate();
-end $$;
-comment on function queue.install() is
-  'Creates the tables and views of the queue in schema queue, or migrates existing ones. Returns the'
-    ' version; a second call changes nothing.';
+-- base/migrate.sql
+-- Migrating: the tables follow the code, step by step, beside running workers and producers.
+-- Tests: base/install.sql, ../py/compat/test_upgrade.py.
 
 -- Locks: queue.access, against others that install, migrate, grant or revoke (a table that only the owner can
 -- lock); queue.active_job, as workers' calls do first; those of a step's DDL. It waits for these for 100 ms
@@ -3377,6 +3354,74 @@ comment on function queue.migration() is
     ' transaction: large indexes, built concurrently. No rows: there are none. In psql, run them by select *'
     ' from queue.migration() with gexec in place of the semicolon.';
 
+-- Indexes of migrations that are missing or invalid. is_large: building one at once would stop producers for
+-- a noticeable time.
+create or replace function queue._missing_indexes()
+returns table (name text, statement text, is_large boolean, is_broken boolean)
+language plpgsql stable parallel safe security invoker rows 5 as $$
+begin
+  return query
+    select p.parts[1], s.statement, pg_relation_size(t.id) > 16777216
+      or x.indisvalid is not null, x.indisvalid is not null
+    from unnest(queue._versions()) with ordinality v (version, n)
+    cross join lateral unnest(queue._step_indexes(v.version)) s (statement)
+    cross join lateral (
+      select regexp_match(s.statement, 'concurrently ([a-z0-9_]+) on queue[.]([a-z0-9_]+)') as parts) p
+    cross join lateral (select to_regclass('queue.' || p.parts[2])::oid as id) t
+    left join pg_index x on x.indexrelid = to_regclass('queue.' || p.parts[1])
+    where x.indisvalid is not true and t.id is not null
+      and v.n < array_position(queue._versions(), queue._tables_version());
+end $$;
+
+-- Raises: QJ090, always.
+create or replace function queue._incompatible(message text, tables text, hint text)
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  raise exception using errcode = 'QJ090', message = message,
+    detail = format('tables: %s, code: %s', tables, '0.1.0'), hint = hint;
+end $$;
+
+create or replace function queue._tables_version()
+returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_version text;
+begin
+  if to_regclass('queue.installation') is null then
+    return null;
+  end if;
+  execute 'select i.version from queue.installation i' into v_version;
+  return v_version;
+end $$;
+
+-- base/install.sql
+-- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
+
+-- Locks: if there are tables, as migrate. Else only the owner's sessions can hold it up: the first table,
+-- whose name both want, makes it wait for another installer, and it then finds the tables.
+create or replace function queue.install()
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+begin
+  if to_regclass('queue.installation') is null then
+    begin
+      perform queue._create_tables();
+      execute format('insert into queue.installation (version, system_identifier, era) values (%L, %s, '''')',
+                     '0.1.0', (select system_identifier from pg_control_system()));
+      execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
+      perform queue._begin_era(queue._era());
+      return '0.1.0';
+    exception when duplicate_table or unique_violation then
+      if to_regclass('queue.installation') is null then
+        raise;
+      end if;
+    end;
+  end if;
+  return queue.migrate();
+end $$;
+comment on function queue.install() is
+  'Creates the tables and views of the queue in schema queue, or migrates existing ones. Returns the'
+    ' version; a second call changes nothing.';
+
 -- Not for producers: they must not change the limits that protect others from them.
 -- Locks: the row of queue.installation. Raises: 22023.
 create or replace function queue.configure(options jsonb)
@@ -3457,25 +3502,6 @@ comment on function queue.uninstall(boolean) is
     ' depend on the views are dropped too. Needs force => true. Waits for running sessions (55P03 if that'
     ' takes too long); later calls get QJ090.';
 
--- Indexes of migrations that are missing or invalid. is_large: building one at once would stop producers for
--- a noticeable time.
-create or replace function queue._missing_indexes()
-returns table (name text, statement text, is_large boolean, is_broken boolean)
-language plpgsql stable parallel safe security invoker rows 5 as $$
-begin
-  return query
-    select p.parts[1], s.statement, pg_relation_size(t.id) > 16777216
-      or x.indisvalid is not null, x.indisvalid is not null
-    from unnest(queue._versions()) with ordinality v (version, n)
-    cross join lateral unnest(queue._step_indexes(v.version)) s (statement)
-    cross join lateral (
-      select regexp_match(s.statement, 'concurrently ([a-z0-9_]+) on queue[.]([a-z0-9_]+)') as parts) p
-    cross join lateral (select to_regclass('queue.' || p.parts[2])::oid as id) t
-    left join pg_index x on x.indexrelid = to_regclass('queue.' || p.parts[1])
-    where x.indisvalid is not true and t.id is not null
-      and v.n < array_position(queue._versions(), queue._tables_version());
-end $$;
-
 -- Whether clients or tables of a release work with this code: it is of the same series (first two numbers) or
 -- the one before.
 create or replace function queue._fits(p_version text)
@@ -3508,26 +3534,6 @@ begin
       hint = 'Upgrade the older of the two: the schema first (pgdefer upgrade); clients may be one release'
         ' behind it.';
   end if;
-end $$;
-
--- Raises: QJ090, always.
-create or replace function queue._incompatible(message text, tables text, hint text)
-returns void language plpgsql stable parallel safe security invoker as $$
-begin
-  raise exception using errcode = 'QJ090', message = message,
-    detail = format('tables: %s, code: %s', tables, '0.1.0'), hint = hint;
-end $$;
-
-create or replace function queue._tables_version()
-returns text language plpgsql stable parallel safe security invoker as $$
-declare
-  v_version text;
-begin
-  if to_regclass('queue.installation') is null then
-    return null;
-  end if;
-  execute 'select i.version from queue.installation i' into v_version;
-  return v_version;
 end $$;
 
 -- Locks: those of uninstall.
@@ -4948,8 +4954,8 @@ comment on function queue.defer_chain(jsonb) is
   'Defers jobs (as defer_many), each of which needs the one before it, in addition to the needs that it'
     ' names. Returns the ids in input order.';
 
--- recur/calendar.sql
--- The calendar of cron expressions: the next matching time in a time zone.
+-- recur/cron_next.sql
+-- The next run of a cron expression: the next matching time in a time zone.
 
 -- The first run later than `after`. NULL if there is none in a hundred years, which happens only for
 -- expressions that follow elapsed time, if daylight saving skips every time that they name.
@@ -5164,7 +5170,7 @@ begin
 end $$;
 
 -- recur/cron.sql
--- Cron expressions: their meaning, and their next runs, which _cron_next (recur/calendar.sql) computes.
+-- Cron expressions: their meaning, and their next runs, which _cron_next (recur/cron_next.sql) computes.
 --
 -- _cron_parse turns the text into eight numbers, which may be stored and passed to _cron_next later:
 --   [1]     seconds between the runs of `every ...`; 0 for cron fields, which follow as bit masks:
@@ -7278,8 +7284,8 @@ begin
 end $$;
 
 -- admit/locks.sql
--- Locks. queue.lock_member holds every unfinished job that has a lock. Everything here runs under the
--- admission lock.
+-- Locks: who has the turn. queue.lock_member holds every unfinished job that has a lock. Everything here runs
+-- under the admission lock. join_locks.sql shows that some member always has the turn.
 --
 -- ordered: the first member by id has the turn, and keeps it until it has ended, even while it waits. The
 -- search for the next member starts after the id of the one that ended, so that dead rows before it cost
@@ -10581,8 +10587,8 @@ comment on function queue.rehearse() is
     ' owner of the queue may call this function.';
 
 -- work/backoff.sql
--- How long a failed job waits for its next attempt. Whether it has one: _judge_attempt (work/attempts.sql);
--- the proof is above _end_attempt, there.
+-- How long a failed job waits for its next attempt. Whether it has one, and when: _judge_attempt
+-- (work/attempts.sql).
 -- Tests: work/attempts.sql.
 
 -- With n failures before this one (n = failures - 1):
@@ -11245,7 +11251,7 @@ begin
     select queue._step_name(x.name, x.no), x.value
     from (
       select s.name, s.no, s.value, row_number() over (order by s.name, s.no) as n,
-        sum(pg_column_size(s.value)) over (order by s.name, s.no) as total
+        sum(coalesce(pg_column_size(s.value), 0) + octet_length(s.name)) over (order by s.name, s.no) as total
       from queue.step s
       where s.job_id = read_steps.id and s.finished_at is not null
         and (s.name, s.no) > (v_after.name, coalesce(v_after.no, 1))) x
@@ -11915,7 +11921,7 @@ comment on function queue.await_jobs(bigint, bigint, text, bigint[]) is
 create or replace function queue.waits_for(id bigint)
 returns table (step text, signal text, event text, until timestamptz)
 language plpgsql stable parallel unsafe security definer rows 1
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_jobs('{operator,reader}', array[waits_for.id]);
@@ -12254,12 +12260,65 @@ comment on function queue.set_progress(bigint, bigint, numeric, text) is
   'Sets the progress of a running job, which queue.jobs shows: percent, and a message of which 1,000'
     ' characters are kept. NULL as the message keeps the last one.';
 
+-- work/leases.sql
+-- Leases: when the next one ends, and which are renewed while their handler lives. reap.sql ends the others.
+-- Tests: work/reap.sql.
+
+-- The earliest end of leases and timeouts that were set before workers could reach the server (_up_since).
+create or replace function queue._grace_until()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return queue._up_since() + interval '30 s';
+end $$;
+
+-- When the next lease or timeout ends, for reap.
+create or replace function queue._next_lease_end()
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_first timestamptz := (select l.expires_at from queue.lease l order by l.expires_at limit 1);
+begin
+  if v_first is null or queue._grace_until() <= clock_timestamp() then
+    return v_first;
+  end if;
+  return (select min(case when l.given_at < queue._up_since()
+    then greatest(l.expires_at, queue._grace_until()) else l.expires_at end)
+          from queue.lease l);
+end $$;
+
+-- Whether a worker of queue.work is in a transaction, as it is while a handler runs (work/sql_worker.sql). If
+-- another session has been given the pid of one that died, the claim stays until that ends a transaction.
+create or replace function queue._is_in_handler(p_info jsonb)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (
+    select from pg_locks l where l.locktype = 'virtualxid' and l.pid::text = p_info ->> 'session');
+end $$;
+
+-- Whether a claim is run by a worker of queue.work that is in its handler's transaction. No other session can
+-- end that, and the attempt ends together with it. So this renews the lease, and no second run starts beside
+-- it.
+-- Locks: the lease's row by skip locked.
+create or replace function queue._renew_in_handler(p_id bigint, p_claim bigint)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not exists (select from queue.active_job aj join queue.worker w on w.id = aj.worker_id
+    where aj.id = p_id and aj.claim = p_claim and w.info ? 'session' and queue._is_in_handler(w.info))
+  then
+    return false;
+  end if;
+  update queue.lease l set expires_at = clock_timestamp() + interval '10 s'
+  where l.ctid = any (array(select l.ctid from queue.lease l
+    where l.id = p_id and l.claim = p_claim for update skip locked));
+  return true;
+end $$;
+
 -- work/reap.sql
 -- Reaping: ends the claims of workers that died (_mark_dead_workers) and of leases that have expired.
 
--- Locks: as _check_era; the worker's row; then as reap. It waits only for that row, because reap skips
--- locked rows and tries the admission lock. So no two of these functions wait for each other. Two calls for
--- one worker: work/reap.two.spec.
+-- Locks: the worker's row; as _check_era; then as reap. The row comes first: a frozen client may hold it, and
+-- must not be waited for under the admission lock. reap skips locked rows and tries the admission lock, so no
+-- two of these functions wait for each other. Two calls for one worker: work/reap.two.spec; a frozen client:
+-- work/reap.frozen.spec.
 -- Raises: QJ007 (a restricted role), QJ008.
 -- Jobs that a dead worker's claims held up can proceed when reap has ended these, or with the tick after it.
 -- A fetch of the dead process may still be running in the server: reap looks for its claims as for those of
@@ -12272,6 +12331,7 @@ begin
     perform queue._require_worker(worker_died.worker);
   end if;
   perform queue._check_isolation();
+  perform from queue.worker w where w.id = worker_died.worker for no key update;
   perform queue._check_era();
   update queue.worker w set gone_at = clock_timestamp() where w.id = worker_died.worker and w.gone_at is null;
   return (select r.reaped from queue._reap(interval '1 s') r);
@@ -12459,33 +12519,6 @@ begin
   return v_reaped;
 end $$;
 
--- Whether a worker of queue.work is in a transaction, as it is while a handler runs (work/sql_worker.sql). If
--- another session has been given the pid of one that died, the claim stays until that ends a transaction.
-create or replace function queue._is_in_handler(p_info jsonb)
-returns boolean language plpgsql stable parallel safe security invoker as $$
-begin
-  return exists (
-    select from pg_locks l where l.locktype = 'virtualxid' and l.pid::text = p_info ->> 'session');
-end $$;
-
--- Whether a claim is run by a worker of queue.work that is in its handler's transaction. No other session can
--- end that, and the attempt ends together with it. So this renews the lease, and no second run starts beside
--- it.
--- Locks: the lease's row by skip locked.
-create or replace function queue._renew_in_handler(p_id bigint, p_claim bigint)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  if not exists (select from queue.active_job aj join queue.worker w on w.id = aj.worker_id
-    where aj.id = p_id and aj.claim = p_claim and w.info ? 'session' and queue._is_in_handler(w.info))
-  then
-    return false;
-  end if;
-  update queue.lease l set expires_at = clock_timestamp() + interval '10 s'
-  where l.ctid = any (array(select l.ctid from queue.lease l
-    where l.id = p_id and l.claim = p_claim for update skip locked));
-  return true;
-end $$;
-
 -- Ends claims whose worker was removed, unless they have a lease of their own, as crashed: how they ended is
 -- unknown. A fetch leaves such a claim only if it was prepared (PREPARE TRANSACTION) and committed long
 -- after; other causes are half a restore and a bug. Reads 5,000 rows of queue.active_job from the least id
@@ -12557,27 +12590,6 @@ exception when others then
     where l.id = p_id and l.claim = p_claim for update skip locked));
   raise warning 'pgdefer: job % can''t be reaped: % (%)', p_id, sqlerrm, sqlstate;
   return 0;
-end $$;
-
--- The earliest end of leases and timeouts that were set before workers could reach the server (_up_since).
-create or replace function queue._grace_until()
-returns timestamptz language plpgsql stable parallel safe security invoker as $$
-begin
-  return queue._up_since() + interval '30 s';
-end $$;
-
--- When the next lease or timeout ends, for reap.
-create or replace function queue._next_lease_end()
-returns timestamptz language plpgsql stable parallel safe security invoker as $$
-declare
-  v_first timestamptz := (select l.expires_at from queue.lease l order by l.expires_at limit 1);
-begin
-  if v_first is null or queue._grace_until() <= clock_timestamp() then
-    return v_first;
-  end if;
-  return (select min(case when l.given_at < queue._up_since()
-    then greatest(l.expires_at, queue._grace_until()) else l.expires_at end)
-          from queue.lease l);
 end $$;
 
 -- Invariants, for queue.check().
@@ -14312,7 +14324,7 @@ begin
 end $$;
 
 -- work/claim.sql
--- Claiming: the newcomer of an idle worker, one lane, or the full loop.
+-- Claiming: a newcomer, one lane, or the full loop. finish.sql fences claims; their numbers: base/era.sql.
 
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, if that order
 -- is the order of ids, none is large and all of them start for the first time, so that queue.first_run
