@@ -153,6 +153,7 @@ def kill(cluster: Cluster) -> None:
     until(lambda: not _is_used(cluster))
     # Nobody may have waited for its end: then its number still seems to be in use.
     (cluster.data / "postmaster.pid").unlink()
+    (cluster.folder / f".s.PGSQL.{cluster.port}.lock").unlink(missing_ok=True)
 
 
 def _is_used(cluster: Cluster) -> bool:

@@ -124,7 +124,7 @@ class Releases:
         )
         last = re.findall(r"(?m)^tables/.*\n", entries)[-1]
         manifest.write_text(entries.replace(last, f"{last}tables/second.sql\n"), "utf-8")
-        replaced(source / "base", r"(?<=true, '\{)autoscale_hint(?=, get, graph, )", "note_of")
+        replaced(source / "base", r"(?<=[\s{])autoscale_hint(?=, get, graph, )", "note_of")
         replaced(source / "base", r"(?<=\n)    \('schedule_runs', .*?\n",
                  "    ('schedule_runs', '{operator,reader}', false),\n"
                  "    ('remarks', '{operator,reader}', false),\n")  # fmt: skip

@@ -360,6 +360,7 @@ def bases_of(names: list[str], types: list[str]) -> dict[str, tuple[str, Any]]:
         name: ((f"'{TEXTS[name]}'" if name in TEXTS else "null")
                if type_ == "text"
                else "null" if name == "after" and type_ == "bigint"
+               else BASES["id"] if name == "job" and type_ == "bigint"
                else BASES.get(name, "null"), None)
         for name, type_ in zip(names, types, strict=True)
     }  # fmt: skip

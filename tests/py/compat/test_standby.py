@@ -37,8 +37,10 @@ READS = {
     "search": "('ann')",
     "series": "()",
     "stats": "()",
+    "streams": "({running})",
     "task_stats": "()",
     "version": "()",
+    "waits_for": "({running})",
     "why": "({blocked})",
 }
 # Their answers depend on the time, or on the server.

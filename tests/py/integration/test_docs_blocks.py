@@ -42,6 +42,7 @@ PAGES = {
 }
 BACKUP = "tests/py/compat/test_dump_restore.py does this, with its own folders"
 EXTRAS = "installing needs the package index; tests use each extra"
+LOST = "tests/py/races/test_failover_lost.py runs it"
 WEB = "tests/py/contrib/test_web_command.py starts it"
 # The beginnings of blocks that no test types in, by page.
 NOT_RUN = {
@@ -55,6 +56,11 @@ NOT_RUN = {
         "postgresql://one,two": "tests/py/races/test_failover.py connects in this way",
     },
     "docs/how-it-works.md": {" producer ": "a drawing"},
+    "docs/how-to/failover.md": {
+        'psql -c "select pg_last_wal': LOST,
+        "DATA=/srv/old-primary": LOST,
+        "$ pgdefer job why": "tests/py/compat/test_standby.py reads from one",
+    },
     "docs/installing.md": {
         "alter system": "the tests' servers start with such a setting",
         "create extension": f"{HERE}/test_build.py installs both forms",
