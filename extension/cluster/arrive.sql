@@ -22,7 +22,7 @@ begin
       || case when j.queueing_lock is null then '{}'::jsonb else '{"on_conflict": "ignore"}' end
       || case when j.keys is null then '{}' else jsonb_build_object('concurrency', (
         select jsonb_agg(jsonb_strip_nulls(jsonb_build_object('key', k.key,
-          'limit', least(k.key_limit, 999999999)))
+          'limit', case when k.key_limit > 999999999 then 999999999 else k.key_limit end))
           || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n)
         from unnest(j.keys, j.limits) with ordinality k (key, key_limit, n))) end)
   from queue.job_now j

@@ -1,12 +1,13 @@
 -- The sensitive paths of all tasks that have some (base/sensitive.sql), for a reader who may not see what
--- they lead to; NULL for the owner, unless pgdefer.hide_sensitive is set and not off, and if there are none. In a function
--- the reader is the owner. Private.
+-- they lead to; NULL for the owner, unless pgdefer.hide_sensitive is set and not off, and if there are none.
+-- In a function the reader is the owner. Private.
 create view queue.hidden_paths as
 select jsonb_object_agg(t.name, t.sensitive) as paths
 from queue.task t
 where t.sensitive is not null
-  and (coalesce(current_setting('pgdefer.hide_sensitive', true), '') not in ('', 'off') or not pg_has_role(current_user,
-    (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass), 'usage'));
+  and (coalesce(current_setting('pgdefer.hide_sensitive', true), '') not in ('', 'off')
+    or not pg_has_role(current_user,
+      (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass), 'usage'));
 
 -- The args of set_args are those of the task in before; those of schedule name their task beside them.
 create view queue.audit as

@@ -285,7 +285,7 @@ def test_the_wheel_carries_the_code_once_and_makes_both_forms(
         archive.extractall(tmp_path)
     files = build.render(ROOT / "extension", build.version())
     wanted = {f"extension/{name}" for name in files.keys() - {"pgdefer.sql"}} | {"plain.sql"}
-    for folder in ("cluster", "plproxy"):
+    for folder in build.ON_DEMAND:
         paths = (ROOT / "extension" / folder).iterdir()
         wanted |= {f"{folder}/{path.name}" for path in paths}
     assert sorted(name for name in names if name.startswith("pgdefer/_sql/")) == sorted(

@@ -41,7 +41,6 @@ PAGES = {
     "docs/upgrading.md": f"{HERE}/test_docs_rest.py",
 }
 BACKUP = "tests/py/compat/test_dump_restore.py does this, with its own folders"
-EXTRAS = "installing needs the package index; tests use each extra"
 LOST = "tests/py/races/test_failover_lost.py runs it"
 WEB = "tests/py/contrib/test_web_command.py starts it"
 # The beginnings of blocks that no test types in, by page.
@@ -74,7 +73,6 @@ NOT_RUN = {
     },
     "docs/page.md": {"$ pgdefer web --dsn": WEB, "$ pgdefer web --no-password": WEB},
     "docs/recurring.md": {"=> select cron": "it needs pg_cron"},
-    "docs/telemetry.md": {"pip install": EXTRAS},
     "docs/tutorial.md": {"$ export PGDEFER_HOME": f"{HERE}/test_docs_rest.py starts a server"},
     "docs/upgrading.md": {"-- @code": "a sample: tests/py/compat/test_upgrade.py has such steps"},
     "docs/worker-protocol.md": {"register ": "a drawing"},
