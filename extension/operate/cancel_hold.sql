@@ -1,4 +1,7 @@
 -- Cancelling, holding and unholding one job.
+--
+-- Why no wake-up is lost: _advance sends on the jobs that a call releases, by a slot, a turn or a need, and
+-- each call that may leave one ready ends with _announce.
 
 -- Locks: the job's row of queue.active_job, waited for, but not for a transaction that has finished a step: a
 -- job can be told to stop meanwhile; the admission lock, waited for.
@@ -68,6 +71,7 @@ begin
   end if;
   insert into queue.waiting (id, reason) values (hold.id, 'held');
   perform queue._advance(p_keys => v_taken.keys, p_changed => array[hold.id]);
+  perform queue._announce();
   perform queue._audit_jobs('hold', '{}', array[hold.id], v_before);
   return 'held';
 end $$;
