@@ -1,9 +1,8 @@
 -- Needs: the current state of the needed jobs decides, never a counter.
 --
 -- A need is succeeded, failed (failed, cancelled, held, upstream_failed), or pending. Whenever that changes,
--- _needs_changed checks the jobs that need it. Everything here except _check_needs and _check_yield runs
--- under the admission lock. A process that ends a claim can't hold the admission lock; _mark_needed explains
--- why no end is missed.
+-- _needs_changed checks the jobs that need it. Everything here runs under the admission lock. A session that
+-- ends a claim need not hold that; _mark_needed explains why no end is missed.
 --
 -- Counting all needs of a job whenever one of them ends would be quadratic. So queue.waiting names one need
 -- that holds the job (need_id): a pending one, or under upstream_failed a failed one. While that need does

@@ -81,7 +81,8 @@ begin
   v_lock := nullif(coalesce(p_lock, v_task.lock), '');
   if v_lock is not null then
     v_lock := queue._fill('lock', v_lock, p_args);
-    v_flags := case when v_options ->> 'lock_mode' = 'mutex' then {{mutex}} else 1 end;
+    v_flags := case when v_options ->> 'lock_mode' = 'mutex' then {{mutex}}
+      else {{ordered}} end;
   end if;
   if num_nonnulls(p_concurrency_key, p_concurrency_limit, v_task.keys) > 0 or v_given ? 'concurrency' then
     -- values of the call replace the task's keys

@@ -11,7 +11,7 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_before jsonb;
-  v_live record;
+  v_active record;
   v_taken record;
 begin
   {{if_restricted}}
@@ -21,15 +21,15 @@ begin
   v_before := queue._jobs_before(array[cancel.id]);
   -- a job that was claimed while this waited for the admission lock may be about to end in a transaction that
   -- holds its row
-  select aj.claim, aj.worker_id into v_live from queue.active_job aj
+  select aj.claim, aj.worker_id into v_active from queue.active_job aj
   where aj.id = cancel.id for no key update skip locked;
-  if v_live.claim is not null then
+  if v_active.claim is not null then
     if cancel.abort is not true then
       perform queue._invalid_state(cancel.id, 'running',
         'Call queue.cancel(id, abort => true) to have its worker stop it.');
     end if;
     update queue.active_job aj set flags = aj.flags | {{aborting}} where aj.id = cancel.id;
-    perform queue._notify_abort(cancel.id, v_live.claim, v_live.worker_id, 'cancelled');
+    perform queue._notify_abort(cancel.id, v_active.claim, v_active.worker_id, 'cancelled');
     perform queue._audit_jobs('cancel', jsonb_build_object('abort', cancel.abort), array[cancel.id],
       v_before);
     return 'running';

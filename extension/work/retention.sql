@@ -7,8 +7,7 @@
 create or replace function queue.prune(max_jobs integer default 10000, state text default null,
   older_than interval default null)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
+set search_path = pg_catalog, pg_temp {{planner_brin}} as $$
 declare
   v_safe_at timestamptz;
   v_pruned integer;
