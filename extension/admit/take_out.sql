@@ -175,14 +175,15 @@ begin
   end if;
 end $$;
 
--- How long a finished job is kept: by the job, its queue, or the default of its state; NULL means for ever.
-create or replace function queue._retention(p_id bigint)
+-- How long a finished job is kept: by the job, its queue, or the default for succeeded ones; NULL means for
+-- ever.
+create or replace function queue._retention(p_id bigint, p_default interval default '{{keep_succeeded}}')
 returns interval language plpgsql stable parallel safe security invoker as $$
 declare
   v_retain interval;
 begin
   select coalesce(queue._retain(j.options -> 'retain', f.state), c.retain,
-    case when f.state = 'succeeded' then interval '7 days' end) into v_retain
+    case when f.state = 'succeeded' then p_default end) into v_retain
   from queue.job_now j
   join queue.finished f on f.id = j.id
   left join queue.queue_config c on c.queue = j.queue

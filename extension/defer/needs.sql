@@ -25,8 +25,7 @@ begin
     select f.state, f.finished_at, f.purge_at
     from queue.finished f
     where f.id = u.n offset 0) f on true
-  where j.id is null or f.purge_at <= v_now
-    or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days'
+  where j.id is null or {{is_past}}
   limit 1;
   if found then
     perform queue._job_not_found(v_missing);

@@ -107,8 +107,7 @@ begin
       select f.purge_at, f.finished_at, f.state
       from queue.finished f
       where f.id = n.id offset 0) f on true
-    where not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded'
-        and f.finished_at < v_now - interval '7 days', false)
+    where {{is_past}} is not true
       and not exists (select from queue.need d
         where d.job_id = p_id and d.need_id = n.id and d.mode & {{ended}} <> 0)
     order by n.id);

@@ -74,8 +74,8 @@ begin
     then '-infinity'::timestamptz end);
   insert into queue.attempt (job_id, claim, attempt, worker_id, started_at, finished_at, outcome, error,
     details)
-  values (p_id, p_claim, v_active.attempt, v_active.worker_id, v_active.claimed_at, v_now, v_label, v_end.error,
-          case when v_kind = 'unknown_task' then jsonb_build_object('unknown_task', v_end.task)
+  values (p_id, p_claim, v_active.attempt, v_active.worker_id, v_active.claimed_at, v_now, v_label,
+          v_end.error, case when v_kind = 'unknown_task' then jsonb_build_object('unknown_task', v_end.task)
                else queue._truncate_details(nullif(p_outcome -> 'details', 'null')) end);
   insert into queue.job_override as s (id, attempts, claims, failures, crashes, progress, scheduled_at,
     started_at, error, has_steps, is_suspended, tag)

@@ -73,7 +73,8 @@ begin
       order by f.purge_at limit p_max_jobs::bigint + 1000 for update skip locked),
     old as materialized (
       select f.id from queue.finished f
-      where f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_until - interval '7 days'
+      where f.purge_at is null and f.state = 'succeeded'
+        and f.finished_at < v_until - interval '{{keep_succeeded}}'
       limit p_max_jobs::bigint + 1000 for update skip locked),
     asked as materialized (
       select a.id, a.purge_at, queue._is_needed(a.id)
