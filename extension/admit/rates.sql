@@ -109,18 +109,3 @@ begin
       or right(c.pattern, 1) = '*' and starts_with(p_key, left(c.pattern, -1))
     order by c.pattern = p_key desc, length(c.pattern) desc limit 1;
 end $$;
-
--- If the clock was set back past the due mark, moves the mark back too. Otherwise the next admission might
--- begin at the mark, and miss a new timer before it.
--- Locks: the caller holds the admission lock, which protects the cursor.
-create or replace function queue._rewind_due_mark()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_tick bigint;
-  v_due_at timestamptz;
-begin
-  select k.tick, k.due_at into v_tick, v_due_at from queue.cursor_now k;
-  if v_due_at > clock_timestamp() then
-    update queue.cursor k set due_at = '-infinity' where k.tick = v_tick;
-  end if;
-end $$;

@@ -1,5 +1,5 @@
 -- Retention: finished jobs are removed when their time has passed, unless an unfinished job needs them.
--- How long a job is kept: _retention (admit/take_out.sql).
+-- How long a job is kept: _retention (admit/dequeue.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
 -- skip locked.
