@@ -217,7 +217,8 @@ begin
   execute call;
   return pg_temp.read() - v_before;
 end $$;
-select queue.tick() \g /dev/null  -- it looks for forgotten claims every 10 s
+-- tick looks for forgotten claims every 10 s
+select queue.tick() \g /dev/null
 select cmp_ok(pg_temp.reads(format('select queue.defer(''e'', needs => array[%s, %s])', :some, :some - 1)), '<', 100::bigint, 'a defer with needs reads only these');
 select cmp_ok(pg_temp.reads('select from queue.tick()'), '<', 100::bigint, 'so does its admission');
 select cmp_ok(pg_temp.reads(format('select from queue.hold(%s)', :some)), '<', 100::bigint, 'and the change of a need');
