@@ -191,8 +191,9 @@ begin
 end $$;
 
 -- The state of the needs of jobs, by counting: satisfied, waiting or failed. Awaited jobs need only end, but
--- all of them. After a yield, any waits for open needs; one that was deleted and had not succeeded never will
--- be satisfied, so it is none of them. holder: the need that holds the job, NULL if every change matters.
+-- all of them. After a yield, a job under any waits for one of its open needs. A need that was deleted
+-- without success is not open, because it will never be satisfied. holder: the need that holds the job, NULL
+-- if every change matters.
 create or replace function queue._needs_states(p_ids bigint[])
 returns table (id bigint, standing text,
   holder bigint) language plpgsql stable parallel safe security invoker rows 10 as $$

@@ -36,7 +36,8 @@ begin
   return array(select distinct n from unnest(p_needs) n order by n);
 end $$;
 
--- The deadline that a child inherits from its parent. Settings: as _check_needs.
+-- The deadline that a child inherits from its parent. Settings: a plan made while the log was empty would
+-- read all of it.
 -- Raises: QJ001.
 create or replace function queue._parent_deadline(p_parent bigint)
 returns timestamptz language plpgsql stable parallel safe security invoker set enable_seqscan = off as $$

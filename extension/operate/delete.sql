@@ -66,7 +66,7 @@ begin
   -- again, because the end of a claim admits what was committed meanwhile (operate/delete.queue_defer.spec);
   -- this ends, because no job that is admitted under this admission lock can run
   loop
-    v_later := array(select u.id from queue.unadmitted u);  -- jobs committed since are deferred later
+    v_later := array(select u.id from queue.unadmitted u);  -- jobs committed since count as deferred later
     v_ids := array(
       select j.id from queue.job_now j
       where j.queue = delete_queue.name and j.id <> all (v_later) order by j.id);

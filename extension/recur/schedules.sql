@@ -263,8 +263,8 @@ begin
   on conflict on constraint schedule_run_pkey do nothing;
 end $$;
 
--- Prepares a change of a schedule. Its due_at may not lie before the cursor's, as it could after the clock was
--- set back.
+-- Prepares a change of a schedule. Its due_at may not lie before the cursor's, as it could after the clock
+-- was set back.
 -- Locks: the admission lock, waited for.
 create or replace function queue._lock_schedules()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -87,7 +87,7 @@ begin
       -- so many that reading them each time would cost too much
       update queue.finished f set purge_at = v_now + interval '1 minute' where f.id = any (v_kept);
     end if;
-    -- a queue's retention may have been set since, or a minute put in its place above
+    -- a queue's retention may have been set since, or the time above stands in its place
     with kept as (
       update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
       where f.id = any (v_ids) and (f.finished_at + queue._retention(f.id) <= v_now) is not true
