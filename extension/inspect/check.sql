@@ -29,6 +29,7 @@ begin
     from (select 'admission'::text as name, count(*) as n from queue.admission union all
           select 'cursor', count(*) from queue.cursor union all
           select 'minute_cursor', count(*) from queue.minute_cursor union all
+          select 'horizon', count(*) from queue.horizon union all
           select 'installation', count(*) from queue.installation) x
     where x.n <> 1;
   return query
