@@ -33,7 +33,7 @@ declare
   v_xid xid8;
   v_high_id bigint;
   v_has_backlog boolean;
-  v_is_read boolean := false;  -- of the whole backlog, so that jobs need not be parked any longer
+  v_is_read boolean := false;  -- the whole backlog has been read, so no job need stay parked
   v_retags boolean;
   v_gated bigint[];
   v_parked bigint[];

@@ -3,8 +3,8 @@
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_is_refill: they come from the waiting jobs, so they need not queue up behind those. grown: keys whose
--- limit has grown, or where a job waits that would fit, maybe before all others; discarded: jobs in no gate
--- that would have to wait, and must be discarded instead (on_limit).
+-- limit has grown, or for which a job waits that would fit; discarded: jobs in no gate that would have to
+-- wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_is_refill boolean, out discarded bigint[],
   out grown text[])
@@ -130,7 +130,7 @@ begin
     else
       if v_counts.ready[v_shut] + v_ready[v_shut] <= v_counts.free[v_shut]
         - least(v_weight, v_counts.most[v_shut]) then
-        -- the others are too heavy, or it comes before them
+        -- those that wait are too heavy, or this job comes before them
         grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
       v_waiting[v_shut] := v_waiting[v_shut] + 1;

@@ -18,8 +18,9 @@
 -- Duration: each link of a chain takes one round of the loop. After 20 rounds and 50 ms the rest is handed
 -- over to the next admission, so that nobody waits long for the admission lock. The first 20 rounds run
 -- however long they take, so that a short chain ends in the same way on a busy machine.
--- Why no wake-up is lost: the rest is handed over like ended claims (admit/admission.sql): jobs in no gate
--- (requeued, with flags 0: they hold nothing), keys (refill), dependents (recheck), locks (readmit).
+-- Why no wake-up is lost: the rest is handed over like ended claims (admit/admission.sql), by kind: jobs in
+-- no gate (again, with flags 0 because they hold nothing), keys (refill), dependents (recheck), locks
+-- (readmit).
 create or replace function queue._advance(
   p_arrived bigint[] default null, p_turned bigint[] default null, p_ended bigint[] default null,
   p_keys text[] default null, p_locks text[] default null, p_changed bigint[] default null)
@@ -91,7 +92,7 @@ begin
   union all
   select u.id, 'recheck', {{needed}}, null from unnest(v_changed) u (id)
   union all
-  select m.id, 'regate', 0, null
+  select m.id, 'readmit', 0, null
   from unnest(v_locks) u (lock)
   cross join lateral (select m.id from queue.lock_member m where m.lock = u.lock order by m.id limit 1) m
   union all

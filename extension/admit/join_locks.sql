@@ -121,7 +121,7 @@ begin
       v_taken := queue._dequeue(v_lock.id);
       if v_taken.place is null then
         insert into queue.pending_settlement (xid, job_id, kind, flags)
-        select queue._row_locker(aj.xmax), aj.id, 'regate', 0 from queue.active_job aj
+        select queue._row_locker(aj.xmax), aj.id, 'readmit', 0 from queue.active_job aj
         where aj.id = v_lock.id and aj.claim is null;
         continue;
       end if;

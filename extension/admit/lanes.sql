@@ -4,7 +4,7 @@
 -- Computes the place of jobs in queue.active_job: lane, order key, flags and attempts so far, in the order of
 -- ids. Creates missing lanes. all_flags: the flags that any of them has; is_low: one lies below its lane's
 -- low mark; has_tags: one goes to a lane with tags, where the deadline is not its place (admit/shares.sql).
--- The flag 2 stands for the semaphore 'm' || lock, which ordered jobs of a lock with mutex members use too.
+-- The flag mutex stands for the semaphore 'm' || lock, which ordered jobs of a mixed lock use too.
 -- offset 0 keeps the planner from repeating a look-up at each use of its result.
 create or replace function queue._queue_entries(
   p_ids bigint[], out ids bigint[], out lanes integer[], out deadlines timestamptz[], out flags smallint[],

@@ -1,9 +1,8 @@
 -- Needs: the current state of the needed jobs decides, never a counter.
 --
 -- A need is succeeded, failed (failed, cancelled, held, upstream_failed), or pending. Whenever that changes,
--- _needs_changed checks the jobs that need it. Everything here except _check_needs and _check_yield runs
--- under the admission lock. A process that ends a claim can't hold the admission lock; _mark_needed explains
--- why no end is missed.
+-- _needs_changed checks the jobs that need it. Everything here runs under the admission lock. A session that
+-- ends a claim need not hold that; _mark_needed explains why no end is missed.
 --
 -- Counting all needs of a job whenever one of them ends would be quadratic. So queue.waiting names one need
 -- that holds the job (need_id): a pending one, or under upstream_failed a failed one. While that need does
@@ -192,8 +191,9 @@ begin
 end $$;
 
 -- The state of the needs of jobs, by counting: satisfied, waiting or failed. Awaited jobs need only end, but
--- all of them. After a yield, any waits for open needs; one that was deleted and had not succeeded never will
--- be satisfied, so it is none of them. holder: the need that holds the job, NULL if every change matters.
+-- all of them. After a yield, a job under any waits for one of its open needs. A need that was deleted
+-- without success is not open, because it will never be satisfied. holder: the need that holds the job, NULL
+-- if every change matters.
 create or replace function queue._needs_states(p_ids bigint[])
 returns table (id bigint, standing text,
   holder bigint) language plpgsql stable parallel safe security invoker rows 10 as $$

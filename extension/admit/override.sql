@@ -88,7 +88,7 @@ begin
   update queue.job_override s
   set lock = p_lock, extra_flags = s.extra_flags
     | case when p_lock = '' or j.flags & {{lock}} <> 0 then 0
-      when j.options ->> 'lock_mode' = 'mutex' then {{mutex}} else 1 end
+      when j.options ->> 'lock_mode' = 'mutex' then {{mutex}} else {{ordered}} end
   from queue.job j where s.id = p_id and j.id = p_id;
   v_joined := queue._join_locks(array[p_id]);
   perform queue._advance(

@@ -4,8 +4,8 @@
 -- however many they are, so that a heavy job costs no more than another. A key's first letter is its kind, as
 -- in queue.semaphore.
 
--- When a key's start of this number was; NULL: there was none, or none that counts. A number without a row is
--- one of those between two rows, which were at one time.
+-- When a key's start of this number was; NULL: there was none, or none that counts. A number between two rows
+-- has the time of both.
 create or replace function queue._rate_start_at(p_key text, p_no bigint)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
@@ -75,8 +75,8 @@ begin
   perform queue._forget_rate_starts(p_key, v_no - p_limit, v_no + p_n - p_limit);
 end $$;
 
--- Deletes a key's starts up to a number; of several at one time not the first row, if the last remains
--- (_rate_start_at). Those up to p_from are gone already: so the search does not read dead rows.
+-- Deletes a key's starts up to a number. Of several at one time it keeps the first row while the last remains
+-- (_rate_start_at). The search begins after p_from, up to which all are gone, so it reads no dead rows.
 -- Locks: the caller holds the admission lock. No wake-up can be lost: no window contains these starts.
 create or replace function queue._forget_rate_starts(p_key text, p_from bigint, p_upto bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -108,19 +108,4 @@ begin
     where c.pattern = p_key
       or right(c.pattern, 1) = '*' and starts_with(p_key, left(c.pattern, -1))
     order by c.pattern = p_key desc, length(c.pattern) desc limit 1;
-end $$;
-
--- If the clock was set back past the due mark, moves the mark back too. Otherwise the next admission might
--- begin at the mark, and miss a new timer before it.
--- Locks: the caller holds the admission lock, which protects the cursor.
-create or replace function queue._rewind_due_mark()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_tick bigint;
-  v_due_at timestamptz;
-begin
-  select k.tick, k.due_at into v_tick, v_due_at from queue.cursor_now k;
-  if v_due_at > clock_timestamp() then
-    update queue.cursor k set due_at = '-infinity' where k.tick = v_tick;
-  end if;
 end $$;

@@ -67,9 +67,8 @@ begin
   perform queue._raise_needed_mark((select max(d.need_id) from queue.need d));
   insert into queue.cursor (tick, next_xid, in_flight, high_id, has_backlog, due_at)
   select k.tick + 1, pg_snapshot_xmax(v_snapshot),
-    array(select x from pg_snapshot_xip(v_snapshot) x union select pg_current_xact_id()
-      where pg_current_xact_id() < pg_snapshot_xmax(v_snapshot) order by 1),
-    k.high_id, exists (select from queue.waiting w where w.reason = 'parked'), '-infinity'
+    queue._in_flight(v_snapshot, pg_current_xact_id()), k.high_id,
+    exists (select from queue.waiting w where w.reason = 'parked'), '-infinity'
   from queue.cursor_now k;
   delete from queue.cursor k where k.tick < (select max(m.tick) from queue.cursor m);
   update queue.installation i set system_identifier = (select c.system_identifier from pg_control_system() c)

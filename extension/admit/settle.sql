@@ -87,7 +87,7 @@ begin
   select array_agg(u.id) filter (where u.kind = 'ended' and u.flags & {{lock}} <> 0) as locked,
     array_agg(u.id) filter (where u.kind = 'ended' and u.flags & {{needed}} <> 0) as needed,
     array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck,
-    array_agg(distinct u.id) filter (where u.kind = 'regate') as regate,
+    array_agg(distinct u.id) filter (where u.kind = 'readmit') as readmit,
     array_agg(distinct u.id) filter (where u.kind = 'signal') as signalled,
     array_agg(distinct -u.id) filter (where u.kind = 'event') as events,
     array_agg(distinct -u.id) filter (where u.kind = 'group') as groups
@@ -101,8 +101,8 @@ begin
   if v_ended.recheck is not null then
     perform queue._recheck_needs(v_ended.recheck);
   end if;
-  if v_ended.regate is not null then
-    perform queue._readmit(v_ended.regate);
+  if v_ended.readmit is not null then
+    perform queue._readmit(v_ended.readmit);
   end if;
   if v_ended.signalled is not null or v_ended.events is not null then
     perform queue._advance(p_arrived => queue._take_signals(v_ended.signalled, v_ended.events));
@@ -125,7 +125,7 @@ begin
   v_taken := queue._dequeue_all(array(select aj.id from queue.active_job aj
     where aj.id = any (p_ids) and aj.claim is null));
   insert into queue.pending_settlement (xid, job_id, kind, flags)
-  select queue._row_locker(aj.xmax), aj.id, 'regate', 0 from queue.active_job aj
+  select queue._row_locker(aj.xmax), aj.id, 'readmit', 0 from queue.active_job aj
   where aj.id = any (p_ids) and aj.claim is null;
   -- jobs that have left queue.active_job since may also keep the turn from an older job
   perform queue._advance(p_arrived => v_taken.ids, p_keys => v_taken.keys, p_locks => queue._locks_of(p_ids));

@@ -90,9 +90,9 @@ begin
   return queue._rate_room(p_key, p_rate_limit, p_rate_per, p_free, p_now);
 end $$;
 
--- If jobs wait for keys whose rate allows no more starts now, sets the time at which it does in the row of
--- the first job of each lane; _admit_due then gives them their slots. Maybe it does already, and did not when
--- the caller looked: then the time is now.
+-- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
+-- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
+-- the caller looked, that time is now.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.

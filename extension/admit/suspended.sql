@@ -57,9 +57,10 @@ begin
   end loop;
 end $$;
 
--- Applies these events, and signals to these jobs. Returns the jobs that leave the gate to check their waits;
--- they are in no gate now. The first event of a name counts until it expires. If many jobs wait for an event,
--- the waits of 500 end at a time, and the others with later admissions.
+-- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
+-- that have left it, which are in no gate now; they check their waits when they come back. The first event of
+-- a name counts until it expires. If many jobs wait for an event, this ends the waits of 500 of them; later
+-- admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -113,7 +114,7 @@ begin
   return v_ids;
 end $$;
 
--- Ends the waits of jobs: finishes their steps, with a payload as the value.
+-- Ends the waits of jobs: the step of each is finished, and the payload is its value.
 -- Locks: the caller holds the admission lock; the jobs are in no gate. No wake-up can be lost: the caller
 -- sends the jobs on.
 create or replace function queue._end_waits(p_ids bigint[], p_payload jsonb)

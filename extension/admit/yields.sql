@@ -184,11 +184,10 @@ begin
     else 'waiting' end;
 end $$;
 
--- Adds the needs of a yield; with the key awaits, jobs that it awaits, also if they are needs of it already:
--- under any, these would not hold it. Returns false, having changed nothing,
--- if two concurrent yields created a cycle.
--- Under any, a need that the job did not have before counts as satisfied at the start of the run if its end
--- had certainly settled by then (began_xid).
+-- Adds the needs of a yield; with the key awaits, jobs that it awaits, even if it needs them already: under
+-- any, a need alone might not hold it. If two concurrent yields have created a cycle, it adds none and
+-- returns false. Under any, a need that the job did not have before counts as satisfied at the start of the
+-- run if its end had certainly settled by then (began_xid).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._add_yield_needs(p_id bigint, p_payload jsonb)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$

@@ -69,8 +69,8 @@ begin
   left join pg_stat_activity a on a.pid = l.pid
   where l.pid <> pg_backend_pid();
   if not found then
-    -- a savepoint took it, whose own number is gone: then by the lock on the table, which comes with the
-    -- row's. NULL for a prepared transaction, which has no session
+    -- a savepoint took it, and its number is gone: so look for the lock on the table, which comes with that
+    -- on the row. pid is NULL for a prepared transaction, which has no session
     select l.pid,
       coalesce(a.usename, p.owner), case when l.pid is null then 'prepared transaction ' || p.gid
       else a.state end, a.application_name,

@@ -1,7 +1,7 @@
 -- Every NOTIFY but that of the line (work/line.sql): to sleeping workers, to the worker of a claim, to
 -- clients that wait for a result. Why no wake-up is lost: work/worker_sleep.sql. Its storm:
 -- tests/py/races/test_wake_ups.py.
--- Tests: work/worker_sleep.lead_sleeper.spec, operate/cancel_hold.finish.spec.
+-- Tests: work/worker_sleep.sql, work/worker_sleep.lead_sleeper.spec, operate/cancel_hold.finish.spec.
 
 -- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
 -- Qualified, like defer.

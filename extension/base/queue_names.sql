@@ -27,7 +27,8 @@ begin
                  where queue._matches(l.queue, q)));
 end $$;
 
--- Whether a list of queues' names contains one that is asked for; or 1,000, because more may follow.
+-- Whether one of the names is that of a queue that is asked for. A list of 1,000 names was cut, so it counts
+-- as if it had one.
 create or replace function queue._has_any_of(p_queues text[], p_names text[])
 returns boolean language plpgsql immutable parallel safe security invoker as $$
 begin

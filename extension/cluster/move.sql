@@ -102,7 +102,7 @@ begin
   end if;
 end $$;
 
--- Takes the locks of a change of these jobs, however many, in their order (operate/reach.sql).
+-- Takes the locks of a change of these jobs, however many, in their order (operate/lock_jobs.sql).
 -- Locks, waited for: rows of queue.active_job and queue.queueing_lock; the admission lock.
 create or replace function queue._shard_lock(p_ids bigint[])
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$

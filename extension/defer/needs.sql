@@ -25,8 +25,7 @@ begin
     select f.state, f.finished_at, f.purge_at
     from queue.finished f
     where f.id = u.n offset 0) f on true
-  where j.id is null or f.purge_at <= v_now
-    or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days'
+  where j.id is null or {{is_past}}
   limit 1;
   if found then
     perform queue._job_not_found(v_missing);
@@ -37,7 +36,8 @@ begin
   return array(select distinct n from unnest(p_needs) n order by n);
 end $$;
 
--- The deadline that a child inherits from its parent. Settings: as _check_needs.
+-- The deadline that a child inherits from its parent. Settings: a plan made while the log was empty would
+-- read all of it.
 -- Raises: QJ001.
 create or replace function queue._parent_deadline(p_parent bigint)
 returns timestamptz language plpgsql stable parallel safe security invoker set enable_seqscan = off as $$

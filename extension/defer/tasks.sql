@@ -37,8 +37,8 @@ begin
     perform queue._check_name('queueing_lock', v_defaults ->> 'queueing_lock');
   end if;
   v_options := queue._check_options(v_defaults -
-    '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function}'::text[]
-    - 'sensitive');
+    '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function,
+      sensitive}'::text[]);
   select k.keys, k.limits, k.terms into v_keys, v_limits, v_terms
   from queue._check_concurrency(v_defaults ->> 'concurrency_key',
     (v_defaults ->> 'concurrency_limit')::integer, v_options -> 'concurrency') k;

@@ -110,8 +110,8 @@ begin
       where k.key = j.queueing_lock) = j.id);
 end $$;
 
--- Releases the keys of jobs. It finds them by key and job, to delete one that a replacement has changed
--- meanwhile too.
+-- Releases the keys of jobs. It looks for a key and its job, because a replacement may have changed the row
+-- meanwhile.
 -- Locks: rows of queue.queueing_lock.
 create or replace function queue._drop_queueing_locks(p_ids bigint[], p_flag integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$

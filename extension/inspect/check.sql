@@ -29,6 +29,7 @@ begin
     from (select 'admission'::text as name, count(*) as n from queue.admission union all
           select 'cursor', count(*) from queue.cursor union all
           select 'minute_cursor', count(*) from queue.minute_cursor union all
+          select 'horizon', count(*) from queue.horizon union all
           select 'installation', count(*) from queue.installation) x
     where x.n <> 1;
   return query
@@ -51,13 +52,13 @@ language plpgsql stable parallel safe security invoker rows 10 as $$
 begin
   return query
     select 'in two places'::text, x.id, string_agg(x.place, ', ' order by x.place)
-    from (select aj.id, 'live'::text as place from queue.active_job aj union all
+    from (select aj.id, 'active_job'::text as place from queue.active_job aj union all
           select f.id, 'finished' from queue.finished f union all
           select w.id, 'waiting ' || w.reason from queue.waiting w) x
     group by x.id having count(*) > 1;
   return query
     select 'no such job'::text, x.id, x.place
-    from (select aj.id, 'live'::text as place from queue.active_job aj union all
+    from (select aj.id, 'active_job'::text as place from queue.active_job aj union all
           select f.id, 'finished' from queue.finished f union all
           select w.id, 'waiting' from queue.waiting w union all
           select m.id, 'lock_member' from queue.lock_member m union all
@@ -71,7 +72,7 @@ begin
     where f.state not in ('succeeded', 'failed', 'cancelled')
     union all
     select 'unknown state or kind', h.job_id, h.kind from queue.pending_settlement h
-    where h.kind not in ('ended', 'again', 'replace', 'recheck', 'regate', 'refill', 'signal', 'event',
+    where h.kind not in ('ended', 'again', 'replace', 'recheck', 'readmit', 'refill', 'signal', 'event',
       'group');
   return query
     select 'admitted, but in no table'::text, j.id, format('flags %s', j.flags)

@@ -5,9 +5,7 @@
 create or replace function queue.graph(id bigint)
 returns table (job_id bigint, need_id bigint, depth integer, task text, state text)
 language plpgsql stable parallel safe security definer rows 20
-set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_hashjoin = off
-set enable_mergejoin = off
-set enable_bitmapscan = off set jit = off as $$
+set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_ids bigint[];
   v_depths integer[];

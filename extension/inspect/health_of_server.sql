@@ -73,7 +73,7 @@ begin
       pg_relation_size(c.oid) as size
     from pg_class c
     where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
-      and c.relname in ('active_job', 'cursor', 'lane', 'semaphore', 'key_lane', 'lock_member', 'waiting',
+      and c.relname in ('active_job', 'cursor', 'lane', 'semaphore', 'lock_member', 'waiting',
         'pending_settlement', 'job_override', 'rate_start', 'queueing_lock', 'idempotency_key',
         'worker')) t
   where t.dead > 100000 and t.dead > 2 * t.live;

@@ -1,4 +1,5 @@
--- Results: the outcome of a job, and waiting for it.
+-- Results: the outcome of a job, and waiting for it. succeed stores a result (work/finish.sql); it is kept as
+-- long as its job (work/retention.sql).
 --
 -- A waiting client appends a row to queue.awaited and raises queue.awaited_seq to the job's id. A session
 -- that ends a job looks for such rows only if its id is at most the sequence's last value: an end that nobody

@@ -326,9 +326,9 @@ end $$;
 create or replace function queue._why_no_turn(p_id bigint, p_lock text)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
-  v_text text;
+  v_id bigint;
 begin
-  select m.id into v_text
+  select m.id into v_id
   from (select m.id, 0 as n from queue.lock_member m where m.lock = p_lock and m.has_turn
         union all (select m.id, 1 from queue.lock_member m where m.lock = p_lock and not m.is_late
           order by m.id limit 1)
@@ -341,6 +341,6 @@ begin
                else format(' (%s)', j.state)
                  || case when j.finished_at is not null then '; the next fetch or tick passes it on'
                  else '' end end
-     from queue.jobs j where j.id = v_text::bigint),
+     from queue.jobs j where j.id = v_id),
     format('its lock %s is free; the next fetch or tick passes it on', p_lock));
 end $$;

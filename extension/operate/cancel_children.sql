@@ -14,7 +14,7 @@ declare
   v_ids bigint[];
   v_before jsonb;
   v_child record;
-  v_live record;
+  v_active record;
   v_taken record;
   v_keys text[];
   v_ended bigint[];
@@ -32,11 +32,11 @@ begin
   perform queue._lock_all_for_change(v_ids);
   v_before := queue._jobs_before(v_ids);
   for v_child in select u.id from unnest(v_ids) u (id) order by u.id loop
-    select aj.claim, aj.worker_id into v_live from queue.active_job aj
+    select aj.claim, aj.worker_id into v_active from queue.active_job aj
     where aj.id = v_child.id and aj.claim is not null for no key update skip locked;
-    if v_live.claim is not null and cancel_children.abort then
+    if v_active.claim is not null and cancel_children.abort then
       update queue.active_job aj set flags = aj.flags | {{aborting}} where aj.id = v_child.id;
-      perform queue._notify_abort(v_child.id, v_live.claim, v_live.worker_id, 'cancelled');
+      perform queue._notify_abort(v_child.id, v_active.claim, v_active.worker_id, 'cancelled');
     elsif (select g.standing from queue._try_lock_job(v_child.id) g) = 'open' then
       v_taken := queue._dequeue(v_child.id);
       v_keys := v_keys || v_taken.keys;

@@ -1,4 +1,7 @@
 -- Cancelling, holding and unholding one job.
+--
+-- Why no wake-up is lost: _advance sends on the jobs that a call releases, by a slot, a turn or a need, and
+-- each call that may leave one ready ends with _announce.
 
 -- Locks: the job's row of queue.active_job, waited for, but not for a transaction that has finished a step: a
 -- job can be told to stop meanwhile; the admission lock, waited for.
@@ -8,7 +11,7 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_before jsonb;
-  v_live record;
+  v_active record;
   v_taken record;
 begin
   {{if_restricted}}
@@ -18,15 +21,15 @@ begin
   v_before := queue._jobs_before(array[cancel.id]);
   -- a job that was claimed while this waited for the admission lock may be about to end in a transaction that
   -- holds its row
-  select aj.claim, aj.worker_id into v_live from queue.active_job aj
+  select aj.claim, aj.worker_id into v_active from queue.active_job aj
   where aj.id = cancel.id for no key update skip locked;
-  if v_live.claim is not null then
+  if v_active.claim is not null then
     if cancel.abort is not true then
       perform queue._invalid_state(cancel.id, 'running',
         'Call queue.cancel(id, abort => true) to have its worker stop it.');
     end if;
     update queue.active_job aj set flags = aj.flags | {{aborting}} where aj.id = cancel.id;
-    perform queue._notify_abort(cancel.id, v_live.claim, v_live.worker_id, 'cancelled');
+    perform queue._notify_abort(cancel.id, v_active.claim, v_active.worker_id, 'cancelled');
     perform queue._audit_jobs('cancel', jsonb_build_object('abort', cancel.abort), array[cancel.id],
       v_before);
     return 'running';
@@ -68,6 +71,7 @@ begin
   end if;
   insert into queue.waiting (id, reason) values (hold.id, 'held');
   perform queue._advance(p_keys => v_taken.keys, p_changed => array[hold.id]);
+  perform queue._announce();
   perform queue._audit_jobs('hold', '{}', array[hold.id], v_before);
   return 'held';
 end $$;

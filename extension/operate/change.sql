@@ -1,6 +1,6 @@
 -- Changing jobs: moving them, other priorities, deadlines, times and args.
 --
--- Each call is one transaction and takes its locks in the order of operate/reach.sql: rows of
+-- Each call is one transaction and takes its locks in the order of operate/lock_jobs.sql: rows of
 -- queue.active_job, queueing locks and rows of queue.finished, each sorted and waited for, then the admission
 -- lock. Rows that it finds only under the admission lock, it locks by skip locked (_try_lock_job): if another
 -- transaction holds such a job, it is refused like one whose state does not allow the call. If the claim of a

@@ -80,9 +80,9 @@ comment on function queue.next(text[], boolean, interval) is
     ' operator. No row: there is no job. Args of more than 64 kB are left out: read them in queue.jobs.'
     ' Sensitive args read *** for all but the owner.';
 
--- Appends a copy of a job, with further flags, and returns its id. It wakes nobody. The jobs that the job
--- awaits are no needs of the copy. If that continues with the job's steps (overridden), its handler may ask
--- for the results of those that have ended: it awaits them too.
+-- Appends a copy of a job, with further flags, and returns its id. It wakes nobody. The copy does not need
+-- the jobs that the original awaits. But a copy that continues with the steps of the original (flag
+-- overridden) awaits those of them that have ended, because its handler may ask for their results.
 -- Locks: none. Raises: QJ001.
 create or replace function queue._copy(p_id bigint, p_queue text, p_flags integer)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
@@ -107,8 +107,7 @@ begin
       select f.purge_at, f.finished_at, f.state
       from queue.finished f
       where f.id = n.id offset 0) f on true
-    where not coalesce(f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded'
-        and f.finished_at < v_now - interval '7 days', false)
+    where {{is_past}} is not true
       and not exists (select from queue.need d
         where d.job_id = p_id and d.need_id = n.id and d.mode & {{ended}} <> 0)
     order by n.id);

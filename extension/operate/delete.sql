@@ -66,7 +66,7 @@ begin
   -- again, because the end of a claim admits what was committed meanwhile (operate/delete.queue_defer.spec);
   -- this ends, because no job that is admitted under this admission lock can run
   loop
-    v_later := array(select u.id from queue.unadmitted u);  -- jobs committed since are deferred later
+    v_later := array(select u.id from queue.unadmitted u);  -- jobs committed since count as deferred later
     v_ids := array(
       select j.id from queue.job_now j
       where j.queue = delete_queue.name and j.id <> all (v_later) order by j.id);
@@ -174,6 +174,7 @@ begin
   end loop;
   insert into queue.deleted (id)
   select f.id from queue.finished f where f.id = any (v_all) and f.state = 'succeeded';
+  -- not (not in): in alone would become a join, and these settings have only the slowest kind for it
   for v_job in select u.id, u.claim, u.worker_id
     from unnest(v_open, v_claims, v_workers) u (id, claim, worker_id)
     where not u.id not in (select unnest(v_all)) loop

@@ -73,7 +73,7 @@ begin
       perform queue._finish_unclaimed(array[v_job.id], 'succeeded', 'operator', null);
       perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
     elsif v_job.standing = 'finished' then
-      -- one that has succeeded stays, and is counted later
+      -- the failure is counted before it disappears; a job that has succeeded stays as it is
       perform queue._count_ends_of(array[f.id], false) from queue.finished f
       where f.id = v_job.id and f.state <> 'succeeded';
       update queue.finished f

@@ -135,7 +135,7 @@ end $$;
 -- Reads whole tables.
 -- Locks: the caller holds the admission lock.
 -- Why no job is missed: jobs behind the gate can proceed only under the admission lock; a job whose claim has
--- ended and is not settled yet (pending settlement) reaches the gate itself, by _route.
+-- ended and is not settled yet (pending settlement) reaches the gate itself (_pass_gates).
 -- Why no wake-up is lost: other tasks' jobs that waited behind these for a slot of a key get it, or wait for
 -- the key's rate, here.
 -- Why none is forgotten: resume finds rows of queue.waiting, and _admit_due finds them at their time. Two

@@ -23,18 +23,13 @@ begin
   perform queue._check_keys('options', configure_queue.options,
     array['max_running', 'paused', 'retain', 'rate']);
   v_rate := nullif(configure_queue.options -> 'rate', 'null');
-  perform queue._check_keys('rate', v_rate, array['limit', 'per']);
+  perform queue._check_rate('rate', v_rate);
   if coalesce(jsonb_typeof(configure_queue.options -> 'max_running'), 'null') not in ('null', 'number')
     or configure_queue.options ->> 'max_running' !~ '^[1-9][0-9]{0,8}$' then
     perform queue._invalid('max_running must be a whole number of at least 1, or null',
       'To stop the queue, pause it.');
   elsif coalesce(jsonb_typeof(configure_queue.options -> 'paused'), 'boolean') <> 'boolean' then
     perform queue._invalid('paused must be true or false', 'Pass a JSON boolean.');
-  elsif v_rate is not null
-    and (coalesce(v_rate ->> 'limit', '') !~ '^[1-9][0-9]{0,8}$'
-    or coalesce(queue._interval('per', v_rate -> 'per'), '0') = '0') then
-    perform queue._invalid('rate needs a limit of at least 1 and an interval',
-      'Pass {"limit": 10, "per": "1 minute"}.');
   end if;
   v_max_running := (configure_queue.options ->> 'max_running')::integer;
   v_rate_limit := (v_rate ->> 'limit')::integer;
@@ -83,7 +78,8 @@ comment on function queue.configure_queue(text, jsonb) is
   'Sets a queue''s own limits: max_running, rate {"limit", "per"} (never more starts in any window of that'
     ' length), retain, paused. Absent keys keep their value; null removes a limit.';
 
--- Locks: the admission lock, waited for. Raises: 22023, QJ008.
+-- Locks: the queue's row, which another session that creates it may hold; if the queue is new and paused,
+-- then the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.create_queue(name text, paused boolean default false)
 returns boolean language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$

@@ -158,13 +158,7 @@ begin
   perform queue._requeue_finished(v_back);
   perform queue._announce();
   perform queue._audit_jobs(p_call, p_args, v_done, v_before);
-  return query
-    select u.id,
-      j.state, case when j.id is null then 'QJ001' when u.id in (select unnest(v_unkeyed)) then 'QJ004'
-      when u.id not in (select unnest(v_done)) then 'QJ003' end
-    from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
-    left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
-    order by u.n;
+  return query select r.id, r.outcome, r.error from queue._change_results(p_ids, v_done, v_unkeyed) r;
 end $$;
 
 -- Takes the free queueing locks of finished jobs that have never started, and returns those jobs.

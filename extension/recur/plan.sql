@@ -1,4 +1,5 @@
--- Planning: the due runs of a schedule, and what happens to each.
+-- Planning: the due runs of a schedule, and what happens to each: also to those that were missed while no
+-- worker or server was up. What makes sure that each run happens at most once: recur/schedules.sql.
 
 -- What to do at p_now with the runs from p_first on: those to skip and why (the first 10; the last of these
 -- stands for all up to skipped_to), those to run (at most 100), and the next one after that.

@@ -263,17 +263,14 @@ begin
   on conflict on constraint schedule_run_pkey do nothing;
 end $$;
 
--- Takes the admission lock for a change of a schedule, whose due_at must not lie before the cursor's: it
--- could after the clock was set back.
+-- Prepares a change of a schedule. Its due_at may not lie before the cursor's, as it could after the clock
+-- was set back.
+-- Locks: the admission lock, waited for.
 create or replace function queue._lock_schedules()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._lock_admission(true);
-  with gone as (
-    delete from queue.cursor k where k.due_at > clock_timestamp()
-    returning k.tick, k.next_xid, k.in_flight, k.high_id, k.has_backlog)
-  insert into queue.cursor (tick, next_xid, in_flight, high_id, has_backlog, due_at)
-  select g.tick + 1, g.next_xid, g.in_flight, g.high_id, g.has_backlog, '-infinity' from gone g;
+  perform queue._rewind_due_mark();
 end $$;
 
 -- Makes admission check paused schedules again.

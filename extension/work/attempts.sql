@@ -41,12 +41,12 @@ declare
   v_now timestamptz;  -- read under the lock of the claim's row, as work/minutes.sql asks for
   v_kind text := p_outcome ->> 'outcome';
   v_label text;
-  v_live record;
+  v_active record;
   v_end record;
   v_at timestamptz;
 begin
   delete from queue.active_job aj where aj.id = p_id and aj.claim = p_claim
-  returning aj.attempt, aj.lane, aj.flags, aj.claimed_at, aj.worker_id, aj.deadline into v_live;
+  returning aj.attempt, aj.lane, aj.flags, aj.claimed_at, aj.worker_id, aj.deadline into v_active;
   v_now := clock_timestamp();
   if not found then
     perform queue._raise_claim_error(p_id, p_claim);
@@ -54,17 +54,17 @@ begin
   v_label := case v_kind when 'retry_later' then 'yielded'
     when 'suspended' then coalesce(p_outcome ->> 'label', 'yielded') when 'retried' then 'aborted'
     when 'unknown_task' then 'released' else coalesce(p_outcome -> 'options' ->> 'outcome', v_kind) end;
-  if v_kind <> 'retried' and v_live.flags & {{aborting}} <> 0
+  if v_kind <> 'retried' and v_active.flags & {{aborting}} <> 0
     and exists (select from queue.abort a where a.id = p_id and a.claim = p_claim) then
     v_label := case v_kind when 'crashed' then 'crashed' else 'aborted' end;
     v_kind := 'aborted';
   end if;
-  v_end := queue._judge_attempt(p_outcome, v_kind, p_id, p_claim, v_live.lane, v_live.worker_id, v_now);
+  v_end := queue._judge_attempt(p_outcome, v_kind, p_id, p_claim, v_active.lane, v_active.worker_id, v_now);
   if v_kind = 'unknown_task' then
-    perform queue._leave_line(v_live.worker_id, false);
+    perform queue._leave_line(v_active.worker_id, false);
     v_label := coalesce(v_end.final, v_label);
   end if;
-  if v_end.final is null and v_kind <> 'retried' and v_live.flags & {{expires}} <> 0
+  if v_end.final is null and v_kind <> 'retried' and v_active.flags & {{expires}} <> 0
     and exists (select from queue.expiry e where e.id = p_id and e.at <= v_now) then
     v_end.final := 'cancelled';
     v_end.reason := 'expired';
@@ -74,20 +74,20 @@ begin
     then '-infinity'::timestamptz end);
   insert into queue.attempt (job_id, claim, attempt, worker_id, started_at, finished_at, outcome, error,
     details)
-  values (p_id, p_claim, v_live.attempt, v_live.worker_id, v_live.claimed_at, v_now, v_label, v_end.error,
-          case when v_kind = 'unknown_task' then jsonb_build_object('unknown_task', v_end.task)
+  values (p_id, p_claim, v_active.attempt, v_active.worker_id, v_active.claimed_at, v_now, v_label,
+          v_end.error, case when v_kind = 'unknown_task' then jsonb_build_object('unknown_task', v_end.task)
                else queue._truncate_details(nullif(p_outcome -> 'details', 'null')) end);
   insert into queue.job_override as s (id, attempts, claims, failures, crashes, progress, scheduled_at,
     started_at, error, has_steps, is_suspended, tag)
   values (p_id,
-    v_live.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
+    v_active.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
     1, case when v_kind = 'failed' then 1 else 0 end, case when v_label = 'crashed' then 1 else 0 end,
     case when v_kind = 'retry_later' then 1 else 0 end, v_at,
-    case when v_kind not in ('released', 'unknown_task') then v_live.claimed_at end,
+    case when v_kind not in ('released', 'unknown_task') then v_active.claimed_at end,
     case when v_kind not in ('retry_later', 'released', 'retried') then v_end.error end,
     v_kind = 'suspended' or exists (select from queue.step t where t.job_id = p_id),
     v_kind = 'suspended' and p_outcome ? 'is_open',
-    case when v_kind = 'released' and v_live.deadline < '{{end_of_tags}}' then v_live.deadline end)
+    case when v_kind = 'released' and v_active.deadline < '{{end_of_tags}}' then v_active.deadline end)
   on conflict on constraint job_override_pkey do update
     set (attempts, claims, failures, crashes, progress, scheduled_at, started_at, error, has_steps,
         is_suspended, tag)
@@ -98,20 +98,20 @@ begin
         excluded.has_steps, excluded.is_suspended, excluded.tag);
   if v_end.final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
-    values (p_id, v_now, v_live.claimed_at, v_live.worker_id, v_live.attempt, v_end.final, v_end.reason,
+    values (p_id, v_now, v_active.claimed_at, v_active.worker_id, v_active.attempt, v_end.final, v_end.reason,
       v_end.error);
-    perform queue._clean_up(array[p_id], array[v_live.flags]);
+    perform queue._clean_up(array[p_id], array[v_active.flags]);
     perform queue._notify_waiters(array[p_id]);
-    perform queue._settle_or_append(array[p_id], array[v_live.flags], 'ended', p_settle);
+    perform queue._settle_or_append(array[p_id], array[v_active.flags], 'ended', p_settle);
     return v_end.final;
   end if;
-  if v_live.flags & {{lease}} <> 0 then
+  if v_active.flags & {{lease}} <> 0 then
     delete from queue.lease l where l.id = p_id;
   end if;
   if v_kind = 'retried' then
     perform queue._reset_counters(array[p_id]);
   end if;
-  perform queue._settle_or_append(array[p_id], array[v_live.flags], 'again', p_settle, v_end.payload);
+  perform queue._settle_or_append(array[p_id], array[v_active.flags], 'again', p_settle, v_end.payload);
   return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end,
                   case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;

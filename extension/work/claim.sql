@@ -1,4 +1,5 @@
 -- Claiming: a newcomer, one lane, or the full loop. finish.sql fences claims; their numbers: base/era.sql.
+-- Tests: work/fetch.sql, work/claim.newcomers.spec, work/claim.two.spec.
 
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, if that order
 -- is the order of ids, none is large and all of them start for the first time, so that queue.first_run
@@ -17,7 +18,6 @@
 -- because the claim may be rolled back. The clock of the claim is read after the snapshot.
 -- Why no wake-up is lost: rows that are not new, or not visible yet, stay ahead of the cursor or among its
 -- in_flight.
--- Two sessions: work/claim.newcomers.spec.
 -- With a function of its own for the look, deferring, claiming and finishing a job takes 3.7 % more
 -- instructions; with one for the claim, 1.0 % more.
 -- In one piece (ADR 1): set-up of statements and calls is most of the cost of a single job.

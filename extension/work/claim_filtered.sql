@@ -71,6 +71,6 @@ begin
   if v_ids = '{}' then
     return v_won;
   end if;
-  return v_won || (select c.won 
+  return v_won || (select c.won
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c);
 end $$;

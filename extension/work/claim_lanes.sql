@@ -54,11 +54,9 @@ end $$;
 -- priority, then the lane whose first job is oldest. plain_lanes: those that can be claimed from without the
 -- admission lock, because no limited lane has a higher priority.
 create or replace function queue._probe_lanes(
-  p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[],
-  out is_registered boolean)
+  p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[])
 language plpgsql stable parallel safe security invoker as $$
 begin
-  is_registered := true;
   with ready as (
     select l.lane, l.kind, l.priority,
       row_number() over (order by l.priority desc, f.id, l.lane) as n,

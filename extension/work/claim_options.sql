@@ -82,7 +82,7 @@ begin
   return v_ids;
 end $$;
 
--- Which jobs the options of fetch select; NULL: whichever. The options are checked.
+-- Which jobs the options of fetch select; NULL: any. It checks the options.
 -- Raises: 22023.
 create or replace function queue._selection(p_options jsonb, out tasks text[], out ids bigint[],
   out deadline_within interval)

@@ -64,7 +64,7 @@ end $$;
 
 -- Leaves the line, and wakes the two who come next. p_has_found: if it is the deputy, it has found a job that
 -- the first did not take; so the first leaves, too.
--- Locks: the rows of both, by skip locked; what is locked, somebody else deletes.
+-- Locks: the rows of both, by skip locked; another session deletes those that it has locked.
 -- Why no wake-up is lost: a worker stops listening for jobs only if a call sees two ahead of it, and an
 -- earlier one, at least 100 ms before, has written its row. Suppose that one of these two leaves. If its
 -- transaction commits before the later call, that call does not count it. Otherwise, if its transaction takes

@@ -7,8 +7,7 @@
 create or replace function queue.tick()
 returns table (admitted integer, reaped integer, pruned integer, next_due timestamptz)
 language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
+set search_path = pg_catalog, pg_temp {{planner_brin}} as $$
 begin
   {{installed}}
   perform queue._check_isolation();
@@ -39,9 +38,7 @@ comment on function queue.tick() is
 -- row, or the admission lock.
 -- Why no wake-up is lost: work that is left stays due, and the next call of any worker finds it.
 create or replace function queue._maintain(p_budget interval)
-returns void language plpgsql volatile parallel unsafe security invoker
-set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off
-set enable_mergejoin = off as $$
+returns void language plpgsql volatile parallel unsafe security invoker {{planner_brin}} as $$
 begin
   if not queue._is_era(queue._era()) then
     return;  -- the next fetch of a new session begins it, and may wait for the admission lock

@@ -13,7 +13,7 @@
 
 -- Counts what has ended, for about p_budget, if 10 s have passed since it last looked, or if not all could be
 -- counted then; and removes minutes older than 7 days.
--- Locks: the caller holds the admission lock; all writers of these tables do.
+-- Locks: the caller holds the admission lock, as do all writers of these tables.
 -- Why no wake-up is lost: it wakes nobody; what is left stays uncounted, and the next call finds it.
 create or replace function queue._count_minutes(p_budget interval, p_interval interval default '10 s')
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -184,8 +184,8 @@ begin
   return least(90, 1 + floor(10 * log(greatest(date_part('epoch', p_time) * 1000, 1))));
 end $$;
 
--- How many times are in each class, up to the last class that has any. p_classes: those of some times, which
--- there are p_numbers of.
+-- How many times are in each class, up to the last class that has any. p_classes[i]: the class of
+-- p_numbers[i] times.
 create or replace function queue._counts(p_classes integer[], p_numbers bigint[])
 returns integer[] language plpgsql immutable parallel safe security invoker as $$
 declare

@@ -1,5 +1,5 @@
 -- Retention: finished jobs are removed when their time has passed, unless an unfinished job needs them.
--- How long a job is kept: _retention (admit/take_out.sql).
+-- How long a job is kept: _retention (admit/dequeue.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
 -- skip locked.
@@ -7,8 +7,7 @@
 create or replace function queue.prune(max_jobs integer default 10000, state text default null,
   older_than interval default null)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
-set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
+set search_path = pg_catalog, pg_temp {{planner_brin}} as $$
 declare
   v_safe_at timestamptz;
   v_pruned integer;
@@ -74,7 +73,8 @@ begin
       order by f.purge_at limit p_max_jobs::bigint + 1000 for update skip locked),
     old as materialized (
       select f.id from queue.finished f
-      where f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_until - interval '7 days'
+      where f.purge_at is null and f.state = 'succeeded'
+        and f.finished_at < v_until - interval '{{keep_succeeded}}'
       limit p_max_jobs::bigint + 1000 for update skip locked),
     asked as materialized (
       select a.id, a.purge_at, queue._is_needed(a.id)
@@ -87,7 +87,7 @@ begin
       -- so many that reading them each time would cost too much
       update queue.finished f set purge_at = v_now + interval '1 minute' where f.id = any (v_kept);
     end if;
-    -- a queue's retention may have been set since, or a minute put in its place above
+    -- a queue's retention may have been set since, or the time above stands in its place
     with kept as (
       update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
       where f.id = any (v_ids) and (f.finished_at + queue._retention(f.id) <= v_now) is not true

@@ -1,4 +1,5 @@
--- After the end of a claim: settles at once if the admission lock is free, else appends a pending settlement.
+-- Ends claims that have succeeded; and what follows the end of any claim: it is settled (admit/settle.sql) at
+-- once if the admission lock is free, else by the next admission, which reads queue.pending_settlement.
 -- Tests: work/finish.sql, admit/locks.late_defer.spec.
 
 -- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement.

@@ -60,7 +60,7 @@ begin
   where queue._worker_room(p_worker, p_limits, p_queue, 1) is not null;
 end $$;
 
--- Forgets what workers have claimed that are gone.
+-- Forgets the claims of workers that are gone.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._forget_worker_claims()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

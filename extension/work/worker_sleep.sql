@@ -1,19 +1,19 @@
 -- Waking at no cost: producers send a NOTIFY only while a worker sleeps.
 --
--- The sleep lock is advisory lock (1885824102, 1). defer takes it shared, by try, until its transaction ends.
+-- The sleep lock and the sleepers' lock are advisory (sleep_lock and sleeper_lock in extension/macros). defer
+-- takes the sleep lock shared, by try, until its transaction ends.
 -- If it gets the lock, no worker sleeps on it now, and none can before this transaction ends, so none needs
 -- waking. If it does not, a sleeper holds the lock exclusively, and defer sends a NOTIFY.
 -- A worker about to sleep tries to take the lock exclusively, in its listening session (the lead sleeper). If
 -- that fails, there are two cases. Another worker is the lead sleeper: then every producer notifies, all
--- listeners receive it, and this worker may sleep too; it holds lock 2 shared to show this. Or producers that
--- will not notify are in flight: then it polls, from 20 ms doubling to 1 s, until they have ended.
--- When the lead sleeper becomes busy, it releases the sleep lock and wakes the others, one of which takes it.
--- A worker in the line of sleepers (work/line.sql) that is behind two others holds neither lock.
--- A session that takes these locks in bad faith costs others notifications or polling, never a job.
+-- listeners receive it, and this worker may sleep too; it holds the sleepers' lock shared to show this. Or
+-- producers that will not notify are in flight: then it polls, from 20 ms doubling to 1 s, until they have
+-- ended. When the lead sleeper becomes busy, it releases the sleep lock and wakes the others, one of which
+-- takes it. A worker in the line of sleepers (work/line.sql) that is behind two others holds neither of the
+-- two. A session that takes these locks in bad faith costs others notifications or polling, never a job.
 
--- Locks: session-level advisory (1885824102, 1) or (1885824102, 2) by try, kept until after_sleep or the
--- session's end; those of _join_line. A frozen lead sleeper makes producers notify, which all other listeners
--- hear.
+-- Locks: the sleep lock or the sleepers' lock by try, kept until after_sleep or the session's end; those of
+-- _join_line. A frozen lead sleeper makes producers notify, which all other listeners hear.
 -- Two sessions: work/worker_sleep.lead_sleeper.spec, work/line.races.spec.
 -- Raises: 22023, QJ007.
 create or replace function queue.before_sleep(worker bigint, queues text[] default null,
@@ -140,9 +140,10 @@ begin
 end $$;
 
 -- Whether there is a lead sleeper, which then knows of this listener.
--- Locks: session-level advisory (1885824102, 2), shared, kept if so.
--- Why none is forgotten: a lead sleeper that leaves releases lock 1 and looks at 2 afterwards; this function
--- takes 2 and looks at 1 afterwards. So one of them sees the other.
+-- Locks: the sleepers' lock, shared and by try, kept if so.
+-- Why none is forgotten: a lead sleeper that leaves releases the sleep lock, and looks at the sleepers' lock
+-- afterwards; this function takes the latter, and looks at the former afterwards. So one of them sees the
+-- other.
 create or replace function queue._joins_lead_sleeper()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin

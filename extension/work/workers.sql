@@ -1,4 +1,6 @@
--- Workers: a worker lives as long as it calls heartbeat, and its claims with it.
+-- Workers: a worker lives as long as it calls heartbeat, and its claims with it. When it does not, reap ends
+-- them (work/reap.sql). heartbeat also tells it which claims to abort; who asks for that: _notify_abort
+-- (base/notify.sql).
 
 -- Locks: none, except as _check_era if a new era is due. Raises: 22023.
 create or replace function queue.register_worker(name text, queues text[] default null,

@@ -38,7 +38,6 @@ __all__ = [
     "WorkerGone",
     "WrongIsolation",
     "describe",
-    "error_context",
     "is_lost",
     "is_refused",
     "is_transient",
@@ -315,16 +314,6 @@ def translate(error: BaseException) -> PgDeferError | None:
     if kind is NotInstalled:
         hint = "Run `pgdefer install` on this database."
     return kind(message, detail=detail or None, hint=hint or None)
-
-
-@contextlib.contextmanager
-def error_context(what: str, name: str) -> Iterator[None]:
-    """Let an InvalidParameter name its subject."""
-    try:
-        yield
-    except InvalidParameter as error:
-        text = f"{what} {name!r}: {error.message}"
-        raise InvalidParameter(text, detail=error.detail, hint=error.hint) from error
 
 
 class Naming:

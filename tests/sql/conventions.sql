@@ -29,7 +29,7 @@ select is_empty($$
   where f.name in ('defer', '_unrestricted', '_wake', 'run_function', 'work')
 $$, 'which qualify each function and operator, as does what is planned with defer');
 select is_empty('select f.signature from functions f where f.is_internal and f.prosecdef', 'internal functions are security invoker');
-select results_eq($$select f.name from functions f where f.is_internal and exists (select from unnest(f.proconfig) c where c !~ '^(enable_|plan_cache_mode)')$$,
+select results_eq($$select f.name from functions f where f.is_internal and exists (select from unnest(f.proconfig) c where c !~ '^(enable_|plan_cache_mode|jit=)')$$,
                   $$values ('_defer_any'::name)$$, 'without settings, but of the planner: defer calls one without a search_path of its own');
 select is_empty($$select f.signature from functions f where f.proacl is null or exists (select from aclexplode(f.proacl) a where a.grantee = 0)$$, 'PUBLIC may call none');
 select is_empty('select f.name, count(*) from functions f group by 1 having count(*) > 1', 'there are no overloads');

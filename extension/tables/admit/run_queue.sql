@@ -16,11 +16,11 @@ create table queue.active_job (
 
 create index active_job_lane_idx on queue.active_job (lane, deadline, id) where lane is not null;
 
--- Lanes: fetch reads the jobs of a lane in order. A lane has one queue, one priority and one kind: 0 plain; 1
--- limited, claimed only under the admission lock; 2 quarantined: the jobs have crashed before, and are
--- claimed alone. No ready job lies below the low mark; an idle lane has no ready job. tag_base: the least tag
--- of its jobs (admit/shares.sql), NULL without shares. retag_from: jobs from this place on still have to get
--- tags.
+-- Lanes: fetch reads the jobs of a lane in order. A lane has one queue, one priority and one kind:
+-- lane_plain; lane_limited, claimed only under the admission lock; lane_crashed: the jobs have crashed
+-- before, and are claimed alone. No ready job lies below the low mark; an idle lane has no ready job.
+-- tag_base: the least tag of its jobs (admit/shares.sql), NULL without shares. retag_from: jobs from this
+-- place on still have to get tags.
 create table queue.lane (
   lane integer not null,
   priority integer not null,

@@ -1,3 +1,6 @@
+-- Views call no function of the extension, so that it can be dropped without them. So they repeat rules that
+-- functions have: _matches, _paused_until, _virtual_time and _tag_step.
+
 -- Committed jobs that admission has not read yet. Private.
 create view queue.unadmitted as
 select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
@@ -157,7 +160,7 @@ left join lateral (
   order by p.no desc limit 1) p on true
 left join (select l.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.running)::bigint as running
            from queue.lane l
-           -- Counted before the join: a million jobs take a third of the time.
+           -- counted before the join, because after it a million jobs take three times as long
            join (select aj.lane, count(*) as jobs, count(aj.claim) as running
                  from queue.active_job aj group by aj.lane) a on a.lane = l.lane
            group by l.queue) x on x.queue = q.queue
@@ -168,7 +171,7 @@ comment on view queue.queues is
 
 create view queue.locks as
 select m.lock,
-  -- not by sorting: a million members take a third of the time
+  -- by aggregates, because sorting a million members takes three times as long
   coalesce(min(m.id) filter (where aj.claim is not null), min(m.id) filter (where m.has_turn), min(m.id))
     as job_id,
   count(aj.claim)::integer as running,

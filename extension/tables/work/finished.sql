@@ -1,6 +1,6 @@
 -- Ended jobs. state: succeeded, failed or cancelled. check() verifies this, not a constraint: PostgreSQL
 -- would set up a constraint again in every transaction, which takes as long as writing the row. The same
--- applies to the kinds of queue.pending_settlement: ended, again, replace, recheck, regate, refill, signal,
+-- applies to the kinds of queue.pending_settlement: ended, again, replace, recheck, readmit, refill, signal,
 -- event, group.
 create table queue.finished (
   id bigint not null,

@@ -89,16 +89,6 @@ COLUMNS = {
     "created_at": "created",
     "description": "description",
 }
-PEEKED = {
-    "id": "id",
-    "queue": "queue",
-    "task": "task",
-    "priority": "priority",
-    "lock": "lock",
-    "attempts": "attempts",
-    "deadline": "deadline",
-    "args": "args",
-}
 ATTEMPTS = {
     "attempt": "attempt",
     "outcome": "outcome",

@@ -15,7 +15,7 @@ from pgdefer.database.callers import OWN, AnyConnection, CallersConnection, Rows
 from pgdefer.database.callers_pool import lent
 from pgdefer.database.execute import execute
 from pgdefer.database.source import PsycopgConnection
-from pgdefer.errors import InvalidParameter, error_context
+from pgdefer.errors import InvalidParameter, Naming
 from pgdefer.options import JobOptions
 
 __all__ = ["ClientCalls"]
@@ -86,7 +86,7 @@ class ClientCalls(ClientBase):
         except InvalidParameter:
             with connection.transaction(force_rollback=True):
                 for name, options in defaults.items():
-                    with error_context("the task", name):
+                    with Naming(f"the task {name!r}"):
                         parameters = {"tasks": tasks_json({name: options})}
                         execute(connection, sql.REGISTER_TASKS, parameters)
             raise

@@ -14,7 +14,7 @@ from pgdefer.database.callers import OWN, AnyAsyncConnection, CallersConnection,
 from pgdefer.database.callers_pool_async import lent_async
 from pgdefer.database.execute_async import execute_async
 from pgdefer.database.source import AsyncPsycopgConnection
-from pgdefer.errors import InvalidParameter, error_context
+from pgdefer.errors import InvalidParameter, Naming
 from pgdefer.options import JobOptions
 
 __all__ = ["AsyncClientCalls"]
@@ -85,7 +85,7 @@ class AsyncClientCalls(ClientBase):
         except InvalidParameter:
             async with connection.transaction(force_rollback=True):
                 for name, options in defaults.items():
-                    with error_context("the task", name):
+                    with Naming(f"the task {name!r}"):
                         parameters = {"tasks": tasks_json({name: options})}
                         await execute_async(connection, sql.REGISTER_TASKS, parameters)
             raise

@@ -15,7 +15,7 @@ from pgdefer.client.client import Client, client_here
 from pgdefer.database import sql
 from pgdefer.database.execute_async import execute_async
 from pgdefer.database.source import AsyncPsycopgConnection
-from pgdefer.errors import InvalidParameter, UnknownTask, error_context
+from pgdefer.errors import InvalidParameter, Naming, UnknownTask
 from pgdefer.options import as_list
 from pgdefer.tasks.schedule import Schedule, removed_schedules, schedules_json
 from pgdefer.tasks.task import Task
@@ -129,7 +129,7 @@ class Registry:
         except InvalidParameter:
             async with connection.transaction(force_rollback=True):
                 for schedule in schedules:
-                    with error_context("the schedule", schedule.name):
+                    with Naming(f"the schedule {schedule.name!r}"):
                         parameters = {"schedules": schedules_json([schedule], self.name)}
                         await execute_async(connection, sql.SCHEDULE, parameters)
             raise

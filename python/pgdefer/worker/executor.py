@@ -264,6 +264,7 @@ class Executor:
         if claim.is_released:
             return
         log.debug("%r has ended", job)
+        claim.duration = clock() - claim.started_at
         self._reporter.ended(claim, outcome)
         if claim.slots is not None and claim in self.running:
             share = 1 if claim.batch is None else len(claim.batch.claims)

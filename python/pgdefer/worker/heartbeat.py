@@ -45,6 +45,10 @@ def clock() -> float:
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
+def _never() -> bool:
+    return False
+
+
 class HeartbeatThread:
     """A thread with an event loop, for the heartbeats of one or several workers."""
 
@@ -111,7 +115,7 @@ class Heartbeat:
         on_lost: Callable[[Claim], None],
         thread: HeartbeatThread | None = None,
         over: Callable[[int], Coroutine[Any, Any, Rows]] | None = None,
-        is_needed: Callable[[], bool] = bool,
+        is_needed: Callable[[], bool] = _never,
     ) -> None:
         self._source = source
         self._interval = interval

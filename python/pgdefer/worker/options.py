@@ -10,12 +10,14 @@ from pgdefer.worker.probes import parse_address
 __all__ = ["WorkerOptions", "check_options"]
 
 # The greatest number that the database takes.
-MOST = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
 # The options that are numbers: of which types, the least, and the greatest.
 NUMBERS: dict[str, tuple[Any, float, float]] = {
-    **dict.fromkeys(("concurrency", "jobs_per_process", "max_jobs"), (int, 1, MOST)),
-    "prefetch": (int, 0, MOST),
-    **dict.fromkeys(("shutdown_timeout", "heartbeat_every", "dead_after"), ((int, float), 0, MOST)),
+    **dict.fromkeys(("concurrency", "jobs_per_process", "max_jobs"), (int, 1, MAX_INTEGER)),
+    "prefetch": (int, 0, MAX_INTEGER),
+    **dict.fromkeys(
+        ("shutdown_timeout", "heartbeat_every", "dead_after"), ((int, float), 0, MAX_INTEGER)
+    ),
     "poll_every": ((int, float), 0.01, 60),
 }
 # Those that may be None.
@@ -97,7 +99,7 @@ def check_options(options: WorkerOptions) -> None:
 
 
 def _check_number(
-    name: str, value: object, kind: Any, *, at_least: float, at_most: float = MOST
+    name: str, value: object, kind: Any, *, at_least: float, at_most: float = MAX_INTEGER
 ) -> None:
     if value is None and name in OPTIONAL:
         return

@@ -14,7 +14,6 @@ from pgdefer.tasks.context import JobContext, RetryLater
 from pgdefer.tasks.hooks import JobEvent
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
-from pgdefer.worker.heartbeat import clock
 
 __all__ = ["Reporter"]
 
@@ -34,7 +33,6 @@ class Reporter:
 
     def ended(self, claim: Claim, outcome: str | None) -> None:
         """Report the end of a handler that succeeded; None: its transaction wrote the outcome."""
-        claim.duration = clock() - claim.started_at
         if not log.isEnabledFor(logging.INFO):
             return
         job = claim.job

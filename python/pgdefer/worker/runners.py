@@ -69,9 +69,9 @@ class ThreadRunner:
 class LoopRunner:
     """Runs coroutines in the worker's event loop."""
 
-    def __init__(self, pool: AsyncPool, threads: ThreadRunner, on_end: OnEnd) -> None:
+    def __init__(self, pool: AsyncPool, thread_runner: ThreadRunner, on_end: OnEnd) -> None:
         self._pool = pool
-        self._threads = threads
+        self._thread_runner = thread_runner
         self._on_end = on_end
 
     def start(self, claim: Claim) -> None:
@@ -85,7 +85,7 @@ class LoopRunner:
             ended = internal_error(claim, error)
         if isinstance(ended, tuple):
             claim.coroutine = None
-            self._threads.start_call(claim, ended)
+            self._thread_runner.start_call(claim, ended)
         else:
             self._on_end(claim, ended)
 

@@ -184,7 +184,7 @@ class Share(Slots):
         self._is_short = False
         self._asked_ahead = False
         #: Starts the next claim that waits; returns whether more may start.
-        self.start_next: Callable[[], bool] = bool
+        self.start_next: Callable[[], bool] = _no_more
         #: Called when it is this database's turn, and when others have had jobs more recently.
         self.on_turn: Callable[[], None] = _nothing
         self.on_rest: Callable[[], None] = _nothing
@@ -271,6 +271,11 @@ def pop_first(queue: dict[T, None]) -> T | None:
         del queue[first]
         return first
     return None
+
+
+def _no_more() -> bool:
+    """Start nothing: the share has no worker yet."""
+    return False
 
 
 def _nothing() -> None:

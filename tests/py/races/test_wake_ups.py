@@ -221,6 +221,10 @@ WAKING = {
     "defer_many": ("", 'queue.defer_many(\'[{{"task": "t"}}]\')'),
     "a trigger": ("", ""),
     "retry": ("queue.cancel({id})", "queue.retry(array[{id}])"),
+    "hold, of a need that need not succeed": (
+        "queue.defer('t', needs => array[{id}], options => '{{\"on_need_failure\": \"proceed\"}}')",
+        "queue.hold({id})",
+    ),
     "unhold": ("queue.hold({id})", "queue.unhold({id})"),
     "resume": ("queue.pause()", "queue.resume()"),
     "move": ("queue.tick()", "queue.move(array[{id}], 'elsewhere')"),

@@ -217,7 +217,7 @@ begin
   execute call;
   return pg_temp.read() - v_before;
 end $$;
--- It looks for forgotten claims every 10 s, and so not in the calls below.
+-- tick looks for forgotten claims every 10 s
 select queue.tick() \g /dev/null
 select cmp_ok(pg_temp.reads(format('select queue.defer(''e'', needs => array[%s, %s])', :some, :some - 1)), '<', 100::bigint, 'a defer with needs reads only these');
 select cmp_ok(pg_temp.reads('select from queue.tick()'), '<', 100::bigint, 'so does its admission');

@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(85);
+select plan(86);
 
 set pgdefer.notify = off;
 
@@ -87,6 +87,7 @@ from (values
   ($$delete from queue.cursor$$, 'not one row'),
   ($$insert into queue.cursor select k.tick + 1, k.next_xid, k.in_flight, k.high_id, k.has_backlog, k.due_at from queue.cursor k$$, 'not one row'),
   ($$delete from queue.installation$$, 'not one row'),
+  ($$delete from queue.horizon$$, 'not one row'),
   ($$insert into queue.access (role, kind, queues) values ('x', 'producer', '{q}')$$, 'restrictions that are not enforced')
 ) v (statement, expected);
 select is_empty('select * from queue.check()', 'and nothing of it is left');

@@ -17,6 +17,7 @@ select is(pg_temp.run(), 'a', 'and they go');
 -- Bad arguments change nothing.
 select is((select string_agg(distinct test.refusal(c), ', ') from unnest(array[
   $$select queue.configure_queue('q', '{"max_running": 0}')$$, $$select queue.configure_queue('q', '{"rate": {"limit": 1}}')$$,
+  $$select queue.configure_queue('q', '{"rate": {"limit": "5", "per": "1 s"}}')$$,
   $$select queue.configure_queue('q', '{"rate": 5}')$$, $$select queue.configure_queue('q', '{"nonsense": 1}')$$, $$select queue.configure_queue('q*', '{}')$$,
   $$select queue.configure_queue('', '{}')$$, $$select queue.configure_queue('q', '{"retain": "x"}')$$, $$select queue.configure_queue('q', '{"paused": 1}')$$,
   $$select queue.create_queue('x*')$$, $$select queue.create_queue(null)$$, $$select queue.pause('')$$, $$select queue.pause(task => '')$$]) c), '22023', 'bad arguments');

@@ -1,6 +1,6 @@
 -- Recurring runs: their jobs, changes, refusals, history, access.
 
-select plan(86);
+select plan(87);
 
 \ir schedules.helpers.psql
 
@@ -53,6 +53,12 @@ select queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.cla
 update queue.schedule s set next_run_at = last_run + interval '1 hour', due_at = clock_timestamp() from clock;
 select is((select admitted from queue.tick()), 0, 'nothing runs before its time, however often workers call');
 select is((select due_at from queue.schedule), last_run + interval '1 hour', 'but is looked at again then') from clock;
+
+-- The clock is set back (the due mark is ahead of it), and a schedule is due before the mark
+update queue.cursor set due_at = clock_timestamp() + interval '1 hour';
+select queue.schedule('soon', 'every 1 second', 'soon') \g /dev/null
+select is((select k.due_at <= s.due_at from queue.cursor_now k, queue.schedule s where s.name = 'soon'), true, 'the mark goes back, too');
+select queue.unschedule('soon') \g /dev/null
 
 -- Options of the job
 select queue.register_task('opts', '{"lock": "task:{a}", "deadline": "1 hour"}') \g /dev/null

@@ -102,15 +102,17 @@ begin
   return v_state;
 end $$;
 
--- The outcome for each id, in the given order, each once.
-create or replace function queue._change_results(p_ids bigint[], p_done bigint[])
+-- The outcome for each id, in the given order, each once. p_unkeyed: jobs whose queueing lock another job
+-- has.
+create or replace function queue._change_results(p_ids bigint[], p_done bigint[],
+  p_unkeyed bigint[] default null)
 returns table (id bigint, outcome text, error text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
 begin
   return query
-    select u.id,
-      j.state, case when u.id in (select unnest(p_done)) then null when j.id is null then 'QJ001'
-      else 'QJ003' end
+    select u.id, j.state, case when j.id is null then 'QJ001'
+      when u.id in (select unnest(p_unkeyed)) then 'QJ004'
+      when u.id not in (select unnest(p_done)) then 'QJ003' end
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
     order by u.n;
@@ -123,8 +125,6 @@ begin
   -- not before now: a job whose transaction names this one as a need may not have committed yet (_safe_at)
   update queue.finished f
   set purge_at = greatest(f.finished_at + x.retain, case when x.retain is not null then clock_timestamp() end)
-  from (select coalesce(queue._retain(j.options -> 'retain', s.state), c.retain) as retain
-        from queue.job_now j join queue.finished s on s.id = j.id
-        left join queue.queue_config c on c.queue = j.queue where j.id = p_id) x
+  from (select queue._retention(p_id, null) as retain) x
   where f.id = p_id;
 end $$;

@@ -2,7 +2,7 @@
 -- Tests: operate/change.sql, operate/delete.sql, work/retention.sql.
 
 -- Takes an unfinished job that does not run out of its place, with its slot and ready counts, but not out of
--- its lock. place: where it was (live, or a reason of queue.waiting, turn, again, or log: it is not admitted
+-- its lock. place: where it was (ready, or a reason of queue.waiting, turn, again, or log: it is not admitted
 -- yet and stays there, so that only queue.job_override can change it); NULL if it runs, is finished, another
 -- transaction holds its row, or the end of its claim is not settled yet. keys: semaphores in which that left
 -- room, for _advance.
@@ -10,23 +10,23 @@
 create or replace function queue._dequeue(p_id bigint, out place text, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_live record;
+  v_active record;
   v_waiting record;
 begin
   delete from queue.active_job aj
   where aj.id = (select w.id from queue.active_job w where w.id = p_id
     and w.claim is null for update skip locked)
-  returning aj.id, aj.lane, aj.flags, aj.deadline into v_live;
+  returning aj.id, aj.lane, aj.flags, aj.deadline into v_active;
   if found then
-    perform queue._keep_tag(p_id, v_live.deadline);
-    if v_live.flags & {{ordered}} <> 0 then
+    perform queue._keep_tag(p_id, v_active.deadline);
+    if v_active.flags & {{ordered}} <> 0 then
       perform queue._keep_turns(array[p_id]);
     end if;
-    if v_live.flags & {{slots}} <> 0 then
-      keys := queue._count_unready(array[p_id], array[v_live.lane], array[v_live.flags]);
+    if v_active.flags & {{slots}} <> 0 then
+      keys := queue._count_unready(array[p_id], array[v_active.lane], array[v_active.flags]);
       perform queue._never_discard(array[p_id]);
     end if;
-    place := 'live';
+    place := 'ready';
     return;
   elsif exists (select from queue.active_job aj where aj.id = p_id)
     or exists (select from queue.finished f where f.id = p_id) then
@@ -175,14 +175,15 @@ begin
   end if;
 end $$;
 
--- How long a finished job is kept: by the job, its queue, or the default of its state; NULL means for ever.
-create or replace function queue._retention(p_id bigint)
+-- How long a finished job is kept: by the job, its queue, or the default for succeeded ones; NULL means for
+-- ever.
+create or replace function queue._retention(p_id bigint, p_default interval default '{{keep_succeeded}}')
 returns interval language plpgsql stable parallel safe security invoker as $$
 declare
   v_retain interval;
 begin
   select coalesce(queue._retain(j.options -> 'retain', f.state), c.retain,
-    case when f.state = 'succeeded' then interval '7 days' end) into v_retain
+    case when f.state = 'succeeded' then p_default end) into v_retain
   from queue.job_now j
   join queue.finished f on f.id = j.id
   left join queue.queue_config c on c.queue = j.queue
