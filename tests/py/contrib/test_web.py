@@ -615,6 +615,15 @@ def test_sensitive_args_are_hidden(login: Login, conn: Connection) -> None:
 
 # Mounting
 
+def test_the_audit_goes_on(login: Login, conn: Connection) -> None:
+    conn.execute("select queue.set_priority('{1}', n) from generate_series(1, 51) n")
+    client = login("page_operator")
+    first = client.get("/audit?call=set_priority").text
+    assert first.count("<td>set_priority</td>") == 50
+    (more,) = re.findall(r'href="\?(call=set_priority&amp;before=\d+)"', first)
+    second = client.get("/audit?" + more.replace("&amp;", "&")).text
+    assert second.count("<td>set_priority</td>") == 1
+
 
 def test_under_a_path_of_another_application(dsn: str, conn: Connection, granted: None) -> None:
     ids = fill(conn)
