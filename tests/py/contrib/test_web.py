@@ -236,8 +236,10 @@ def test_a_durable_job(login: Login, conn: Connection) -> None:
     assert timeline.count("attempt 1 started") == 1
     assert '{"paid": 7}' in text
     assert re.search(r"40\S* % two of five", text)
+    conn.execute("select queue.heartbeat(id, 123456789) from queue.workers")
     text = Marks(login("page_reader").get("/workers").text).text
     assert f"1: {id} order" in text, "what each worker runs"
+    assert "118 MB" in text, "and the memory that it uses"
 
 
 def test_a_graph_of_needs(login: Login, conn: Connection) -> None:
@@ -614,6 +616,7 @@ def test_sensitive_args_are_hidden(login: Login, conn: Connection) -> None:
 
 
 # Mounting
+
 
 def test_the_audit_goes_on(login: Login, conn: Connection) -> None:
     conn.execute("select queue.set_priority('{1}', n) from generate_series(1, 51) n")

@@ -197,7 +197,7 @@ where name = %(name)s order by run_at desc limit 50
 
 WORKERS = """
 select id, name, array_to_string(queues, ', ') as queues, registered_at, last_seen_at, dead_after,
-  is_alive, running, left(info::text, 500) as info
+  is_alive, running, pg_size_pretty(memory) as memory, left(info::text, 500) as info
 from queue.workers order by is_alive desc, running desc, id limit 500
 """
 
