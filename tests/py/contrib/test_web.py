@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from pgdefer.contrib import web
+from pgdefer.contrib.web import queries
 from pgdefer.contrib.web.actions import JOB_ACTIONS
 from pgdefer.database.server import EmbeddedServer
 from web_page import (
@@ -616,6 +617,18 @@ def test_sensitive_args_are_hidden(login: Login, conn: Connection) -> None:
 
 
 # Mounting
+
+
+def test_the_settings_of_queues_cost_no_count_of_jobs(login: Login, conn: Connection) -> None:
+    fill(conn)
+    text = Marks(login("page_reader").get("/queues").text).text
+    assert re.search(r"\nmail\s*0\s*1\s", text), text
+
+    def plan(statement: str) -> str:
+        return str(conn.execute(f"explain verbose {statement}".encode()).fetchall())
+
+    assert "count(" in plan(queries.QUEUE_COUNTS)
+    assert "count(" not in plan(queries.QUEUES)
 
 
 def test_the_audit_goes_on(login: Login, conn: Connection) -> None:

@@ -110,7 +110,13 @@ def stream(visit: Visit) -> Response:
 
 def queues(visit: Visit) -> Response:
     """List queues, with their limits."""
-    return visit.page("queues.html", queues=visit.read(queries.QUEUES))
+    counts = visit.figure(queries.QUEUE_COUNTS)
+    return visit.page(
+        "queues.html",
+        queues=visit.read(queries.QUEUES),
+        counts={row["name"]: row for row in counts or []},
+        is_counted=counts is not None,
+    )
 
 
 def locks(visit: Visit) -> Response:
