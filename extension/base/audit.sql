@@ -3,7 +3,8 @@
 --
 -- There are four kinds of functions:
 -- * Functions that only operators or the owner may call write a row each time they return, even if they
---   refused all ids. There are two exceptions: next if it finds no job, and configure if it sets nothing.
+--   refused all ids, or if what they were asked for was so already, as when a held job is held: the row says
+--   what was before. There are two exceptions: next if it finds no job, and configure if it sets nothing.
 -- * Functions that programs call as they start (schedule, unschedule, register_task) write a row if they
 --   change something, whatever the caller's role.
 -- * Functions that workers call too (succeed, fail, release, retry_later, extend, tick, reap) write a row if

@@ -22,8 +22,7 @@ begin
       return array(select f.id from queue.finished f where f.state = 'succeeded' and f.id < p_before
         order by f.id desc limit p_n);
     when p_state = 'running' then
-      return array(select aj.id from queue.active_job aj where aj.claim is not null and aj.id < p_before
-        order by aj.id desc limit p_n);
+      return queue._running(p_before, p_n);
     when p_state = 'blocked' then
       -- members of locks can't be read by id; if there are many, enough of them are among the newest jobs
       v_ids := array(
@@ -82,6 +81,33 @@ begin
       union
       select u.id from unnest(queue._unadmitted(p_state, p_before, p_n)) u (id)) c
     order by c.id desc limit p_n);
+end $$;
+
+-- The newest running jobs below an id. Their only index is that of all ready and running jobs, because
+-- another one would make each claim cost more.
+create or replace function queue._running(p_before bigint, p_n integer)
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+declare
+  v_ids bigint[];
+begin
+  -- if there are many, enough of them are among the newest
+  v_ids := array(
+    select aj.id
+    from (select aj.id, aj.claim from queue.active_job aj where aj.id < p_before
+      order by aj.id desc limit 20000) aj
+    where aj.claim is not null
+    order by aj.id desc limit p_n);
+  return case when cardinality(v_ids) = p_n then v_ids else queue._all_running(p_before, p_n) end;
+end $$;
+
+-- The same by reading the whole table in its own order: a million ready jobs take half the time that they
+-- take by id.
+create or replace function queue._all_running(p_before bigint, p_n integer)
+returns bigint[] language plpgsql stable parallel safe security invoker
+set enable_seqscan = on set enable_indexscan = off as $$
+begin
+  return array(select aj.id from queue.active_job aj where aj.claim is not null and aj.id < p_before
+    order by aj.id desc limit p_n);
 end $$;
 
 -- The newest jobs below an id that have not been admitted and may be in a state.

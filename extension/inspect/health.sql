@@ -39,6 +39,9 @@ returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
 declare
   v_facts record;
+  -- workers that have been silent since before it count as dead only dead_after later, as for reap
+  v_up_since timestamptz := queue._up_since();
+  v_is_waiting boolean;
 begin
   name := 'version';
   select t.code, t.tables into v_facts from queue.version() t;
@@ -49,20 +52,32 @@ begin
 
   name := 'workers';
   select count(*) filter (where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now) as alive,
-    count(*) filter (where w.gone_at is null and w.last_seen_at + w.dead_after < p_now - interval '10 s'
+    count(*) filter (where w.gone_at is null
+                       and greatest(w.last_seen_at, v_up_since) + w.dead_after < p_now - interval '10 s'
                        or not w.is_clear and w.gone_at < p_now - interval '1 minute') as dead,
+    count(*) filter (where w.is_awaited) as awaited, max(w.dead_after) filter (where w.is_awaited) as patience,
     (select count(*) from (select from queue.active_job l limit 100001) l) as live
-  into v_facts from queue.worker w;
-  status := case when v_facts.dead > 0 or v_facts.alive = 0 and v_facts.live > 0 then 'fail'
+  into v_facts
+  from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now and w.last_seen_at < v_up_since
+          and v_up_since + w.dead_after >= p_now as is_awaited from queue.worker w) w;
+  -- before the era has begun no worker has come at all (_up_since)
+  v_is_waiting := v_facts.awaited > 0 and v_up_since < p_now;
+  status := case
+    when v_facts.dead > 0 or v_facts.alive = 0 and v_facts.live > 0 and not v_is_waiting then 'fail'
     when v_facts.alive = 0 then 'warn' else 'ok' end;
   detail := format('%s alive', v_facts.alive)
     || case when v_facts.dead > 0 then format(', %s dead and not reaped', v_facts.dead) else '' end
+    || case when v_facts.awaited > 0
+      then format(', %s silent since before the server started or was promoted', v_facts.awaited) else '' end
     || case when v_facts.alive = 0
       and v_facts.live > 0
-      then format(', %s jobs ready or running', case when v_facts.live > 100000 then 'more than 100000'
-        else v_facts.live::text end) else '' end;
+      then format(', %s ready or running', case when v_facts.live > 100000 then 'more than 100000 jobs'
+        else queue._count_of(v_facts.live, 'job') end) else '' end;
   fix := case when v_facts.dead > 0
     then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
+              when v_facts.alive = 0 and v_is_waiting
+                then format('Wait: they have %s from then on to come back. If none does, start a worker:'
+                  ' pgdefer worker', v_facts.patience)
               when v_facts.alive = 0 then 'Start a worker: pgdefer worker' end;
   return next;
 
@@ -77,12 +92,12 @@ begin
               and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
             and not exists (
               select from queue.worker w
-              where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now
+              where w.gone_at is null and greatest(w.last_seen_at, v_up_since) + w.dead_after >= p_now
                 and (w.queues is null or exists (select from unnest(w.queues) q
                   where queue._matches(l.queue, q))))) l) l;
   status := case when v_facts.n > 0 then 'fail' else 'ok' end;
-  detail := case when v_facts.n > 0 then format('ready jobs in %s queues that no live worker serves: %s',
-    v_facts.n, v_facts.names) else 'every queue with ready jobs is served, or paused' end;
+  detail := case when v_facts.n > 0 then format('ready jobs in %s that no live worker serves: %s',
+    queue._count_of(v_facts.n, 'queue'), v_facts.names) else 'every queue with ready jobs is served, or paused' end;
   fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker --queues NAME' end;
   return next;
 
@@ -96,8 +111,8 @@ begin
             and exists (select from queue.active_job aj where aj.lane = l.lane
               and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)) l) l;
   status := case when v_facts.n > 0 then 'warn' else 'ok' end;
-  detail := case when v_facts.n > 0 then format('ready jobs in %s paused queues: %s', v_facts.n,
-    v_facts.names) else 'no paused queue holds ready jobs' end;
+  detail := case when v_facts.n > 0 then format('ready jobs in %s: %s',
+    queue._count_of(v_facts.n, 'paused queue'), v_facts.names) else 'no paused queue holds ready jobs' end;
   fix := case when v_facts.n > 0 then 'select queue.resume(name)' end;
   return next;
 end $$;
@@ -156,7 +171,7 @@ declare
 begin
   name := 'tasks';
   select count(*) as n,
-    string_agg(format('%s (%s jobs) to worker %s', left(u.task, 200), u.jobs, u.workers), '; ')
+    string_agg(format('%s (%s) to worker %s', left(u.task, 200), queue._count_of(u.jobs, 'job'), u.workers), '; ')
     filter (where u.no <= 5) as names into v_facts
   from (select u.*, row_number() over () as no from queue._unknown_tasks(p_now) u) u;
   status := case when v_facts.n > 0 then 'warn' else 'ok' end;
@@ -192,8 +207,8 @@ begin
   status := case when v_facts.n > 0 then 'warn' else 'ok' end;
   detail := case
     when v_facts.n > 0
-    then format('the timeout of %s jobs has passed; their handlers could not be ended and still run: %s',
-      v_facts.n, v_facts.jobs)
+    then format('%s running past the timeout, as the handler could not be ended: %s',
+      queue._count_of(v_facts.n, 'job'), v_facts.jobs)
                  else 'no handler outlives its timeout' end;
   fix := case when v_facts.n > 0
     then 'Each keeps its slot and its lock until it ends. Restart its worker (queue.why says which); run'

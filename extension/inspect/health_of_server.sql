@@ -1,6 +1,13 @@
 -- Checks of queue.health() for the sessions, the tables and the server.
 -- Tests: inspect/stats.sql.
 
+-- A number with its noun: 1 job, 2 jobs.
+create or replace function queue._count_of(p_number bigint, p_noun text)
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return p_number || ' ' || p_noun || case when p_number = 1 then '' else 's' end;
+end $$;
+
 -- Failures, and transactions that stay open.
 create or replace function queue._health_of_sessions(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
@@ -13,7 +20,8 @@ begin
   select count(*) filter (where f.state = 'failed') as failed, count(*) as n into v_facts
   from (select f.state from queue.finished f where f.finished_at > p_now - interval '1 hour' limit 100000) f;
   status := case when v_facts.failed >= 20 and v_facts.failed > v_facts.n * 0.1 then 'warn' else 'ok' end;
-  detail := format('%s of %s jobs that ended within the hour have failed', v_facts.failed, v_facts.n);
+  detail := format('%s of %s that ended within the hour failed', v_facts.failed,
+    queue._count_of(v_facts.n, 'job'));
   fix := case when status <> 'ok'
     then 'select * from queue.jobs where state = ''failed'' order by id desc limit 20; once the cause is'
     ' fixed: select queue.retry_failed()' end;
@@ -44,7 +52,8 @@ begin
     then case when v_hidden > 0 then 'warn' else 'ok' end
                  when v_facts.since > p_now - interval '1 hour' then 'warn' else 'fail' end;
   detail := case when status = 'ok' or v_facts.what is null or v_facts.since > p_now - interval '5 minutes'
-      then case when v_hidden > 0 then format('%s sessions of other roles can''t be seen', v_hidden)
+      then case when v_hidden > 0 then format('%s of other roles can''t be seen',
+          queue._count_of(v_hidden, 'session'))
         else 'no transaction has been open for 5 minutes' end
     when v_facts.since is null then v_facts.what || ' keeps old row versions'
     else format('%s has had a transaction open for %s: dead rows can''t be removed meanwhile', v_facts.what,

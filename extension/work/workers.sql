@@ -20,8 +20,8 @@ comment on function queue.register_worker(text, text[], jsonb) is
 
 -- Locks: the worker's row; its rows of queue.abort; then as _maintain, which waits for nothing: the answer is
 -- complete by then.
--- Raises: QJ007.
-create or replace function queue.heartbeat(worker bigint)
+-- Raises: 22023, QJ007.
+create or replace function queue.heartbeat(worker bigint, memory bigint default null)
 returns table (id bigint, claim bigint, reason text)
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -33,7 +33,11 @@ begin
   {{if_restricted}}
     perform queue._require_worker(heartbeat.worker);
   end if;
-  update queue.worker w set last_seen_at = clock_timestamp()
+  if heartbeat.memory < 0 then
+    perform queue._invalid('memory must not be negative',
+      'Pass how many bytes the worker''s processes have in memory, or NULL if that is unknown.');
+  end if;
+  update queue.worker w set last_seen_at = clock_timestamp(), memory = heartbeat.memory
   where w.id = heartbeat.worker and w.gone_at is null;
   if not found then
     perform queue._worker_gone(heartbeat.worker);
@@ -48,8 +52,9 @@ begin
     perform queue._maintain(interval '200 ms');
   end if;
 end $$;
-comment on function queue.heartbeat(bigint) is
-  'Reports that the worker is alive; call it every 10 s. Returns the jobs that it must abort: cancelled'
+comment on function queue.heartbeat(bigint, bigint) is
+  'Reports that the worker is alive; call it every 10 s. memory: the resident bytes of its processes, which'
+    ' queue.workers shows (NULL: unknown). Returns the jobs that it must abort: cancelled'
     ' ones, and those taken from it (retried). Then it runs due maintenance, as tick, but only briefly and'
     ' without waiting; it does not if the transaction has already written, or is not READ COMMITTED. Raises'
     ' QJ007 if the worker was reaped or deregistered.';

@@ -214,6 +214,7 @@ class Worker(Base):
     dead_after: Mapped[dt.timedelta]
     is_alive: Mapped[bool]
     running: Mapped[_Int]
+    memory: Mapped[int | None]
 
 
 class Task(Base):

@@ -127,14 +127,15 @@ comment on view queue.steps is
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
   w.gone_at is null and w.last_seen_at + w.dead_after >= statement_timestamp() as is_alive,
-  coalesce(aj.running, 0)::integer as running
+  coalesce(aj.running, 0)::integer as running, w.memory
 from queue.worker w
 left join (select aj.worker_id, count(*) as running from queue.active_job aj where aj.claim is not null
   group by aj.worker_id) aj on aj.worker_id = w.id
 where (select x.is_all from queue.visible_queues x)
   or exists (select from unnest(w.queues) q
     where q like any ((select x.queues from queue.visible_queues x)::text[]));
-comment on view queue.workers is 'Registered workers, and those that have gone within the last minute.';
+comment on view queue.workers is 'Registered workers, and those that have gone within the last minute. memory: the resident bytes that the'
+    ' last heartbeat told, or NULL.';
 
 create view queue.tasks as
 select t.name, t.defaults from queue.task t;

@@ -72,6 +72,17 @@ def span(value: dt.timedelta) -> str:
     return f"{days} d {clock}" if days else clock
 
 
+def size(value: int | None) -> str | None:
+    """Return a number of bytes with few digits: 45 kB, 130 MB, 2.5 GB."""
+    if value is None:
+        return None
+    number, units = value / 1024, ["GB", "MB", "kB"]
+    while number >= 1000 and len(units) > 1:
+        number /= 1024
+        units.pop()
+    return f"{number:.3g} {units[-1]}" if number < 999.5 else f"{number:.0f} {units[-1]}"
+
+
 def cell(value: Any) -> str:
     """Return a value as the text of a table cell."""
     match value:

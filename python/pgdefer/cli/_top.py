@@ -41,6 +41,7 @@ WORKERS = {
     "name": "name",
     "is_dead": "",
     "running": "running",
+    "memory": "memory",
     "silent_for": "last seen",
     "up_for": "up for",
     "queues": "queues",
@@ -128,7 +129,11 @@ def _picture(queues: Rows, workers: Rows, *, height: int | None = None) -> Group
     rate = sum(row["per_second"] or 0 for row in queues.values)
     head = f"{ready} ready, {running} running, {rate:.3g} done/s, workers: {alive}"
     there = [
-        row | {"is_dead": None if row["is_alive"] else "dead"}
+        row
+        | {
+            "is_dead": None if row["is_alive"] else "dead",
+            "memory": _show.size(row["memory"]),
+        }
         for row in workers.values
         if row["is_alive"] or row["running"]
     ]
@@ -142,7 +147,7 @@ def _picture(queues: Rows, workers: Rows, *, height: int | None = None) -> Group
         (there, WORKERS, for_workers),
     ):
         if rows:
-            right = ("oldest", "per_second", "silent_for", "up_for")
+            right = ("oldest", "per_second", "memory", "silent_for", "up_for")
             # a line counts those without room
             shown = rows if len(rows) <= count else rows[: max(count - 1, 0)]
             made = _show.grid(Rows(shown), columns, right=right, least=LEAST, is_noted=False)

@@ -342,20 +342,23 @@ def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
     """List the registered workers, and those that have left within the last minute."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.WORKERS)
+    for row in rows.values:
+        row["memory"] = _show.size(row["memory"])
     columns = {
         "id": "id",
         "name": "name",
         "queues": "queues",
         "is_alive": "alive",
         "running": "running",
+        "memory": "memory",
         "silent_for": "last seen ago",
         "up_for": "up for",
     }
     _show.table(
         rows,
         columns,
-        right=("silent_for", "up_for"),
-        least=("up_for",),
+        right=("memory", "silent_for", "up_for"),
+        least=("up_for", "memory"),
         empty="There are no workers.",
     )
 

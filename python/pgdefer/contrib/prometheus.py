@@ -23,7 +23,10 @@ STATES = ("scheduled", "waiting", "blocked", "ready", "running", "held", "failed
 
 
 class QueueCollector(Collector):
-    """At each scrape, reads from the database how many jobs there are, by queue, task and state."""
+    """At each scrape, reads from the database how many jobs there are, by queue, task and state.
+
+    Also how much memory the workers use, by id and name.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -47,6 +50,15 @@ class QueueCollector(Collector):
                 oldest.add_metric([row.queue, row.task], row.oldest_ready_for.total_seconds())
         yield jobs
         yield oldest
+        memory = GaugeMetricFamily(
+            "pgdefer_worker_memory_bytes",
+            "Resident bytes of a live worker's processes.",
+            labels=["worker", "name"],
+        )
+        for worker in self._app.list_workers():
+            if worker.is_alive and worker.memory is not None:
+                memory.add_metric([str(worker.id), worker.name], worker.memory)
+        yield memory
 
 
 class _Run:

@@ -118,7 +118,10 @@ FINISH_MANY = Statement("""
     select id, claim, state, error from queue.finish_many(cast(:outcomes as jsonb))
 """)
 
-HEARTBEAT = Statement("select id, claim, reason from queue.heartbeat(cast(:worker as bigint))")
+HEARTBEAT = Statement("""
+    select id, claim, reason
+    from queue.heartbeat(cast(:worker as bigint), cast(:memory as bigint))
+""")
 
 DEREGISTER_WORKER = Statement("select * from queue.deregister_worker(cast(:worker as bigint))")
 
@@ -346,7 +349,8 @@ NOW = Statement("select now() as now from queue.version()")
 LIST_TASKS = Statement("select name, defaults from queue.tasks order by name")
 
 LIST_WORKERS = Statement("""
-    select id, name, queues, info, is_alive, running, registered_at, last_seen_at, dead_after
+    select id, name, queues, info, is_alive, running, registered_at, last_seen_at, dead_after,
+      memory
     from queue.workers order by id
 """)
 
@@ -511,8 +515,9 @@ CONFIGURE_QUEUE = Statement("""
 """)
 
 WORKERS = Statement("""
-    select id, name, queues, info, is_alive, running, registered_at, last_seen_at, dead_after,
-      clock_timestamp() - last_seen_at as silent_for, clock_timestamp() - registered_at as up_for
+    select id, name, queues, info, is_alive, running, memory, registered_at, last_seen_at,
+      dead_after, clock_timestamp() - last_seen_at as silent_for,
+      clock_timestamp() - registered_at as up_for
     from queue.workers order by id
 """)
 

@@ -130,6 +130,7 @@ class WorkerInfo:
     registered_at: dt.datetime
     last_seen_at: dt.datetime
     dead_after: dt.timedelta
+    memory: int | None
 
 
 @dataclasses.dataclass(frozen=True)

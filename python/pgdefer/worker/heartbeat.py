@@ -101,7 +101,8 @@ class Heartbeat:
 
     The callbacks are called in the worker's loop: `on_beat` after each heartbeat that was answered,
     with (id, claim, reason) of the jobs to abort; `on_gone` when the worker was declared dead;
-    `on_lost` with a claim that should have been kept and had ended.
+    `on_lost` with a claim that should have been kept and had ended. `memory` is called in the
+    heartbeats' thread, and returns what they tell.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Heartbeat:
         on_gone: Callable[[int], None],
         on_lost: Callable[[Claim], None],
         thread: HeartbeatThread | None = None,
+        memory: Callable[[], int | None],
         over: Callable[[int], Coroutine[Any, Any, Rows]] | None = None,
         is_needed: Callable[[], bool] = _never,
     ) -> None:
@@ -134,6 +136,7 @@ class Heartbeat:
         self.beat_at = 0.0
         self._thread = thread or HeartbeatThread()
         self._has_own_thread = thread is None
+        self._memory = memory
         self._over = over
         self._is_needed = is_needed
         # A heartbeat over the worker's connection that is under way.
@@ -225,7 +228,7 @@ class Heartbeat:
             if sqlstate_of(error) == "QJ007" or not self._is_needed():
                 raise error
         sent_at = clock()
-        return sent_at, await connection.call(sql.HEARTBEAT, worker=worker)
+        return sent_at, await connection.call(sql.HEARTBEAT, worker=worker, memory=self._memory())
 
     async def _ask(self, worker: int) -> Rows | psycopg.Error | ConnectionLost:
         """Send a heartbeat over the worker's connection; return the answer, or the error."""

@@ -1,11 +1,15 @@
-"""Limits a process's memory while a handler runs in it."""
+"""Tells how much memory processes use, and limits it while a handler runs in one."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-__all__ = ["cap", "capped"]
+__all__ = ["cap", "capped", "resident"]
+
+PROC = "/proc"
 
 
 class _Cap:
@@ -38,3 +42,20 @@ def capped(size: int | None) -> Iterator[None]:
         raise
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def resident(others: Iterable[int] = ()) -> int | None:
+    """Return the resident bytes of this process and of others, by pid; None without Linux's /proc.
+
+    Pages that several of them share count for each. A process that has ended counts nothing.
+    """
+    own = _resident("self")
+    return own and own + sum(_resident(str(pid)) or 0 for pid in others)
+
+
+def _resident(pid: str) -> int | None:
+    try:
+        pages = int(Path(PROC, pid, "statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -69,6 +69,11 @@ class Processes:
             return outcome_of(job, task.failure_policy, JobAborted(job._abort_reason))
         return _crashed(job, process)
 
+    def pids(self) -> list[int]:
+        """Return the numbers of the processes, also of those that have nothing to do."""
+        with self._lock:
+            return [process.pid for process in (*self._idle, *self._busy.values())]
+
     def tell(self, job: JobContext, reason: str) -> None:
         """Tell the job to end."""
         if process := self._busy.get(job):
@@ -161,6 +166,12 @@ class ChildProcess:
         self._lock = threading.Lock()
         self.jobs = 0
         self.is_killed = False
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:

@@ -26,6 +26,7 @@ from pgdefer.worker.fetcher import Fetcher
 from pgdefer.worker.gate import Gate
 from pgdefer.worker.heartbeat import Heartbeat, HeartbeatThread, clock
 from pgdefer.worker.listener import OnlyConnection, SleepListener
+from pgdefer.worker.memory import resident
 from pgdefer.worker.options import WorkerOptions, check_options
 from pgdefer.worker.prefetch import MOST
 from pgdefer.worker.probes import Answer, Probes, answer
@@ -220,6 +221,7 @@ class Worker:
             on_gone=self._on_worker_gone,
             on_lost=self.executor.on_claim_lost,
             thread=None if shared is None else shared.heartbeats,
+            memory=self._memory,
             over=self._beat if is_only else None,
             is_needed=lambda: bool(self.executor.running),
         )
@@ -263,9 +265,9 @@ class Worker:
         self._thread_runner = ThreadRunner(self._threads, self._pool, ended)
         self._loop_runner = LoopRunner(self._async_pool, self._thread_runner, ended)
         self._batch_runner = BatchRunner(self._threads, self._thread_runner, ended)
-        processes = Processes(source, self.jobs_per_process)
+        self._processes = Processes(source, self.jobs_per_process)
         self._function_runner = FunctionRunner(self._threads, self._pool, ended)
-        self._process_runner = ProcessRunner(self._threads, processes, ended)
+        self._process_runner = ProcessRunner(self._threads, self._processes, ended)
 
     def _runner_of(self, claim: Claim) -> Runner:
         """Return what runs a claim."""
@@ -389,7 +391,11 @@ class Worker:
 
     async def _beat(self, worker: int) -> Rows:
         """Send a heartbeat over the worker's own connection."""
-        return await self._connection.call(sql.HEARTBEAT, worker=worker)
+        return await self._connection.call(sql.HEARTBEAT, worker=worker, memory=self._memory())
+
+    def _memory(self) -> int | None:
+        """Return the bytes of memory of this process and of those that run its handlers."""
+        return resident(self._processes.pids())
 
     def _on_worker_gone(self, worker: int | None) -> None:
         self.fetcher.on_worker_gone(worker)

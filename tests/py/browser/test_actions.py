@@ -117,11 +117,11 @@ def test_many_jobs(visit: Open, shop: dict[str, int], conn: Connection) -> None:
     page.get_by_label("All jobs of this page").check()
     page.get_by_label("With the selected jobs").select_option("Cancel")
     page.get_by_role("button", name="Go on", exact=True).click()
-    expect(page.locator("h1")).to_have_text("Cancel: 1 jobs")
+    expect(page.locator("h1")).to_have_text("Cancel: 1 job")
     expect(page.locator("tbody tr")).to_have_text("heldpayments1")
     assert state(conn, shop["held"]) == "held", "it is only shown what would be met"
     page.get_by_role("button", name="Cancel").click()
-    expect(page.locator("h1")).to_have_text("Cancel: 1 of 1 jobs")
+    expect(page.locator("h1")).to_have_text("Cancel: 1 of 1 job")
     assert state(conn, shop["held"]) == "cancelled"
     conn.execute(
         'select queue.defer_many((select jsonb_agg(\'{"task": "t", "queue": "bulk"}\'::jsonb)'

@@ -85,6 +85,11 @@ def test_figures_are_fresh_but_never_jump(
     page.clock.run_for(30_000)
     page.get_by_role("link", name="Skip to the content").focus()
     assert rows.count() == 2, "somebody reads"
+    page.set_viewport_size(NARROW)
+    page.evaluate("document.querySelector('.wide').scrollLeft = 50")
+    page.clock.run_for(30_000)
+    assert rows.count() == 2, "somebody has scrolled a table"
+    page.evaluate("document.querySelector('.wide').scrollLeft = 0")
     page.clock.run_for(10_000)
     expect(rows).to_have_count(3)
 

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from pgdefer.contrib import web
+from pgdefer.contrib.web import queries
 from pgdefer.contrib.web.actions import JOB_ACTIONS
 from pgdefer.database.server import EmbeddedServer
 from web_page import (
@@ -236,8 +237,10 @@ def test_a_durable_job(login: Login, conn: Connection) -> None:
     assert timeline.count("attempt 1 started") == 1
     assert '{"paid": 7}' in text
     assert re.search(r"40\S* % two of five", text)
+    conn.execute("select queue.heartbeat(id, 123456789) from queue.workers")
     text = Marks(login("page_reader").get("/workers").text).text
     assert f"1: {id} order" in text, "what each worker runs"
+    assert "118 MB" in text, "and the memory that it uses"
 
 
 def test_a_graph_of_needs(login: Login, conn: Connection) -> None:
@@ -614,6 +617,28 @@ def test_sensitive_args_are_hidden(login: Login, conn: Connection) -> None:
 
 
 # Mounting
+
+
+def test_the_settings_of_queues_cost_no_count_of_jobs(login: Login, conn: Connection) -> None:
+    fill(conn)
+    text = Marks(login("page_reader").get("/queues").text).text
+    assert re.search(r"\nmail\s*0\s*1\s", text), text
+
+    def plan(statement: str) -> str:
+        return str(conn.execute(f"explain verbose {statement}".encode()).fetchall())
+
+    assert "count(" in plan(queries.QUEUE_COUNTS)
+    assert "count(" not in plan(queries.QUEUES)
+
+
+def test_the_audit_goes_on(login: Login, conn: Connection) -> None:
+    conn.execute("select queue.set_priority('{1}', n) from generate_series(1, 51) n")
+    client = login("page_operator")
+    first = client.get("/audit?call=set_priority").text
+    assert first.count("<td>set_priority</td>") == 50
+    (more,) = re.findall(r'href="\?(call=set_priority&amp;before=\d+)"', first)
+    second = client.get("/audit?" + more.replace("&amp;", "&")).text
+    assert second.count("<td>set_priority</td>") == 1
 
 
 def test_under_a_path_of_another_application(dsn: str, conn: Connection, granted: None) -> None:

@@ -1048,6 +1048,13 @@ def test_workers(run: Run, conn: PsycopgConnection) -> None:
     (row,) = run("worker", "ls", "--json").json
     assert (row["name"], row["queues"], row["is_alive"]) == ("the worker", ["a", "b*"], True)
     assert "a, b*" in run("worker", "ls").out
+    assert row["memory"] is None
+    conn.execute("select queue.heartbeat(%s, 123456789)", [row["id"]])
+    assert run("worker", "ls", "--json").json[0]["memory"] == 123456789
+    assert "118 MB" in run("worker", "ls").out
+    assert "118 MB" in run("top", "--once").out
+    conn.execute("select queue.heartbeat(%s, 9223372036854775807)", [row["id"]])
+    assert "8589934592 GB" in run("worker", "ls").out
 
 
 def test_schedules(run: Run, jobs: Jobs) -> None:

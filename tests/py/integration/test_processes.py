@@ -24,7 +24,8 @@ import pytest
 
 from pgdefer import App, DecodeError, JobContext, Worker
 from pgdefer.database.source import Source
-from pgdefer.worker import process_main
+from pgdefer.worker import memory, process_main
+from pgdefer.worker.memory import resident
 from pgdefer.worker.processes import ChildProcess, Processes
 
 from .conftest import Jobs, give_up, running, until, wait_for
@@ -153,6 +154,12 @@ def insert(connection: psycopg.Connection, n: int) -> int:
     return n
 
 @app.task(**process)
+def hold_memory(path: str, end: str, megabytes: int) -> int:
+    data = bytearray(os.urandom(2**20) * megabytes)
+    slow(path, end)
+    return len(data)
+
+@app.task(**process)
 def extend() -> float:
     until = current_job().extend(dt.timedelta(hours=1))
     return (until - dt.datetime.now(dt.UTC)).total_seconds()
@@ -190,6 +197,44 @@ async def test_whatever_signal_ends_one(
         tasks.signal_itself.defer(number)
         (row,) = await jobs.end()
     assert row["error"] == f"ProcessDied: its process was ended by {name}"
+
+
+async def test_the_memory_of_a_worker_counts_its_processes(
+    tasks: Any, app: App, conn: PsycopgConnection, tmp_path: Path
+) -> None:
+    def told() -> int:
+        (found,) = conn.execute("select memory from queue.workers").fetchone() or (None,)
+        return found or 0
+
+    begun, end = tmp_path / "begun", tmp_path / "end"
+    async with running(app, concurrency=1, heartbeat_every=0.1):
+        await until(told)
+        own = resident()
+        assert own is not None
+        assert own / 2 < told() < own * 2
+        tasks.hold_memory.defer(str(begun), str(end), 200)
+        await until(begun.exists)
+        await until(lambda: told() > own + 200 * 2**20)
+        end.touch()
+
+
+def test_memory_of_what_has_ended_or_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        two = resident([process.pid])
+        process.kill()
+    one = resident()
+    assert one is not None
+    assert two is not None
+    assert two > one + 2**20
+    ended = resident([process.pid])
+    assert ended is not None
+    assert ended < two
+    monkeypatch.setattr(memory, "PROC", "/nowhere")
+    assert resident([os.getpid()]) is None
 
 
 async def test_every_job_has_a_context_of_its_own(tasks: Any, app: App, jobs: Jobs) -> None:

@@ -123,8 +123,9 @@ async def test_probes_and_prometheus(app: App, jobs: Jobs) -> None:
             assert status == 200
             return text
 
-        while wanted not in await shown():
-            pass  # the hook that counts is called after the answer
+        memory = f'pgdefer_worker_memory_bytes{{name="{worker.name}",worker="{worker.id}"}} '
+        while not (wanted in (text := await shown()) and memory in text):
+            pass  # the hook that counts is called after the answer, and heartbeats come beside it
         text = await shown()
         assert 'pgdefer_jobs{queue="other",state="ready",task="waits"} 1.0' in text
         head = "pgdefer_run_seconds_count"

@@ -53,7 +53,7 @@ class Bench:
         self.slots = Slots(10)
         names = ["on_beat", "on_gone", "on_lost"]
         ignored: dict[str, Any] = dict.fromkeys(names, lambda _: None)
-        self.heartbeat = Heartbeat(self.app.source, 10.0, 30.0, **ignored)
+        self.heartbeat = Heartbeat(self.app.source, 10.0, 30.0, memory=lambda: None, **ignored)
         self.heartbeat.beat_at = clock()
         self.executor.attach(self.heartbeat, lambda _: self.runner)
 

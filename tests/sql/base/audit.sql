@@ -1,6 +1,6 @@
 -- The audit: each function that an operator may call writes one row, and nobody can remove one.
 
-select plan(103);
+select plan(107);
 
 create role pgdefer_audit_worker;
 create role pgdefer_audit_operator;
@@ -126,6 +126,16 @@ select is_empty($$
     and p.proname <> all ('{install,migrate,uninstall}'::text[])  -- the table queue.installation tells
     and p.proname <> all ('{backoff,rehearse}'::text[])  -- the one draws a number, the other's transaction can't be committed
 $$, 'every function that may change something, and that an operator or only the owner may call, writes one row');
+
+-- A call that asks for what is so already succeeds, changes nothing and is noted, with how it was before.
+select is(pg_temp.written('pgdefer_audit_operator', format('select queue.hold(%s)', :held)), 'hold', 'a held job is held');
+select is(pg_temp.written('pgdefer_audit_operator', 'select queue.pause(''shop''), queue.pause(''shop'')'), 'pause pause', 'a paused queue paused');
+select is(pg_temp.written('pgdefer_audit_operator', format('select queue.cancel(%s, true), queue.cancel(%1$s, true)', :id)), 'cancel cancel', 'a job that is being aborted cancelled');
+begin;
+select queue.hold(:held) as again, (select to_jsonb(j) from queue.jobs j where j.id = :held) as was \gset
+select is((select concat_ws(' ', :'again', to_jsonb(j) = :'was', a.before) from queue.jobs j, queue.audit a where j.id = :held order by a.id desc limit 1),
+  'held t [{"queue": "mail", "state": "held"}]', 'and the entry says that it was so');
+rollback;
 
 -- Workers and producers write none, nor does the owner in the role of a worker.
 select is(pg_temp.written('pgdefer_audit_worker', format(c.call, :worker, :id, :claim)), '', 'a worker: ' || c.call)

@@ -1,6 +1,6 @@
 -- stats, metrics, autoscale_hint and health: every figure for known jobs, every check seen failing.
 
-select plan(81);
+select plan(87);
 
 set pgdefer.notify = off;
 
@@ -137,7 +137,27 @@ begin;
 update queue.installation set version = '0.0.1';
 select matches(pg_temp.health('version'), '^fail\|code .*, tables 0\.0\.1\|select queue\.migrate\(\)$', 'other tables than code');
 rollback;
+-- Says since when workers can reach the server. Outside of an era nobody knows.
+create function pg_temp.up_since(p_at timestamptz, p_era text default queue._era()) returns void language sql as $$
+  update queue.installation set up_since = p_at, era = p_era;
+  update queue.installation i set written = i.xmin;
+$$;
 begin;
+update queue.worker set last_seen_at = now() - interval '1 hour', dead_after = '1 min';
+select pg_temp.up_since(now() - interval '30 s') \g /dev/null
+select matches(pg_temp.health('workers'), '^warn\|0 alive, 2 silent since before the server started or was promoted, [0-9]+ jobs ready or running\|'
+  'Wait: they have 00:01:00 from then on to come back', 'workers that have time to come back');
+select matches(pg_temp.health('queues'), '^ok', 'their queues are served');
+update queue.worker set last_seen_at = now() where name = 'some';
+select is(pg_temp.health('workers'), 'ok|1 alive, 1 silent since before the server started or was promoted', 'one has come');
+update queue.worker set last_seen_at = now() - interval '1 hour';
+select pg_temp.up_since(now() - interval '80 s') \g /dev/null
+select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 dead and not reaped, [0-9]+ jobs', 'after that nobody waits for them');
+select pg_temp.up_since(now() - interval '80 s', 'another') \g /dev/null
+select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 silent .*, [0-9]+ jobs ready or running\|Start a worker: pgdefer worker$', 'nobody has come since the server started');
+rollback;
+begin;
+select pg_temp.up_since('-infinity') \g /dev/null
 update queue.worker set last_seen_at = last_seen_at - interval '1 hour' where name = 'some';
 select matches(pg_temp.health('workers'), '^fail\|1 alive, 1 dead and not reaped\|Start a worker, or call queue\.tick', 'a dead worker that nobody reaps');
 update queue.worker set last_seen_at = last_seen_at - interval '1 hour';
@@ -148,12 +168,14 @@ rollback;
 begin;
 update queue.worker set queues = '{win}' where queues is null;
 select matches(pg_temp.health('queues'), '^ok', 'queues that are served');
+update queue.worker set queues = '{win,q}';
+select matches(pg_temp.health('queues'), '^fail\|ready jobs in 1 queue that no live worker serves: moved\|', 'one that is not');
 update queue.worker set queues = '{win}';
 select matches(pg_temp.health('queues'), '^fail\|ready jobs in 2 queues that no live worker serves: moved, q\|', 'queues that are not');
 rollback;
 begin;
 select queue.pause('win') \g /dev/null
-select is(pg_temp.health('paused'), 'warn|ready jobs in 1 paused queues: win|select queue.resume(name)', 'a paused queue with ready jobs');
+select is(pg_temp.health('paused'), 'warn|ready jobs in 1 paused queue: win|select queue.resume(name)', 'a paused queue with ready jobs');
 update queue.worker set queues = '{q,moved}';
 select matches(pg_temp.health('queues'), '^ok', 'which needs no worker');
 rollback;
@@ -181,7 +203,7 @@ select matches(pg_temp.health('schedules'), '^ok', 'or that is disabled');
 rollback;
 begin;
 insert into queue.finished (id, finished_at, attempts, state) select -n, now(), 1, 'failed' from generate_series(1, 25) n;
-select matches(pg_temp.health('failures'), '^warn\|25 of 115 jobs that ended within the hour have failed\|', 'many failures');
+select matches(pg_temp.health('failures'), '^warn\|25 of 115 jobs that ended within the hour failed\|', 'many failures');
 rollback;
 begin;
 update queue.worker set last_seen_at = now() + interval '20 seconds' where name = 'some';

@@ -188,7 +188,7 @@ select ok((select queue.extend(:id, :claim, '30 s') between now() + interval '29
 select alike(queue.why(:id), format('%%; its timeout passed at %s; its handler could not be ended and still runs; its lease ends at %%', v.claimed_at + interval '60 s'), 'why says so')
 from queue.active_job v where v.id = :id;
 select is((select status || ': ' || detail from queue.health() where name = 'timeouts'),
-          format('warn: the timeout of 1 jobs has passed; their handlers could not be ended and still run: job %s at %s', :id, (select date_trunc('second', v.claimed_at) + interval '1 minute' from queue.active_job v where v.id = :id)), 'health too');
+          format('warn: 1 job running past the timeout, as the handler could not be ended: job %s at %s', :id, (select date_trunc('second', v.claimed_at) + interval '1 minute' from queue.active_job v where v.id = :id)), 'health too');
 select pg_temp.age(:id, '20 s');
 update queue.active_job set claimed_at = claimed_at - interval '20 s' where id = :id;
 select is((select reaped from queue.reap()), 0, 'its claim stays');

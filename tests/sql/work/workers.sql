@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, good-byes, deaths, aborts.
 
-select plan(68);
+select plan(73);
 
 \ir workers.helpers.psql
 
@@ -26,6 +26,15 @@ select is_empty(format('select * from queue.heartbeat(%s)', :w1), 'a heartbeat r
 select ok((select last_seen_at > now() - interval '5 s' from queue.workers where id = :w1), 'and is noted');
 select is(test.refusal('select queue.heartbeat(424242)'), 'QJ007', 'a worker that never was');
 select is(test.refusal('select queue.heartbeat(null)'), 'QJ007', 'nor NULL');
+select queue.heartbeat(:w1, 123456789012) \g /dev/null
+select is((select memory from queue.workers where id = :w1), 123456789012, 'it tells the worker''s memory');
+select last_seen_at as last_seen from queue.worker where id = :w1 \gset
+select is(test.refusal(format('select queue.heartbeat(%s, -1)', :w1)), '22023', 'which is not negative');
+select is((select row(memory, last_seen_at) from queue.worker where id = :w1), row(123456789012, :'last_seen'::timestamptz), 'a refused one changes nothing');
+select queue.heartbeat(:w1, memory => 0) \g /dev/null
+select is((select memory from queue.workers where id = :w1), 0::bigint, 'nothing is a number too');
+select queue.heartbeat(:w1) \g /dev/null
+select is((select memory from queue.workers where id = :w1), null, 'unknown again if the next one does not tell it');
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as w4 \gset
 

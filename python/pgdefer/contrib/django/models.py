@@ -174,6 +174,7 @@ class Worker(View):
     dead_after = models.DurationField()
     is_alive = models.BooleanField()
     running = models.IntegerField()
+    memory = models.BigIntegerField(null=True)
 
     class Meta(View.Meta):
         db_table = '"queue"."workers"'

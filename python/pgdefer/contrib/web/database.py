@@ -28,6 +28,7 @@ SETTINGS = {
     "datestyle": "ISO, MDY",
     "intervalstyle": "postgres",
     "search_path": "pg_catalog",
+    "jit": "off",  # compiling takes longer than a page's statement
 }
 # Authentication methods that require a password. Any other would accept whatever role is named.
 PASSWORDS = "scram-sha-256,md5,password"

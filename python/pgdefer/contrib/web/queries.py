@@ -145,10 +145,13 @@ select at, role, login, call, left(args::text, 500) as args, left(before::text, 
 from queue.audit where ids @> array[%(id)s::bigint] order by id desc limit 50
 """
 
+# Without the two columns that count jobs, PostgreSQL counts none.
 QUEUES = """
-select name, ready, running, max_running, rate_limit, rate_per, retain, paused_until
+select name, max_running, rate_limit, rate_per, retain, paused_until
 from queue.queues order by name limit 1000
 """
+
+QUEUE_COUNTS = "select name, ready, running from queue.queues order by name limit 1000"
 
 LOCKS = """
 select lock, job_id, running, waiting, has_mutex from queue.locks
@@ -197,7 +200,7 @@ where name = %(name)s order by run_at desc limit 50
 
 WORKERS = """
 select id, name, array_to_string(queues, ', ') as queues, registered_at, last_seen_at, dead_after,
-  is_alive, running, left(info::text, 500) as info
+  is_alive, running, pg_size_pretty(memory) as memory, left(info::text, 500) as info
 from queue.workers order by is_alive desc, running desc, id limit 500
 """
 

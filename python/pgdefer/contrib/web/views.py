@@ -110,7 +110,13 @@ def stream(visit: Visit) -> Response:
 
 def queues(visit: Visit) -> Response:
     """List queues, with their limits."""
-    return visit.page("queues.html", queues=visit.read(queries.QUEUES))
+    counts = visit.figure(queries.QUEUE_COUNTS)
+    return visit.page(
+        "queues.html",
+        queues=visit.read(queries.QUEUES),
+        counts={row["name"]: row for row in counts or []},
+        is_counted=counts is not None,
+    )
 
 
 def locks(visit: Visit) -> Response:
@@ -184,11 +190,10 @@ def audit(visit: Visit) -> Response:
     query = visit.query
     asked = {"role": query.maybe("role"), "call": query.maybe("call")}
     rows = visit.read(queries.AUDIT, before=query.number("before"), **asked)
-    more = (
-        urllib.parse.urlencode({**kept(asked), "before": rows[49]["id"]})
-        if len(rows) > PAGE
-        else None
-    )
+    more = None
+    if len(rows) > PAGE:
+        filters = {name: value for name, value in asked.items() if value is not None}
+        more = urllib.parse.urlencode({**filters, "before": rows[PAGE - 1]["id"]})
     return visit.page("audit.html", audit=rows[:PAGE], asked=asked, more=more)
 
 

@@ -29,7 +29,7 @@ templates = jinja2.Environment(
     lstrip_blocks=True,
 )
 templates.filters |= {"plain": text.plain, "cut": text.cut, "moment": text.moment}
-templates.filters["jobs_in"] = text.jobs_in
+templates.filters |= {"jobs_in": text.jobs_in, "count_of": text.count_of}
 
 
 class BadRequest(Exception):  # noqa: N818 (what it says)

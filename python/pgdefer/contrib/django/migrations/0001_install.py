@@ -218,6 +218,7 @@ class Migration(migrations.Migration):
                 ("dead_after", models.DurationField()),
                 ("is_alive", models.BooleanField()),
                 ("running", models.IntegerField()),
+                ("memory", models.BigIntegerField(null=True)),
             ],
             options={
                 "db_table": '"queue"."workers"',

@@ -9,15 +9,16 @@ document.addEventListener("change", (event) => {
 for (const zone of document.querySelectorAll("[data-zone]"))
   zone.value ||= Intl.DateTimeFormat().resolvedOptions().timeZone;
 // Fresh figures while the page is seen and nobody reads: not in the background, not while something in it is
-// selected, opened or has the focus, and not further down, so that nothing moves under the reader's eyes.
+// selected, opened, scrolled or has the focus, and not further down, so that nothing moves under the reader's eyes.
 const main = document.querySelector("main[data-refresh]");
 const live = document.getElementById("live");
 const stale = document.getElementById("stale");
 let busy = false;
+const isScrolled = () => [...main.querySelectorAll(".wide, pre")].some((part) => part.scrollLeft > 0 || part.scrollTop > 0);
 async function refresh() {
   const selected = document.getSelection();
   if (busy || document.hidden || !live.checked || main.contains(document.activeElement)
-      || main.querySelector("details[open]") || (selected && !selected.isCollapsed) || window.scrollY > 100) return;
+      || main.querySelector("details[open]") || (selected && !selected.isCollapsed) || window.scrollY > 100 || isScrolled()) return;
   busy = true;
   let trouble = "";
   try {
