@@ -1,4 +1,4 @@
-"""Moving in the jobs of Procrastinate, Solid Queue, and a table `tasks`: tables as theirs make them."""
+"""Moving in jobs, from tables as Procrastinate 3 and Solid Queue make them, and a table `tasks`."""
 
 from __future__ import annotations
 

@@ -56,23 +56,24 @@ def _tasks_db_call(row: Sequence[Any]) -> PreparedJob[Any]:
     id, path, given, priority, queue, run_after, _ = row
     values = json.loads(given)
     changes = {"priority": priority, "queue_name": queue, "run_after": run_after}
-    return _call(id, path, values["args"], values["kwargs"], {"django_tasks_db": {"id": id}}, changes)
+    return _call(
+        _task(path, id), values["args"], values["kwargs"], changes, django_tasks_db={"id": id}
+    )
 
 
 def _call(
-    id: object,
-    path: str,
+    task: PgDeferTask,
     args: list[Any],
     kwargs: dict[str, Any],
-    header: dict[str, Any],
     changes: Mapping[str, Any],
+    **header: Any,
 ) -> PreparedJob[Any]:
     """Return the call of a task, with its arguments by name."""
-    task = _task(path, id)
     headers = {**task.options.get("headers", {}), **header}
     backend = task.get_backend()
     assert isinstance(backend, PgDeferBackend)
-    return backend.prepared(task.using(headers=headers, idempotency_key="", **changes), args, kwargs)
+    changed = task.using(headers=headers, idempotency_key="", **changes)
+    return backend.prepared(changed, args, kwargs)
 
 
 def _task(path: str, id: object) -> PgDeferTask:
@@ -124,10 +125,11 @@ def _from_steady(connection: Any) -> dict[str, int]:
 
 def _steady_call(row: Sequence[Any], slots: Mapping[str, int | None]) -> PreparedJob[Any]:
     id, path, stored, queue, priority, scheduled_at, key, is_scheduled = row
+    task = _task(path, id)
     changes: dict[str, Any] = {"priority": priority, "queue_name": queue}
     if is_scheduled:
         changes["run_after"] = scheduled_at
-    if key is not None and "concurrency_key" not in _task(path, id).options:
+    if key is not None and "concurrency_key" not in task.options:
         # Without a semaphore nothing tells the limit: 1 is what limits_concurrency has by default.
         changes |= {"concurrency_key": key, "concurrency_limit": max(slots[key] or 1, 1)}
     try:
@@ -135,12 +137,14 @@ def _steady_call(row: Sequence[Any], slots: Mapping[str, int | None]) -> Prepare
         args = [_value(one) for one in given["args"] or []]
         kwargs = _value(given["kwargs"][0]) if given["kwargs"] else {}
     except (KeyError, TypeError, ValueError, LookupError) as error:
-        raise PgDeferError(f"the arguments of {path!r}, job {id}, can't be read: {error}") from error
-    return _call(id, path, args, kwargs, {"steady_queue": {"id": id}}, changes)
+        raise PgDeferError(
+            f"the arguments of {path!r}, job {id}, can't be read: {error}"
+        ) from error
+    return _call(task, args, kwargs, changes, steady_queue={"id": id})
 
 
 def _row(stored: Mapping[str, Any]) -> models.Model:
-    """Return an instance that only has its key: whether the row has gone shows when the job runs."""
+    """Return an instance that only has its key: the row is looked for when the job runs."""
     row: models.Model = apps.get_model(stored["app_label"], stored["model"])(pk=stored["pk"])
     row._state.adding = False
     return row
