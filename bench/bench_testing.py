@@ -5,13 +5,14 @@
 
 The application has customers and orders, by SQLAlchemy. A test places an order and reads it back,
 in a transaction that is rolled back; with the queue it defers a job as well, and asserts that. Each
-tenth test runs its job. The times are those of the whole pytest, with its database; the ratio of the
-CPU seconds, with those of the server, is less disturbed by others. Afterwards no job may be left in
+tenth test runs its job. The times are those of the whole pytest, with its database. What is limited
+are the CPU seconds, with those of the server, as others disturb them less. Afterwards no job may be left in
 the database.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import statistics
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import ROOT, Report, arguments, cpu, processes_of
@@ -143,15 +145,29 @@ def test_order(session, jobs, number):
         assert shop.totals(session)[name] == number
     order = shop.place(session, "Ann", 5, is_thanked=jobs is not None)
     assert shop.totals(session) == {"Ann": number + 5, "Bob": number}
+    id = order.id  # SQLAlchemy reads it anew after the commit
     if jobs is not None:
-        jobs.assert_deferred(shop.thank, order.id)
+        jobs.assert_deferred(shop.thank, id)
         if number % 10 == 0:
             assert [ran.state for ran in jobs.run()] == ["succeeded"]
 """
 
 
-def run(folder: Path, server: EmbeddedServer, *, with_queue: bool) -> tuple[float, float]:
-    """Return the seconds that the tests take, and those of CPU."""
+@dataclasses.dataclass(frozen=True)
+class Took:
+    """Seconds: of the whole pytest, and of CPU, its own and the server's."""
+
+    seconds: float
+    client: float
+    server: float
+
+    @property
+    def cpu(self) -> float:
+        return self.client + self.server
+
+
+def run(folder: Path, server: EmbeddedServer, *, with_queue: bool) -> Took:
+    """Run the tests."""
     environment = os.environ | {
         "PGDEFER_TEST_SERVER": server.dsn("postgres"),
         "WITH_QUEUE": str(int(with_queue)),
@@ -159,47 +175,57 @@ def run(folder: Path, server: EmbeddedServer, *, with_queue: bool) -> tuple[floa
     }
     plugin = ["-p", "pgdefer.testing.plugin", "-o", "pgdefer_app=shop:app"] if with_queue else []
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin]
-    begun, before = time.monotonic(), used(server)
+    begun, client, of_server = time.monotonic(), used(), used(server)
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
-    took, cpu_took = time.monotonic() - begun, used(server) - before
+    took = Took(time.monotonic() - begun, used() - client, used(server) - of_server)
     if done.returncode or f"{TESTS} passed" not in done.stdout:
         sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
-    return took, cpu_took
+    return took
 
 
-def used(server: EmbeddedServer) -> float:
-    """Return the CPU seconds of the server and of the commands that have ended."""
+def used(server: EmbeddedServer | None = None) -> float:
+    """Return the CPU seconds of the server, or of the commands that have ended."""
+    if server is None:
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return ended.ru_utime + ended.ru_stime
     pid = server.status().pid
     assert pid is not None
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return cpu(processes_of(pid)) + ended.ru_utime + ended.ru_stime
+    return cpu(processes_of(pid))
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> None:
-    options = arguments(__doc__, runs=3).parse_args()
+    options = arguments(__doc__, runs=5).parse_args()
     report = Report()
+    took: dict[bool, list[Took]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as name, temporary_server() as server:
         folder = Path(name)
         (folder / "pytest.ini").write_text("[pytest]\n")
         (folder / "shop.py").write_text(SHOP)
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "test_shop.py").write_text(TEST.replace("COUNT", str(TESTS)))
-        took: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         for _ in range(options.runs):
-            for with_queue, seconds in took.items():
-                seconds.append(run(folder, server, with_queue=with_queue))
-    for with_queue, seconds in took.items():
-        shown = ", ".join(f"{one:.2f} s ({of_cpu:.2f} of CPU)" for one, of_cpu in seconds)
-        print(f"{'with' if with_queue else 'without'} the queue: {shown}")
+            for with_queue, runs in took.items():
+                runs.append(run(folder, server, with_queue=with_queue))
+    print("seconds: median (least to most)")
+    for with_queue, runs in took.items():
+        print(
+            f"{'with' if with_queue else 'without'} the queue: {spread([r.seconds for r in runs])}, "
+            f"of CPU {spread([r.cpu for r in runs])}: pytest {spread([r.client for r in runs])}, "
+            f"server {spread([r.server for r in runs])}"
+        )
     ratios = [
-        statistics.median(one[part] for one in took[True])
-        / statistics.median(one[part] for one in took[False])
-        for part in (0, 1)
+        one.seconds / other.seconds for one, other in zip(took[True], took[False], strict=True)
     ]
-    report.below("the same with the queue", ratios[0], LIMIT, "times")
-    print(f"{'its CPU':<34}{ratios[1]:>10.2f} times")
+    of_cpu = [one.cpu / other.cpu for one, other in zip(took[True], took[False], strict=True)]
+    print(f"the same with the queue: {spread(ratios)} times")
+    report.below("its CPU", statistics.median(of_cpu), LIMIT, "times")
+    print(f"{'least to most':<34}{min(of_cpu):>10.2f} to {max(of_cpu):.2f}")
     report.end(options)
 
 

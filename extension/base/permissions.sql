@@ -211,7 +211,7 @@ begin
         fail_jobs, fork, hold, move, next, pause, reschedule, resume, retry, retry_failed, set_args,
         set_deadline, set_priority, unhold}'),
       ('{operator,reader}', true, '{
-        autoscale_hint, get, graph, search, series, stats, task_stats, waits_for, why}'),
+        autoscale_hint, get, graph, list_jobs, search, series, stats, task_stats, waits_for, why}'),
       ('{producer}', false, '{open_group}'),
       ('{producer,worker,operator}', false, '{publish, register_task}'),
       ('{producer,operator}', false, '{close_group}'),

@@ -13,7 +13,7 @@ import typer
 from pgdefer.database import sql
 from pgdefer.database.sql import Statement
 
-from . import _show
+from . import _show, _solid
 from ._base import DSN, AsJson, DryRun, Exit, Session, fail, out, reported, session
 
 
@@ -23,6 +23,12 @@ class Origin(enum.StrEnum):
     procrastinate = "procrastinate"
     tasks = "tasks"
     django_tasks_db = "django-tasks-db"
+    solid_queue = "solid-queue"
+    steady_queue = "steady-queue"
+
+
+# Their arguments need the project's code.
+_DJANGO = (Origin.django_tasks_db, Origin.steady_queue)
 
 
 # Of each: how to keep others from its table, to move a thousand jobs, and to count what is left.
@@ -48,10 +54,13 @@ def move_in(
     job is taken here, it becomes the job that has the lock. The other queue's workers may continue:
     their running jobs, and jobs behind those for the same lock, stay there. `tasks` is a table with
     that name, with the columns task_type, payload, status, priority, retries and max_retries.
-    For `django-tasks-db` use manage.py: its arguments need the project's code.
+    For `django-tasks-db` and `steady-queue` use manage.py: their arguments need the project's code.
     """
-    if origin is Origin.django_tasks_db:
-        counts = _from_django(dry_run=dry_run)
+    if origin in _DJANGO:
+        counts = _from_django(origin, dry_run=dry_run)
+    elif origin is Origin.solid_queue:
+        with session(dsn, dry_run=dry_run) as on:
+            counts = _solid.move_in(on)
     else:
         with session(dsn, dry_run=dry_run) as on:
             counts = _by_sql(on, *STATEMENTS[origin])
@@ -61,12 +70,17 @@ def move_in(
     lines = {
         "moved": "waiting jobs moved",
         "locked": "of these have a lock",
+        "limited": "of these have a concurrency key",
         "scheduled": "of these are scheduled for later",
-        "behind": "stay behind a running job of the same lock: run this again later",
+        "behind": "stay behind a running job of the same lock or key: run this again later",
         "running": "still run there",
+        "failed": "have failed there, and stay",
+        "recurring": "recurring tasks stay: declare them here",
+        "paused": "queues are paused there: pause them here",
     }
     for name, text in lines.items():
-        out.print(f"{counts[name]} {text}", highlight=False)
+        if name in counts:
+            out.print(f"{counts[name]} {text}", highlight=False)
 
 
 def _by_sql(on: Session, lock: Statement, move: Statement, count: Statement) -> dict[str, int]:
@@ -85,14 +99,14 @@ def _by_sql(on: Session, lock: Statement, move: Statement, count: Statement) -> 
         return counts | on.call(count).values[0]
 
 
-def _from_django(*, dry_run: bool) -> dict[str, int]:
+def _from_django(origin: Origin, *, dry_run: bool) -> dict[str, int]:
     """Return the counts of a project, whose command has set it up."""
     django = sys.modules.get("django.apps")
     if django is None or not django.apps.ready:
         fail(
-            Exit.USAGE, "the project's tasks are needed: manage.py pgdefer move-in django-tasks-db"
+            Exit.USAGE, f"the project's tasks are needed: manage.py pgdefer move-in {origin.value}"
         )
     with reported():
         moving = importlib.import_module("pgdefer.contrib.django.move_in")
-        found: dict[str, int] = moving.move_in(dry_run=dry_run)
+        found: dict[str, int] = moving.move_in(origin.value, dry_run=dry_run)
         return found

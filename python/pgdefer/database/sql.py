@@ -574,14 +574,16 @@ CLOCK = Statement("select clock_timestamp() as now from queue.version()")
 
 REHEARSE = Statement("select jobs from queue.rehearse() as jobs")
 
+# These two by functions, which keep their plans: that of the view takes milliseconds in each test,
+# as drivers forget prepared statements in a rollback.
 DEFERRED = Statement("""
     select id, task, cast(args as text) as args, queue, priority, lock, queueing_lock,
       concurrency_key, state, reason, scheduled_at, deadline, attempts, error, description,
       cast(headers as text) as headers, parent
-    from queue.jobs where id > cast(:after as bigint) order by id
+    from queue.list_jobs(after => cast(:after as bigint), max_jobs => cast(:max_jobs as integer))
+    order by id
 """)
 
-# By a function, which keeps its plan: that of the view takes milliseconds in each test.
 LAST_ID = Statement("select coalesce(max(id), 0) as id from queue.search(max_jobs => 1)")
 
 RESULT_TEXT = Statement("""
@@ -699,6 +701,96 @@ MOVE_IN_DJANGO_END = Statement("""
 
 MOVE_IN_DJANGO_LEFT = Statement("""
     select count(*) as running from django_tasks_database_dbtaskresult where status = 'RUNNING'
+""")
+
+# Of Solid Queue, and of Steady Queue, which has its tables under other names.
+_SOLID = {
+    "jobs": "solid_queue_jobs",
+    "ready": "solid_queue_ready_executions",
+    "scheduled": "solid_queue_scheduled_executions",
+    "blocked": "solid_queue_blocked_executions",
+    "claimed": "solid_queue_claimed_executions",
+    "failed": "solid_queue_failed_executions",
+    "semaphores": "solid_queue_semaphores",
+    "recurring": "solid_queue_recurring_tasks",
+    "pauses": "solid_queue_pauses",
+}
+_STEADY = {
+    "jobs": "steady_queue_job",
+    "ready": "steady_queue_readyexecution",
+    "scheduled": "steady_queue_scheduledexecution",
+    "blocked": "steady_queue_blockedexecution",
+    "claimed": "steady_queue_claimedexecution",
+    "failed": "steady_queue_failedexecution",
+    "semaphores": "steady_queue_semaphore",
+    "recurring": "steady_queue_recurringtask",
+    "pauses": "steady_queue_pause",
+}
+
+
+def _of_both(text: str) -> tuple[Statement, Statement]:
+    return Statement(text.format(**_SOLID)), Statement(text.format(**_STEADY))
+
+
+# In the order in which their transactions lock these tables first. Those that select rows of an
+# execution for update must wait for this lock, not for the rows.
+MOVE_IN_SOLID_LOCK, MOVE_IN_STEADY_LOCK = _of_both("lock table {jobs} in share row exclusive mode")
+MOVE_IN_SOLID_LOCK_MORE, MOVE_IN_STEADY_LOCK_MORE = _of_both(
+    "lock table {scheduled}, {blocked}, {semaphores}, {ready} in exclusive mode"
+)
+MOVE_IN_SOLID_LOCK_CLAIMED, MOVE_IN_STEADY_LOCK_CLAIMED = _of_both(
+    "lock table {claimed} in share mode"
+)
+
+# Rails keeps times in UTC without saying so.
+MOVE_IN_SOLID_TIMES = Statement("set local timezone to 'UTC'")
+
+# The concurrency keys of its unfinished jobs. A semaphore counts the free slots, and ready jobs
+# have theirs already. Jobs stay behind a running job of the same key, and behind those of a batch.
+MOVE_IN_SOLID_KEYS, MOVE_IN_STEADY_KEYS = _of_both("""
+    select j.concurrency_key as key,
+      bool_or(c.job_id is not null or to_jsonb(j) ->> 'batch_id' is not null) as is_held,
+      max(m.value) + count(r.job_id) as slots
+    from {jobs} j
+    left join {claimed} c on c.job_id = j.id
+    left join {ready} r on r.job_id = j.id
+    left join {semaphores} m on m.key = j.concurrency_key
+    where j.finished_at is null and j.concurrency_key is not null
+    group by j.concurrency_key
+""")
+
+MOVE_IN_SOLID, MOVE_IN_STEADY = _of_both("""
+    select j.id, j.class_name, cast(j.arguments as text) as arguments, j.queue_name, j.priority,
+      cast(s.scheduled_at as timestamptz) as scheduled_at, j.concurrency_key,
+      coalesce(cast(s.scheduled_at as timestamptz) > now(), false) as is_scheduled
+    from {jobs} j left join {scheduled} s on s.job_id = j.id
+    where j.id > cast(:after as bigint) and j.finished_at is null
+      and (s.job_id is not null or exists (select from {ready} r where r.job_id = j.id)
+        or exists (select from {blocked} b where b.job_id = j.id))
+      and to_jsonb(j) ->> 'batch_id' is null
+      and (j.concurrency_key is null or j.concurrency_key <> all (cast(:held as text[])))
+    order by j.id limit 1000
+""")
+
+# As if they had run: what their schedules have recorded about them must stay.
+MOVE_IN_SOLID_END, MOVE_IN_STEADY_END = _of_both("""
+    with ready as (delete from {ready} r where r.job_id = any (cast(:ids as bigint[]))),
+    scheduled as (delete from {scheduled} s where s.job_id = any (cast(:ids as bigint[]))),
+    blocked as (delete from {blocked} b where b.job_id = any (cast(:ids as bigint[])))
+    update {jobs} j set finished_at = now(), updated_at = now()
+    where j.id = any (cast(:ids as bigint[])) returning j.id
+""")
+
+# The slots of the jobs that were ready there.
+MOVE_IN_SOLID_SLOTS, MOVE_IN_STEADY_SLOTS = _of_both(
+    "delete from {semaphores} m where m.key = any (cast(:keys as text[])) returning m.key"
+)
+
+MOVE_IN_SOLID_LEFT, MOVE_IN_STEADY_LEFT = _of_both("""
+    select (select count(*) from {ready}) + (select count(*) from {scheduled})
+        + (select count(*) from {blocked}) as behind,
+      (select count(*) from {claimed}) as running, (select count(*) from {failed}) as failed,
+      (select count(*) from {recurring}) as recurring, (select count(*) from {pauses}) as paused
 """)
 
 # Installing

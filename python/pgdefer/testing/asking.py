@@ -18,6 +18,8 @@ from pgdefer.testing.jobs import DeferredJob, deferred_job
 
 __all__ = ["AskingQueue"]
 
+_PAGE = 1000
+
 
 class AskingQueue(Assertions[DeferredJob]):
     """Asks about the jobs of a test, and shifts their times."""
@@ -36,8 +38,14 @@ class AskingQueue(Assertions[DeferredJob]):
 
     async def deferred_jobs(self) -> list[DeferredJob]:
         """Return the jobs deferred in this test."""
-        rows = await self._call(sql.DEFERRED, {"after": self._after})
-        return [deferred_job(self.app.client, row) for row in rows]
+        found: list[DeferredJob] = []
+        after = self._after
+        while True:
+            rows = await self._call(sql.DEFERRED, {"after": after, "max_jobs": _PAGE})
+            found += [deferred_job(self.app.client, row) for row in rows]
+            if len(rows) < _PAGE:
+                return found
+            after = found[-1].id
 
     # Time
 

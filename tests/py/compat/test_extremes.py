@@ -235,6 +235,7 @@ PROBES = [
     "select * from queue.health()",
     "select * from queue.autoscale_hint()",
     "select * from queue.search()",
+    "select * from queue.list_jobs()",
     "select * from queue.search('x')",
     """
     select queue.why(id), (select count(*) from queue.graph(id)), (queue.result(id)).state,

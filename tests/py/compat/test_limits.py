@@ -333,7 +333,7 @@ def test_an_unlimited_role_reads_and_changes_them(
     found = {leak[0] for leak in leaks}
     assert found >= set(
         "jobs attempts workers tasks schedules queues metrics move copy delete fail_jobs done"
-        " set_priority reschedule set_args next delete_queue search get stats cancel hold retry pause"
+        " set_priority reschedule set_args next delete_queue search list_jobs get stats cancel hold retry pause"
         " configure_queue result graph why peek fetch finish_and_fetch finish_many succeed fail"
         " release retry_later extend heartbeat deregister_worker register_task streams waits_for".split()
     ), found
@@ -489,6 +489,7 @@ def test_limited_readers_and_operators(
             "select queue from queue.metrics",
             "select queue from queue.stats()",
             "select queue_name from queue.search()",
+            "select queue from queue.list_jobs()",
             "select queue from queue.peek(null, 100)",
             "select queue from queue.peek('{*}', 100)",
         ):

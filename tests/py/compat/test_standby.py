@@ -29,6 +29,7 @@ READS = {
     "get": "({ready}, 'n')",
     "graph": "({waits})",
     "health": "()",
+    "list_jobs": "()",
     "needs": "({waits})",
     "next_runs": "('@daily')",
     "peek": "()",

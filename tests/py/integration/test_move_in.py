@@ -1,11 +1,20 @@
-"""Moving in the jobs of Procrastinate, with its tables of version 3, and of a table `tasks`."""
+"""Moving in jobs, from tables as Procrastinate 3 and Solid Queue make them, and a table `tasks`."""
 
 from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import json
+import threading
+from decimal import Decimal
+from typing import Any
 
 import psycopg
 import pytest
 
-from .conftest import Jobs
+from pgdefer.codec import Codec
+
+from .conftest import Jobs, until
 from .test_cli_operations import Run, run
 
 __all__ = ["run"]
@@ -119,3 +128,184 @@ def test_a_table_of_tasks(run: Run, conn: psycopg.Connection, jobs: Jobs) -> Non
     left = conn.execute("select status from tasks order by id").fetchall()
     assert left == [("done",), ("done",), ("running",), ("failed",)]
     assert run("move-in", "tasks", "--json").json == expected | {"moved": 0}
+
+
+# As Rails makes them in PostgreSQL: times in UTC, without saying so.
+SOLID = """
+create table solid_queue_jobs (
+  id bigserial primary key, queue_name varchar not null, class_name varchar not null,
+  arguments text, priority integer default 0 not null, active_job_id varchar,
+  scheduled_at timestamp(6), finished_at timestamp(6), concurrency_key varchar,
+  created_at timestamp(6) not null default (now() at time zone 'UTC'),
+  updated_at timestamp(6) not null default (now() at time zone 'UTC'), batch_id bigint);
+create table solid_queue_ready_executions (
+  id bigserial primary key, job_id bigint not null unique references solid_queue_jobs
+    on delete cascade, queue_name varchar not null default 'mail', priority integer default 0);
+create table solid_queue_scheduled_executions (
+  like solid_queue_ready_executions including all,
+  scheduled_at timestamp(6) not null default '2999-01-01 12:00');
+create table solid_queue_blocked_executions (
+  like solid_queue_ready_executions including all, concurrency_key varchar not null default 'k',
+  expires_at timestamp(6) not null default now());
+create table solid_queue_claimed_executions (
+  id bigserial primary key, job_id bigint not null unique references solid_queue_jobs,
+  process_id bigint);
+create table solid_queue_failed_executions (
+  id bigserial primary key, job_id bigint not null unique references solid_queue_jobs, error text);
+create table solid_queue_semaphores (
+  id bigserial primary key, key varchar not null unique, value integer default 1 not null,
+  expires_at timestamp(6) not null default now());
+create table solid_queue_recurring_tasks (id bigserial primary key, key varchar not null unique);
+create table solid_queue_pauses (id bigserial primary key, queue_name varchar not null unique);
+insert into solid_queue_recurring_tasks (key) values ('morning');
+insert into solid_queue_pauses (queue_name) values ('reports');
+"""
+AJ = "ActiveJob::Serializers::"
+
+
+def solid(
+    conn: psycopg.Connection, name: str, where: str, key: str | None = None, **columns: object
+) -> int:
+    """Add a job of Solid Queue, and its execution; return its id."""
+    given = columns.pop("arguments", [])
+    stored = {"job_class": name, "job_id": f"uuid of {name}", "locale": "en", "arguments": given}
+    values = {"class_name": name, "queue_name": "mail", "arguments": json.dumps(stored)}
+    values |= {"concurrency_key": key, **columns}
+    names = ", ".join(values)
+    marks = ", ".join(["%s"] * len(values))
+    into = f"insert into solid_queue_jobs ({names}) values ({marks}) returning id"
+    row = conn.execute(into.encode(), [*values.values()]).fetchone()
+    assert row is not None
+    if where:
+        conn.execute(
+            f"insert into solid_queue_{where}_executions (job_id) values (%s)".encode(), row
+        )
+    return int(row[0])
+
+
+def test_solid_queue(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
+    conn.execute(SOLID)
+    conn.execute("set timezone to 'Asia/Tokyo'")
+    plain = solid(conn, "Shop::WelcomeJob", "ready", priority=3)
+    later = solid(conn, "later", "scheduled")
+    # Of a key with three slots, one is free.
+    keyed = [solid(conn, f"k{n}", where, "three") for n, where in enumerate(("ready", "ready"))]
+    conn.execute("insert into solid_queue_semaphores (key, value) values ('three', 1)")
+    # Of a key with one slot, none is; the semaphore of another has expired.
+    keyed.append(solid(conn, "ready", "ready", "one"))
+    keyed.append(solid(conn, "blocked", "blocked", "one"))
+    conn.execute("insert into solid_queue_semaphores (key, value) values ('one', 0)")
+    keyed.append(solid(conn, "expired", "scheduled", "expired"))
+    runs = solid(conn, "runs", "claimed", "held")
+    solid(conn, "behind", "blocked", "held")
+    conn.execute("insert into solid_queue_semaphores (key, value) values ('held', 0)")
+    solid(conn, "failed", "failed")
+    solid(conn, "in a batch", "ready", "batch", batch_id=1)
+    solid(conn, "beside a batch", "scheduled", "batch")
+    solid(conn, "done", "", finished_at="2020-01-01")
+    expected = {"moved": 7, "limited": 5, "scheduled": 2, "behind": 3, "running": 1}
+    expected |= {"failed": 1, "recurring": 1, "paused": 1}
+    assert run("move-in", "solid-queue", "--dry-run", "--json").json == expected
+    assert jobs() == []
+    assert run("move-in", "solid-queue", "--json").json == expected
+    rows = jobs()
+    assert [row["headers"]["solid_queue"]["id"] for row in rows] == [plain, later, *keyed]
+    first, second, *limited = rows
+    assert (first["task"], first["queue"], first["priority"]) == ("Shop::WelcomeJob", "mail", -3)
+    assert first["args"] == {}
+    assert first["headers"]["solid_queue"] == {
+        "id": plain,
+        "active_job_id": "uuid of Shop::WelcomeJob",
+        "locale": "en",
+    }
+    assert second["state"] == "scheduled"
+    assert str(second["scheduled_at"].astimezone(dt.UTC)) == "2999-01-01 12:00:00+00:00"
+    assert [row["concurrency_key"] for row in limited] == [*["three"] * 2, *["one"] * 2, "expired"]
+    conn.execute("select queue.tick()")
+    limits = conn.execute('select key, "limit" from queue.semaphores order by key').fetchall()
+    assert limits == [("one", 1), ("three", 3)]
+    left = conn.execute("select key, value from solid_queue_semaphores").fetchall()
+    assert left == [("held", 0)]
+    conn.execute("delete from solid_queue_claimed_executions where job_id = %s", [runs])
+    again = run("move-in", "solid-queue").out.splitlines()
+    assert again[:2] == ["1 waiting jobs moved", "1 of these have a concurrency key"]
+    unfinished = "select class_name from solid_queue_jobs where finished_at is null order by id"
+    assert [name for (name,) in conn.execute(unfinished.encode())] == [
+        "runs",
+        "failed",
+        "in a batch",
+        "beside a batch",
+    ]
+
+
+def test_arguments_of_active_job(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
+    conn.execute(SOLID)
+
+    def of(kind: str, value: object, **more: object) -> dict[str, object]:
+        return {"_aj_serialized": f"{AJ}{kind}Serializer", "value": value, **more}
+
+    own = {"_aj_serialized": "MoneySerializer", "cents": 5}
+    hour = [[of("Symbol", "hours"), 1]]
+    keywords = {
+        "day": of("Date", "2026-01-02"),
+        "at": of("TimeWithZone", "2026-01-02T03:04:05.123456789-05:00", time_zone="EST"),
+        "span": of("Duration", 3600, parts=hour),
+        "price": of("BigDecimal", "1.10"),
+        "kind": of("Symbol", "express"),
+        "own": own,
+        "_aj_ruby2_keywords": ["day", "at", "span", "price", "kind", "own"],
+    }
+    lines = {"_aj_symbol_keys": ["sku"], "sku": [1, None, 1e16]}
+    row = {"_aj_globalid": "gid://shop/Order/7"}
+    solid(conn, "named", "ready", arguments=[keywords])
+    solid(conn, "placed", "ready", arguments=[row, lines, "x"])
+    solid(conn, "both", "ready", arguments=[1, {"to": "Ann", "_aj_ruby2_keywords": ["to"]}])
+    assert run("move-in", "solid-queue", "--json").json["moved"] == 3
+    named, placed, both = (Codec().decode(row["args"]) for row in jobs())
+    assert named == {
+        "day": dt.date(2026, 1, 2),
+        "at": dt.datetime.fromisoformat("2026-01-02T03:04:05.123456-05:00"),
+        "span": dt.timedelta(hours=1),
+        "price": Decimal("1.10"),
+        "kind": "express",
+        "own": own,
+    }
+    assert placed == {"arguments": ["gid://shop/Order/7", {"sku": [1, None, 1e16]}, "x"]}
+    assert both == {"arguments": [1], "to": "Ann"}
+    conn.execute("delete from solid_queue_jobs")
+    bad = solid(conn, "bad", "ready", arguments=[of("Date", "soon")])
+    solid(conn, "good", "ready")
+    refused = run("move-in", "solid-queue")
+    assert refused.code == 1
+    assert f"the arguments of job {bad} (bad) can't be read" in refused.err
+    assert len(jobs()) == 3
+
+
+def test_workers_of_solid_queue_run_beside(
+    run: Run, conn: psycopg.Connection, dsn: str, jobs: Jobs
+) -> None:
+    """What a worker has claimed stays there; one that claims meanwhile finds nothing."""
+    conn.execute(SOLID)
+    ids = [solid(conn, "job", "ready") for _ in range(3)]
+    claim = (
+        "with r as (select job_id from solid_queue_ready_executions order by job_id limit 1"
+        " for update skip locked)"
+        " insert into solid_queue_claimed_executions (job_id) select job_id from r returning job_id"
+    )
+    delete = "delete from solid_queue_ready_executions where job_id = %s"
+    with psycopg.connect(dsn) as worker:
+        (mine,) = worker.execute(claim.encode()).fetchall()
+        found: list[Any] = []
+        moving = threading.Thread(
+            target=lambda: found.append(run("move-in", "solid-queue", "--json").json)
+        )
+        moving.start()
+        waits = "select count(*) from pg_locks where not granted"
+        asyncio.run(until(lambda: conn.execute(waits.encode()).fetchall() == [(1,)]))
+        worker.execute(delete.encode(), mine)
+        worker.commit()
+        moving.join()
+        assert mine == (ids[0],)
+        assert worker.execute(claim.encode()).fetchall() == []
+    assert [counts["moved"] for counts in found] == [2]
+    assert [row["headers"]["solid_queue"]["id"] for row in jobs()] == ids[1:]

@@ -347,3 +347,12 @@ async def test_a_real_worker_in_this_loop(shop: Shop, dsn: str) -> None:
         await shop.greet_async.defer_async("Ann")
         assert [job.state for job in await queue.run_async()] == ["succeeded", "succeeded"]
     assert jobs_left(dsn) == 0
+
+
+def test_all_deferred_jobs_are_found(queue: TestQueue) -> None:
+    ids = [
+        job.id
+        for job in queue.app.defer_many([queue.app.prepare("t", {"n": n}) for n in range(2001)])
+    ]
+    assert [job.id for job in queue.deferred()] == ids
+    assert queue.deferred("t", n=2000)[0].id == ids[-1]

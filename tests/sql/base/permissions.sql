@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(166);
+select plan(167);
 
 \ir permissions.helpers.psql
 
@@ -119,6 +119,7 @@ insert into calls values
   ('select queue.retry_failed()', 'o'),
   ('select queue.hold(:other), queue.unhold(:other)', 'o'),
   ('select queue.search()', 'or'),
+  ('select queue.list_jobs()', 'or'),
   ('select queue.get(:id, ''a'')', 'or'),
   ('select queue.graph(:id)', 'or'),
   ('select queue.stats()', 'or'),
