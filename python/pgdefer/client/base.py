@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 from pgdefer._text import logger
@@ -12,7 +13,7 @@ from pgdefer.database.callers import AnyPool, CallersConnection, Rows, is_pool
 from pgdefer.database.callers_pool import CallersPool
 from pgdefer.database.callers_pool_async import AsyncCallersPool
 from pgdefer.database.pool import AsyncPool, SyncPool
-from pgdefer.database.source import Source
+from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, Source
 from pgdefer.database.sql import Statement
 from pgdefer.options import JobOptions
 
@@ -42,6 +43,12 @@ class StandIn(Protocol):
     ) -> Rows:
         """Register these defaults of tasks, then run a statement."""
 
+    def transaction(self) -> AbstractContextManager[PsycopgConnection]:
+        """Begin a savepoint, for the transaction of a step."""
+
+    def transaction_async(self) -> AbstractAsyncContextManager[AsyncPsycopgConnection]:
+        """Begin a savepoint, for the transaction of a step."""
+
     def result(self, id: int) -> Any:
         """Return the result of a job that has succeeded."""
 
@@ -63,6 +70,14 @@ class Refusal:
         self._refuse()
 
     async def call_async(self, *_: Any) -> NoReturn:
+        """Refuse."""
+        self._refuse()
+
+    def transaction(self) -> NoReturn:
+        """Refuse."""
+        self._refuse()
+
+    def transaction_async(self) -> NoReturn:
         """Refuse."""
         self._refuse()
 

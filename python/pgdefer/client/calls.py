@@ -43,6 +43,17 @@ class ClientCalls(ClientBase):
         with self._connection(self.unregistered(tasks), connection) as used:
             return execute(used, statement, parameters)
 
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[PsycopgConnection]:
+        """Begin a transaction on a connection of its own; in a test, a savepoint on the test's."""
+        with contextlib.ExitStack() as stack:
+            if self.stand_in is not None:
+                own = stack.enter_context(self.stand_in.transaction())
+            else:
+                own = stack.enter_context(self.pool.connection())
+                stack.enter_context(own.transaction())
+            yield own
+
     def open(self) -> None:
         """Check the connection, and register all tasks."""
         if self.stand_in is not None:

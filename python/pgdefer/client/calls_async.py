@@ -42,6 +42,17 @@ class AsyncClientCalls(ClientBase):
         async with self._connection_async(self.unregistered(tasks), connection) as used:
             return await execute_async(used, statement, parameters)
 
+    @contextlib.asynccontextmanager
+    async def transaction_async(self) -> AsyncIterator[AsyncPsycopgConnection]:
+        """Begin a transaction on a connection of its own; in a test, a savepoint on the test's."""
+        async with contextlib.AsyncExitStack() as stack:
+            if self.stand_in is not None:
+                own = await stack.enter_async_context(self.stand_in.transaction_async())
+            else:
+                own = await stack.enter_async_context(self.pool_async.connection())
+                await stack.enter_async_context(own.transaction())
+            yield own
+
     async def open_async(self) -> None:
         """Check the connection, and register all tasks."""
         if self.stand_in is not None:

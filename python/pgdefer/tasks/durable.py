@@ -118,8 +118,7 @@ class DurableCalls(StepCalls):
         ids: list[int] = []
         with (
             self.steps.storing() as take,
-            self.client.pool.connection() as connection,
-            connection.transaction(),
+            self.client.transaction() as connection,
         ):
             if calls:
                 jobs = f"[{','.join(call.to_json() for call in calls)}]"

@@ -117,8 +117,7 @@ class AsyncDurableCalls(AsyncStepCalls):
         ids: list[int] = []
         async with (
             self.steps.storing_async() as take,
-            self.client.pool_async.connection() as connection,
-            connection.transaction(),
+            self.client.transaction_async() as connection,
         ):
             if calls:
                 jobs = f"[{','.join(call.to_json() for call in calls)}]"

@@ -14,7 +14,7 @@ import psycopg
 from pgdefer._text import logger
 from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.database.execute import execute
+from pgdefer.database.callers import OWN
 from pgdefer.database.source import PsycopgConnection
 from pgdefer.errors import InvalidParameter, StepFailed
 from pgdefer.options import RetryPolicy
@@ -168,10 +168,10 @@ class StepCalls:
         except InvalidParameter as refused:
             if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
                 raise
-            with self.client.pool.connection() as connection:
+            with self.client.transaction() as connection:
                 encoding = connection.info.parameter_status("server_encoding")
                 parameters = fitted(parameters, encoding)
-                ((state,),) = execute(connection, sql.FAIL_STEP, parameters)
+                ((state,),) = self.client.call(sql.FAIL_STEP, parameters, connection)
         if state is not None:
             log.warning("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
             raise JobSuspended from error
@@ -204,8 +204,7 @@ class StepCalls:
                 try:
                     with (
                         self.steps.storing() as take,
-                        self.client.pool.connection() as connection,
-                        connection.transaction(),
+                        self.client.transaction() as connection,
                     ):
                         yield connection
                         self._finish_in(connection, take, key, None)
@@ -254,11 +253,11 @@ class StepCalls:
     def _finish(self, key: str, value: Any, fingerprint: str | None = None) -> None:
         """Store a step, after the lazy ones before it."""
         with self.steps.storing() as take:
-            self._finish_in(None, take, key, value, fingerprint)
+            self._finish_in(OWN, take, key, value, fingerprint)
 
     def _finish_in(
         self,
-        connection: PsycopgConnection | None,
+        connection: PsycopgConnection,
         take: TakeSteps,
         key: str,
         value: Any,
@@ -266,11 +265,12 @@ class StepCalls:
     ) -> None:
         """Store a step, after the lazy ones before it; with a connection, in its transaction."""
         if fingerprint is None and not self.steps.kept:
-            self._call(sql.FINISH_STEP, self._finishing(key, value), connection)
+            finishing = self._finishing(key, value)
+            self.client.call(sql.FINISH_STEP, finishing, connection)
             return
         steps = take(self._finished(key, value, fingerprint))
         parameters = {"id": self.id, "claim": self.claim, "steps": steps}
-        self._call(sql.FINISH_STEPS, parameters, connection)
+        self.client.call(sql.FINISH_STEPS, parameters, connection)
 
     def _store_kept(self) -> None:
         """Store the lazy steps before the claim ends."""
@@ -278,17 +278,6 @@ class StepCalls:
             with self.steps.storing() as take:
                 parameters = {"id": self.id, "claim": self.claim, "steps": take()}
                 self.client.call(sql.FINISH_STEPS, parameters)
-
-    def _call(
-        self,
-        statement: sql.Statement,
-        parameters: Mapping[str, Any],
-        connection: PsycopgConnection | None,
-    ) -> None:
-        if connection is None:
-            self.client.call(statement, parameters)
-        else:
-            execute(connection, statement, parameters)
 
     # Parameters
 

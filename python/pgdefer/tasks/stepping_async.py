@@ -13,7 +13,7 @@ import psycopg
 from pgdefer._text import logger
 from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.database.execute_async import execute_async
+from pgdefer.database.callers import OWN
 from pgdefer.database.source import AsyncPsycopgConnection
 from pgdefer.errors import InvalidParameter, StepFailed
 from pgdefer.options import RetryPolicy
@@ -169,10 +169,10 @@ class AsyncStepCalls:
         except InvalidParameter as refused:
             if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
                 raise
-            async with self.client.pool_async.connection() as connection:
+            async with self.client.transaction_async() as connection:
                 encoding = connection.info.parameter_status("server_encoding")
                 parameters = fitted(parameters, encoding)
-                ((state,),) = await execute_async(connection, sql.FAIL_STEP, parameters)
+                ((state,),) = await self.client.call_async(sql.FAIL_STEP, parameters, connection)
         if state is not None:
             log.warning("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
             raise JobSuspended from error
@@ -205,8 +205,7 @@ class AsyncStepCalls:
                 try:
                     async with (
                         self.steps.storing_async() as take,
-                        self.client.pool_async.connection() as connection,
-                        connection.transaction(),
+                        self.client.transaction_async() as connection,
                     ):
                         yield connection
                         await self._finish_in_async(connection, take, key, None)
@@ -257,11 +256,11 @@ class AsyncStepCalls:
     async def _finish_async(self, key: str, value: Any, fingerprint: str | None = None) -> None:
         """Store a step, after the lazy ones before it."""
         with self.steps.storing() as take:
-            await self._finish_in_async(None, take, key, value, fingerprint)
+            await self._finish_in_async(OWN, take, key, value, fingerprint)
 
     async def _finish_in_async(
         self,
-        connection: AsyncPsycopgConnection | None,
+        connection: AsyncPsycopgConnection,
         take: TakeSteps,
         key: str,
         value: Any,
@@ -269,11 +268,12 @@ class AsyncStepCalls:
     ) -> None:
         """Store a step, after the lazy ones before it; with a connection, in its transaction."""
         if fingerprint is None and not self.steps.kept:
-            await self._call_async(sql.FINISH_STEP, self._finishing(key, value), connection)
+            finishing = self._finishing(key, value)
+            await self.client.call_async(sql.FINISH_STEP, finishing, connection)
             return
         steps = take(self._finished(key, value, fingerprint))
         parameters = {"id": self.id, "claim": self.claim, "steps": steps}
-        await self._call_async(sql.FINISH_STEPS, parameters, connection)
+        await self.client.call_async(sql.FINISH_STEPS, parameters, connection)
 
     async def _store_kept_async(self) -> None:
         """Store the lazy steps before the claim ends."""
@@ -281,17 +281,6 @@ class AsyncStepCalls:
             with self.steps.storing() as take:
                 parameters = {"id": self.id, "claim": self.claim, "steps": take()}
                 await self.client.call_async(sql.FINISH_STEPS, parameters)
-
-    async def _call_async(
-        self,
-        statement: sql.Statement,
-        parameters: Mapping[str, Any],
-        connection: AsyncPsycopgConnection | None,
-    ) -> None:
-        if connection is None:
-            await self.client.call_async(statement, parameters)
-        else:
-            await execute_async(connection, statement, parameters)
 
     # Parameters
 

@@ -81,6 +81,14 @@ class MemoryQueue(Assertions[RecordedJob]):
         """Record the jobs of a call that defers."""
         return self.call(statement, parameters, connection, defaults)
 
+    def transaction(self) -> NoReturn:
+        """Refuse."""
+        raise _refusal()
+
+    def transaction_async(self) -> NoReturn:
+        """Refuse."""
+        raise _refusal()
+
     def result(self, _: int) -> NoReturn:
         """Refuse."""
         raise _refusal()

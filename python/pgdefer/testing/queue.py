@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
+
+import psycopg
 
 from pgdefer.app import App
 from pgdefer.client.base import tasks_json
@@ -13,6 +15,7 @@ from pgdefer.database import sql
 from pgdefer.database.callers import OWN, CallersConnection, Rows
 from pgdefer.database.execute import execute
 from pgdefer.database.execute_async import execute_async
+from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection
 from pgdefer.database.sql import Statement
 from pgdefer.errors import JobCancelled, JobFailed
 from pgdefer.options import JobOptions
@@ -20,8 +23,10 @@ from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import JobContext, running_job
 from pgdefer.testing.asking import AskingQueue
 from pgdefer.testing.connections import (
+    AsyncOverSync,
     at_once,
     check_in_transaction,
+    driver_of,
     is_asynchronous,
     savepoint,
     unwrapped,
@@ -153,6 +158,31 @@ class TestQueue(AskingQueue):
         if is_asynchronous(connection):
             return await execute_async(connection, statement, parameters)  # type: ignore[arg-type]
         return execute(connection, statement, parameters)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[PsycopgConnection]:
+        """Begin a savepoint on the test's connection, for the transaction of a step."""
+        driver = driver_of(self.connection)
+        if not isinstance(driver, psycopg.Connection):
+            raise self._unfit(driver)
+        with driver.transaction():
+            yield driver
+
+    @contextlib.asynccontextmanager
+    async def transaction_async(self) -> AsyncIterator[AsyncPsycopgConnection]:
+        """Begin a savepoint on the test's connection, in the form that coroutines need."""
+        driver = driver_of(self.connection)
+        given: Any = AsyncOverSync(driver) if isinstance(driver, psycopg.Connection) else driver
+        if not isinstance(given, AsyncOverSync | psycopg.AsyncConnection):
+            raise self._unfit(driver)
+        async with savepoint(driver):
+            yield given
+
+    def _unfit(self, driver: object) -> TypeError:
+        return TypeError(
+            "a step's transaction can't use the test's connection, "
+            f"a {type(driver or self.connection).__qualname__}: use a CommittedTestQueue"
+        )
 
     def result(self, id: int) -> Any:
         """Return the result of a job that has run. Raises JobFailed, JobCancelled, TimeoutError."""

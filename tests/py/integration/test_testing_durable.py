@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
+import sqlalchemy as sa
+from sqlalchemy import orm
 
-from pgdefer import App, Retry, current_job
+from pgdefer import App, Retry, StepFailed, current_job
 from pgdefer.testing import TestQueue
 
 pytestmark = pytest.mark.client
@@ -40,6 +42,45 @@ class Shop:
             return current_job().step("bank", self.bank, retry=Retry(3))
 
         self.refund, self.refund_async, self.asks = refund, refund_async, asks
+        self.add_parents()
+
+    def add_parents(self) -> None:
+        """Add the tasks that have children."""
+        app = self.app
+
+        @app.task(name="square")
+        def square(n: int) -> int:
+            return n * n
+
+        @app.task(name="squares")
+        def squares(count: int) -> list[int]:
+            job = current_job()
+            with job.transaction("note") as connection:
+                if connection is not None:
+                    connection.execute("insert into note values (%s)", [job.id])
+            return job.gather([square.prepare(n) for n in range(count)])
+
+        @app.task(name="squares_async")
+        async def squares_async(count: int) -> list[int]:
+            job = current_job()
+            async with job.transaction_async("note") as connection:
+                if connection is not None:
+                    await connection.execute("insert into note values (%s)", [job.id])
+            return await job.gather_async([square.prepare(n) for n in range(count)])
+
+        @app.task(name="gives_up")
+        def gives_up() -> str:
+            job = current_job()
+            try:
+                with job.transaction("note", retry=Retry(1)) as connection:
+                    assert connection is not None
+                    connection.execute("insert into note values (%s)", [job.id])
+                    connection.execute("select 1 / 0")
+            except StepFailed:
+                return job.call(square.prepare(3))
+            raise AssertionError("the step did not fail")
+
+        self.squares, self.squares_async, self.gives_up = squares, squares_async, gives_up
 
     def bank(self) -> str:
         self.calls.append("bank")
@@ -58,6 +99,7 @@ def shop(dsn: str) -> Iterator[Shop]:
 @pytest.fixture
 def queue(shop: Shop, dsn: str) -> Iterator[TestQueue]:
     with psycopg.connect(dsn) as connection:
+        connection.execute("create table note (job bigint)")
         with TestQueue(shop.app, connection) as queue:
             yield queue
         connection.rollback()
@@ -91,3 +133,54 @@ def test_a_step_is_tried_again(shop: Shop, queue: TestQueue) -> None:
     shop.asks.defer()
     assert queue.run()[-1].result == "paid"
     assert shop.calls == ["bank"] * 3
+
+
+def notes(queue: TestQueue) -> list[tuple[int]]:
+    assert isinstance(queue.connection, psycopg.Connection)
+    return queue.connection.execute("select job from note").fetchall()
+
+
+def test_children_and_transactions(shop: Shop, queue: TestQueue) -> None:
+    job = shop.squares.defer(3)
+    ran = queue.run()
+    assert [(run.task, run.state) for run in ran] == [
+        ("squares", "waiting"),
+        *[("square", "succeeded")] * 3,
+        ("squares", "succeeded"),
+    ]
+    assert ran[-1].result == [0, 1, 4]
+    assert notes(queue) == [(job.id,)]
+
+
+def test_a_coroutines_children_and_transactions(shop: Shop, queue: TestQueue) -> None:
+    job = shop.squares_async.defer(3)
+    assert queue.run()[-1].result == [0, 1, 4]
+    assert notes(queue) == [(job.id,)]
+
+
+async def test_on_an_asynchronous_connection(shop: Shop, dsn: str) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn) as connection:
+        await connection.execute("create table note (job bigint)")
+        async with TestQueue(shop.app, connection) as queue:
+            await shop.squares_async.defer_async(3)
+            assert (await queue.run_async())[-1].result == [0, 1, 4]
+        await connection.rollback()
+
+
+def test_in_a_session(shop: Shop, dsn: str) -> None:
+    engine = sa.create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn))
+    with engine.connect() as connection, connection.begin() as outer:
+        with orm.Session(connection, join_transaction_mode="create_savepoint") as session:
+            session.execute(sa.text("create table note (job bigint)"))
+            with TestQueue(shop.app, session) as queue:
+                shop.squares.defer(3)
+                assert queue.run()[-1].result == [0, 1, 4]
+            assert session.execute(sa.text("select count(*) from note")).scalar() == 1
+        outer.rollback()
+    engine.dispose()
+
+
+def test_a_transaction_that_fails_is_rolled_back(shop: Shop, queue: TestQueue) -> None:
+    shop.gives_up.defer()
+    assert queue.run()[-1].result == 9
+    assert notes(queue) == []
