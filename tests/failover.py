@@ -28,7 +28,8 @@ from pgdefer.database.server import EmbeddedServer, sql_folder
 Connection = psycopg.Connection[Any]
 
 SYNCHRONOUS = "synchronous_standby_names = '*'\n"
-SETTINGS = "wal_keep_size = '1GB'\nwal_log_hints = on\n"
+# Without new WAL a standby reports what it has only so often; commits may have to wait for that.
+SETTINGS = "wal_keep_size = '1GB'\nwal_log_hints = on\nwal_receiver_status_interval = '1s'\n"
 
 TASKS = """
 import asyncio, json, os, time

@@ -53,6 +53,7 @@ class Journal:
 
     def __init__(self, connection: Connection) -> None:
         self.deferred: dict[int, int] = {}
+        self.ids: set[int] = set()
         self.claimed: dict[Claimed, int] = {}
         self.ended: dict[Claimed, int] = {}
         self._numbers = itertools.count(1)
@@ -66,7 +67,8 @@ class Journal:
         """Defer a job that carries a number of its own."""
         number = next(self._numbers)
         used = connection or self._connection
-        ((_, self.deferred[number]),) = used.execute(DEFER, [number]).fetchall()
+        ((id_, self.deferred[number]),) = used.execute(DEFER, [number]).fetchall()
+        self.ids.add(id_)
         return number
 
     def claim(self, jobs: int) -> list[Claimed]:
@@ -220,12 +222,23 @@ def test_an_asynchronous_standby(folder: Path, server: EmbeddedServer) -> None:
                 if xid not in kept and journal.deferred[done.number] in kept
             }
             assert ends
-            journal.defer_again(connection)
+            defer_under_other_ids(connection, journal)
             journal.refuse(connection, kept)
         back_as_a_standby(pair, journal, kept)
     finally:
         pair.stop()
         network.close()
+
+
+def defer_under_other_ids(connection: Connection, journal: Journal) -> None:
+    """Defer all again: as the page says, no id of a lost job is used again."""
+    (jump,) = re.findall('psql -c "(.*)"', commands("setval"))
+    kept = rows(connection, "select id from queue.jobs")
+    rows(connection, jump)
+    journal.defer_again(connection)
+    made = set(rows(connection, "select id from queue.jobs")) - set(kept)
+    assert made
+    assert not {id_ for (id_,) in made} & journal.ids
 
 
 def look_up(connection: Connection) -> None:
