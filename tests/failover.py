@@ -28,7 +28,8 @@ from pgdefer.database.server import EmbeddedServer, sql_folder
 Connection = psycopg.Connection[Any]
 
 SYNCHRONOUS = "synchronous_standby_names = '*'\n"
-SETTINGS = "wal_keep_size = '1GB'\nwal_log_hints = on\n"
+# Without new WAL a standby reports what it has only so often; commits may have to wait for that.
+SETTINGS = "wal_keep_size = '1GB'\nwal_log_hints = on\nwal_receiver_status_interval = '1s'\n"
 
 TASKS = """
 import asyncio, json, os, time
@@ -310,8 +311,8 @@ class Load:
         """Return the seconds from a promotion to the end of the next job."""
         return min(end for *_, end in self.runs() if end > promoted) - promoted
 
-    def end(self, primary: Cluster, *others: Producer) -> None:
-        """End the producers, and the workers once all jobs have run; check the ledgers."""
+    def end(self, primary: Cluster, *others: Producer) -> str:
+        """End the producers, and the workers once all jobs have run; check and sum up the ledgers."""
         self._acknowledged = set()
         for producer in (self.producer, *others):
             producer.end()
@@ -325,6 +326,11 @@ class Load:
                 worker.send_signal(signal.SIGTERM)
             assert [worker.wait(120) for worker in self._workers] == [0] * len(self._workers)
             self._check(connection)
+        count = len({job for job, *_ in self.runs()})
+        return (
+            f"{len(self._acknowledged):,} jobs acknowledged, none lost; {count:,} have run,"
+            f" {len(self.runs()) - count} of them again by a later claim"
+        )
 
     def _check(self, connection: Connection) -> None:
         ran = self.runs()

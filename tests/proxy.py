@@ -1,4 +1,4 @@
-"""A proxy before a server's socket, as a network that may stop."""
+"""A proxy before a server, as a network that may stop."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import contextlib
 import socket
 import threading
 from pathlib import Path
+from typing import Any
+
+
+def _address(folder: Path | None, port: int) -> Any:
+    return ("127.0.0.1", port) if folder is None else str(folder / f".s.PGSQL.{port}")
 
 
 class Proxy:
-    """Passes on connections to a server's socket in the same folder, as port `port`."""
+    """Passes on connections to a port, as port `port`: of sockets in a folder, or of TCP."""
 
-    def __init__(self, folder: Path, port: int, target: int) -> None:
-        self._target = str(folder / f".s.PGSQL.{target}")
+    def __init__(self, folder: Path | None, port: int, target: int) -> None:
+        self._target = _address(folder, target)
         self._passes = threading.Event()
         self._passes.set()
         self._sockets: list[socket.socket] = []
-        self._listening = socket.socket(socket.AF_UNIX)
-        path = folder / f".s.PGSQL.{port}"
-        self._listening.bind(str(path))
-        path.chmod(0o777)
+        self._family = socket.AF_INET if folder is None else socket.AF_UNIX
+        self._listening = socket.socket(self._family)
+        self._listening.bind(_address(folder, port))
+        if folder is not None:
+            Path(_address(folder, port)).chmod(0o777)
         self._listening.listen(100)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -51,7 +57,7 @@ class Proxy:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        server = socket.socket(socket.AF_UNIX)
+        server = socket.socket(self._family)
         with client, server, contextlib.suppress(OSError):
             self._passes.wait()
             server.connect(self._target)

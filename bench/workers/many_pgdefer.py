@@ -1,26 +1,38 @@
 """One worker process for the databases on standard input: JOBS SECONDS.
 
-It registers everywhere, idles for SECONDS, then runs JOBS no-op jobs, which are due by then, spread
-evenly. It prints its connections and CPU time while idle, and when the first job began and the last
-one ended. For one database it is the plain worker.
+It registers everywhere, and idles for SECONDS. Then single jobs go to some databases for SECONDS, and
+again while the first database is stopped. Last it runs JOBS no-op jobs, spread evenly, which become
+due together. It prints its connections and CPU time while idle, the times from a job's defer to its
+start, and when the first of the JOBS began and the last one ended. For one database it is the plain
+worker, which skips the single jobs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import resource
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psycopg
 
 from pgdefer import App, MultiWorker
 from pgdefer.worker.worker import Worker
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import percentile
+
 CHUNK = 1000
+# To how many databases single jobs go, and how often, in seconds.
+SAMPLE = 10
+EVERY = 0.02
 
 
 def defer(dsn: str, jobs: int, at: float) -> None:
@@ -33,14 +45,16 @@ def defer(dsn: str, jobs: int, at: float) -> None:
                 "  from jsonb_array_elements(%s) j))",
                 [at, json.dumps(slice_)],
             )
-        connection.execute("vacuum analyze")
+        connection.execute("vacuum (analyze) queue.log, queue.waiting, queue.active_job")
 
 
-def ended(dsn: str) -> tuple[int, float]:
+def ended(dsn: str, since: float) -> tuple[int, float]:
+    """Return how many of the jobs that became due then have ended, and when the last one did."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         row = connection.execute(
             "select count(*), coalesce(extract(epoch from max(finished_at))::float8, 0)"
-            " from queue.finished where state = 'succeeded'"
+            " from queue.finished where state = 'succeeded' and finished_at >= to_timestamp(%s)",
+            [since],
         ).fetchone()
     assert row is not None
     return int(row[0]), float(row[1])
@@ -56,10 +70,47 @@ def connections(dsn: str) -> int:
     return int(row[0])
 
 
+def defer_singly(dsns: Sequence[str], seconds: float) -> None:
+    """Defer jobs to one database after the other, with the time in their arguments."""
+    with contextlib.ExitStack() as stack:
+        to = [stack.enter_context(psycopg.connect(dsn, autocommit=True)) for dsn in dsns]
+        for turn in range(int(seconds / EVERY)):
+            to[turn % len(to)].execute(
+                "select queue.defer('timed', jsonb_build_object('at', %s::float8))", [time.time()]
+            )
+            time.sleep(EVERY)
+
+
+@contextlib.contextmanager
+def stopped(dsn: str, other: str) -> Iterator[None]:
+    """Stop a database: its sessions answer no more, and it takes no new ones."""
+    with psycopg.connect(dsn, autocommit=True) as own, psycopg.connect(other) as admin:
+        admin.autocommit = True
+        name = own.info.dbname
+        pids = [
+            pid
+            for (pid,) in own.execute(
+                "select pid from pg_stat_activity where datname = current_database()"
+                " and backend_type = 'client backend' and state = 'idle'"
+            )
+        ]
+        admin.execute(f'alter database "{name}" allow_connections false'.encode())
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            own.execute("select queue.defer('timed', '{\"at\": 0}') from generate_series(1, 100)")
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            admin.execute(f'alter database "{name}" allow_connections true'.encode())
+
+
 async def run(dsns: Sequence[str], jobs: int, seconds: float) -> dict[str, object]:
     app = App(dsns[0])
     count = 0
     begun: list[float] = []
+    waited: list[float] = []
 
     @app.task(name="noop")
     async def noop(n: int) -> None:  # noqa: ARG001 (every job has an argument)
@@ -68,10 +119,12 @@ async def run(dsns: Sequence[str], jobs: int, seconds: float) -> dict[str, objec
             begun.append(time.time())
         count += 1
 
+    @app.task(name="timed")
+    async def timed(at: float) -> None:
+        if at:
+            waited.append(time.time() - at)
+
     each = jobs // len(dsns)
-    at = time.time() + 20 + 0.5 * len(dsns) + jobs / 2000 + seconds
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda dsn: defer(dsn, each, at), dsns))
     worker = MultiWorker(app, dsns) if len(dsns) > 1 else Worker(app)
     running = asyncio.create_task(worker.run_async())
     started = time.monotonic()
@@ -91,16 +144,33 @@ async def run(dsns: Sequence[str], jobs: int, seconds: float) -> dict[str, objec
     await asyncio.sleep(seconds)
     idle = (time.process_time() - cpu) / (time.monotonic() - before)
     held = await asyncio.to_thread(connections, dsns[0])
-    assert time.time() < at, "the jobs were due before all workers had idled: it needs more time"
+    latencies: list[dict[str, float]] = []
+    if len(dsns) > 1:
+        for stop in (False, True):
+            with stopped(dsns[0], dsns[1]) if stop else contextlib.nullcontext():
+                sample = dsns[1 : SAMPLE + 1]
+                await asyncio.to_thread(defer_singly, sample, seconds)
+                while len(waited) < int(seconds / EVERY):
+                    await asyncio.sleep(0.01)
+            latencies.append(
+                {str(part): 1000 * percentile(waited, part) for part in (0.5, 0.95, 0.99)}
+            )
+            waited.clear()
+    at = time.time() + 5 + 0.1 * len(dsns) + jobs / 2000
+    with ThreadPoolExecutor(2) as pool:
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(pool, defer, dsn, each, at) for dsn in dsns))
+    if time.time() > at:
+        sys.exit("the jobs were due before all were deferred: the machine is too busy")
     busy = 0
-    while worker.finished < each * len(dsns):
+    while count < each * len(dsns):
         await asyncio.sleep(0.5)
-        if worker.finished > each * len(dsns) // 3 and not busy:
+        if count > each * len(dsns) // 3 and not busy:
             busy = await asyncio.to_thread(connections, dsns[0])
     worker.stop()
     await running
     with ThreadPoolExecutor(4) as pool:
-        ends = list(pool.map(ended, dsns))
+        ends = list(pool.map(lambda dsn: ended(dsn, at), dsns))
     assert all(found == each for found, _ in ends), ends
     assert count == each * len(dsns), count
     return {
@@ -112,6 +182,7 @@ async def run(dsns: Sequence[str], jobs: int, seconds: float) -> dict[str, objec
         "connections": held,
         "busy_connections": busy,
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "latencies": latencies,
     }
 
 

@@ -202,8 +202,8 @@ begin
       ('{producer,worker,operator,reader}', true, '{read_stream, result, streams, version}'),
       ('{worker}', true, '{
         after_sleep, await_jobs, before_sleep, begin_step, claims, deregister_worker, emit, fail_step, fetch,
-        finish_and_fetch, finish_many, finish_step, finish_steps, function_call, heartbeat, read_steps,
-        register_worker, run_function, set_progress, sleep, wait, work, worker_died}'),
+        finish_and_fetch, finish_many, finish_step, finish_steps, function_call, heartbeat, is_busy,
+        read_steps, register_worker, run_function, set_progress, sleep, wait, work, worker_died}'),
       ('{worker,operator}', true, '{attempts_left, extend, fail, reap, release, retry_later, succeed, tick}'),
       ('{worker,operator,reader}', true, '{backoff, needs, next_runs, peek}'),
       ('{operator}', true, '{

@@ -78,6 +78,23 @@ comment on function queue.claims(bigint) is
   'Returns the claims that a worker holds, so that after a lost connection it can give back those that it'
     ' never received.';
 
+-- It runs with the caller's rights, because PostgreSQL shows a session's state to its own role, and to few
+-- others. A session that waits for its client is none that still works: it may have no client any more.
+-- Locks: none.
+create or replace function queue.is_busy(session integer)
+returns boolean language plpgsql stable parallel restricted security invoker
+set search_path = pg_catalog, pg_temp as $$
+begin
+  return exists (select from pg_stat_activity a
+    where a.pid = is_busy.session and a.usename = session_user and a.backend_type = 'client backend'
+      and a.state = 'active' and a.wait_event_type is distinct from 'Client');
+end $$;
+comment on function queue.is_busy(integer) is
+  'Whether a session of the calling role (its number is pg_backend_pid) still works, or waits, for a call. A'
+    ' worker that has given up a call asks before it calls again: while no synchronous standby answers, each'
+    ' commit waits, however long its client has been gone, and so many sessions would use up'
+    ' max_connections.';
+
 -- Until the timeout has passed, it limits the lease: the attempt ends 10 s after it, however often it is
 -- extended. An extension after that means that the handler could not be ended and still runs, as the live
 -- worker reports: then only the lease counts, so that no second run, and no other holder of its lock or slot,

@@ -41,24 +41,49 @@ class Connection:
         self._connection: AsyncPsycopgConnection | None = None
         self._encoding = "UTF8"
         self._cursor: psycopg.AsyncCursor[tuple[Any, ...]] | None = None
+        # The number of the session; of that of a call without an answer, which may still work on it.
+        self._session = 0
+        self._left: int | None = None
 
     async def open(self) -> AsyncPsycopgConnection:
         """Connect unless connected. Raises ConnectionLost."""
         if self._connection is None:
             try:
                 async with asyncio.timeout(self.timeout):
-                    connection = await self._source.connect_async()
+                    connection = await self._connect()
             except TimeoutError as error:
                 raise ConnectionLost(f"no connection within {self.timeout:g} s") from error
             except (psycopg.OperationalError, OSError) as error:
                 raise ConnectionLost(describe(error)) from error
             connection.adapters.register_loader("jsonb", _StoredJson)
-            self._connection = connection
+            self._connection, self._session = connection, connection.info.backend_pid
             encoding = connection.info.parameter_status("server_encoding")
             self._encoding = encoding or self._encoding
             self._cursor = connection.cursor(binary=True)
             self._opened(connection)
         return self._connection
+
+    async def _connect(self) -> AsyncPsycopgConnection:
+        """Connect, unless the server still works on a call that was given up.
+
+        Otherwise, while commits wait for a standby, each call would leave one more session there.
+        """
+        connection = await self._source.connect_async()
+        if self._left is not None and not self._source.pgbouncer:
+            try:
+                cursor = await connection.execute(sql.IS_BUSY.psycopg, {"session": self._left})
+                row = await cursor.fetchone()
+                if row is not None and row[0]:
+                    raise ConnectionLost(
+                        "the server still works on the last call, or a standby has not confirmed it"
+                    )
+            except BaseException as error:
+                # What else the server refuses, it refuses to the next call, too.
+                if not isinstance(error, psycopg.Error) or is_lost(error):
+                    close_now(connection)
+                    raise
+        self._left = None
+        return connection
 
     def _opened(self, connection: AsyncPsycopgConnection) -> None:
         """Set up a new connection."""
@@ -88,12 +113,14 @@ class Connection:
     def _guarded(self, connection: AsyncPsycopgConnection) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.timeout, watchdog.cut, connection)
+        session = self._session
         try:
             yield
         except (psycopg.Error, OSError) as error:
             # A server that only reads is of no use: the DSN may name another one.
             if connection.closed or is_lost(error) or sqlstate_of(error) == "25006":
                 self.close()
+                self._left = session
                 is_late = timer.when() <= loop.time()
                 said = f"no answer within {self.timeout:g} s" if is_late else describe(error)
                 raise ConnectionLost(said) from error
@@ -101,6 +128,7 @@ class Connection:
         except asyncio.CancelledError:
             # The answer to a call in flight will not be read.
             self.close()
+            self._left = session
             raise
         finally:
             timer.cancel()

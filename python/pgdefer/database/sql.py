@@ -139,6 +139,8 @@ AFTER_SLEEP = Statement("select queue.after_sleep(cast(:worker as bigint))")
 
 CLAIMS = Statement("select id, claim from queue.claims(cast(:worker as bigint))")
 
+IS_BUSY = Statement("select queue.is_busy(cast(:session as integer)) as is_busy")
+
 # In handlers
 
 EXTEND = Statement("""

@@ -48,16 +48,16 @@ def pair(folder: Path, server: EmbeddedServer) -> Iterator[Pair]:
     made.stop()
 
 
-def fail_over_under_load(pair: Pair, folder: Path, times: int) -> list[float]:
-    """Fail over; returns the seconds from each promotion to the end of the next job."""
+def fail_over_under_load(pair: Pair, folder: Path, times: int) -> tuple[list[float], str]:
+    """Fail over; returns the seconds from each promotion to the end of the next job, and the sum."""
     promoted = []
     with Load(pair.dsn, folder) as load:
         for _ in range(times):
             load.go_on()
             promoted.append(pair.fail_over())
         load.go_on()
-        load.end(pair.primary)
-    return [load.waited(at) for at in promoted]
+        told = load.end(pair.primary)
+    return [load.waited(at) for at in promoted], told
 
 
 def test_a_synchronous_standby_takes_over(pair: Pair, tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_a_synchronous_standby_takes_over(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_fifty_failovers(pair: Pair, tmp_path: Path) -> None:
-    waits = fail_over_under_load(pair, tmp_path, 50)
-    print(f"from promotion to the next job's end: median {statistics.median(waits):.2f} s,"
-          f" {min(waits):.2f} to {max(waits):.2f}")  # fmt: skip
+    waits, told = fail_over_under_load(pair, tmp_path, 50)
+    print(f"50 failovers: {told}; from promotion to the next job's end: median"
+          f" {statistics.median(waits):.2f} s, {min(waits):.2f} to {max(waits):.2f}")  # fmt: skip
     assert statistics.median(waits) <= 2
 
 
@@ -234,3 +234,42 @@ async def test_a_commit_that_is_cancelled(folder: Path, server: EmbeddedServer) 
     finally:
         pair.stop()
         network.close()
+
+
+async def test_without_any_standby(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls wait for it until their time is over; the sessions that go on waiting stay few."""
+    monkeypatch.setattr("pgdefer.database.watchdog.CALL_TIMEOUT", 0.3)
+    app = pgdefer.App(pair.dsn)
+    sessions = (
+        "select state from pg_stat_activity where backend_type = 'client backend'"
+        " and pid <> pg_backend_pid()"
+    )
+
+    @app.task(name="t")
+    async def task() -> None: ...
+
+    def tries() -> int:
+        return sum(record.name == "pgdefer.worker" for record in caplog.records)
+
+    worker = pgdefer.Worker(app, heartbeat_every=0.3)
+    running = asyncio.create_task(worker.run_async())
+    with pair.primary.connect() as connection:
+        await asyncio.to_thread(until, lambda: worker.id)
+        pair.standby.stop("immediate")
+        connection.execute("set synchronous_commit = local")
+        connection.execute("select queue.defer('t') from generate_series(1, 3)")
+        await asyncio.to_thread(until, lambda: tries() >= 40)
+        # For jobs, sleep and heartbeats, one that waits, and one that looks whether it still does.
+        assert connection.execute(sessions).rowcount <= 6
+        await asyncio.to_thread(pair.standby.start)
+        await asyncio.to_thread(until, lambda: worker.finished >= 3)
+        states = "select state, attempts from queue.jobs"
+        await asyncio.to_thread(
+            until, lambda: connection.execute(states).fetchall() == [("succeeded", 1)] * 3
+        )
+        await asyncio.to_thread(until, lambda: connection.execute(sessions).rowcount <= 3)
+    worker.stop()
+    await running
+    await app.close_async()

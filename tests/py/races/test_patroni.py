@@ -1,4 +1,4 @@
-"""Patroni on etcd, as processes on this machine: a failover and a switch-over under load.
+"""Patroni on etcd, as processes on this machine: failover, switch-over and partition under load.
 
 Needs etcd and Patroni: `tests/install-tools patroni`.
 """
@@ -20,8 +20,9 @@ import httpx
 import psycopg
 import pytest
 
-from failover import Connection, Load, OldWorker, folder_of_servers, until
+from failover import Connection, Load, OldWorker, Producer, folder_of_servers, until
 from pgdefer.database.server import EmbeddedServer, sql_folder
+from proxy import Proxy
 from support import ROOT
 
 pytestmark = [pytest.mark.client, pytest.mark.long]
@@ -34,12 +35,28 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
+def _at(port: int, far_port: int) -> dict[str, Any]:
+    return {"listen": f"127.0.0.1:{port}", "connect_address": f"127.0.0.1:{far_port}"}
+
+
+def dsn_of(*ports: int) -> str:
+    """Return a DSN of several servers, of which clients use the one that can be written to."""
+    return (
+        f"host={','.join(['127.0.0.1'] * len(ports))} port={','.join(map(str, ports))}"
+        " user=postgres dbname=postgres target_session_attrs=read-write connect_timeout=3"
+    )
+
+
 class Member:
-    """A server that Patroni runs."""
+    """A server that Patroni runs. Clients, the other member and etcd are beyond a network."""
 
     def __init__(self, name: str, folder: Path, server: EmbeddedServer, etcd: int) -> None:
         self.name, self.port, self._folder = name, free_port(), folder
         self._api = free_port()
+        targets = self.port, self._api, etcd
+        #: The port for others.
+        self.far_port, far_api, far_etcd = far = tuple(free_port() for _ in targets)
+        self._network = [Proxy(None, *ports) for ports in zip(far, targets, strict=True)]
         self._options = server._as_user() | {"cwd": folder}
         self._process: subprocess.Popen[bytes] | None = None
         trust = ["local all all trust", "host all all 127.0.0.1/32 trust",
@@ -47,8 +64,8 @@ class Member:
         settings = {
             "scope": "shop",
             "name": name,
-            "restapi": self._at("127.0.0.1", self._api),
-            "etcd3": {"host": f"127.0.0.1:{etcd}"},
+            "restapi": _at(self._api, far_api),
+            "etcd3": {"host": f"127.0.0.1:{far_etcd}"},
             "bootstrap": {
                 "dcs": {
                     "ttl": 20,
@@ -59,7 +76,7 @@ class Member:
                 },
                 "initdb": [{"encoding": "UTF8"}, {"locale": "C.UTF-8"}, "data-checksums"],
             },
-            "postgresql": self._at("127.0.0.1", self.port)
+            "postgresql": _at(self.port, self.far_port)
             | {
                 "data_dir": str(folder / name),
                 "bin_dir": str(server.bin_dir),
@@ -75,10 +92,6 @@ class Member:
         # JSON is YAML.
         self._settings = folder / f"{name}.yml"
         self._settings.write_text(json.dumps(settings))
-
-    @staticmethod
-    def _at(host: str, port: int) -> dict[str, Any]:
-        return {"listen": f"{host}:{port}", "connect_address": f"{host}:{port}"}
 
     def start(self) -> None:
         with (self._folder / f"{self.name}.log").open("ab") as log:
@@ -106,10 +119,29 @@ class Member:
         postmaster = int((self._folder / self.name / "postmaster.pid").read_text().split()[0])
         os.kill(postmaster, signal.SIGKILL)
 
+    def isolate(self) -> None:
+        """Cut it off from all that is beyond the network."""
+        for proxy in self._network:
+            proxy.hold()
+
+    def rejoin(self) -> None:
+        """End the isolation; nothing comes through that was sent meanwhile."""
+        for proxy in self._network:
+            proxy.cut()
+            proxy.heal()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to Patroni alone."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def stop(self) -> None:
         if self._process is not None:
+            self.signal(signal.SIGCONT)
             self._process.terminate()
             self._process.wait(60)
+        for proxy in self._network:
+            proxy.close()
 
     def connect(self) -> Connection:
         return psycopg.connect(
@@ -156,11 +188,7 @@ def test_under_load(members: tuple[Member, Member], tmp_path: Path) -> None:
     one, two = members
     with one.connect() as connection:
         connection.execute((sql_folder() / "pgdefer.sql").read_bytes())
-    dsn = (
-        f"host=127.0.0.1,127.0.0.1 port={one.port},{two.port} user=postgres dbname=postgres"
-        " target_session_attrs=read-write connect_timeout=3"
-    )
-    with Load(dsn, tmp_path) as load:
+    with Load(dsn_of(one.far_port, two.far_port), tmp_path) as load:
         load.go_on()
         with one.connect() as connection:
             old = OldWorker(connection)
@@ -180,3 +208,42 @@ def test_under_load(members: tuple[Member, Member], tmp_path: Path) -> None:
         with one.connect() as connection:
             old.is_refused(connection)
         load.end(one)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_partition(members: tuple[Member, Member], tmp_path: Path, is_frozen: bool) -> None:
+    """The primary is cut off with some clients. If its Patroni is frozen, too, it stays a primary."""
+    one, two = members
+    with one.connect() as connection:
+        connection.execute((sql_folder() / "pgdefer.sql").read_bytes())
+    beside = Producer(dsn_of(one.port, two.far_port), "neighbour")
+    with Load(dsn_of(one.far_port, two.far_port), tmp_path) as load:
+        beside.start()
+        load.go_on()
+        until(lambda: len(beside.acknowledged) > 20)
+        with one.connect() as connection:
+            old = OldWorker(connection)
+            if is_frozen:
+                one.signal(signal.SIGSTOP)
+            one.isolate()
+            until(lambda: two.is_("primary"))
+            if is_frozen:
+                in_recovery = "select pg_is_in_recovery()"
+                assert connection.execute(in_recovery).fetchall() == [(False,)]
+                # It takes a job, and confirms it to nobody.
+                hanging = "select from pg_stat_activity where wait_event = 'SyncRep'"
+                until(lambda: connection.execute(hanging).rowcount)
+                count = len(beside.acknowledged)
+                load.go_on()
+                assert len(beside.acknowledged) == count, "acknowledged without the standby"
+        load.go_on()
+        with two.connect() as connection:
+            old.is_refused(connection)
+        one.signal(signal.SIGCONT)
+        one.rejoin()
+        until(lambda: one.is_("sync"))
+        load.go_on()
+        count = len(beside.acknowledged)
+        until(lambda: len(beside.acknowledged) > count + 20)
+        print(load.end(two, beside))

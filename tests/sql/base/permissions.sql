@@ -98,6 +98,7 @@ insert into calls values
   ('select queue.needs(:id)', 'wor'),
   ('select queue.await_result(:id)', 'pw'),
   ('select queue.claims(:worker)', 'w'),
+  ('select queue.is_busy(0)', 'w'),
   ('select queue.backoff(''{}'', 1)', 'wor'),
   ('select queue.next_runs(''@daily'')', 'wor'),
   ('select queue.schedule(''s'', ''@daily'', ''t'')', 'wo'),
