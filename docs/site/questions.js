@@ -2,8 +2,9 @@
 // all words with an a. So words that most questions have are left out, and endings, so that "killed" finds "kills".
 (() => {
   const common = new Set(`a about after again all am an and any are as at be been but by can could did do does for from get had
-    has have he how i if in into is it its me my no not of on or our she should so than that the their them then there these
-    they this those to was we were what when where which while whom why will with would you your`.split(/\s+/));
+    happen happens has have he how i if in into is it its me mean means my no not of on or our run set she should so than that
+    the their them then there these they this those to up use used uses using was we were what when where which while whom why
+    will with would you your`.split(/\s+/));
 
   const rewritten = (query) => {
     if (/["+~^:*]/.test(query)) return query; // in the search's own language

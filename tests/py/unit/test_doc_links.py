@@ -86,6 +86,19 @@ def test_the_figures_are_those_of_the_benchmarks() -> None:
     assert not [figure for figure in figures if figure.removesuffix("/s") not in benchmarks]
 
 
+@pytest.mark.parametrize(("page", "at_least"), [("why.md", 4), ("scaling.md", 5)])
+def test_figures_that_name_the_benchmarks_are_theirs(page: str, at_least: int) -> None:
+    text = (DOCS / page).read_text("utf-8")
+    if page == "scaling.md":  # the rest of that page computes with these
+        text = re.findall(r"^## What one server .*?^## ", text, re.MULTILINE | re.DOTALL)[0]
+    else:
+        text = "\n\n".join(part for part in text.split("\n\n") if "](benchmarks.md" in part)
+    benchmarks = (DOCS / "benchmarks.md").read_text("utf-8")
+    figures = re.findall(r"\b\d+\.\dk(?=/s)|\b0\.\d\d\b|\b\d\.\d ms|\d,\d{3} bytes", text)
+    assert len(figures) >= at_least
+    assert not [figure for figure in figures if figure.removesuffix(" bytes") not in benchmarks]
+
+
 def test_every_cell_of_the_comparison_has_its_source() -> None:
     """Ours a test or a page, theirs a page of theirs; or it says that we found no answer."""
     text = (ROOT / "README.md").read_text("utf-8")
