@@ -75,11 +75,7 @@ begin
           where (l.paused_until is null or l.paused_until <= p_now)
             and exists (select from queue.active_job aj where aj.lane = l.lane
               and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
-            and not exists (
-              select from queue.worker w
-              where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now
-                and (w.queues is null or exists (select from unnest(w.queues) q
-                  where queue._matches(l.queue, q))))) l) l;
+            and queue._live_workers(l.queue, p_now) = 0) l) l;
   status := case when v_facts.n > 0 then 'fail' else 'ok' end;
   detail := case when v_facts.n > 0 then format('ready jobs in %s queues that no live worker serves: %s',
     v_facts.n, v_facts.names) else 'every queue with ready jobs is served, or paused' end;

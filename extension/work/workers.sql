@@ -191,3 +191,13 @@ begin
   returning id into v_id;
   return v_id;
 end $$;
+
+-- How many workers that are alive serve a queue.
+create or replace function queue._live_workers(p_queue text, p_now timestamptz)
+returns bigint language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select count(*) from queue.worker w
+    where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now
+      and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(p_queue, q))));
+end $$;
