@@ -191,7 +191,7 @@ begin
   return v_retain;
 end $$;
 
--- What the option retain says for a state: an interval for all, or an object of intervals by outcome.
+-- The interval of the option retain for a state: the option is one for all, or an object of them by outcome.
 create or replace function queue._retain(p_retain jsonb, p_state text)
 returns interval language plpgsql stable parallel safe security invoker as $$
 begin

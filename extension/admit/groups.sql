@@ -6,7 +6,7 @@
 -- looked at: when it ends, is retried, or is marked as done.
 --
 -- A settlement of kind group (job_id: the group's number, negative) makes an admission decide what follows:
--- close_group appends one, and so does whoever counts the last unfinished job or the first failed one.
+-- close_group appends one, and so does the count of the last unfinished job or the first failed one.
 -- Why no callback is lost, or comes too early: that settlement is read like the log, so an admission that
 -- reads it has read all jobs that were committed before it, or has left them in the backlog, and then it is
 -- appended again. When a group was closed, admission first looks which transactions may still add jobs (see

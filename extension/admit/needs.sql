@@ -89,8 +89,8 @@ begin
   end if;
 end $$;
 
--- What the change of needs asks of the jobs that have them. ask: their needs must be counted; freed: held by
--- a need (freed_at) that is now satisfied; back: they have passed the gate, and may have to return.
+-- The jobs that a change of needs may affect. ask: their needs must be counted; freed: a need (freed_at) held
+-- them, and is now satisfied; back: they have passed the gate, and may have to return.
 create or replace function queue._dependents_to_check(p_needs bigint[], out ask bigint[], out freed bigint[],
   out freed_at bigint[], out back bigint[])
 language plpgsql stable parallel safe security invoker as $$

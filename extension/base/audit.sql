@@ -49,7 +49,7 @@ begin
   perform queue._audit(p_call, p_args, v_queues, v_before, p_ids);
 end $$;
 
--- Jobs as they are now: state and queue, and one more column of queue.jobs. Args are whole, whoever asks.
+-- Jobs as they are now: state and queue, and one more column of queue.jobs. Nothing in args is cut.
 -- Locks: none; the caller holds locks under which the jobs can't change.
 create or replace function queue._jobs_before(p_ids bigint[], p_column text default null)
 returns jsonb language plpgsql volatile parallel unsafe security invoker as $$

@@ -90,14 +90,11 @@ begin
           where (l.paused_until is null or l.paused_until <= p_now)
             and exists (select from queue.active_job aj where aj.lane = l.lane
               and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
-            and not exists (
-              select from queue.worker w
-              where w.gone_at is null and greatest(w.last_seen_at, v_up_since) + w.dead_after >= p_now
-                and (w.queues is null or exists (select from unnest(w.queues) q
-                  where queue._matches(l.queue, q))))) l) l;
+            and queue._live_workers(l.queue, p_now, v_up_since) = 0) l) l;
   status := case when v_facts.n > 0 then 'fail' else 'ok' end;
   detail := case when v_facts.n > 0 then format('ready jobs in %s that no live worker serves: %s',
-    queue._count_of(v_facts.n, 'queue'), v_facts.names) else 'every queue with ready jobs is served, or paused' end;
+    queue._count_of(v_facts.n, 'queue'), v_facts.names)
+    else 'every queue with ready jobs is served, or paused' end;
   fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker --queues NAME' end;
   return next;
 

@@ -136,10 +136,7 @@ begin
     left join d on d.queue = q.name
     left join queue.queue_config c on c.queue = q.name
     cross join lateral (select coalesce(d.run_for, r.run_for, interval '1 second') as run_for) x
-    cross join lateral (
-      select count(*) as n from queue.worker w
-      where w.gone_at is null and w.last_seen_at + w.dead_after >= v_now
-        and (w.queues is null or exists (select from unnest(w.queues) p where queue._matches(q.name, p)))) w
+    cross join lateral (select queue._live_workers(q.name, v_now) as n) w
     where coalesce(queue._paused_until(q.name) <= v_now, true)
       and (v_allowed is null or queue._allows(v_allowed, q.name))
     order by q.name;

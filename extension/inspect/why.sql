@@ -60,11 +60,7 @@ begin
     return format('its task %s is paused%s', v_job.task, queue._why_until(v_job.at));
   elsif v_job.paused_until > clock_timestamp() then
     return format('its queue %s is paused%s', v_job.queue, queue._why_until(v_job.paused_until));
-  elsif not exists (
-    select from queue.worker w where w.gone_at is null and w.last_seen_at + w.dead_after >= clock_timestamp()
-      and (w.queues is null or exists (
-        select from unnest(w.queues) q where queue._matches(v_job.queue, q))))
-  then
+  elsif queue._live_workers(v_job.queue, clock_timestamp()) = 0 then
     return format('no live worker serves its queue %s', v_job.queue);
   elsif v_job.active_id is null then
     return case when exists (select from queue.pending_settlement h

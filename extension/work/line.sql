@@ -3,9 +3,9 @@
 -- A worker stands in it if it asks to (before_sleep's option in_line), by a row in queue.sleeper: workers
 -- that run jobs behind those that run none, else by place. The first fetches at once when it is notified. The
 -- second, the deputy, fetches 80 ms later: if the first is dead or frozen, it finds the job, and both leave
--- the line. The rest do not listen for jobs. Whoever leaves the line wakes the next two, by a message to each
--- ('sleep' on its own channel). A worker that gets no job now, because of a quarantine, stands in no line.
--- No decision about a job depends on a place: two workers that both believe to be first cost a fetch.
+-- the line. The rest do not listen for jobs. One that leaves the line wakes the next two, by a message to
+-- each ('sleep' on its own channel). A worker that gets no job now, because of a quarantine, stands in no
+-- line. No decision about a job depends on a place: two workers that both believe to be first cost a fetch.
 -- Two sessions: work/line.races.spec.
 
 -- Joins the line, or keeps its place; returns how many are ahead: 0, 1, or 2 for more; at most 1 in the first

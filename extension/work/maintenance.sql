@@ -160,7 +160,7 @@ begin
     -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
          when exists (select from queue.pending_settlement h where h.kind <> 'group')
            then clock_timestamp() + interval '100 ms'
-    -- one that adds jobs to a group may be long, and its commit wakes one
+    -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
          when exists (select from queue.pending_settlement) then clock_timestamp() + interval '1 s' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),

@@ -213,3 +213,14 @@ begin
   returning id into v_id;
   return v_id;
 end $$;
+
+-- How many workers that are alive serve a queue. One that was last seen before p_up_since counts as seen then.
+create or replace function queue._live_workers(
+  p_queue text, p_now timestamptz, p_up_since timestamptz default '-infinity')
+returns bigint language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select count(*) from queue.worker w
+    where w.gone_at is null and greatest(w.last_seen_at, p_up_since) + w.dead_after >= p_now
+      and (w.queues is null or exists (select from unnest(w.queues) q where queue._matches(p_queue, q))));
+end $$;

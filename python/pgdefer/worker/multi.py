@@ -26,8 +26,8 @@ from pgdefer.worker.options import WorkerOptions, check_options
 from pgdefer.worker.prefetch import MOST
 from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.shared_slots import Share, SharedSlots
-from pgdefer.worker.signals import run_until_signal, signals
 from pgdefer.worker.threads import Threads
+from pgdefer.worker.unix_signals import run_until_signal, signals
 from pgdefer.worker.worker import Shared, Worker
 
 __all__ = ["MultiWorker"]

@@ -40,11 +40,11 @@ from pgdefer.worker.runners import (
     ProcessRunner,
     ThreadRunner,
 )
-from pgdefer.worker.signals import run_until_signal, signals
 from pgdefer.worker.slots import parse_slots
 from pgdefer.worker.state import WorkerState
 from pgdefer.worker.supervisor import SupervisorChannel
 from pgdefer.worker.threads import Threads
+from pgdefer.worker.unix_signals import run_until_signal, signals
 
 __all__ = ["Shared", "Worker"]
 

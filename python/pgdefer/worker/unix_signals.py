@@ -1,4 +1,4 @@
-"""Running a worker until a signal ends it."""
+"""Running a worker until a signal of the system ends it."""
 
 from __future__ import annotations
 
