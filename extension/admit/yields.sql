@@ -22,24 +22,37 @@ begin
   return jsonb_build_object('needs', to_jsonb(v_needs));
 end $$;
 
--- The payload that await_jobs hands over. A job that has ended may be awaited as long as it exists, also when
--- its retention is over.
+-- The payload that await_jobs hands over. A job that has ended may be awaited also when its retention is
+-- over. One that no longer exists counts as ended, if the job has awaited it before, or if a finished step
+-- has its id in a list: then it did exist, because the job has deferred it in that step.
 -- Raises: QJ001, QJ005.
-create or replace function queue._check_awaited(p_id bigint, p_ids jsonb)
+create or replace function queue._check_awaited(p_id bigint, p_claim bigint, p_ids jsonb)
 returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[] := array(select distinct n::bigint from jsonb_array_elements_text(p_ids) n order by 1);
-  v_missing bigint;
+  v_missing bigint[];
+  v_unknown bigint;
 begin
   perform pg_current_xact_id();  -- as in _check_needs
-  select u.id into v_missing from unnest(v_ids) u (id)
-  left join lateral (select j.id from queue.job j where j.id = u.id offset 0) j on true
-  where j.id is null limit 1;
-  if found then
-    perform queue._job_not_found(v_missing);
+  v_missing := array(
+    select u.id from unnest(v_ids) u (id)
+    left join lateral (select j.id from queue.job j where j.id = u.id offset 0) j on true
+    where j.id is null);
+  if v_missing <> '{}' then
+    select u.id into v_unknown from unnest(v_missing) u (id)
+    where not exists (select from queue.need d where d.job_id = p_id and d.need_id = u.id)
+      and u.id not in (
+        select x.id::bigint
+        from queue.step s
+        cross join lateral jsonb_array_elements(
+          case when jsonb_typeof(s.value) = 'array' then s.value end) e
+        cross join lateral (select case when e::text ~ '^[0-9]{1,18}$' then e::text end as id) x
+        where s.job_id = p_id and x.id is not null)
+    limit 1;
+    perform queue._job_not_found(v_unknown) where v_unknown is not null;
   end if;
   perform queue._refuse_cycle(p_id, v_ids);
-  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', true);
+  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim);
 end $$;
 
 -- Raises: QJ005 if one of p_needs needs p_id.
@@ -150,13 +163,14 @@ begin
     count(*) filter (where o.is_open and not d.is_awaited and d.deleted_state is distinct from 'failed')
       as open,
     count(*) filter (where x.is_satisfied and o.is_open and not d.is_awaited) as satisfied_open,
-    count(*) filter (where d.is_awaited and coalesce(f.state, d.deleted_state) is null) as awaited
+    count(*) filter (where d.claim is not null and coalesce(f.state, d.deleted_state) is null) as awaited
   into v_needs
   from (
-    select d.need_id as id, d.is_open, d.deleted_state, d.mode & {{ended}} <> 0 as is_awaited
+    select d.need_id as id, d.is_open, d.deleted_state, d.mode & {{ended}} <> 0 as is_awaited,
+      d.claim
     from queue.need d where d.job_id = p_id
     union all
-    select n::bigint, null, null, false from jsonb_array_elements_text(p_payload -> 'needs') n
+    select n::bigint, null, null, false, null from jsonb_array_elements_text(p_payload -> 'needs') n
     where not exists (select from queue.need d where d.job_id = p_id and d.need_id = n::bigint)) d
   left join lateral (
     select f.state, age(f.xmin) as age
@@ -184,10 +198,10 @@ begin
     else 'waiting' end;
 end $$;
 
--- Adds the needs of a yield; with the key awaits, jobs that it awaits, even if it needs them already: under
--- any, a need alone might not hold it. If two concurrent yields have created a cycle, it adds none and
--- returns false. Under any, a need that the job did not have before counts as satisfied at the start of the
--- run if its end had certainly settled by then (began_xid).
+-- Adds the needs of a yield. With the key awaits, which has the claim, these are jobs that it awaits, even if
+-- it needs them already: under any, a need alone might not hold it. If two concurrent yields have created a
+-- cycle, it adds none and returns false. Under any, a need that the job did not have before counts as
+-- satisfied at the start of the run if its end had certainly settled by then (began_xid).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._add_yield_needs(p_id bigint, p_payload jsonb)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -207,8 +221,8 @@ begin
   if queue._closes_cycle(p_id, v_needs, null, null) then
     return false;
   end if;
-  insert into queue.need as t (job_id, need_id, mode, is_open, deleted_state)
-  select p_id, u.id, j.mode, not coalesce(
+  insert into queue.need as t (job_id, need_id, claim, mode, is_open, deleted_state)
+  select p_id, u.id, (p_payload ->> 'awaits')::bigint, j.mode, not coalesce(
       (f.state = 'succeeded' or j.mode & {{proceed}} <> 0
         and (f.state is not null or w.reason in ('held', 'upstream_failed')))
       and v_now - coalesce(f.age, w.age) < j.began, false),
@@ -227,7 +241,9 @@ begin
     select w.reason, age(w.xmin) as age
     from queue.waiting w
     where w.id = u.id and f.state is null offset 0) w on true
-  on conflict on constraint need_pkey do update set mode = t.mode | {{ended}} where p_payload ? 'awaits';
+  on conflict on constraint need_pkey do update set mode = t.mode | {{ended}},
+    claim = coalesce(t.claim, excluded.claim)
+    where p_payload ? 'awaits';
   perform queue._raise_needed_mark(v_needs[cardinality(v_needs)]);
   perform queue._mark_needed(v_needs);
   perform queue._propagate_deadline(array[p_id]);

@@ -55,7 +55,8 @@ begin
     count(*) filter (where w.gone_at is null
                        and greatest(w.last_seen_at, v_up_since) + w.dead_after < p_now - interval '10 s'
                        or not w.is_clear and w.gone_at < p_now - interval '1 minute') as dead,
-    count(*) filter (where w.is_awaited) as awaited, max(w.dead_after) filter (where w.is_awaited) as patience,
+    count(*) filter (where w.is_awaited) as awaited,
+    max(w.dead_after) filter (where w.is_awaited) as patience,
     (select count(*) from (select from queue.active_job l limit 100001) l) as live
   into v_facts
   from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now and w.last_seen_at < v_up_since

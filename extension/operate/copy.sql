@@ -96,8 +96,9 @@ begin
   v_now := clock_timestamp();
   if p_flags & {{overridden}} <> 0 then
     select jsonb_agg(d.need_id order by d.need_id) into v_awaited
-    from queue.need d join queue.finished f on f.id = d.need_id
-    where d.job_id = p_id and d.mode & {{ended}} <> 0;
+    from queue.need d left join queue.finished f on f.id = d.need_id
+    where d.job_id = p_id and d.mode & {{ended}} <> 0
+      and (d.claim is null or coalesce(f.state, d.deleted_state) is not null);
     v_awaited := coalesce(v_awaited, (select j.options -> 'awaited' from queue.job j where j.id = p_id));
   end if;
   v_needs := array(

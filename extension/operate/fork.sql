@@ -43,14 +43,22 @@ comment on function queue.fork(bigint, text) is
     ' that were finished before that one, and finds the jobs that it awaited, as far as these have ended.'
     ' Returns the id of the copy.';
 
--- Deletes a step of each of these jobs, and all steps that were finished later or only begun.
--- Locks: the caller holds the admission lock, and none of the jobs runs. No wake-up can be lost: nobody waits
--- for a step.
-create or replace function queue._forget_steps(p_ids bigint[], p_name text, p_no integer)
+-- Deletes a step of a job (p_name; NULL: none), and all that were finished later or only begun. The jobs that
+-- these steps awaited hold the job no longer. A wait for jobs ends its claim, so it is the last step of that.
+-- Locks: the caller holds the admission lock, and the job's row of queue.active_job or queue.finished, if
+-- there is one. Why no wake-up is lost: nobody waits for a step, and the caller sends the job through its
+-- gates afterwards.
+create or replace function queue._forget_steps(p_id bigint, p_name text, p_no integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_from record;
 begin
-  delete from queue.step s
-  using queue.step f
-  where f.job_id = any (p_ids) and f.name = p_name and f.no = coalesce(p_no, 1) and s.job_id = f.job_id
-    and ((s.claim, s.finished_at) < (f.claim, f.finished_at)) is not true;
+  select f.claim, f.finished_at into v_from from queue.step f
+  where f.job_id = p_id and f.name = p_name and f.no = coalesce(p_no, 1);
+  if found then
+    update queue.need d set claim = null where d.job_id = p_id and d.claim >= v_from.claim;
+    delete from queue.step s
+    where s.job_id = p_id
+      and ((s.claim, s.finished_at) < (v_from.claim, v_from.finished_at)) is not true;
+  end if;
 end $$;

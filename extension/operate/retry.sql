@@ -11,7 +11,6 @@ set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_key record;
   v_without bigint[] := '{}'::bigint[];
-  v_done record;
 begin
   {{if_restricted}}
     perform queue._require_jobs('{operator}', retry.ids);
@@ -27,17 +26,10 @@ begin
   v_without := array(
     select distinct j.id from queue.job j
     where j.id = any (retry.ids) and not queue._has_step(j.id, v_key.name, v_key.no));
-  select array_agg(r.id order by r.n) as ids, array_agg(r.outcome order by r.n) as outcomes,
-    array_agg(r.error order by r.n) as errors,
-    array_agg(r.id) filter (where r.error is null) as retried
-  into v_done
-  from queue._retry(array(select u.id from unnest(retry.ids) u (id) where u.id <> all (v_without)),
-    coalesce(retry.force, false), 'retry', jsonb_build_object('force', retry.force, 'from_step',
-    retry.from_step)) with ordinality r (id, outcome, error, n);
-  perform queue._forget_steps(v_done.retried, v_key.name, v_key.no);
-  return query
-    select r.id, r.outcome, r.error
-    from unnest(v_done.ids, v_done.outcomes, v_done.errors) r (id, outcome, error);
+  return query select r.id, r.outcome, r.error
+    from queue._retry(array(select u.id from unnest(retry.ids) u (id) where u.id <> all (v_without)),
+      coalesce(retry.force, false), 'retry', jsonb_build_object('force', retry.force, 'from_step',
+      retry.from_step), v_key.name, v_key.no) r;
   return query
     select j.id, j.state, 'QJ009'::text from queue.jobs j where j.id = any (v_without) order by j.id;
 end $$;
@@ -90,13 +82,15 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
     ' NULL: of all. It retries at most max_jobs, which is at most 1,000; if it returns that many rows, call'
     ' it again with the last id as after_id.';
 
--- The outcome for each id, in the given order. A job that has never started takes its queueing lock again,
--- and is refused (QJ004) if another job holds it.
+-- The outcome for each id, in the given order. If a step is given (p_step, p_no), a job that runs again
+-- forgets it and those after it, before it goes through its gates. A job that has never started takes its
+-- queueing lock again, and is refused (QJ004) if another job holds it.
 -- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then as retry.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
 -- again under it.
 -- Two sessions: operate/retry.cancel_key.spec.
-create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb)
+create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb,
+  p_step text default null, p_no integer default null)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
 declare
@@ -138,15 +132,18 @@ begin
       -- it may have ended meanwhile, and another call may hold its row and wait for the admission lock
       perform from queue.finished f where f.id = v_job.id for update skip locked;
       continue when not found;
+      perform queue._forget_steps(v_job.id, p_step, p_no);
       v_back := v_back || v_job.id;
       v_done := v_done || v_job.id;
     elsif v_job.claim is not null then
-      if p_force and queue._take_back(v_job.id, v_job.claim, v_job.worker_id, v_job.is_expired) then
+      if p_force and queue._take_back(v_job.id, v_job.claim, v_job.worker_id, v_job.is_expired, p_step, p_no)
+        then
         v_done := v_done || v_job.id;
       end if;
     elsif v_job.reason in ('schedule', 'signal') and v_job.claims > 0 then
       continue when (select t.place from queue._dequeue(v_job.id) t) is null;
       delete from queue.suspended w where w.job_id = v_job.id;
+      perform queue._forget_steps(v_job.id, p_step, p_no);
       perform queue._reset_counters(array[v_job.id]);
       perform queue._advance(p_arrived => array[v_job.id]);
       v_done := v_done || v_job.id;
@@ -185,10 +182,10 @@ begin
 end $$;
 
 -- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
--- ending it.
+-- ending it. With a step (p_step, p_no) the job forgets it, and those after it.
 -- Locks: the caller holds the admission lock; the claim's row of queue.active_job by skip locked.
 create or replace function queue._take_back(p_id bigint, p_claim bigint, p_worker bigint,
-  p_is_expired boolean)
+  p_is_expired boolean, p_step text, p_no integer)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for update skip locked;
@@ -196,6 +193,7 @@ begin
     return false;
   end if;
   delete from queue.expiry e where p_is_expired and e.id = p_id;
+  perform queue._forget_steps(p_id, p_step, p_no);
   perform queue._end_attempt('{"outcome": "retried", "error": "taken back by a retry with force"}', p_id,
     p_claim, true);
   perform queue._notify_abort(p_id, p_claim, p_worker, 'retried');

@@ -166,7 +166,7 @@ begin
     when 'suspended' then
       at := queue._timestamp('at', p_outcome -> 'at');
       payload := case when p_outcome ? 'needs'
-        then queue._check_awaited(p_id, p_outcome -> 'needs') end;
+        then queue._check_awaited(p_id, p_claim, p_outcome -> 'needs') end;
     when 'unknown_task' then
       select u.at, u.error into at, error from queue._unknown_task(p_id, v_job.task, p_worker, p_now) u;
       if at is null then

@@ -1,4 +1,5 @@
--- Retention: finished jobs are removed when their time has passed, unless an unfinished job needs them.
+-- Retention: finished jobs are removed when their time has passed, unless an unfinished job needs them. A job
+-- with steps may still await the jobs that it has deferred, so it keeps them until it has ended.
 -- How long a job is kept: _retention (admit/dequeue.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
@@ -43,9 +44,9 @@ end $$;
 comment on function queue.prune(integer, text, interval) is
   'Removes finished jobs whose retention has passed, at most max_jobs, and returns their number. With a'
     ' state it removes jobs in that state that finished at least older_than ago, whatever their retention.'
-    ' Jobs that unfinished jobs need are kept. If an uncommitted job names a removed one as a need, the old'
-    ' state counts. State audit: it removes rows of queue.audit of at least that age; only the owner may do'
-    ' this.';
+    ' Jobs that unfinished jobs need are kept, and those that an unfinished job with steps has deferred. If'
+    ' an uncommitted job names a removed one as a need, the old state counts. State audit: it removes rows of'
+    ' queue.audit of at least that age; only the owner may do this.';
 
 -- p_safe_at: the result of _safe_at, called before everything visible was admitted. A job whose end has been
 -- handed over since then is not settled yet, and is kept.
@@ -99,14 +100,18 @@ begin
   return cardinality(v_ids);
 end $$;
 
--- Whether an unfinished job needs this one.
+-- Whether an unfinished job needs this one, or may await it: as the child of a job with steps.
 create or replace function queue._is_needed(p_id bigint)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
   perform from queue.need d
   left join lateral (select f.id from queue.finished f where f.id = d.job_id offset 0) f on true
   where d.need_id = p_id and f.id is null limit 1;
-  return found;
+  return found or exists (
+    select from queue.job j
+    cross join lateral (select (j.options ->> 'parent')::bigint as id) p
+    where j.id = p_id and p.id is not null and exists (select from queue.step s where s.job_id = p.id)
+      and not exists (select from queue.finished f where f.id = p.id));
 end $$;
 
 -- The time up to which retention may count. Every transaction that named a job as a need before that time

@@ -27,8 +27,18 @@ begin
   v_key := queue._step_key(fail_step.name);
   perform queue._lock_claim(fail_step.id, fail_step.claim);
   v_step := queue._step_to_end(fail_step.id, fail_step.claim, v_key.name, v_key.no);
+  if v_key.no is null and v_step.no > 1 and not exists (
+    select from queue.step s where s.job_id = fail_step.id and s.no = v_step.no and s.name = v_key.name) then
+    -- no other use was begun: the call means the last one
+    v_step.no := v_step.no - 1;
+    v_step.is_finished := true;
+  end if;
   if v_step.is_finished then
-    perform queue._step_is_finished(fail_step.id, fail_step.name);
+    perform from queue.step s
+    where s.job_id = fail_step.id and s.no = v_step.no and s.name = v_key.name and s.error is not null
+      and s.claim = fail_step.claim;
+    perform queue._step_is_finished(fail_step.id, fail_step.name) where not found;
+    return null;
   end if;
   insert into queue.step as s (job_id, claim, run, no, name, fingerprint, failures, failed_at, error)
   values (fail_step.id, fail_step.claim, fail_step.claim, v_step.no, v_key.name,
@@ -54,10 +64,12 @@ comment on function queue.fail_step(bigint, bigint, text, text, jsonb, jsonb) is
     ' claim when the step''s retry policy says so, and the call returns the job''s new state, as fail does.'
     ' The failure counts for the step, not for the job. Otherwise the call returns NULL and the run goes on:'
     ' the step has failed for good. It is finished, with the value {"__pgdefer__": "step_failed", "value":'
-    ' the error}. options: retry (the policy, as of a task; without one there is one attempt), retryable'
-    ' (false: it fails for good; true: it is tried again, whatever the policy), retry_at or retry_in (the'
-    ' time), deadline (a time) or deadline_in (an interval after the step''s first failure): a try that would'
-    ' begin later is not made; fingerprint (see begin_step), outcome (timed_out, if it ended for that).';
+    ' the error}. If that answer is lost, the same run may repeat the call, which counts once; for a name that'
+    ' is used again in one run, see begin_step. options: retry (the policy, as of a task; without one there is'
+    ' one attempt), retryable (false: it fails for good; true: it is tried again, whatever the policy),'
+    ' retry_at or retry_in (the time), deadline (a time) or deadline_in (an interval after the step''s first'
+    ' failure): a try that would begin later is not made; fingerprint (see begin_step), outcome (timed_out, if'
+    ' it ended for that).';
 
 -- Raises: 22023 if they are not options of queue.fail_step.
 create or replace function queue._check_step_options(options jsonb)

@@ -133,22 +133,23 @@ comment on function queue.read_steps(bigint, bigint, text) is
     ' after, until it returns no row.';
 
 -- Splits a step's name into the name and the number of its use, NULL if the name has none. The first use
--- has no number, so a#1 is a name of its own, and _step_name returns each name as it was given.
+-- has no number, so a#1 is a name of its own, and _step_name returns each name as it was given. A name may
+-- have 1,000 bytes, apart from its number.
 -- Raises: 22023.
 create or replace function queue._step_key(p_name text, out name text, out no integer)
 language plpgsql immutable parallel safe security invoker as $$
 declare
   v_parts text[];
 begin
-  perform queue._check_name('name', p_name);
   name := p_name;
-  if strpos(p_name, '#') > 0 then
+  if strpos(p_name, '#') > 0 and octet_length(p_name) <= 1010 then
     v_parts := regexp_match(p_name, '^(.+)#([2-9]|[1-9][0-9]{1,8})$');
     if v_parts is not null then
       name := v_parts[1];
       no := v_parts[2]::integer;
     end if;
   end if;
+  perform queue._check_name('name', name);
 end $$;
 
 -- A step's name as clients and people see it.

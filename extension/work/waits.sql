@@ -81,7 +81,8 @@ end $$;
 comment on function queue.await_jobs(bigint, bigint, text, bigint[]) is
   'Ends the claim. The job continues with a new claim once all these jobs have ended, whether or not they'
     ' succeeded; queue.needs returns their states, results and errors. In its next run the step of this name'
-    ' is finished. The jobs count as needs (for deadlines, retention, queue.graph), but their failure does'
+    ' is finished. A job that no longer exists counts as ended, if a finished step has its id in a list. The'
+    ' jobs count as needs (for deadlines, retention, queue.graph), but their failure does'
     ' not hold the job. The job holds no slot and no worker meanwhile, so they may run in the same queue; at'
     ' an ordered lock it keeps its turn.';
 

@@ -214,7 +214,7 @@ begin
   return v_id;
 end $$;
 
--- How many workers that are alive serve a queue. One that was last seen before p_up_since counts as seen then.
+-- How many workers that are alive serve a queue. One last seen before p_up_since counts as seen then.
 create or replace function queue._live_workers(
   p_queue text, p_now timestamptz, p_up_since timestamptz default '-infinity')
 returns bigint language plpgsql stable parallel safe security invoker as $$

@@ -184,17 +184,23 @@ def failure_of(stored: Any) -> str | None:
     return None
 
 
+# A child that was removed by retention, or by an operator.
+_GONE = ("deleted", None, "it is gone, and its result with it")
+
+
 def results_of(
     ids: Sequence[int], rows: Mapping[int, tuple[str, Any, str | None]], *, return_errors: bool
 ) -> list[Any]:
     """Return the results of children that have ended, in the order of ids.
 
     Raises JobFailed or JobCancelled for the first that has not succeeded; with `return_errors` the
-    list contains these errors.
+    list contains these errors. A child that no longer exists has failed.
     """
     found: list[Any] = []
     for id in ids:
-        state, result, why = rows.get(id, ("deleted", None, None))
+        state, result, why = rows.get(id, _GONE)
+        if state == "deleted":
+            why = _GONE[2]
         if state != "succeeded":
             cancelled = state == "cancelled"
             error = JobCancelled(id, why) if cancelled else JobFailed(id, why, state)

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer import App, JobCancelled, current_job
+from pgdefer import App, JobCancelled, JobFailed, current_job
 
 from .conftest import Jobs, running, until
 
@@ -78,3 +78,23 @@ async def test_its_running_children_are_stopped(app: App, jobs: Jobs) -> None:
         rows = await jobs.end()
     assert {row["state"] for row in rows} == {"cancelled"}
     assert ended == ["stopped"]
+
+
+async def test_a_deleted_child_is_gone(app: App, jobs: Jobs) -> None:
+    @app.task(name="child")
+    async def child() -> None: ...
+
+    @app.task(name="parent")
+    async def parent() -> list[str]:
+        calls = [child.configure(held=True).prepare()]
+        (found,) = await current_job().gather_async(calls, return_errors=True)
+        assert isinstance(found, JobFailed)
+        return [str(found), found.error or ""]
+
+    job = app.defer("parent")
+    async with running(app):
+        await until(lambda: [row["state"] for row in jobs()] == ["waiting", "held"])
+        gone = jobs()[1]["id"]
+        await app.job(gone).delete_async(force=True)
+        why = "it is gone, and its result with it"
+        assert await job.result_async(60) == [f"job {gone} was deleted: {why}", why]

@@ -1,6 +1,6 @@
 -- Failures of steps: their own retry policies, and what a handler sees when a step has failed for good.
 
-select plan(74);
+select plan(88);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -57,6 +57,7 @@ select queue.finish_step(:id, :claim, 'a') \g /dev/null
 select is(queue.fail_step(:id, :claim, 'charge', 'no money'), null, 'without a policy the first failure is the last');
 select is((select claim from queue.jobs where id = :id), :claim::bigint, 'the claim goes on');
 select results_eq($$select value, failures, error from queue.steps where name = 'charge' and error is not null$$, format($$values (%L::jsonb, 1, 'no money')$$, :'note'), 'the step is finished, by its error');
+select queue.begin_step(:id, :claim, 'charge') \g /dev/null
 select is(queue.fail_step(:id, :claim, 'charge', 'other use', null, '{"retry": {"max_attempts": 2}}'), 'ready', 'another use of the name fails apart');
 select claim, steps -> 'charge' as charge, steps ? 'charge#2' as other from queue.fetch(:worker) \gset
 select is(:'charge'::jsonb, :'note'::jsonb, 'later runs find the failed step');
@@ -89,7 +90,7 @@ select claim from queue.fetch(:worker) \gset
 select is(queue.fail_step(:id, :claim, 'y', 'e', null, '{"retry": {"max_attempts": null, "base": "1 hour"}, "deadline_in": "59 minutes"}'), null, 'no try that would begin after the deadline');
 select is((select failures from queue.steps where name = 'y'), 3, 'the third failure');
 select is(queue.fail_step(:id, :claim, 'z', 'e', null, format('{"retry": {"base": "1 hour"}, "deadline": %s}', to_json(now() + interval '59 minutes'))::jsonb), null, 'nor after a time');
-select is(queue.fail_step(:id, :claim, 'z', 'e', null, format('{"retry": {"base": "1 hour"}, "deadline": %s}', to_json(now() + interval '2 hours'))::jsonb), 'scheduled', 'before it');
+select is(queue.fail_step(:id, :claim, 'z#2', 'e', null, format('{"retry": {"base": "1 hour"}, "deadline": %s}', to_json(now() + interval '2 hours'))::jsonb), 'scheduled', 'before it');
 select queue.reschedule(:id) \g /dev/null
 select claim from queue.fetch(:worker) \gset
 select is(queue.fail_step(:id, :claim, 'z#2', 'e', null, '{"retry": {"base": "1 hour"}, "deadline_in": "90 minutes", "fingerprint": "v1"}'), 'scheduled', 'in time');
@@ -151,6 +152,29 @@ select is(queue.fail_step(:two, :claim2, 'at once', 'e', null, '{"retry": {"max_
 select results_eq(format('select name, failures from queue.steps where job_id = %s and name like ''at once%%'' order by 1', :two), $$values ('at once', 2), ('at once#2', 0)$$, 'the first has failed, not the second');
 select lives_ok(format('select queue.sleep(%s, %s, ''nap'', now())', :two, :claim2), 'a sleep is the first use too');
 select queue.cancel(:two) \g /dev/null
+
+-- A call that is repeated, because its answer was lost
+select queue.defer('t') as again \gset
+select claim as claim3 from queue.fetch(:worker, options => format('{"ids": [%s]}', :again)::jsonb) \gset
+select is(queue.fail_step(:again, :claim3, 'lost', v.error), null, v.about)
+from (values ('first', 'a step fails for good'), ('second', 'the same call counts for no other use'), ('third', 'however often it comes')) v (error, about);
+select results_eq(format('select name, failures, error from queue.steps where job_id = %s', :again), $$values ('lost', 1, 'first')$$, 'the first one stands');
+select is((select concat_ws(' ', b.finished, b.value ->> 'value') from queue.begin_step(:again, :claim3, 'lost') b), 'f', 'the next use of the name is begun');
+select is(queue.fail_step(:again, :claim3, 'lost', 'other'), null, 'it fails too');
+select is(queue.fail_step(:again, :claim3, 'lost', 'other'), null, 'and its call may be repeated');
+select is(queue.fail_step(:again, :claim3, 'lost#2', 'other'), null, 'with its number too');
+select results_eq(format('select name, failures, error from queue.steps where job_id = %s order by name', :again), $$values ('lost', 1, 'first'), ('lost#2', 1, 'other')$$, 'without another use');
+select queue.finish_step(:again, :claim3, 'done') \g /dev/null
+select is(test.refusal(format('select queue.fail_step(%s, %s, ''done'', ''e'')', :again, :claim3)), 'QJ003', 'a step that has succeeded does not fail');
+select queue.begin_step(:again, :claim3, 'done') \g /dev/null
+select queue.fail_step(:again, :claim3, 'done', 'e') \g /dev/null
+select is((select value from queue.steps where job_id = :again and name = 'done'), null, 'nor does it change when its next use fails');
+select is(queue.fail_step(:again, :claim3, 'later', 'e', null, :'policy'), 'scheduled', 'a step is to be tried again');
+select is(test.refusal(format('select queue.fail_step(%s, %s, ''later'', ''e'')', :again, :claim3)), 'QJ002', 'then the repeated call has lost its claim');
+select queue.reschedule(:again, now()) \g /dev/null
+select claim as claim3 from queue.fetch(:worker, options => format('{"ids": [%s]}', :again)::jsonb) \gset
+select is(test.refusal(format('select queue.fail_step(%s, %s, ''lost'', ''first'')', :again, :claim3)), 'QJ003', 'a failure of an earlier run is not repeated');
+select queue.succeed(:again, :claim3) \g /dev/null
 
 -- Told to abort
 select queue.cancel(:id, abort => true) \g /dev/null
