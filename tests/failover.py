@@ -312,7 +312,7 @@ class Load:
         return min(end for *_, end in self.runs() if end > promoted) - promoted
 
     def end(self, primary: Cluster, *others: Producer) -> str:
-        """End the producers, and the workers once all jobs have run; check and sum up the ledgers."""
+        """End the producers, and the workers when all jobs have run; check and sum up ledgers."""
         self._acknowledged = set()
         for producer in (self.producer, *others):
             producer.end()

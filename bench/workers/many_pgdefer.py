@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,83 +106,98 @@ def stopped(dsn: str, other: str) -> Iterator[None]:
             admin.execute(f'alter database "{name}" allow_connections true'.encode())
 
 
+class Shop:
+    """An app, and what its jobs have noted."""
+
+    def __init__(self, dsn: str) -> None:
+        self.app = App(dsn)
+        self.count = 0
+        self.begun = 0.0
+        self.waited: list[float] = []
+
+        @self.app.task(name="noop")
+        async def noop(n: int) -> None:  # noqa: ARG001 (every job has an argument)
+            self.begun = self.begun or time.time()
+            self.count += 1
+
+        @self.app.task(name="timed")
+        async def timed(at: float) -> None:
+            if at:
+                self.waited.append(time.time() - at)
+
+
+async def until(condition: Callable[[], bool], every: float = 0.01) -> None:
+    while not condition():  # noqa: ASYNC110 (the workers tell nobody)
+        await asyncio.sleep(every)
+
+
+def is_registered(worker: Worker | MultiWorker, databases: int) -> bool:
+    if isinstance(worker, Worker):
+        return worker.id is not None
+    return len(worker.workers) == databases and all(
+        one.id is not None for one in worker.workers.values()
+    )
+
+
+async def latencies(shop: Shop, dsns: Sequence[str], seconds: float) -> list[dict[str, float]]:
+    """Return the times from defer to start with all databases, and with the first one stopped."""
+    found = []
+    for stop in (False, True):
+        with stopped(dsns[0], dsns[1]) if stop else contextlib.nullcontext():
+            await asyncio.to_thread(defer_singly, dsns[1 : SAMPLE + 1], seconds)
+            await until(lambda: len(shop.waited) == int(seconds / EVERY))
+        parts = (0.5, 0.95, 0.99)
+        found.append({str(part): 1000 * percentile(shop.waited, part) for part in parts})
+        shop.waited.clear()
+    return found
+
+
+async def defer_all(dsns: Sequence[str], jobs: int) -> float:
+    """Defer so many jobs to each; return when they become due."""
+    at = time.time() + 5 + 0.1 * len(dsns) + jobs * len(dsns) / 2000
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(2) as pool:
+        await asyncio.gather(*(loop.run_in_executor(pool, defer, dsn, jobs, at) for dsn in dsns))
+    if time.time() > at:
+        sys.exit("the jobs were due before all were deferred: the machine is too busy")
+    return at
+
+
 async def run(dsns: Sequence[str], jobs: int, seconds: float) -> dict[str, object]:
-    app = App(dsns[0])
-    count = 0
-    begun: list[float] = []
-    waited: list[float] = []
-
-    @app.task(name="noop")
-    async def noop(n: int) -> None:  # noqa: ARG001 (every job has an argument)
-        nonlocal count
-        if not begun:
-            begun.append(time.time())
-        count += 1
-
-    @app.task(name="timed")
-    async def timed(at: float) -> None:
-        if at:
-            waited.append(time.time() - at)
-
+    shop = Shop(dsns[0])
     each = jobs // len(dsns)
-    worker = MultiWorker(app, dsns) if len(dsns) > 1 else Worker(app)
+    total = each * len(dsns)
+    worker = MultiWorker(shop.app, dsns) if len(dsns) > 1 else Worker(shop.app)
     running = asyncio.create_task(worker.run_async())
     started = time.monotonic()
-
-    def registered() -> bool:
-        if isinstance(worker, Worker):
-            return worker.id is not None
-        return len(worker.workers) == len(dsns) and all(
-            one.id is not None for one in worker.workers.values()
-        )
-
-    while not registered():  # noqa: ASYNC110 (the workers tell nobody)
-        await asyncio.sleep(0.02)
+    await until(lambda: is_registered(worker, len(dsns)))
     up = time.monotonic() - started
     await asyncio.sleep(6)
     cpu, before = time.process_time(), time.monotonic()
     await asyncio.sleep(seconds)
     idle = (time.process_time() - cpu) / (time.monotonic() - before)
     held = await asyncio.to_thread(connections, dsns[0])
-    latencies: list[dict[str, float]] = []
-    if len(dsns) > 1:
-        for stop in (False, True):
-            with stopped(dsns[0], dsns[1]) if stop else contextlib.nullcontext():
-                sample = dsns[1 : SAMPLE + 1]
-                await asyncio.to_thread(defer_singly, sample, seconds)
-                while len(waited) < int(seconds / EVERY):
-                    await asyncio.sleep(0.01)
-            latencies.append(
-                {str(part): 1000 * percentile(waited, part) for part in (0.5, 0.95, 0.99)}
-            )
-            waited.clear()
-    at = time.time() + 5 + 0.1 * len(dsns) + jobs / 2000
-    with ThreadPoolExecutor(2) as pool:
-        loop = asyncio.get_running_loop()
-        await asyncio.gather(*(loop.run_in_executor(pool, defer, dsn, each, at) for dsn in dsns))
-    if time.time() > at:
-        sys.exit("the jobs were due before all were deferred: the machine is too busy")
-    busy = 0
-    while count < each * len(dsns):
-        await asyncio.sleep(0.5)
-        if count > each * len(dsns) // 3 and not busy:
-            busy = await asyncio.to_thread(connections, dsns[0])
+    waits = await latencies(shop, dsns, seconds) if len(dsns) > 1 else []
+    at = await defer_all(dsns, each)
+    await until(lambda: shop.count > total // 3, 0.5)
+    busy = await asyncio.to_thread(connections, dsns[0])
+    await until(lambda: shop.count >= total, 0.5)
     worker.stop()
     await running
     with ThreadPoolExecutor(4) as pool:
         ends = list(pool.map(lambda dsn: ended(dsn, at), dsns))
     assert all(found == each for found, _ in ends), ends
-    assert count == each * len(dsns), count
+    assert shop.count == total, shop.count
     return {
-        "jobs": count,
-        "begun": begun[0],
+        "jobs": total,
+        "begun": shop.begun,
         "ended": max(end for _, end in ends),
         "up": up,
         "idle": idle,
         "connections": held,
         "busy_connections": busy,
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "latencies": latencies,
+        "latencies": waits,
     }
 
 

@@ -41,7 +41,7 @@ class Connection:
         self._connection: AsyncPsycopgConnection | None = None
         self._encoding = "UTF8"
         self._cursor: psycopg.AsyncCursor[tuple[Any, ...]] | None = None
-        # The number of the session; of that of a call without an answer, which may still work on it.
+        # The session's number; that of a call without an answer, which may still work on it.
         self._session = 0
         self._left: int | None = None
 

@@ -127,3 +127,32 @@ def test_a_role_whose_transactions_are_of_another_level(
 def test_a_limit_below_one(dsn: str) -> None:
     with pytest.raises(ValueError, match="max_connections must be at least 1"):
         App(dsn, max_connections=0)
+
+
+async def test_whether_a_session_is_busy(narrow: str, conn: Connection) -> None:
+    """One that waits, too; but none that waits for its client, which may be gone."""
+    lock = "select pg_advisory_lock(4711)"
+    conn.execute(lock)
+    with (
+        psycopg.connect(narrow, autocommit=True) as asking,
+        psycopg.connect(narrow, autocommit=True) as idle,
+        contextlib.closing(psycopg.connect(narrow, autocommit=True)) as waiting,
+        contextlib.closing(psycopg.connect(narrow, autocommit=True)) as talking,
+    ):
+
+        def is_busy(session: Connection) -> bool:
+            call = "select queue.is_busy(%s)"
+            ((answer,),) = asking.execute(call, [session.info.backend_pid]).fetchall()
+            return bool(answer)
+
+        waiting.pgconn.send_query(lock.encode())
+        talking.pgconn.send_query(
+            b"copy (select repeat('x', 1000000) from generate_series(1, 1000)) to stdout"
+        )
+        talks = "select from pg_stat_activity where pid = %s and wait_event = 'ClientWrite'"
+        await until(lambda: is_busy(waiting))
+        await until(lambda: conn.execute(talks, [talking.info.backend_pid]).rowcount)
+        assert is_busy(asking)
+        assert not any(map(is_busy, (idle, talking, conn)))
+        conn.execute("select pg_advisory_unlock(4711)")
+        await until(lambda: not is_busy(waiting))

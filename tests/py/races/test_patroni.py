@@ -124,10 +124,15 @@ class Member:
         for proxy in self._network:
             proxy.hold()
 
-    def rejoin(self) -> None:
-        """End the isolation; nothing comes through that was sent meanwhile."""
+    def hang_up(self) -> None:
+        """End its connections beyond the network, as time limits do."""
         for proxy in self._network:
             proxy.cut()
+
+    def rejoin(self) -> None:
+        """End the isolation; nothing comes through that was sent meanwhile."""
+        self.hang_up()
+        for proxy in self._network:
             proxy.heal()
 
     def signal(self, number: signal.Signals) -> None:
@@ -228,6 +233,7 @@ def test_a_partition(members: tuple[Member, Member], tmp_path: Path, is_frozen: 
                 one.signal(signal.SIGSTOP)
             one.isolate()
             until(lambda: two.is_("primary"))
+            one.hang_up()
             if is_frozen:
                 in_recovery = "select pg_is_in_recovery()"
                 assert connection.execute(in_recovery).fetchall() == [(False,)]

@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, good-byes, deaths, aborts.
 
-select plan(76);
+select plan(75);
 
 \ir workers.helpers.psql
 
@@ -154,9 +154,8 @@ select is(:id::bigint, :x2::bigint, 'the next has its lock and slot');
 select queue.succeed(:id, :claim) \g /dev/null
 select is_empty('select * from queue.queueing_lock', 'its queueing lock is free');
 
--- is_busy: a session of one's own role. Of one that waits for a standby: tests/py/races/test_failover.py
+-- is_busy. Of other sessions: tests/py/integration/test_connections.py
 select is(queue.is_busy(pg_backend_pid()), true, 'this session works');
 select is(queue.is_busy(0), false, 'there is no such session');
-select is((select bool_or(queue.is_busy(a.pid)) from pg_stat_activity a where a.backend_type <> 'client backend'), false, 'the server''s own work is none of a worker');
 
 select * from finish();
