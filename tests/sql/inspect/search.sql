@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a limit on what it reads.
 
-select plan(160);
+select plan(161);
 
 set pgdefer.notify = off;
 
@@ -103,6 +103,10 @@ select array_agg(f.id) as ids from queue.fetch(:worker, '{q2,q2x}', 10) f \gset
 select is(pg_temp.found('state => ''running'''), 'c b', 'running ones');
 select is(pg_temp.found('state => ''running'', max_jobs => 1'), 'c more', 'the newest of them');
 select is(pg_temp.found(format('state => ''running'', max_jobs => 1, before => %s', :c)), 'b', 'the next one');
+begin;
+insert into queue.active_job (id, deadline, lane, attempt, flags) select 1000000 + n, 'infinity', 0, 0, 0 from generate_series(1, 20001) n;
+select is(pg_temp.found('state => ''running'''), 'c b', 'also below many ready ones');
+rollback;
 select queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', case j.task when 'b' then 'failed' else 'succeeded' end)))
 from queue.jobs j where j.state = 'running' \g /dev/null
 select is(pg_temp.found('state => ''failed'''), 'b', 'failed ones');
