@@ -36,21 +36,22 @@ create table if not exists queue.shard_move (
 );
 
 -- The parts of such a slot. In the source: here, leaving (in queue.shard_sent, not yet there) or gone; in the
--- target: arrived. closed_until: as in queue.shard_slot.
+-- target: arrived. receipt: what the target must return, before the source forgets what it has sent.
+-- closed_until: as in queue.shard_slot.
 create table if not exists queue.shard_part (
   slot integer not null,
   part integer not null,
   state text not null,
+  receipt uuid,
   closed_until timestamptz,
   constraint shard_part_pkey primary key (slot, part)
 );
 
--- The jobs of a slot that moves away. is_held: held by the move.
+-- The jobs of a slot that moves away. Those that the move holds have the reason moving in queue.waiting.
 create table if not exists queue.shard_job (
   slot integer not null,
   part integer not null,
   id bigint not null,
-  is_held boolean not null default false,
   constraint shard_job_pkey primary key (slot, part, id)
 );
 
@@ -186,6 +187,7 @@ begin
 end $$;
 
 -- Takes over what another copy of the map knows better. A slot that moves here is decided by its move alone.
+-- self is for the first map that a new shard learns; later it may be left out.
 -- Locks: rows of the map, for no key update: that waits for no defer. Raises: 22023.
 create or replace function queue.shard_learn(map jsonb, self text default null)
 returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
@@ -200,6 +202,11 @@ begin
         or s ->> 1 ~ '^[0-9]{1,18}$' is not true) then
     perform queue._shard_invalid('the map has no 1,024 slots of its shards',
       'Pass what queue.shard_map() returns in another shard.');
+  elsif self is not null and exists (select from queue.shard_slot)
+    and self is distinct from (select s.name from queue.shard s where s.is_self) then
+    perform queue._shard_invalid('this database has a map, with another name for itself',
+      'Leave out self.', format('self: %s, here: %s', left(self, 1000),
+        coalesce((select s.name from queue.shard s where s.is_self), 'none, as it only routes')));
   end if;
   insert into queue.shard (name, dsn, is_self)
   select s.key, s.value, coalesce(s.key = shard_learn.self, false) from jsonb_each_text(map -> 'shards') s
@@ -220,7 +227,8 @@ begin
 end $$;
 comment on function queue.shard_learn(jsonb, text) is
   'Takes over each slot of a map (queue.shard_map) whose version is higher than in the own copy, and the'
-    ' DSNs. In a new shard, self is its name. Returns the number of slots that changed.';
+    ' DSNs. In a new shard, self is its name; it is refused where another one is known. Returns the number'
+    ' of slots that changed.';
 
 -- Roles that may use the schema may also ask.
 revoke all on function queue.shard_start(text, jsonb), queue.shard_learn(jsonb, text),

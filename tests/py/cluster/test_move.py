@@ -291,7 +291,7 @@ def test_what_has_started_stays_until_it_ends(cluster: Cluster, dsns: dict[str, 
 
 def test_an_open_transaction_keeps_its_part(cluster: Cluster, dsns: dict[str, str]) -> None:
     (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
-    rows(dsns["a"], "select queue.shard_leave(%s, 'b')", [SLOT])
+    rows(dsns["a"], "select queue.shard_leave(%s, 'b'), queue.shard_list(%s)", [SLOT, SLOT])
     with psycopg.connect(dsns["a"]) as producer:
         cluster.defer("work", {}, lock=key, connection=producer)
         with psycopg.connect(dsns["a"], autocommit=True) as connection:

@@ -36,7 +36,7 @@ SHARDS = FUNCTIONS.replace("!~ '^_'", "~ '^shard'")
 MOVING: tuple[LiteralString, ...] = (
     """select queue.shard_start('a', '{"a": "dbname=a", "b": "dbname=b"}')""",
     "select queue.shard_leave(n, 'b'), queue.shard_list(n) from generate_series(0, 1) n",
-    "select queue.shard_receive(700, 'b', 2), queue.shard_part_leave(0, 6)",
+    "select queue.shard_receive(700, 'b', 2, 1), queue.shard_part_leave(0, 6)",
 )
 REFUSALS = {f"QJ00{n}" for n in range(1, 8)} | {"22023", "42501", "55000", "55P03"}
 LONGEST_DETAIL = 3000

@@ -125,9 +125,23 @@ class _Mover:
 
     def arrive(self, part: int) -> None:
         """Bring the jobs of a part that has left to the target."""
-        jobs = self.call(self.source, sql.PART_JOBS, part=part)[0][0]
-        self.done.jobs += self.call(self.target, sql.PART_ARRIVE, part=part, jobs=jobs)[0][0]
-        self.call(self.source, sql.PART_GONE, part=part)
+        carried = self.call(self.source, sql.PART_JOBS, part=part)[0][0]
+        jobs, receipt = self.call(self.target, sql.PART_ARRIVE, part=part, carried=carried)[0]
+        self.call(self.source, sql.PART_GONE, part=part, receipt=receipt)
+        self.done.jobs += jobs
+
+    def empty_parts(self) -> list[int]:
+        """Move the parts without jobs, and return them."""
+        parts = [row[0] for row in self.call(self.source, sql.LEAVE_EMPTY)]
+        if parts:
+            carried = self.call(self.source, sql.EMPTY_PARTS, parts=parts)[0][0]
+            arrived, receipts = zip(
+                *self.call(self.target, sql.ARRIVE_EMPTY, carried=carried), strict=True
+            )
+            self.call(
+                self.source, sql.GONE_EMPTY, parts=list(arrived), receipts=list(receipts)
+            )
+        return parts
 
 
 def move(
@@ -151,14 +165,13 @@ def move(
         version = mover.call(here, sql.LEAVE, target=target)[0][0]
         _be_the_only_mover(mover)
         mover.call(here, sql.LIST)
-        mover.call(there, sql.RECEIVE, source=source, version=version)
+        of_source = mover.call(here, sql.FORMAT)[0][0]
+        mover.call(there, sql.RECEIVE, source=source, version=version, format=of_source)
         mover.call(here, sql.UNHOLD, part=None)
         states = dict(mover.call(here, sql.PARTS))
         for part in [part for part, state in states.items() if state == "leaving"]:
             mover.arrive(part)
-        empty = [row[0] for row in mover.call(here, sql.LEAVE_EMPTY)]
-        mover.call(there, sql.ARRIVE_EMPTY, parts=empty)
-        mover.call(here, sql.GONE_EMPTY, parts=empty)
+        empty = mover.empty_parts()
         left = [part for part in range(PARTS) if part not in {*states, *empty}]
         idle = 0
         while left and idle < 3:
