@@ -50,7 +50,8 @@ begin
   end if;
   return (
     select jsonb_build_object('format', queue.shard_format(), 'slot', p.slot, 'part', p.part,
-      'version', r.version, 'receipt', p.receipt, 'jobs', (
+      'version', r.version, 'receipt', p.receipt, 'piece', p.piece, 'is_last',
+      queue._shard_oldest(p.slot, p.part) = '{}', 'jobs', (
         select coalesce(jsonb_agg(s.job order by s.id), '[]') from queue.shard_sent s
         where s.slot = p.slot and s.part = p.part))
     from queue.shard_part p join queue.shard_move r on r.slot = p.slot
@@ -100,28 +101,34 @@ begin
   perform queue._shard_check_format(p_carried ->> 'format');
   if jsonb_typeof(p_carried -> 'jobs') is distinct from 'array'
     or (p_carried ->> 'slot' ~ '^[0-9]{1,4}$' and p_carried ->> 'part' ~ '^[0-9]{1,4}$'
-      and p_carried ->> 'version' ~ '^[0-9]{1,18}$'
+      and p_carried ->> 'version' ~ '^[0-9]{1,18}$' and p_carried ->> 'piece' ~ '^[0-9]{1,9}$'
+      and jsonb_typeof(p_carried -> 'is_last') = 'boolean'
       and p_carried ->> 'receipt' ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$') is not true then
     perform queue._shard_invalid('this is no part of a slot', 'Pass what queue.shard_part_jobs returns.');
   end if;
   perform queue._shard_check((p_carried ->> 'slot')::integer, (p_carried ->> 'part')::integer);
   if not exists (select from queue.shard_move r join queue.shard s on s.is_self and s.name = r.to_shard
     where r.slot = (p_carried ->> 'slot')::integer and r.version = (p_carried ->> 'version')::bigint)
-    and not exists (select from queue.shard_slot m where m.slot = (p_carried ->> 'slot')::integer
-      and m.version >= (p_carried ->> 'version')::bigint) then
+    and not exists (select from queue.shard_slot m join queue.shard s on s.is_self and s.name = m.shard
+      where m.slot = (p_carried ->> 'slot')::integer
+        and m.version >= (p_carried ->> 'version')::bigint) then
     perform queue._shard_invalid('this slot does not come here', 'Call queue.shard_receive first.',
       format('slot: %s, version: %s', p_carried ->> 'slot', p_carried ->> 'version'));
   end if;
 end $$;
 
--- Target. Defers the jobs of a part, once: the row of the part is inserted in the same transaction, and a
--- second call waits for the first. Jobs with needs begin a call of queue.defer_many, as the new ids of what
--- they need are known by then. Returns how many it deferred, and the receipt for queue.shard_part_gone.
+-- Target. Defers the jobs of a piece, once: the row of the part counts its pieces in the same transaction,
+-- and a second call waits for the first. They may run at once: they are older than those of the pieces that
+-- follow, none of which can start in the source. Jobs with needs begin a call of queue.defer_many, as the new
+-- ids of what they need are known by then. Returns how many it deferred, and the receipt for
+-- queue.shard_part_gone.
 -- Locks: that row; then as queue.defer_many. No wake-up is lost: that notifies. Raises: 22023; as that.
 create or replace function queue.shard_part_arrive(carried jsonb, out deferred integer, out receipt uuid)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
   v_slot integer;
+  v_part integer;
+  v_piece integer;
   v_some jsonb;
   v_calls jsonb;
   v_again record;
@@ -133,11 +140,20 @@ begin
   v_slot := (carried ->> 'slot')::integer;
   deferred := 0;
   receipt := (carried ->> 'receipt')::uuid;
+  v_part := (carried ->> 'part')::integer;
   insert into queue.shard_part (slot, part, state)
-  select v_slot, (carried ->> 'part')::integer, 'arrived' from queue.shard_move r where r.slot = v_slot
+  select v_slot, v_part, 'arriving' from queue.shard_move r where r.slot = v_slot
   on conflict do nothing;
-  if not found then
+  update queue.shard_part p set piece = p.piece + 1,
+    state = case when (carried ->> 'is_last')::boolean then 'arrived' else 'arriving' end
+  where p.slot = v_slot and p.part = v_part and p.piece < (carried ->> 'piece')::integer
+  returning p.piece into v_piece;
+  if v_piece is null then
     return;  -- it has arrived, or the whole slot has
+  elsif v_piece < (carried ->> 'piece')::integer then
+    perform queue._shard_invalid('a piece before this one has not arrived',
+      'Carry the pieces in their order.',
+      format('slot: %s, part: %s, piece: %s', v_slot, v_part, carried ->> 'piece'));
   end if;
   for v_some in
     select jsonb_agg(x.job order by x.n)
@@ -149,9 +165,10 @@ begin
   loop
     v_calls := (
       select jsonb_agg(j.job - 'id' || jsonb_build_object('needs', (
-        select jsonb_agg(v_new -> e.need)
+        select jsonb_agg(coalesce((v_new ->> e.need)::bigint, s.new_id))
         from jsonb_array_elements_text(nullif(j.job -> 'needs', 'null')) e (need)
-        where v_new ? e.need)) order by j.n)
+        left join queue.shard_job s on s.slot = v_slot and s.part = v_part and s.id = e.need::bigint
+        where v_new ? e.need or s.id is not null)) order by j.n)
       from jsonb_array_elements(v_some) with ordinality j (job, n));
     v_ids := array(select d from queue.defer_many(v_calls) d);
     -- An id of another transaction, or one given twice: a job here has the queueing lock or the idempotency
@@ -173,32 +190,49 @@ begin
       from jsonb_array_elements(v_some) with ordinality j (job, n));
     v_all := v_all || v_ids;
   end loop;
+  if not (carried ->> 'is_last')::boolean then
+    insert into queue.shard_job (slot, part, id, new_id)
+    select v_slot, v_part, e.key::bigint, e.value::bigint from jsonb_each_text(v_new) e;
+  end if;
   if v_all <> '{}' then
     perform queue._shard_audit('shard_part_arrive', carried - '{jobs,receipt}'::text[], v_all);
   end if;
   deferred := cardinality(v_all);
 end $$;
 
--- Source, after the part arrived. receipt: what queue.shard_part_arrive has returned for it. Locks: rows of
--- the map. Raises: 22023.
+-- Source, after a piece arrived: forgets it, and takes out the next one. receipt: what
+-- queue.shard_part_arrive has returned for it. Returns whether there is a next one to carry.
+-- Locks: the part's row; then as queue.delete. Nothing is lost: as _shard_cut.
+-- Raises: 22023, 55000 (another job needs one of the next), QJ008.
 create or replace function queue.shard_part_gone(slot integer, part integer, receipt uuid)
-returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
   v_state text := queue._shard_leaving(slot, part);
+  v_next bigint[];
 begin
-  if v_state is distinct from 'gone' and not exists (select from queue.shard_part p
-    where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part
-      and p.receipt = shard_part_gone.receipt) then
+  perform queue._check_isolation();
+  perform from queue.shard_part p where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part
+    and p.receipt = shard_part_gone.receipt for no key update;
+  if not found and v_state is distinct from 'gone' then
     perform queue._shard_invalid('this part has not arrived',
       'Bring it to the target first, and pass the receipt that queue.shard_part_arrive returns there.',
       format('slot: %s, part: %s, state: %s', slot, part, v_state));
   end if;
+  with forgotten as (
+    delete from queue.shard_sent s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part
+    returning s.id)
+  delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part
+    and s.id in (select f.id from forgotten f);
+  v_next := queue._shard_oldest(slot, part);
+  if v_next <> '{}' and v_state = 'leaving' then
+    perform queue._shard_lock(v_next);
+    perform queue._shard_cut(slot, part);
+    return true;
+  end if;
   update queue.shard_part p set state = 'gone'
   where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part and p.state = 'leaving';
-  if found then
-    delete from queue.shard_sent s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
-    delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
-  end if;
+  delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
+  return false;
 end $$;
 
 -- Source and target: the parts of a slot that have left or arrived, and their states.

@@ -1,5 +1,5 @@
 -- Shards: several databases, each with a complete queue, and a map of keys to them (docs/scaling.md, ADR 11).
--- Installed on demand, as the owner of the queue: this file, defer.sql, move.sql and arrive.sql; in a
+-- Installed on demand, as the owner of the queue: this file, defer.sql, move.sql, leave.sql, arrive.sql; in a
 -- database that only routes, this one. The same files again replace the functions and keep the map.
 -- Tests: tests/sql/cluster, tests/py/cluster.
 begin;
@@ -36,22 +36,27 @@ create table if not exists queue.shard_move (
 );
 
 -- The parts of such a slot. In the source: here, leaving (in queue.shard_sent, not yet there) or gone; in the
--- target: arrived. receipt: what the target must return, before the source forgets what it has sent.
--- closed_until: as in queue.shard_slot.
+-- target: arriving, arrived. piece: the number of the last piece, sent or arrived. receipt: what the target
+-- must return, before the source forgets what it has sent. closed_until: as in queue.shard_slot.
 create table if not exists queue.shard_part (
   slot integer not null,
   part integer not null,
   state text not null,
+  piece integer not null default 0,
   receipt uuid,
   closed_until timestamptz,
   constraint shard_part_pkey primary key (slot, part)
 );
 
 -- The jobs of a slot that moves away. Those that the move holds have the reason moving in queue.waiting.
+-- is_ahead: held each by itself before the pause, and looked at then. new_id: in the target, where id is that
+-- of the source.
 create table if not exists queue.shard_job (
   slot integer not null,
   part integer not null,
   id bigint not null,
+  is_ahead boolean not null default false,
+  new_id bigint,
   constraint shard_job_pkey primary key (slot, part, id)
 );
 
@@ -124,7 +129,7 @@ comment on function queue.shard_map() is
 create or replace function queue.shard_find(key text)
 returns text language sql stable security definer set search_path = pg_catalog, pg_temp as $$
   select case
-    when p.state = 'leaving' then null
+    when p.state in ('leaving', 'arriving') then null
     when p.state in ('gone', 'arrived') then r.to_shard
     else coalesce(r.from_shard, m.shard) end
   from queue.shard_slot m

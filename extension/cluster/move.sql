@@ -2,7 +2,7 @@
 -- away. queue.shard_part has the state of each part:
 --
 --   source  here              leaving              gone
---   target             (no row)          arrived
+--   target             (no row)  (arriving)  arrived
 --
 -- Each step is one transaction in one database, and its repetition changes nothing, so a mover that dies at
 -- any point is followed by another one. A step that is called too early changes nothing, and raises 22023. At
@@ -146,10 +146,12 @@ begin
   perform queue._admit_all();
 end $$;
 
--- What is left of a part: its unfinished jobs. why: what it must wait for. is_next: it could start, unless it
--- is held: not the later ones of an ordered lock. is_moving: the move holds it. PL/pgSQL, as it keeps its
--- plan, which looks each job up by its id: the time is that of the part's jobs.
-create or replace function queue._shard_jobs(p_slot integer, p_part integer, p_started boolean)
+-- What is left of a part: its unfinished jobs, or some of them, but not those that are held ahead. why: what
+-- it must wait for. is_next: it could start, unless it is held: not the later ones of an ordered lock.
+-- is_moving: the move holds it. PL/pgSQL, as it keeps its plan, which looks each job up by its id: the time
+-- is that of the part's jobs.
+create or replace function queue._shard_jobs(p_slot integer, p_part integer, p_started boolean,
+  p_ids bigint[] default null)
 returns table (id bigint, is_held boolean, is_moving boolean, why text, is_next boolean)
 language plpgsql stable security invoker rows 100
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
@@ -177,7 +179,83 @@ begin
     left join queue.finished f on f.id = s.id
     left join queue.active_job aj on aj.id = s.id
     left join queue.waiting w on w.id = s.id
-    where s.slot = p_slot and s.part = p_part and f.id is null) u;
+    where s.slot = p_slot and s.part = p_part and not s.is_ahead and f.id is null
+      and (p_ids is null or s.id = any (p_ids))) u;
+end $$;
+
+-- How many jobs of a part move at once. A larger part leaves in several pieces.
+create or replace function queue._shard_piece()
+returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 100 $$;
+
+-- The oldest unfinished jobs of a part, at most as many as a piece has.
+create or replace function queue._shard_oldest(p_slot integer, p_part integer)
+returns bigint[] language sql stable set search_path = pg_catalog, pg_temp as $$
+  select array(
+    select s.id from queue.shard_job s
+    where s.slot = p_slot and s.part = p_part
+      and (select f.id from queue.finished f where f.id = s.id) is null
+      and (select j.id from queue.job j where j.id = s.id) is not null
+    order by s.slot, s.part, s.id limit queue._shard_piece())
+$$;
+
+-- Holds jobs of a part, each by itself, so that none can start whatever becomes of the others; not those that
+-- an operator holds. Returns how many.
+-- Locks: the caller has those of _shard_lock. A wake-up is not lost: as shard_hold.
+create or replace function queue._shard_park(p_slot integer, p_part integer, p_ids bigint[])
+returns integer language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
+declare
+  v_ids bigint[];
+  v_taken record;
+  v_parked integer;
+begin
+  v_ids := array(select u.id from unnest(p_ids) u (id) left join queue.waiting w on w.id = u.id
+    where w.reason is null or w.reason not in ('held', 'moving'));
+  v_taken := queue._dequeue_all(v_ids);
+  insert into queue.waiting (id, reason) select u.id, 'moving' from unnest(v_taken.ids) u (id);
+  update queue.shard_job s set is_ahead = true
+  where s.slot = p_slot and s.part = p_part and s.id = any (p_ids)
+    and exists (select from queue.waiting w where w.id = s.id and w.reason in ('held', 'moving'));
+  get diagnostics v_parked = row_count;
+  perform queue._advance(p_keys => v_taken.keys), queue._announce();
+  return v_parked;
+end $$;
+
+-- Source. Before the pause of a part that is larger than a piece: holds up to 1,000 of its newest jobs, while
+-- the oldest go on. Returns how many; 0 once the pause may begin, or if the part must stay for other reasons
+-- than a running job.
+-- Locks: as queue.hold, for all of them. A wake-up is not lost: as shard_hold. Raises: 22023, QJ008.
+create or replace function queue.shard_hold_ahead(slot integer, part integer, started boolean default false)
+returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+  v_oldest bigint[];
+  v_ids bigint[];
+  v_jobs record;
+  v_parked integer;
+begin
+  perform queue._check_isolation();
+  if queue._shard_leaving(slot, part) is distinct from 'here' then
+    return 0;
+  end if;
+  v_oldest := queue._shard_oldest(slot, part);
+  v_ids := array(
+    select s.id from queue.shard_job s
+    where s.slot = shard_hold_ahead.slot and s.part = shard_hold_ahead.part and not s.is_ahead
+      and s.id > v_oldest[cardinality(v_oldest)]
+      and (select f.id from queue.finished f where f.id = s.id) is null
+    order by s.slot desc, s.part desc, s.id desc limit 1000);
+  if v_ids = '{}' then
+    return 0;
+  end if;
+  perform queue._shard_lock(v_ids);
+  select array_agg(j.id) filter (where j.why is null) as ids,
+    coalesce(bool_or(j.why <> 'it runs'), false) as must_stay into v_jobs
+  from queue._shard_jobs(slot, part, started, v_ids) j;
+  if v_jobs.must_stay or v_jobs.ids is null then
+    return 0;
+  end if;
+  v_parked := queue._shard_park(slot, part, v_jobs.ids);
+  perform queue._shard_audit('shard_hold_ahead', jsonb_build_object('slot', slot, 'part', part), v_jobs.ids);
+  return v_parked;
 end $$;
 
 -- Source. Holds up to 1,000 of those jobs of a part that could start next, so that running ones can end, and
@@ -223,96 +301,33 @@ begin
   from queue._shard_jobs(slot, part, started) j;
 end $$;
 
--- Source. Gives back the jobs that the move holds, of one part or of all, and lets defers in again. What an
--- operator holds stays held.
+-- Source. Gives back the jobs that the move holds, of one part or of all that have not begun to leave, and
+-- lets defers in again. What an operator holds stays held.
 -- Locks: as queue.unhold, for all of them; rows of the parts, for no key update. Raises: 22023, QJ008.
 create or replace function queue.shard_unhold(slot integer, part integer default null)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
+  v_parts integer[];
   v_ids bigint[];
 begin
   perform queue._check_isolation(), queue._shard_leaving(slot, part);
+  v_parts := array(select p.part from queue.shard_part p where p.slot = shard_unhold.slot
+    and p.part = coalesce(shard_unhold.part, p.part) and p.state = 'here');
   update queue.shard_part p set closed_until = null where p.slot = shard_unhold.slot
-    and p.part = coalesce(shard_unhold.part, p.part) and p.closed_until is not null;
+    and p.part = any (v_parts) and p.closed_until is not null;
   v_ids := array(select s.id from queue.shard_job s
     join queue.waiting w on w.id = s.id and w.reason = 'moving'
-    where s.slot = shard_unhold.slot and s.part = coalesce(shard_unhold.part, s.part));
-  if v_ids = '{}' then
-    return;
-  end if;
-  perform queue._shard_lock(v_ids);
-  with freed as (
-    delete from queue.waiting w where w.id = any (v_ids) and w.reason = 'moving' returning w.id)
-  select coalesce(array_agg(f.id), '{}') into v_ids from freed f;
-  perform queue._advance(p_arrived => v_ids), queue._announce();
-  perform queue._shard_audit('shard_unhold', jsonb_build_object('slot', slot, 'part', part), v_ids);
-end $$;
-
--- Source. Takes the jobs of a part out of the queue, into queue.shard_sent, if all may leave. From its commit
--- on the source refuses the part. Returns whether it left.
--- Locks: the part's row, for update, waited for (lock_timeout): every defer for it has committed; then as
--- queue.delete. Nothing is lost: the jobs are deleted and noted in one transaction.
--- Raises: 55P03 (a transaction that defers for it stays open), 55000 (another job needs one), 22023, QJ008.
-create or replace function queue.shard_part_leave(slot integer, part integer, started boolean default false)
-returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
-declare
-  v_jobs record;
-  v_ids bigint[];
-  v_done bigint[];
-begin
-  perform queue._check_isolation(), queue._shard_leaving(slot, part);
-  perform from queue.shard_part p where p.slot = shard_part_leave.slot and p.part = shard_part_leave.part
-    and p.state = 'here' for update;
-  if not found then
-    return true;
-  end if;
-  v_ids := array(select s.id from queue.shard_job s left join queue.finished f on f.id = s.id
-    where s.slot = shard_part_leave.slot and s.part = shard_part_leave.part and f.id is null);
-  if exists (select from queue.active_job aj where aj.id = any (v_ids) and aj.claim is not null) then
-    return false;
-  elsif v_ids <> '{}' then
+    where s.slot = shard_unhold.slot and s.part = any (v_parts));
+  if v_ids <> '{}' then
     perform queue._shard_lock(v_ids);
-    select coalesce(array_agg(j.id order by j.id), '{}') as ids,
-      array_agg(j.is_held order by j.id) as held, bool_or(j.why is not null) as must_wait into v_jobs
-    from queue._shard_jobs(slot, part, started) j;
-    if v_jobs.must_wait then
-      return false;
-    end if;
-    v_ids := v_jobs.ids;
-    insert into queue.shard_sent (slot, part, id, job)
-    select shard_part_leave.slot, shard_part_leave.part, u.id, queue._shard_call(u.id, u.is_held)
-    from unnest(v_ids, v_jobs.held) u (id, is_held);
-    v_done := queue._delete(v_ids, false);
-    if cardinality(v_done) < cardinality(v_ids) then
-      raise exception using errcode = '55000', message = 'a job of this part can''t leave',
-        detail = (select format('job %s', u.id) from unnest(v_ids) u (id)
-          where u.id not in (select unnest(v_done)) limit 1),
-        hint = 'It goes on here. End what needs it, and move the slot again.';
-    end if;
-    perform queue._announce();
-    perform queue._shard_audit('shard_part_leave', jsonb_build_object('slot', slot, 'part', part), v_ids);
+    with freed as (
+      delete from queue.waiting w where w.id = any (v_ids) and w.reason = 'moving' returning w.id)
+    select coalesce(array_agg(f.id), '{}') into v_ids from freed f;
+    perform queue._advance(p_arrived => v_ids), queue._announce();
+    perform queue._shard_audit('shard_unhold', jsonb_build_object('slot', slot, 'part', part), v_ids);
   end if;
-  update queue.shard_part p set state = 'leaving', receipt = gen_random_uuid()
-  where p.slot = shard_part_leave.slot and p.part = shard_part_leave.part;
-  return true;
-end $$;
-
--- Source. Lets all parts leave at once that have no jobs, and for which nobody defers; returns them.
--- Locks: the parts' rows, for update, by skip locked; their jobs are read afterwards, by a new snapshot. A
--- defer that comes meanwhile is refused: it tries again. Raises: 22023, QJ008.
-create or replace function queue.shard_leave_empty(slot integer)
-returns setof integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
-declare
-  v_parts integer[];
-begin
-  perform queue._check_isolation(), queue._shard_leaving(slot);
-  v_parts := array(select p.part from queue.shard_part p
-    where p.slot = shard_leave_empty.slot and p.state = 'here' for update skip locked);
-  return query
-    update queue.shard_part p set state = 'leaving', receipt = gen_random_uuid()
-    where p.slot = shard_leave_empty.slot and p.part = any (v_parts)
-      and not exists (select from queue.shard_job s where s.slot = p.slot and s.part = p.part)
-    returning p.part;
+  update queue.shard_job s set is_ahead = false
+  where s.slot = shard_unhold.slot and s.part = any (v_parts) and s.is_ahead;
 end $$;
 
 do $$
@@ -321,7 +336,8 @@ declare
 begin
   foreach v_name in array '{queue._shard_check,queue._shard_leaving,queue.shard_leave,queue.shard_mover,
     queue.shard_list,queue.shard_catch_up,queue.shard_close,queue._shard_lock,queue._shard_jobs,
-    queue.shard_hold,queue.shard_unhold,queue.shard_part_leave,queue.shard_leave_empty}'::regproc[] loop
+    queue._shard_piece,queue._shard_oldest,queue._shard_park,queue.shard_hold_ahead,queue.shard_hold,
+    queue.shard_unhold}'::regproc[] loop
     execute format('revoke all on function %s from public', v_name);
   end loop;
 end $$;

@@ -2,6 +2,8 @@
 
 select plan(6);
 
+create or replace function queue._shard_piece() returns integer language sql as $$ select 2000 $$;
+
 create temp table k as select 'key ' || n as key from generate_series(1, 20000) n where queue.shard_of('key ' || n) = 7 limit 1;
 select count(queue.shard_defer(k.key, 'many', '{}', '{"lock": "many"}')) from k, generate_series(1, 1100);
 select queue.shard_leave(7, 'b'), queue.shard_list(7);
@@ -17,7 +19,7 @@ select is((queue.shard_part_arrive(carried)).deferred, 1100, 'and arrives') from
 select queue.defer('here', queueing_lock => 'q') > 0 as deferred, queue.defer('moved', options => '{"idempotency_key": "i"}') > 0 as deferred_too;
 update queue.shard_slot set shard = 'b' where slot = 8;
 select queue.shard_receive(8, 'b', 2, 1);
-select is((queue.shard_part_arrive(jsonb_build_object('format', 1, 'slot', 8, 'part', 0, 'version', 2, 'receipt', gen_random_uuid(), 'jobs', jsonb_agg(jsonb_build_object('id', n, 'task', 'moved', 'args', jsonb_build_object('n', n), 'queueing_lock', q,
+select is((queue.shard_part_arrive(jsonb_build_object('format', 1, 'slot', 8, 'part', 0, 'version', 2, 'receipt', gen_random_uuid(), 'piece', 1, 'is_last', true, 'jobs', jsonb_agg(jsonb_build_object('id', n, 'task', 'moved', 'args', jsonb_build_object('n', n), 'queueing_lock', q,
   'options', jsonb_build_object('on_conflict', 'ignore', 'idempotency_key', i)))))).deferred, 6, 'jobs with keys arrive')
 from (values (1, 'q', ''), (2, 'q', ''), (3, '', 'i'), (4, 'new', 'j'), (5, 'new', ''), (6, '', 'j')) j (n, q, i);
 select results_eq($$select (j.args ->> 'n')::integer, j.queueing_lock collate "default" from queue.jobs j where j.task = 'moved' and j.args ? 'n' order by 1$$,
