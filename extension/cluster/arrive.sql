@@ -103,7 +103,14 @@ begin
     or (p_carried ->> 'slot' ~ '^[0-9]{1,4}$' and p_carried ->> 'part' ~ '^[0-9]{1,4}$'
       and p_carried ->> 'version' ~ '^[0-9]{1,18}$' and p_carried ->> 'piece' ~ '^[0-9]{1,9}$'
       and jsonb_typeof(p_carried -> 'is_last') = 'boolean'
-      and p_carried ->> 'receipt' ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$') is not true then
+      and p_carried ->> 'receipt' ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$') is not true
+    or exists (
+      select from jsonb_array_elements(case jsonb_typeof(p_carried -> 'jobs') when 'array'
+        then p_carried -> 'jobs' end) j
+      where (j ->> 'id' ~ '^[0-9]{1,18}$') is not true
+        or coalesce(jsonb_typeof(j -> 'needs'), 'null') not in ('array', 'null')
+        or exists (select from jsonb_array_elements_text(case jsonb_typeof(j -> 'needs') when 'array'
+          then j -> 'needs' end) n where (n ~ '^[0-9]{1,18}$') is not true)) then
     perform queue._shard_invalid('this is no part of a slot', 'Pass what queue.shard_part_jobs returns.');
   end if;
   perform queue._shard_check((p_carried ->> 'slot')::integer, (p_carried ->> 'part')::integer);
@@ -208,6 +215,7 @@ create or replace function queue.shard_part_gone(slot integer, part integer, rec
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
   v_state text := queue._shard_leaving(slot, part);
+  v_sent bigint[];
   v_next bigint[];
 begin
   perform queue._check_isolation();
@@ -218,11 +226,11 @@ begin
       'Bring it to the target first, and pass the receipt that queue.shard_part_arrive returns there.',
       format('slot: %s, part: %s, state: %s', slot, part, v_state));
   end if;
-  with forgotten as (
-    delete from queue.shard_sent s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part
-    returning s.id)
+  v_sent := array(select s.id from queue.shard_sent s
+    where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part);
+  delete from queue.shard_sent s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
   delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part
-    and s.id in (select f.id from forgotten f);
+    and s.id = any (v_sent);
   v_next := queue._shard_oldest(slot, part);
   if v_next <> '{}' and v_state = 'leaving' then
     perform queue._shard_lock(v_next);

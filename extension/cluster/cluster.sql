@@ -59,6 +59,8 @@ create table if not exists queue.shard_job (
   new_id bigint,
   constraint shard_job_pkey primary key (slot, part, id)
 );
+-- For the pause, which must not read the others.
+create index if not exists shard_job_here_idx on queue.shard_job (slot, part, id) where not is_ahead;
 
 -- Jobs that have left this database, until the other one has them.
 create table if not exists queue.shard_sent (

@@ -161,9 +161,7 @@ class _Mover:
             arrived, receipts = zip(
                 *self.call(self.target, sql.ARRIVE_EMPTY, carried=carried), strict=True
             )
-            self.call(
-                self.source, sql.GONE_EMPTY, parts=list(arrived), receipts=list(receipts)
-            )
+            self.call(self.source, sql.GONE_EMPTY, parts=list(arrived), receipts=list(receipts))
         return parts
 
 
