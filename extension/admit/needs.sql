@@ -295,14 +295,14 @@ begin
 end $$;
 
 -- Takes a job that has passed the gate of needs out of the place where it waits (_dequeue). Not is_out: it
--- runs, is finished, is held, or waits for its needs.
+-- runs, is finished, is held, moves, or waits for its needs.
 -- Locks: the caller holds the admission lock; the row of queue.active_job by skip locked.
 create or replace function queue._dequeue_dependent(p_id bigint, out is_out boolean, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   is_out := false;
   if not exists (select from queue.waiting w where w.id = p_id
-    and w.reason in ('held', 'needs', 'upstream_failed', 'parked')) then
+    and w.reason in ('held', 'needs', 'upstream_failed', 'parked', 'moving')) then
     select coalesce(t.place <> 'log', false), t.keys into is_out, keys from queue._dequeue(p_id) t;
   end if;
 end $$;

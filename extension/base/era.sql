@@ -9,7 +9,8 @@
 --   a recovery within one start, after a crash of one process: it resets all statistics;
 --   a copy of the database: its number changes;
 --   a copy of the row, by a dump or replication: the row's xmin differs from the one written in it.
--- Without one of these nothing is lost. An unnecessary era, as after pg_stat_reset_shared, does no harm.
+-- Without one of these nothing is lost. An unnecessary era does no harm, but on a promoted server workers
+-- count as alive for dead_after once more (_up_since). So pg_stat_reset_shared of one kind begins none.
 --
 -- The target of the jump: the clock in microseconds, and at least 2^32 past the last known number; plus a
 -- random number up to 2^32 (_era_start). Suppose that an era begins at b and uses n numbers, and that a later
@@ -24,12 +25,15 @@
 -- Job ids do not jump: an id without its claim can't end anything, and defer, which takes ids before the first
 -- worker has come, does not look at the era. Ids that a lossy failover has lost are used for other jobs.
 
--- Identifies the present era, except for the row's xmin. It is exact whatever extra_float_digits is.
+-- Identifies the present era, except for the row's xmin. It is exact whatever extra_float_digits is. A
+-- recovery resets the statistics of the background writer and of the archiver, a call of pg_stat_reset_shared
+-- one of them: the earlier of the two changes only with both.
 create or replace function queue._era()
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
   return concat_ws(' ', extract(epoch from pg_postmaster_start_time()),
-    extract(epoch from pg_stat_get_bgwriter_stat_reset_time()),
+    extract(epoch from least(pg_stat_get_bgwriter_stat_reset_time(),
+      (select a.stats_reset from pg_stat_get_archiver() a))),
     (select d.oid from pg_database d where d.datname = current_database()));
 end $$;
 

@@ -13,9 +13,11 @@ begin
     'priority', j.priority, 'lock', coalesce(j.lock, ''), 'queueing_lock', coalesce(j.queueing_lock, ''),
     'scheduled_at', j.scheduled_at, 'deadline', j.deadline, 'concurrency_key', '', 'needs', (
       -- any: nothing, once one of them is satisfied
-      select jsonb_agg(n order by n) from unnest(w.needs) n left join queue.finished f on f.id = n
-      where f.id is null and not (j.options ->> 'needs_mode' = 'any' and exists (
-        select from unnest(w.needs) o join queue.finished s on s.id = o and s.state = 'succeeded'))),
+      select jsonb_agg(n.need_id order by n.need_id)
+      from queue.need n left join queue.finished f on f.id = n.need_id
+      where n.job_id = j.id and f.id is null and not (j.options ->> 'needs_mode' = 'any' and exists (
+        select from queue.need o join queue.finished s on s.id = o.need_id and s.state = 'succeeded'
+        where o.job_id = j.id))),
     'options', coalesce(j.options, '{}') - '{terms,parent,group,awaited}'::text[]
       || jsonb_build_object('held', p_held, 'share', coalesce(j.options ->> 'share', ''), 'idempotency_key',
         coalesce(j.options ->> 'idempotency_key', ''))
@@ -26,22 +28,53 @@ begin
           || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n)
         from unnest(j.keys, j.limits) with ordinality k (key, key_limit, n))) end)
   from queue.job_now j
-  join queue.jobs w on w.id = j.id
   where j.id = p_id);
 end $$;
 
--- Source. The jobs of a part that has left, in their order.
-create or replace function queue.shard_part_jobs(slot integer, part integer)
-returns jsonb language sql stable security definer set search_path = pg_catalog, pg_temp as $$
-  select coalesce(jsonb_agg(s.job order by s.id), '[]') from queue.shard_sent s
-  where s.slot = shard_part_jobs.slot and s.part = shard_part_jobs.part
-$$;
+-- The number of the format in which jobs are carried. It rises with each change: a target takes only its
+-- own.
+create or replace function queue.shard_format()
+returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 1 $$;
 
--- Target. It accepts jobs of the parts that arrive. Locks: rows of the map. Raises: 22023.
-create or replace function queue.shard_receive(slot integer, source text, version bigint)
+-- Source. A part that has left, as the target takes it: with its jobs in their order, and the receipt that
+-- the target returns. Raises: 22023.
+create or replace function queue.shard_part_jobs(slot integer, part integer)
+returns jsonb language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+  v_state text := queue._shard_leaving(slot, part);
+begin
+  if v_state is distinct from 'leaving' then
+    perform queue._shard_invalid('this part is not leaving', case v_state
+      when 'here' then 'Call queue.shard_part_leave first.' else 'Its jobs are in the target.' end,
+      format('slot: %s, part: %s', slot, part));
+  end if;
+  return (
+    select jsonb_build_object('format', queue.shard_format(), 'slot', p.slot, 'part', p.part,
+      'version', r.version, 'receipt', p.receipt, 'piece', p.piece, 'is_last',
+      queue._shard_oldest(p.slot, p.part) = '{}', 'jobs', (
+        select coalesce(jsonb_agg(s.job order by s.id), '[]') from queue.shard_sent s
+        where s.slot = p.slot and s.part = p.part))
+    from queue.shard_part p join queue.shard_move r on r.slot = p.slot
+    where p.slot = shard_part_jobs.slot and p.part = shard_part_jobs.part);
+end $$;
+
+-- Raises: 22023 unless the jobs come in the format of this release.
+create or replace function queue._shard_check_format(p_format text)
+returns void language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+begin
+  if p_format is distinct from queue.shard_format()::text then
+    perform queue._shard_invalid('the shards have different releases',
+      'Install the functions of one release in both, and move the slot again.',
+      format('format: %s, here: %s', left(coalesce(p_format, 'none'), 200), queue.shard_format()));
+  end if;
+end $$;
+
+-- Target. It accepts jobs of the parts that arrive. format: queue.shard_format() of the source. Locks: rows
+-- of the map. Raises: 22023.
+create or replace function queue.shard_receive(slot integer, source text, version bigint, format integer)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
-  perform queue._shard_check(slot);
+  perform queue._shard_check(slot), queue._shard_check_format(format::text);
   if exists (select from queue.shard_slot m where m.slot = shard_receive.slot
     and m.version >= shard_receive.version) then
     return;  -- it has all of it
@@ -51,7 +84,7 @@ begin
     or version is null then
     perform queue._shard_invalid('this slot can''t come from there',
       'If it is on another move, end that one first.',
-      format('slot: %s, from: %s', slot, left(source, 1000)));
+      pg_catalog.format('slot: %s, from: %s', slot, left(source, 1000)));
   end if;
   insert into queue.shard_move (slot, from_shard, to_shard, version)
   select shard_receive.slot, source, s.name, shard_receive.version from queue.shard s where s.is_self
@@ -61,13 +94,48 @@ begin
   end if;
 end $$;
 
--- Target. Defers the jobs of a part, once: the row of the part is inserted in the same transaction, and a
--- second call waits for the first. Jobs with needs begin a call of queue.defer_many, as the new ids of what
--- they need are known by then.
+-- Raises: 22023 unless this is what queue.shard_part_jobs returns for a part that comes here.
+create or replace function queue._shard_check_carried(p_carried jsonb)
+returns void language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+begin
+  perform queue._shard_check_format(p_carried ->> 'format');
+  if jsonb_typeof(p_carried -> 'jobs') is distinct from 'array'
+    or (p_carried ->> 'slot' ~ '^[0-9]{1,4}$' and p_carried ->> 'part' ~ '^[0-9]{1,4}$'
+      and p_carried ->> 'version' ~ '^[0-9]{1,18}$' and p_carried ->> 'piece' ~ '^[0-9]{1,9}$'
+      and jsonb_typeof(p_carried -> 'is_last') = 'boolean'
+      and p_carried ->> 'receipt' ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$') is not true
+    or exists (
+      select from jsonb_array_elements(case jsonb_typeof(p_carried -> 'jobs') when 'array'
+        then p_carried -> 'jobs' end) j
+      where (j ->> 'id' ~ '^[0-9]{1,18}$') is not true
+        or coalesce(jsonb_typeof(j -> 'needs'), 'null') not in ('array', 'null')
+        or exists (select from jsonb_array_elements_text(case jsonb_typeof(j -> 'needs') when 'array'
+          then j -> 'needs' end) n where (n ~ '^[0-9]{1,18}$') is not true)) then
+    perform queue._shard_invalid('this is no part of a slot', 'Pass what queue.shard_part_jobs returns.');
+  end if;
+  perform queue._shard_check((p_carried ->> 'slot')::integer, (p_carried ->> 'part')::integer);
+  if not exists (select from queue.shard_move r join queue.shard s on s.is_self and s.name = r.to_shard
+    where r.slot = (p_carried ->> 'slot')::integer and r.version = (p_carried ->> 'version')::bigint)
+    and not exists (select from queue.shard_slot m join queue.shard s on s.is_self and s.name = m.shard
+      where m.slot = (p_carried ->> 'slot')::integer
+        and m.version >= (p_carried ->> 'version')::bigint) then
+    perform queue._shard_invalid('this slot does not come here', 'Call queue.shard_receive first.',
+      format('slot: %s, version: %s', p_carried ->> 'slot', p_carried ->> 'version'));
+  end if;
+end $$;
+
+-- Target. Defers the jobs of a piece, once: the row of the part counts its pieces in the same transaction,
+-- and a second call waits for the first. They may run at once: they are older than those of the pieces that
+-- follow, none of which can start in the source. Jobs with needs begin a call of queue.defer_many, as the new
+-- ids of what they need are known by then. Returns how many it deferred, and the receipt for
+-- queue.shard_part_gone.
 -- Locks: that row; then as queue.defer_many. No wake-up is lost: that notifies. Raises: 22023; as that.
-create or replace function queue.shard_part_arrive(slot integer, part integer, jobs jsonb)
-returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+create or replace function queue.shard_part_arrive(carried jsonb, out deferred integer, out receipt uuid)
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
+  v_slot integer;
+  v_part integer;
+  v_piece integer;
   v_some jsonb;
   v_calls jsonb;
   v_again record;
@@ -75,33 +143,39 @@ declare
   v_new jsonb := '{}'::jsonb;  -- the new id of each
   v_all bigint[] := '{}'::bigint[];
 begin
-  perform queue._shard_check(slot, part);
-  if jsonb_typeof(jobs) is distinct from 'array' then
-    perform queue._shard_invalid('jobs must be a JSON array', 'Pass what queue.shard_part_jobs returns.');
-  elsif exists (select from queue.shard_slot m join queue.shard s on s.is_self and s.name = m.shard
-    where m.slot = shard_part_arrive.slot) then
-    return 0;  -- the whole slot has
-  elsif not exists (select from queue.shard_move r join queue.shard s on s.is_self and s.name = r.to_shard
-    where r.slot = shard_part_arrive.slot) then
-    perform queue._shard_invalid('this slot does not come here', 'Call queue.shard_receive first.');
-  end if;
-  insert into queue.shard_part (slot, part, state) values (slot, part, 'arrived') on conflict do nothing;
-  if not found then
-    return 0;
+  perform queue._shard_check_carried(carried);
+  v_slot := (carried ->> 'slot')::integer;
+  deferred := 0;
+  receipt := (carried ->> 'receipt')::uuid;
+  v_part := (carried ->> 'part')::integer;
+  insert into queue.shard_part (slot, part, state)
+  select v_slot, v_part, 'arriving' from queue.shard_move r where r.slot = v_slot
+  on conflict do nothing;
+  update queue.shard_part p set piece = p.piece + 1,
+    state = case when (carried ->> 'is_last')::boolean then 'arrived' else 'arriving' end
+  where p.slot = v_slot and p.part = v_part and p.piece < (carried ->> 'piece')::integer
+  returning p.piece into v_piece;
+  if v_piece is null then
+    return;  -- it has arrived, or the whole slot has
+  elsif v_piece < (carried ->> 'piece')::integer then
+    perform queue._shard_invalid('a piece before this one has not arrived',
+      'Carry the pieces in their order.',
+      format('slot: %s, part: %s, piece: %s', v_slot, v_part, carried ->> 'piece'));
   end if;
   for v_some in
     select jsonb_agg(x.job order by x.n)
     from (
       select j.job, j.n, count(*) filter (where jsonb_typeof(j.job -> 'needs') = 'array') over (order by j.n)
         as with_needs
-      from jsonb_array_elements(jobs) with ordinality j (job, n)) x
+      from jsonb_array_elements(carried -> 'jobs') with ordinality j (job, n)) x
     group by x.with_needs, x.n / 500 order by min(x.n)
   loop
     v_calls := (
       select jsonb_agg(j.job - 'id' || jsonb_build_object('needs', (
-        select jsonb_agg(v_new -> e.need)
+        select jsonb_agg(coalesce((v_new ->> e.need)::bigint, s.new_id))
         from jsonb_array_elements_text(nullif(j.job -> 'needs', 'null')) e (need)
-        where v_new ? e.need)) order by j.n)
+        left join queue.shard_job s on s.slot = v_slot and s.part = v_part and s.id = e.need::bigint
+        where v_new ? e.need or s.id is not null)) order by j.n)
       from jsonb_array_elements(v_some) with ordinality j (job, n));
     v_ids := array(select d from queue.defer_many(v_calls) d);
     -- An id of another transaction, or one given twice: a job here has the queueing lock or the idempotency
@@ -123,22 +197,50 @@ begin
       from jsonb_array_elements(v_some) with ordinality j (job, n));
     v_all := v_all || v_ids;
   end loop;
-  if v_all <> '{}' then
-    perform queue._shard_audit('shard_part_arrive', jsonb_build_object('slot', slot, 'part', part), v_all);
+  if not (carried ->> 'is_last')::boolean then
+    insert into queue.shard_job (slot, part, id, new_id)
+    select v_slot, v_part, e.key::bigint, e.value::bigint from jsonb_each_text(v_new) e;
   end if;
-  return cardinality(v_all);
+  if v_all <> '{}' then
+    perform queue._shard_audit('shard_part_arrive', carried - '{jobs,receipt}'::text[], v_all);
+  end if;
+  deferred := cardinality(v_all);
 end $$;
 
--- Source, after the part arrived. Locks: rows of the map.
-create or replace function queue.shard_part_gone(slot integer, part integer)
-returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+-- Source, after a piece arrived: forgets it, and takes out the next one. receipt: what
+-- queue.shard_part_arrive has returned for it. Returns whether there is a next one to carry.
+-- Locks: the part's row; then as queue.delete. Nothing is lost: as _shard_cut.
+-- Raises: 22023, 55000 (another job needs one of the next), QJ008.
+create or replace function queue.shard_part_gone(slot integer, part integer, receipt uuid)
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+  v_state text := queue._shard_leaving(slot, part);
+  v_sent bigint[];
+  v_next bigint[];
 begin
+  perform queue._check_isolation();
+  perform from queue.shard_part p where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part
+    and p.receipt = shard_part_gone.receipt for no key update;
+  if not found and v_state is distinct from 'gone' then
+    perform queue._shard_invalid('this part has not arrived',
+      'Bring it to the target first, and pass the receipt that queue.shard_part_arrive returns there.',
+      format('slot: %s, part: %s, state: %s', slot, part, v_state));
+  end if;
+  v_sent := array(select s.id from queue.shard_sent s
+    where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part);
+  delete from queue.shard_sent s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
+  delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part
+    and s.id = any (v_sent);
+  v_next := queue._shard_oldest(slot, part);
+  if v_next <> '{}' and v_state = 'leaving' then
+    perform queue._shard_lock(v_next);
+    perform queue._shard_cut(slot, part);
+    return true;
+  end if;
   update queue.shard_part p set state = 'gone'
   where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part and p.state = 'leaving';
-  if found then
-    delete from queue.shard_sent s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
-    delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
-  end if;
+  delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
+  return false;
 end $$;
 
 -- Source and target: the parts of a slot that have left or arrived, and their states.
@@ -151,13 +253,19 @@ $$;
 
 -- Target, then source, once all 4,096 parts are there. Locks: rows of the map, for no key update: that
 -- waits for no defer. One that was let in before finds the slot here in the target, and is refused
--- in the source, as it was by the part. Raises: 22023 before that.
+-- in the source, as it was by the part. Raises: 22023 before that, or if the slot is on no such move.
 create or replace function queue.shard_moved(slot integer, version bigint)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
-  if not exists (select from queue.shard_move r
-    where r.slot = shard_moved.slot and r.version = shard_moved.version) then
+  perform queue._shard_check(slot);
+  if exists (select from queue.shard_slot m where m.slot = shard_moved.slot
+    and m.version >= shard_moved.version) then
     return;
+  elsif not exists (select from queue.shard_move r
+    where r.slot = shard_moved.slot and r.version = shard_moved.version) then
+    perform queue._shard_invalid('this slot is not on this move',
+      'Call queue.shard_leave in its shard, and queue.shard_receive in the target, first.',
+      format('slot: %s, version: %s', slot, version));
   elsif 4096 > (select count(*) from queue.shard_part p
     where p.slot = shard_moved.slot and p.state in ('gone', 'arrived')) then
     perform queue._shard_invalid('parts of this slot have not moved yet', 'Move the slot again.',
@@ -176,8 +284,9 @@ do $$
 declare
   v_name regprocedure;
 begin
-  foreach v_name in array '{queue._shard_call,queue.shard_part_jobs,queue.shard_receive,
-    queue.shard_part_arrive,queue.shard_part_gone,queue.shard_parts,queue.shard_moved}'::regproc[] loop
+  foreach v_name in array '{queue._shard_call,queue.shard_format,queue.shard_part_jobs,
+    queue._shard_check_format,queue.shard_receive,queue._shard_check_carried,queue.shard_part_arrive,
+    queue.shard_part_gone,queue.shard_parts,queue.shard_moved}'::regproc[] loop
     execute format('revoke all on function %s from public', v_name);
   end loop;
 end $$;

@@ -1,5 +1,5 @@
 -- Shards: several databases, each with a complete queue, and a map of keys to them (docs/scaling.md, ADR 11).
--- Installed on demand, as the owner of the queue: this file, defer.sql, move.sql and arrive.sql; in a
+-- Installed on demand, as the owner of the queue: this file, defer.sql, move.sql, leave.sql, arrive.sql; in a
 -- database that only routes, this one. The same files again replace the functions and keep the map.
 -- Tests: tests/sql/cluster, tests/py/cluster.
 begin;
@@ -36,23 +36,31 @@ create table if not exists queue.shard_move (
 );
 
 -- The parts of such a slot. In the source: here, leaving (in queue.shard_sent, not yet there) or gone; in the
--- target: arrived. closed_until: as in queue.shard_slot.
+-- target: arriving, arrived. piece: the number of the last piece, sent or arrived. receipt: what the target
+-- must return, before the source forgets what it has sent. closed_until: as in queue.shard_slot.
 create table if not exists queue.shard_part (
   slot integer not null,
   part integer not null,
   state text not null,
+  piece integer not null default 0,
+  receipt uuid,
   closed_until timestamptz,
   constraint shard_part_pkey primary key (slot, part)
 );
 
--- The jobs of a slot that moves away. is_held: held by the move.
+-- The jobs of a slot that moves away. Those that the move holds have the reason moving in queue.waiting.
+-- is_ahead: held each by itself before the pause, and looked at then. new_id: in the target, where id is that
+-- of the source.
 create table if not exists queue.shard_job (
   slot integer not null,
   part integer not null,
   id bigint not null,
-  is_held boolean not null default false,
+  is_ahead boolean not null default false,
+  new_id bigint,
   constraint shard_job_pkey primary key (slot, part, id)
 );
+-- For the pause, which must not read the others.
+create index if not exists shard_job_here_idx on queue.shard_job (slot, part, id) where not is_ahead;
 
 -- Jobs that have left this database, until the other one has them.
 create table if not exists queue.shard_sent (
@@ -123,7 +131,7 @@ comment on function queue.shard_map() is
 create or replace function queue.shard_find(key text)
 returns text language sql stable security definer set search_path = pg_catalog, pg_temp as $$
   select case
-    when p.state = 'leaving' then null
+    when p.state in ('leaving', 'arriving') then null
     when p.state in ('gone', 'arrived') then r.to_shard
     else coalesce(r.from_shard, m.shard) end
   from queue.shard_slot m
@@ -186,6 +194,7 @@ begin
 end $$;
 
 -- Takes over what another copy of the map knows better. A slot that moves here is decided by its move alone.
+-- self is for the first map that a new shard learns; later it may be left out.
 -- Locks: rows of the map, for no key update: that waits for no defer. Raises: 22023.
 create or replace function queue.shard_learn(map jsonb, self text default null)
 returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
@@ -200,6 +209,11 @@ begin
         or s ->> 1 ~ '^[0-9]{1,18}$' is not true) then
     perform queue._shard_invalid('the map has no 1,024 slots of its shards',
       'Pass what queue.shard_map() returns in another shard.');
+  elsif self is not null and exists (select from queue.shard_slot)
+    and self is distinct from (select s.name from queue.shard s where s.is_self) then
+    perform queue._shard_invalid('this database has a map, with another name for itself',
+      'Leave out self.', format('self: %s, here: %s', left(self, 1000),
+        coalesce((select s.name from queue.shard s where s.is_self), 'none, as it only routes')));
   end if;
   insert into queue.shard (name, dsn, is_self)
   select s.key, s.value, coalesce(s.key = shard_learn.self, false) from jsonb_each_text(map -> 'shards') s
@@ -220,7 +234,8 @@ begin
 end $$;
 comment on function queue.shard_learn(jsonb, text) is
   'Takes over each slot of a map (queue.shard_map) whose version is higher than in the own copy, and the'
-    ' DSNs. In a new shard, self is its name. Returns the number of slots that changed.';
+    ' DSNs. In a new shard, self is its name; it is refused where another one is known. Returns the number'
+    ' of slots that changed.';
 
 -- Roles that may use the schema may also ask.
 revoke all on function queue.shard_start(text, jsonb), queue.shard_learn(jsonb, text),

@@ -2,12 +2,13 @@
 -- away. queue.shard_part has the state of each part:
 --
 --   source  here              leaving              gone
---   target             (no row)          arrived
+--   target             (no row)  (arriving)  arrived
 --
 -- Each step is one transaction in one database, and its repetition changes nothing, so a mover that dies at
--- any point is followed by another one. At most one side accepts jobs of a part: the source until leaving,
--- the target from arrived on. pgdefer.contrib.cluster calls this as the owner of both queues. A step that
--- changes something writes a row into queue.audit.
+-- any point is followed by another one. A step that is called too early changes nothing, and raises 22023. At
+-- most one side accepts jobs of a part: the source until leaving, the target from arrived on.
+-- pgdefer.contrib.cluster calls this as the owner of both queues. A step that changes something writes a row
+-- into queue.audit.
 -- Tests: tests/sql/cluster, tests/py/cluster.
 begin;
 
@@ -19,6 +20,27 @@ begin
     perform queue._shard_invalid('no such slot or part', 'Slots are 0 to 1023, parts 0 to 4095.',
       format('slot: %s, part: %s', p_slot, p_part));
   end if;
+end $$;
+
+-- The state of a part in the source; NULL without one. Raises: 22023 unless the slot leaves this shard, and
+-- its jobs are listed if they must be.
+create or replace function queue._shard_leaving(p_slot integer, p_part integer default null,
+  p_is_listed boolean default true)
+returns text language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
+declare
+  v_is_listed boolean;
+begin
+  perform queue._shard_check(p_slot, coalesce(p_part, 0));
+  select r.is_listed into v_is_listed from queue.shard_move r join queue.shard s
+    on s.is_self and s.name = r.from_shard where r.slot = p_slot;
+  if not found then
+    perform queue._shard_invalid('this slot does not leave', 'Call queue.shard_leave first, in its shard.',
+      format('slot: %s', p_slot));
+  elsif p_is_listed and not v_is_listed then
+    perform queue._shard_invalid('the jobs of this slot are not listed', 'Call queue.shard_list first.',
+      format('slot: %s', p_slot));
+  end if;
+  return (select p.state from queue.shard_part p where p.slot = p_slot and p.part = p_part);
 end $$;
 
 -- Source. From here on each defer for the slot locks the row of its part, and notes its job.
@@ -54,20 +76,23 @@ begin
 end $$;
 
 -- Source. Makes the session the slot's mover; false while another one lives. A session that got the number of
--- one that has ended passes for it, until it ends too. Locks: the row of the move.
+-- one that has ended passes for it, until it ends too. Locks: the row of the move. Raises: 22023.
 create or replace function queue.shard_mover(slot integer)
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
+  perform queue._shard_leaving(slot, p_is_listed => false);
   update queue.shard_move r set mover = pg_backend_pid()
   where r.slot = shard_mover.slot and (r.mover is null or r.mover = pg_backend_pid() or not exists (
     select from pg_stat_activity a where a.pid = r.mover and a.datname = current_database()));
   return found;
 end $$;
 
--- Source. Notes the jobs that were there before: one pass over the unfinished jobs. Locks: none.
+-- Source. Notes the jobs that were there before: one pass over the unfinished jobs. Locks: none. Raises:
+-- 22023.
 create or replace function queue.shard_list(slot integer)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
+  perform queue._shard_leaving(slot, p_is_listed => false);
   insert into queue.shard_job (slot, part, id)
   select shard_list.slot, queue._shard_part_of(j.options #>> '{headers,shard_key}'), j.id
   from queue.job j left join queue.finished f on f.id = j.id
@@ -89,14 +114,20 @@ begin
 end $$;
 
 -- Source. Lets nobody enter a slot, or a part of it, for a second, so that those who are in it end before
--- others come. Locks: the row, for no key update: that waits for no defer.
+-- others come. Locks: the row, for no key update: that waits for no defer. Raises: 22023.
 create or replace function queue.shard_close(slot integer, part integer default null)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
   if part is null then
+    perform queue._shard_check(slot);
     update queue.shard_slot m set closed_until = clock_timestamp() + interval '1 s'
-    where m.slot = shard_close.slot;
+    where m.slot = shard_close.slot and m.shard in (select s.name from queue.shard s where s.is_self);
+    if not found then
+      perform queue._shard_invalid('this slot is another shard''s', 'Call it in the shard that has the slot.',
+        format('slot: %s', slot));
+    end if;
   else
+    perform queue._shard_leaving(slot, part);
     update queue.shard_part p set closed_until = clock_timestamp() + interval '1 s'
     where p.slot = shard_close.slot and p.part = shard_close.part and p.state = 'here';
   end if;
@@ -115,172 +146,198 @@ begin
   perform queue._admit_all();
 end $$;
 
--- What is left of a part: its unfinished jobs. why: what it must wait for. is_next: it could start, unless it
--- is held: not the later ones of an ordered lock. PL/pgSQL, as it keeps its plan.
-create or replace function queue._shard_jobs(p_slot integer, p_part integer, p_started boolean)
-returns table (id bigint, state text, is_held boolean, why text, is_next boolean)
+-- What is left of a part: its unfinished jobs, or some of them, but not those that are held ahead. why: what
+-- it must wait for. is_next: it could start, unless it is held: not the later ones of an ordered lock.
+-- is_moving: the move holds it. PL/pgSQL, as it keeps its plan, which looks each job up by its id: the time
+-- is that of the part's jobs.
+create or replace function queue._shard_jobs(p_slot integer, p_part integer, p_started boolean,
+  p_ids bigint[] default null)
+returns table (id bigint, is_held boolean, is_moving boolean, why text, is_next boolean)
 language plpgsql stable security invoker rows 100
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
 set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
   return query
-  select u.id, u.state, u.is_held, u.why, u.why is null and (u.lock is null or u.is_mutex
+  select u.id, u.reason = 'held', u.reason = 'moving', u.why, u.why is null and (u.lock is null or u.is_mutex
     or u.id = min(u.id) filter (where u.why is null) over (partition by u.lock))
   from (
-    select j.id, j.state, s.is_held, j.lock, coalesce(o.options ->> 'lock_mode' = 'mutex', false) as is_mutex,
+    select j.id, coalesce(w.reason, '') as reason, j.lock,
+      coalesce(j.options ->> 'lock_mode' = 'mutex', false) as is_mutex,
       case
-        when j.state = 'running' then 'it runs'
-        when j.state = 'upstream_failed' then 'a job that it needs has failed'
-        when j.reason = 'signal' or exists (select from queue.steps x where x.job_id = j.id)
-          then 'it has steps'
+        when aj.claim is not null then 'it runs'
+        when w.reason = 'upstream_failed' then 'a job that it needs has failed'
+        when w.reason = 'signal' or exists (select from queue.step x
+          where x.job_id = j.id and x.finished_at is not null) then 'it has steps'
         when j.claims > 0 and p_started is not true then 'it has been started before'
-        when exists (select from unnest(j.needs) n left join queue.finished f on f.id = n
-          where n > j.id and f.id is null) then 'it needs a younger job'
-        when concat_ws(' ', o.lock, o.queueing_lock, array_to_string(o.keys, ' '), o.options ->> 'share',
-          o.options ->> 'idempotency_key') ~ '\{.*\}' then 'its keys look like templates'
+        when exists (select from queue.need d left join queue.finished g on g.id = d.need_id
+          where d.job_id = j.id and d.need_id > j.id and g.id is null) then 'it needs a younger job'
+        when concat_ws(' ', j.lock, j.queueing_lock, array_to_string(j.keys, ' '), j.options ->> 'share',
+          j.options ->> 'idempotency_key') ~ '\{.*\}' then 'its keys look like templates'
       end as why
     from queue.shard_job s
-    join queue.jobs j on j.id = s.id
-    join queue.job o on o.id = s.id
-    where s.slot = p_slot and s.part = p_part and j.finished_at is null
-      and queue.shard_of(j.headers ->> 'shard_key') = p_slot) u;
+    join queue.job_now j on j.id = s.id
+    left join queue.finished f on f.id = s.id
+    left join queue.active_job aj on aj.id = s.id
+    left join queue.waiting w on w.id = s.id
+    where s.slot = p_slot and s.part = p_part and not s.is_ahead and f.id is null
+      and (p_ids is null or s.id = any (p_ids))) u;
+end $$;
+
+-- How many jobs of a part move at once. A larger part leaves in several pieces.
+create or replace function queue._shard_piece()
+returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 100 $$;
+
+-- The oldest unfinished jobs of a part, at most as many as a piece has.
+create or replace function queue._shard_oldest(p_slot integer, p_part integer)
+returns bigint[] language sql stable set search_path = pg_catalog, pg_temp as $$
+  select array(
+    select s.id from queue.shard_job s
+    where s.slot = p_slot and s.part = p_part
+      and (select f.id from queue.finished f where f.id = s.id) is null
+      and (select j.id from queue.job j where j.id = s.id) is not null
+    order by s.slot, s.part, s.id limit queue._shard_piece())
+$$;
+
+-- Holds jobs of a part, each by itself, so that none can start whatever becomes of the others; not those that
+-- an operator holds. Returns how many.
+-- Locks: the caller has those of _shard_lock. A wake-up is not lost: as shard_hold.
+create or replace function queue._shard_park(p_slot integer, p_part integer, p_ids bigint[])
+returns integer language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
+declare
+  v_ids bigint[];
+  v_taken record;
+  v_parked integer;
+begin
+  v_ids := array(select u.id from unnest(p_ids) u (id) left join queue.waiting w on w.id = u.id
+    where w.reason is null or w.reason not in ('held', 'moving'));
+  v_taken := queue._dequeue_all(v_ids);
+  insert into queue.waiting (id, reason) select u.id, 'moving' from unnest(v_taken.ids) u (id);
+  update queue.shard_job s set is_ahead = true
+  where s.slot = p_slot and s.part = p_part and s.id = any (p_ids)
+    and exists (select from queue.waiting w where w.id = s.id and w.reason in ('held', 'moving'));
+  get diagnostics v_parked = row_count;
+  perform queue._advance(p_keys => v_taken.keys), queue._announce();
+  return v_parked;
+end $$;
+
+-- Source. Before the pause of a part that is larger than a piece: holds up to 1,000 of its newest jobs, while
+-- the oldest go on. Returns how many; 0 once the pause may begin, or if the part must stay for other reasons
+-- than a running job.
+-- Locks: as queue.hold, for all of them. A wake-up is not lost: as shard_hold. Raises: 22023, QJ008.
+create or replace function queue.shard_hold_ahead(slot integer, part integer, started boolean default false)
+returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+  v_oldest bigint[];
+  v_ids bigint[];
+  v_jobs record;
+  v_parked integer;
+begin
+  perform queue._check_isolation();
+  if queue._shard_leaving(slot, part) is distinct from 'here' then
+    return 0;
+  end if;
+  v_oldest := queue._shard_oldest(slot, part);
+  v_ids := array(
+    select s.id from queue.shard_job s
+    where s.slot = shard_hold_ahead.slot and s.part = shard_hold_ahead.part and not s.is_ahead
+      and s.id > v_oldest[cardinality(v_oldest)]
+      and (select f.id from queue.finished f where f.id = s.id) is null
+    order by s.slot desc, s.part desc, s.id desc limit 1000);
+  if v_ids = '{}' then
+    return 0;
+  end if;
+  perform queue._shard_lock(v_ids);
+  select array_agg(j.id) filter (where j.why is null) as ids,
+    coalesce(bool_or(j.why <> 'it runs'), false) as must_stay into v_jobs
+  from queue._shard_jobs(slot, part, started, v_ids) j;
+  if v_jobs.must_stay or v_jobs.ids is null then
+    return 0;
+  end if;
+  v_parked := queue._shard_park(slot, part, v_jobs.ids);
+  perform queue._shard_audit('shard_hold_ahead', jsonb_build_object('slot', slot, 'part', part), v_jobs.ids);
+  return v_parked;
 end $$;
 
 -- Source. Holds up to 1,000 of those jobs of a part that could start next, so that running ones can end, and
--- no others begin. Returns how many are left to hold, and a job that the part must wait for.
+-- no others begin. They wait with the reason moving: jobs that need them go on waiting, and an operator may
+-- hold them besides. Returns how many are left to hold, and a job that the part must wait for.
 -- Locks: as queue.hold, for all of them. A wake-up is not lost: unhold, or the target, makes the jobs ready.
+-- Raises: 22023, QJ008.
 create or replace function queue.shard_hold(slot integer, part integer, started boolean default false,
   out to_hold bigint, out waits_for bigint, out why text)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
   v_ids bigint[];
+  v_taken record;
   v_held bigint[] := '{}'::bigint[];
   v_keys text[];
-  v_taken record;
 begin
   perform queue._check_isolation();
+  if queue._shard_leaving(slot, part) is distinct from 'here' then
+    perform queue._shard_invalid('this part has left', 'Carry it to the target: queue.shard_part_jobs.',
+      format('slot: %s, part: %s', slot, part));
+  end if;
   v_ids := array(select j.id from queue._shard_jobs(slot, part, started) j
-    where j.is_next and not j.is_held and j.state <> 'held' order by j.id limit 1000);
+    where j.is_next and not j.is_moving and not j.is_held order by j.id limit 1000);
   if v_ids <> '{}' then
     perform queue._shard_lock(v_ids);
     for i in 1 .. cardinality(v_ids) loop
+      -- not one that an operator has held meanwhile
+      continue when exists (select from queue.waiting w where w.id = v_ids[i] and w.reason = 'held');
       v_taken := queue._dequeue(v_ids[i]);
       if coalesce(v_taken.place, 'log') <> 'log' then  -- else it has started, or ended
         v_held := v_held || v_ids[i];
         v_keys := v_keys || v_taken.keys;
       end if;
     end loop;
-    insert into queue.waiting (id, reason) select u.id, 'held' from unnest(v_held) u (id);
-    update queue.shard_job s set is_held = true
-    where s.slot = shard_hold.slot and s.part = shard_hold.part and s.id = any (v_held);
-    perform queue._advance(p_keys => v_keys, p_changed => v_held), queue._announce();
+    insert into queue.waiting (id, reason) select u.id, 'moving' from unnest(v_held) u (id);
+    perform queue._advance(p_keys => v_keys), queue._announce();
     perform queue._shard_audit('shard_hold', jsonb_build_object('slot', slot, 'part', part), v_held);
   end if;
-  select count(*) filter (where j.is_next and not j.is_held and j.state <> 'held'),
+  select count(*) filter (where j.is_next and not j.is_moving and not j.is_held),
     min(j.id) filter (where j.why is not null),
     (array_agg(j.why order by j.id) filter (where j.why is not null))[1]
   into to_hold, waits_for, why
   from queue._shard_jobs(slot, part, started) j;
 end $$;
 
--- Source. Gives back the jobs that the move holds, of one part or of all, and lets defers in again.
--- Locks: as queue.unhold, for all of them; rows of the parts, for no key update.
+-- Source. Gives back the jobs that the move holds, of one part or of all that have not begun to leave, and
+-- lets defers in again. What an operator holds stays held.
+-- Locks: as queue.unhold, for all of them; rows of the parts, for no key update. Raises: 22023, QJ008.
 create or replace function queue.shard_unhold(slot integer, part integer default null)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
-  v_ids bigint[] := array(select s.id from queue.shard_job s where s.slot = shard_unhold.slot
-    and s.part = coalesce(shard_unhold.part, s.part) and s.is_held);
-begin
-  perform queue._check_isolation();
-  update queue.shard_part p set closed_until = null where p.slot = shard_unhold.slot
-    and p.part = coalesce(shard_unhold.part, p.part) and p.closed_until is not null;
-  if v_ids = '{}' then
-    return;
-  end if;
-  perform queue._shard_lock(v_ids);
-  update queue.shard_job s set is_held = false where s.slot = shard_unhold.slot and s.id = any (v_ids);
-  with freed as (
-    delete from queue.waiting w where w.id = any (v_ids) and w.reason = 'held' returning w.id)
-  select coalesce(array_agg(f.id), '{}') into v_ids from freed f;  -- not those that an operator has
-  perform queue._advance(p_arrived => v_ids, p_changed => v_ids), queue._announce();
-  perform queue._shard_audit('shard_unhold', jsonb_build_object('slot', slot, 'part', part), v_ids);
-end $$;
-
--- Source. Takes the jobs of a part out of the queue, into queue.shard_sent, if all may leave. From its commit
--- on the source refuses the part. Returns whether it left.
--- Locks: the part's row, for update, waited for (lock_timeout): every defer for it has committed; then as
--- queue.delete. Nothing is lost: the jobs are deleted and noted in one transaction.
--- Raises: 55P03 (a transaction that defers for it stays open), 55000 (another job needs one), 22023, QJ008.
-create or replace function queue.shard_part_leave(slot integer, part integer, started boolean default false)
-returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
-declare
-  v_ids bigint[];
-  v_done bigint[];
-begin
-  perform queue._check_isolation();
-  perform from queue.shard_part p where p.slot = shard_part_leave.slot and p.part = shard_part_leave.part
-    and p.state = 'here' for update;
-  if not found then
-    if not exists (select from queue.shard_part p where p.slot = shard_part_leave.slot
-      and p.part = shard_part_leave.part) then
-      perform queue._shard_invalid('this part does not move', 'Call queue.shard_leave first.');
-    end if;
-    return true;
-  end if;
-  v_ids := array(select s.id from queue.shard_job s left join queue.finished f on f.id = s.id
-    where s.slot = shard_part_leave.slot and s.part = shard_part_leave.part and f.id is null);
-  if exists (select from queue.active_job aj where aj.id = any (v_ids) and aj.claim is not null) then
-    return false;
-  elsif v_ids <> '{}' then
-    perform queue._shard_lock(v_ids);
-    if exists (select from queue._shard_jobs(slot, part, started) j where j.why is not null) then
-      return false;
-    end if;
-    insert into queue.shard_sent (slot, part, id, job)
-    select shard_part_leave.slot, shard_part_leave.part, j.id,
-      queue._shard_call(j.id, j.state = 'held' and not j.is_held)
-    from queue._shard_jobs(slot, part, started) j;
-    v_ids := array(select s.id from queue.shard_sent s
-      where s.slot = shard_part_leave.slot and s.part = shard_part_leave.part order by s.id);
-    v_done := queue._delete(v_ids, false);
-    if cardinality(v_done) < cardinality(v_ids) then
-      raise exception using errcode = '55000', message = 'a job of this part can''t leave',
-        detail = (select format('job %s', u.id) from unnest(v_ids) u (id) where u.id <> all (v_done) limit 1),
-        hint = 'It goes on here. End what needs it, and move the slot again.';
-    end if;
-    perform queue._announce();
-    perform queue._shard_audit('shard_part_leave', jsonb_build_object('slot', slot, 'part', part), v_ids);
-  end if;
-  update queue.shard_part p set state = 'leaving' where p.slot = shard_part_leave.slot
-    and p.part = shard_part_leave.part;
-  return true;
-end $$;
-
--- Source. Lets all parts leave at once that have no jobs, and for which nobody defers; returns them.
--- Locks: the parts' rows, for update, by skip locked; their jobs are read afterwards, by a new snapshot. A
--- defer that comes meanwhile is refused: it tries again.
-create or replace function queue.shard_leave_empty(slot integer)
-returns setof integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
-declare
   v_parts integer[];
+  v_ids bigint[];
 begin
-  perform queue._check_isolation();
-  v_parts := array(select p.part from queue.shard_part p
-    where p.slot = shard_leave_empty.slot and p.state = 'here' for update skip locked);
-  return query
-    update queue.shard_part p set state = 'leaving'
-    where p.slot = shard_leave_empty.slot and p.part = any (v_parts)
-      and not exists (select from queue.shard_job s where s.slot = p.slot and s.part = p.part)
-    returning p.part;
+  perform queue._check_isolation(), queue._shard_leaving(slot, part);
+  v_parts := array(select p.part from queue.shard_part p where p.slot = shard_unhold.slot
+    and p.part = coalesce(shard_unhold.part, p.part) and p.state = 'here');
+  update queue.shard_part p set closed_until = null where p.slot = shard_unhold.slot
+    and p.part = any (v_parts) and p.closed_until is not null;
+  v_ids := array(select s.id from queue.shard_job s
+    join queue.waiting w on w.id = s.id and w.reason = 'moving'
+    where s.slot = shard_unhold.slot and s.part = any (v_parts));
+  if v_ids <> '{}' then
+    perform queue._shard_lock(v_ids);
+    with freed as (
+      delete from queue.waiting w where w.id = any (v_ids) and w.reason = 'moving' returning w.id)
+    select coalesce(array_agg(f.id), '{}') into v_ids from freed f;
+    perform queue._advance(p_arrived => v_ids), queue._announce();
+    perform queue._shard_audit('shard_unhold', jsonb_build_object('slot', slot, 'part', part), v_ids);
+  end if;
+  update queue.shard_job s set is_ahead = false
+  where s.slot = shard_unhold.slot and s.part = any (v_parts) and s.is_ahead;
 end $$;
 
 do $$
 declare
   v_name regprocedure;
 begin
-  foreach v_name in array '{queue._shard_check,queue.shard_leave,queue.shard_mover,queue.shard_list,
-    queue.shard_catch_up,queue.shard_close,queue._shard_lock,queue._shard_jobs,queue.shard_hold,
-    queue.shard_unhold,queue.shard_part_leave,queue.shard_leave_empty}'::regproc[] loop
+  foreach v_name in array '{queue._shard_check,queue._shard_leaving,queue.shard_leave,queue.shard_mover,
+    queue.shard_list,queue.shard_catch_up,queue.shard_close,queue._shard_lock,queue._shard_jobs,
+    queue._shard_piece,queue._shard_oldest,queue._shard_park,queue.shard_hold_ahead,queue.shard_hold,
+    queue.shard_unhold}'::regproc[] loop
     execute format('revoke all on function %s from public', v_name);
   end loop;
 end $$;

@@ -34,7 +34,7 @@ begin
           select m.id from queue.lock_member m
           where m.lock = coalesce(s.lock, j.lock) and m.id = j.id and m.is_passed offset 0) m on true
         left join lateral (select w.reason from queue.waiting w where w.id = j.id offset 0) w on true
-        where w.reason in ('slot', 'parked') or w.reason is null and m.id is not null
+        where w.reason in ('slot', 'parked', 'moving') or w.reason is null and m.id is not null
           and not exists (select from queue.active_job aj where aj.id = j.id)
           and not exists (select from queue.finished f where f.id = j.id)
         order by j.id desc limit p_n);
@@ -49,6 +49,9 @@ begin
           union
           (select w.id from queue.waiting w
             where w.reason = 'parked' and w.id < p_before order by w.id desc limit p_n)
+          union
+          (select w.id from queue.waiting w
+            where w.reason = 'moving' and w.id < p_before order by w.id desc limit p_n)
           union
           (select m.id from queue.lock_member m
            where m.is_passed and m.id < p_before

@@ -48,6 +48,8 @@ begin
     return format('its task %s is paused%s', v_job.task, queue._why_until(v_job.at));
   elsif v_job.gate = 'parked' then
     return 'a large backlog is being admitted, which may contain older jobs of its lock';
+  elsif v_job.gate = 'moving' then
+    return 'its key is moving to another shard';
   elsif v_job.gate = 'slot' then
     return queue._why_no_slot(v_job.key);
   elsif v_job.state = 'blocked' then

@@ -123,7 +123,7 @@ begin
 end $$;
 
 -- Deletes those of the jobs that may be deleted, and returns their ids. Finished jobs, and ready ones that
--- hold nothing, are deleted as sets. The others are first ended one by one, which releases what they held.
+-- hold nothing, are deleted as sets. The others are first ended, which releases what they held.
 -- Locks: the caller holds the admission lock; the jobs' rows by skip locked.
 create or replace function queue._delete(p_ids bigint[], p_force boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -136,6 +136,7 @@ declare
   v_workers bigint[] := '{}'::bigint[];
   v_all bigint[];
   v_needed bigint[];
+  v_waiting bigint[];
   v_taken record;
 begin
   perform queue._forget_deleted();
@@ -175,21 +176,22 @@ begin
   insert into queue.deleted (id)
   select f.id from queue.finished f where f.id = any (v_all) and f.state = 'succeeded';
   -- not (not in): in alone would become a join, and these settings have only the slowest kind for it
+  v_waiting := array(
+    select u.id from unnest(v_open, v_claims) u (id, claim)
+    where u.claim is null and not u.id not in (select unnest(v_all)));
+  -- all out of their places before any turn is passed on, so that none of them gets it
+  v_taken := queue._dequeue_all(v_waiting);
+  if cardinality(v_taken.ids) > 0 then
+    perform queue._finish_unclaimed(v_taken.ids, 'cancelled', 'deleted', null);
+    perform queue._advance(p_ended => v_taken.ids, p_keys => v_taken.keys);
+  end if;
+  v_all := array(select u.id from unnest(v_all) u (id)
+    where u.id not in (select unnest(v_waiting)) or not u.id not in (select unnest(v_taken.ids)));
   for v_job in select u.id, u.claim, u.worker_id
     from unnest(v_open, v_claims, v_workers) u (id, claim, worker_id)
-    where not u.id not in (select unnest(v_all)) loop
-    if v_job.claim is not null then
-      perform queue._end_attempt('{"outcome": "aborted"}', v_job.id, v_job.claim, true);
-      perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'deleted');
-    else
-      v_taken := queue._dequeue(v_job.id);
-      if v_taken.place is null then
-        v_all := array_remove(v_all, v_job.id);
-      else
-        perform queue._finish_unclaimed(array[v_job.id], 'cancelled', 'deleted', null);
-        perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
-      end if;
-    end if;
+    where u.claim is not null and not u.id not in (select unnest(v_all)) loop
+    perform queue._end_attempt('{"outcome": "aborted"}', v_job.id, v_job.claim, true);
+    perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'deleted');
   end loop;
   delete from queue.active_job aj where aj.id = any (v_plain);
   perform queue._delete_rows(v_all);

@@ -13,12 +13,15 @@ create or replace function queue._next_lease_end()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
   v_first timestamptz := (select l.expires_at from queue.lease l order by l.expires_at limit 1);
+  v_grace_until timestamptz := case when v_first is not null then queue._grace_until() end;
+  v_up_since timestamptz;
 begin
-  if v_first is null or queue._grace_until() <= clock_timestamp() then
+  if v_first is null or v_grace_until <= clock_timestamp() then
     return v_first;
   end if;
-  return (select min(case when l.given_at < queue._up_since()
-    then greatest(l.expires_at, queue._grace_until()) else l.expires_at end)
+  v_up_since := queue._up_since();
+  return (select min(case when l.given_at < v_up_since
+    then greatest(l.expires_at, v_grace_until) else l.expires_at end)
           from queue.lease l);
 end $$;
 

@@ -17,7 +17,7 @@ create table queue.waiting (
   key text collate "C",
   constraint waiting_pkey primary key (id),
   constraint waiting_reason_check check (reason in ('schedule', 'needs', 'upstream_failed', 'slot', 'held',
-    'signal', 'task_paused', 'parked'))
+    'signal', 'task_paused', 'parked', 'moving'))
 );
 
 create index waiting_due_idx on queue.waiting (at, id) where at is not null;

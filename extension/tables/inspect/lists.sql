@@ -2,7 +2,7 @@ create index finished_cancelled_idx on queue.finished (id) where state = 'cancel
 
 -- For lists of these jobs, however many other jobs wait for their time or for a slot.
 create index waiting_list_idx on queue.waiting (reason, id)
-  where reason in ('held', 'upstream_failed', 'needs', 'signal', 'task_paused');
+  where reason in ('held', 'upstream_failed', 'needs', 'signal', 'task_paused', 'moving');
 
 create index attempt_at_idx on queue.attempt using brin (finished_at) with (pages_per_range = 32,
   autosummarize = on);
@@ -19,7 +19,7 @@ from (
   union all
   select w.id, case w.reason when 'schedule' then 'scheduled' when 'needs' then 'waiting'
     when 'signal' then 'waiting'
-    when 'slot' then 'blocked' when 'parked' then 'blocked'
+    when 'slot' then 'blocked' when 'parked' then 'blocked' when 'moving' then 'blocked'
     when 'task_paused' then 'ready' else w.reason end
   from queue.waiting w
   union all

@@ -36,7 +36,7 @@ select j.id, j.task, j.queue,
     when w.reason = 'schedule' and coalesce(r.scheduled_at > statement_timestamp(), true) then 'scheduled'
     when w.reason in ('needs', 'signal') then 'waiting'
     when w.reason = 'upstream_failed' then 'upstream_failed'
-    when w.reason in ('slot', 'parked') then 'blocked'
+    when w.reason in ('slot', 'parked', 'moving') then 'blocked'
     when w.reason = 'task_paused' then 'ready'
     when m.id is not null and m.is_passed
       and not (j.claims > 0 and exists (select from queue.pending_settlement h
@@ -53,7 +53,7 @@ select j.id, j.task, j.queue,
       then 'paused'
     when w.reason = 'slot' then case left(w.key, 1) when 'm' then 'lock' else 'limit' end
     when w.reason = 'parked' then 'backlog'
-    when w.reason = 'signal' then 'signal'
+    when w.reason in ('signal', 'moving') then w.reason
     when w.id is null and aj.id is null and m.is_passed
       and not (j.claims > 0 and exists (select from queue.pending_settlement h
         where h.job_id = j.id and h.kind = 'again')) then 'lock'

@@ -98,6 +98,16 @@ def defer_all(cluster: Cluster, names: list[str], count: int) -> list[tuple[str,
     return deferred
 
 
+def set_piece(dsns: dict[str, str], size: int) -> None:
+    """Let a part with more jobs than this move in pieces."""
+    for dsn in dsns.values():
+        rows(
+            dsn,
+            "create or replace function queue._shard_piece() returns integer language sql"
+            f" as 'select {size}'",
+        )
+
+
 def move_under_load(
     cluster: Cluster, dsns: dict[str, str], count: int, names: list[str], patience: float = 5
 ) -> float:
@@ -136,12 +146,20 @@ def move_under_load(
     assert cluster.check() == []
     made_of = ", ".join(f"{what} {spent:.3f}" for what, spent in done.pause_of.items())
     print(f"{done.jobs} of {count} jobs moved; longest pause {done.longest_pause:.3f} s"
-          f" ({made_of}); slowest defer {slowest:.3f} s")  # fmt: skip
+          f" ({made_of}); defers refused for {done.longest_refusal:.3f} s at most;"
+          f" slowest defer {slowest:.3f} s")  # fmt: skip
     return done.longest_pause
 
 
 def test_a_slot_moves_under_load(cluster: Cluster, dsns: dict[str, str]) -> None:
     names = keys(lambda key: shard_of(key) == SLOT, 20)
+    move_under_load(cluster, dsns, 600, names)
+
+
+def test_one_key_moves_in_pieces_under_load(cluster: Cluster, dsns: dict[str, str]) -> None:
+    """Its oldest jobs run in the target while the others are still in the source."""
+    set_piece(dsns, 10)
+    names = keys(lambda key: shard_of(key) == SLOT, 2)
     move_under_load(cluster, dsns, 600, names)
 
 
@@ -179,8 +197,12 @@ Cluster(App(), sys.argv[1]).move(5, "c")
 """
 
 
-def test_a_mover_that_dies_at_any_step_is_followed(cluster: Cluster, dsns: dict[str, str]) -> None:
+@pytest.mark.parametrize("piece", [100, 4])
+def test_a_mover_that_dies_at_any_step_is_followed(
+    cluster: Cluster, dsns: dict[str, str], piece: int
+) -> None:
     """One kill after another, until a mover gets through: each goes on where the last one died."""
+    set_piece(dsns, piece)
     names = keys(lambda key: shard_of(key) == SLOT, 2)
     deferred = defer_all(cluster, names, 12)
     parts = json.dumps([part_of(name) for name in names])
@@ -291,7 +313,7 @@ def test_what_has_started_stays_until_it_ends(cluster: Cluster, dsns: dict[str, 
 
 def test_an_open_transaction_keeps_its_part(cluster: Cluster, dsns: dict[str, str]) -> None:
     (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
-    rows(dsns["a"], "select queue.shard_leave(%s, 'b')", [SLOT])
+    rows(dsns["a"], "select queue.shard_leave(%s, 'b'), queue.shard_list(%s)", [SLOT, SLOT])
     with psycopg.connect(dsns["a"]) as producer:
         cluster.defer("work", {}, lock=key, connection=producer)
         with psycopg.connect(dsns["a"], autocommit=True) as connection:

@@ -50,6 +50,7 @@ SAMPLES: dict[str, Any] = {
     "claim": 1, "worker": 1, "lease": "1 hour", "within": "1 minute", "older_than": None,
     "max_jobs": 5, "n": 2, "failures": 1, "max_bytes": 10_000, "force": False,
     "concurrency_limit": None, "slot": 5, "part": 5, "version": 2, "started": False,
+    "format": 1, "receipt": None,
 }  # fmt: skip
 
 # Texts that must be valid for the others to be read.
@@ -71,8 +72,13 @@ OUTCOME = {
     "options": {"queue": "q", "lock": "l", "reason": "r", "retry_in": "1 s"},
 }  # fmt: skip
 CALLBACK = {"task": "t", "args": {"k": "v"}, "queue": "q", "lock": "l {k}"}
+CARRIED = {
+    "format": 1, "slot": 700, "part": 7, "version": 2, "piece": 1, "is_last": True,
+    "receipt": "00000000-0000-0000-0000-000000000000", "jobs": [JOB | {"id": 1}],
+}  # fmt: skip
 OBJECTS: dict[str, Any] = {
     "args": {"k": "v"},
+    "carried": CARRIED,
     "job": JOB,
     "shards": {"c": "dbname=c"},
     "map": {"shards": {"c": "dbname=c"}, "slots": [["c", 2]]},

@@ -1,6 +1,6 @@
 -- Eras: where the numbers of claims and workers continue. On servers that lose transactions: tests/py/compat/test_eras.py.
 
-select plan(19);
+select plan(20);
 
 create function pg_temp.micros() returns bigint language sql as $$
   select (extract(epoch from clock_timestamp()) * 1000000)::bigint
@@ -63,6 +63,8 @@ set datestyle = 'German';
 set intervalstyle = 'sql_standard';
 select is(queue._era(), :'era', 'the same whatever is set');
 reset all;
+select pg_stat_reset_shared('bgwriter');
+select is(queue._era(), :'era', 'the statistics of one kind may be reset');
 
 -- finish_and_fetch and next check too
 update queue.installation set era = 'another';

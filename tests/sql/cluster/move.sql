@@ -1,7 +1,7 @@
 -- Shards: who accepts which key, and the steps of a move, each alone (extension/cluster/). This database is
 -- shard a, with slots 0 to 511; b exists by name only.
 
-select plan(73);
+select plan(82);
 
 create temp table k as
   select 'key ' || n as key, queue.shard_of('key ' || n) as slot, queue._shard_part_of('key ' || n) as part from generate_series(1, 20000) n;
@@ -25,6 +25,8 @@ select is(array(select test.refusal(format('select queue.shard_learn(%L)', m))
 select is(queue.shard_learn(jsonb_set(queue.shard_map(), '{slots,1000}', '["a", 1]')), 0, 'the same version teaches nothing');
 select is(queue.shard_learn(jsonb_set(queue.shard_map(), '{slots,1000}', '["a", 2]')), 1, 'a higher one does');
 select is(queue.shard_learn(jsonb_set(queue.shard_map(), '{slots,1000}', '["b", 1]')), 0, 'a lower one does not');
+select is(queue.shard_learn(queue.shard_map(), 'a'), 0, 'its own name may be said again');
+select throws_ok($$select queue.shard_learn(queue.shard_map(), 'b')$$, '22023', 'this database has a map, with another name for itself', 'not another one');
 select results_eq($$select call, args from queue.audit order by at, call$$,
                   $$values ('shard_start', '{"self": "a", "shards": ["a", "b"]}'::jsonb), ('shard_learn', '{"slots": 1}')$$, 'the audit has both');
 
@@ -86,7 +88,7 @@ select is((select count(*) from queue.shard_leave_empty(5)), 4094::bigint, 'part
 select is((select count(*) from queue.shard_leave_empty(5)), 0::bigint, 'once');
 select throws_ok(format($$select queue.shard_defer(%L, 'work')$$, pg_temp.key_of(5, 3)), '55P03', 'the key is on its way', 'they are on their way');
 select is(pg_temp.is_in(pg_temp.key_of(5, 3)), 'nowhere', 'and nowhere yet');
-select queue.shard_part_gone(5, p.part) from queue.shard_part p;
+select queue.shard_part_gone(5, p.part, p.receipt) from queue.shard_part p where p.state = 'leaving';
 select is((select count(*) from queue.shard_part where state = 'gone'), 4094::bigint, 'only what has left is gone');
 select throws_ok(format($$select queue.shard_defer(%L, 'work')$$, pg_temp.key_of(5, 3)), '55000', null, 'then the target has them');
 select throws_ok($$select queue.shard_moved(5, 2)$$, '22023', 'parts of this slot have not moved yet', 'the slot is not there before all parts are');
@@ -98,27 +100,39 @@ select is((select id from claimed), 1::bigint, 'job 1 runs');
 create function pg_temp.part(n integer) returns integer language sql stable as $$ select k.part from k where k.key = pg_temp.key_of(5, n) $$;
 select ok(not queue.shard_part_leave(5, pg_temp.part(1)), 'its part stays');
 select results_eq('select to_hold, waits_for, why from queue.shard_hold(5, pg_temp.part(1))', $$values (0::bigint, 1::bigint, 'it runs')$$, 'and waits for it');
-select is((select state from queue.jobs where id = 2), 'held', 'the next one is held');
+select results_eq('select state, reason from queue.jobs where id = 2', $$values ('blocked', 'moving')$$, 'the next one is held');
+select is(queue.why(2), 'its key is moving to another shard', 'which why says');
+select queue.set_priority('{2}', 3);
+select is((select reason from queue.jobs where id = 2), 'moving', 'also after a change');
+select is(test.refusal('select queue.unhold(2)'), 'QJ003', 'no operator gives it back');
 select queue.shard_unhold(5, pg_temp.part(1));
-select isnt((select state from queue.jobs where id = 2), 'held', 'until it is given back');
+select isnt((select reason from queue.jobs where id = 2), 'moving', 'until it is given back');
+select queue.shard_hold(5, pg_temp.part(1)), queue.hold(2);
+select queue.shard_hold(5, pg_temp.part(1)), queue.shard_unhold(5, pg_temp.part(1));
+select is((select state from queue.jobs where id = 2), 'held', 'what an operator has held meanwhile stays held');
+select queue.unhold(2);
 select queue.shard_hold(5, pg_temp.part(2));
-select results_eq('select id from queue.jobs where state = ''held''', $$values (3::bigint)$$, 'of an ordered lock only the next one is held');
+select results_eq('select id from queue.jobs where reason = ''moving''', $$values (3::bigint)$$, 'of an ordered lock only the next one is held');
+select queue.defer('needy', needs => '{3}') as needy, queue.defer('needy', needs => '{3}', options => '{"on_need_failure": "proceed"}') as proceeds \gset
+select queue.shard_catch_up();
+select is(array(select state from queue.jobs where id in (:needy, :proceeds)), '{waiting,waiting}', 'jobs that need it wait as before');
+select queue.delete(array[:needy, :proceeds]);
 select queue.shard_unhold(5);
-select is((select count(*) from queue.jobs where state = 'held'), 0::bigint, 'all are given back at once');
+select is((select count(*) from queue.jobs where reason = 'moving'), 0::bigint, 'all are given back at once');
 select queue.shard_close(5, pg_temp.part(2));
 update queue.shard_part set closed_until = closed_until + interval '1 hour';  -- the machine may be slow
 select throws_ok(format($$select queue.shard_defer(%L, 'work')$$, pg_temp.key_of(5, 2)), '55P03', null, 'nobody enters a closed part');
 select queue.shard_unhold(5, pg_temp.part(2));
 select lives_ok(format($$select queue.shard_defer(%L, 'work', '{"n": 5}', '{"options": {"lock_mode": "mutex"}, "lock": "m"}')$$, pg_temp.key_of(5, 2)), 'until it is given back');
 select queue.shard_hold(5, pg_temp.part(2));
-select is((select count(*) from queue.jobs where state = 'held'), 2::bigint, 'each mutex job is held, as it could start');
+select is((select count(*) from queue.jobs where reason = 'moving'), 2::bigint, 'each mutex job is held, as it could start');
 select queue.shard_unhold(5);
 
 -- It leaves
 select queue.hold(4);
 select ok(queue.shard_part_leave(5, pg_temp.part(2)), 'a part without running jobs leaves');
 select ok(queue.shard_part_leave(5, pg_temp.part(2)), 'once');
-select is((select array_agg(j ->> 'task' || coalesce(j -> 'args' ->> 'n', '') || ' ' || (j #>> '{options,held}')) from jsonb_array_elements(queue.shard_part_jobs(5, pg_temp.part(2))) j),
+select is((select array_agg(j ->> 'task' || coalesce(j -> 'args' ->> 'n', '') || ' ' || (j #>> '{options,held}')) from jsonb_array_elements(queue.shard_part_jobs(5, pg_temp.part(2)) -> 'jobs') j),
           '{"work3 false","work4 true","work5 false"}', 'its jobs are on their way, in their order, and one of them held');
 select is((select count(*) from queue.jobs where id in (3, 4)), 0::bigint, 'and in no queue');
 select ok(3 = all (select cardinality(ids) from queue.audit where call = 'shard_part_leave'), 'the audit has their ids');
@@ -129,20 +143,23 @@ select ok(queue.shard_part_leave(5, pg_temp.part(1), true), 'unless such jobs ma
 select is(pg_temp.unfinished(), 1::bigint, 'only the job of another slot is left');
 
 -- The other side, played by this database
-create temp table sent as select s.part, jsonb_agg(s.job order by s.id) as jobs from queue.shard_sent s group by 1;
-select queue.shard_part_gone(5, part) from sent;
+create temp table sent as select part, queue.shard_part_jobs(5, part) as carried from (select distinct part from queue.shard_sent) s;
+select queue.shard_part_gone(5, part, (carried ->> 'receipt')::uuid) from sent;
+update sent set carried = jsonb_set(carried, '{version}', '3');
 select queue.shard_moved(5, 2);
 select is(queue.shard_find(pg_temp.key_of(5)), 'b', 'the slot has moved');
-select throws_ok(format('select queue.shard_part_arrive(5, %s, ''[]'')', part), '22023', null, 'nothing arrives unless it is awaited') from sent limit 1;
-select queue.shard_receive(5, 'b', 3);
-select is((select sum(queue.shard_part_arrive(5, part, jobs)) from sent), 5::bigint, 'jobs arrive');
-select is((select sum(queue.shard_part_arrive(5, part, jobs)) from sent), 0::bigint, 'once');
+select throws_ok(format('select queue.shard_part_arrive(%L)', carried), '22023', 'this slot does not come here', 'nothing arrives unless it is awaited') from sent limit 1;
+select throws_ok($$select queue.shard_receive(5, 'b', 3, 2)$$, '22023', 'the shards have different releases', 'nothing comes in another format');
+select queue.shard_receive(5, 'b', 3, queue.shard_format());
+select throws_ok(format('select queue.shard_part_arrive(%L)', carried || '{"format": 2}'), '22023', 'the shards have different releases', 'neither does a part') from sent limit 1;
+select is((select sum((queue.shard_part_arrive(carried)).deferred) from sent), 5::bigint, 'jobs arrive');
+select is((select sum((queue.shard_part_arrive(carried)).deferred) from sent), 0::bigint, 'once');
 select results_eq($$select args ->> 'n', needs = array[(select max(id) from queue.jobs where args @> '{"n": 1}')] from queue.jobs where args ? 'n' and finished_at is null order by id$$,
-                  $$select n, case when n = '2' then true end from jsonb_array_elements_text((select jsonb_path_query_array(jsonb_agg(jobs order by part), '$[*][*].args.n') from sent)) n$$,
+                  $$select n, case when n = '2' then true end from jsonb_array_elements_text((select jsonb_path_query_array(jsonb_agg(carried -> 'jobs' order by part), '$[*][*].args.n') from sent)) n$$,
                   'in their order, and what they need is the new job');
 select lives_ok(format($$select queue.shard_defer(%L, 'work')$$, pg_temp.key_of(5, 2)), 'an arrived part accepts its keys');
 select throws_ok(format($$select queue.shard_defer(%L, 'work')$$, pg_temp.key_of(5, 3)), '55000', null, 'others do not yet');
-select queue.shard_part_arrive(5, n, '[]') from generate_series(0, 4095) n;
+select queue.shard_part_arrive(carried || jsonb_build_object('part', n, 'jobs', '[]'::jsonb)) from (select carried from sent limit 1) s, generate_series(0, 4095) n;
 select queue.shard_moved(5, 3);
 select is((select count(*) from queue.shard_move) + (select count(*) from queue.shard_part) + (select count(*) from queue.shard_job) + (select count(*) from queue.shard_sent),
           0::bigint, 'a move leaves nothing behind');

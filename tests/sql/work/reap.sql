@@ -1,6 +1,6 @@
 -- Reaping: what it ends, and what it leaves: dead workers, leases, timeouts, crash loops, damaged rows.
 
-select plan(132);
+select plan(133);
 
 \ir workers.helpers.psql
 
@@ -296,6 +296,12 @@ select pg_get_functiondef('queue._grace_until()'::regprocedure) as grace \gset
 create or replace function queue._grace_until() returns timestamptz language sql as $$ select clock_timestamp() + interval '1 hour' $$;
 select is((select r.reaped from queue.reap() r), 0, 'a lease and a timeout from before the start of the server wait for it');
 select ok(queue._next_lease_end() > now() + interval '50 minutes', 'and keep nobody awake');
+select pg_get_functiondef('queue._up_since()'::regprocedure) as up_since \gset
+create sequence asked;
+create or replace function queue._up_since() returns timestamptz language sql as $$ select case when nextval('asked') > 0 then clock_timestamp() end $$;
+select queue._next_lease_end() \g /dev/null
+select is((select last_value from asked), 1::bigint, 'since when the server is up is asked once, not for each lease');
+:up_since;
 select queue.extend(:leased, :claim, '1 hour') \g /dev/null
 update queue.lease set expires_at = now() where id = :leased;
 select is((select r.reaped from queue.reap() r), 1, 'one that was extended since then does not');

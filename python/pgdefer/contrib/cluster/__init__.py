@@ -67,7 +67,7 @@ class Cluster(Deferring, AsyncDeferring):
         if done.is_done:
             self.refresh(to)
             # the target's word ends a move of which only the source's last step is missing
-            self._tell(sql.MOVED, {"slot": slot, "version": self.map.slots[slot][1]})
+            self._tell(sql.MOVED_IF, {"slot": slot, "version": self.map.slots[slot][1]})
             self.tell()
         return done
 

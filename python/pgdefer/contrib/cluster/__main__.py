@@ -76,6 +76,8 @@ def move(
     """Move a slot to another shard. After a failure, run it again."""
     done = Cluster(App(), dsn).move(slot, to, patience=patience, started=started)
     typer.echo(f"{done.jobs} jobs moved; the longest pause of a part: {done.longest_pause:.2f} s")
+    if done.longest_refusal > 1:
+        typer.echo(f"the longest time in which a part refused defers: {done.longest_refusal:.1f} s")
     for part, why in done.stays.items():
         typer.echo(f"part {part} stays for now: {why}")
     raise typer.Exit(0 if done.is_done else 1)

@@ -15,7 +15,7 @@ from pgdefer.database.server import sql_folder
 
 __all__ = ["FILES", "folder", "install"]
 
-FILES = ("cluster.sql", "defer.sql", "move.sql", "arrive.sql")
+FILES = ("cluster.sql", "defer.sql", "move.sql", "leave.sql", "arrive.sql")
 
 
 def folder(name: str) -> Path:

@@ -22,12 +22,16 @@ class Move:
     """How a move went. `stays`: parts that have not moved, with the job that each waits for.
 
     `longest_pause` is that of any part, moved or not, in seconds, and `pause_of` what it was made
-    of: `waiting` for running jobs and open transactions, `leaving` the source, `arriving`.
+    of: `waiting` for running jobs and open transactions, `leaving` the source, `arriving`. It ends
+    when jobs run again: a large part moves in pieces, and its oldest jobs run in the target while
+    the others follow. `longest_refusal` is how long defers for a part were refused, from its first
+    piece to its last.
     """
 
     slot: int
     jobs: int = 0
     longest_pause: float = 0
+    longest_refusal: float = 0
     pause_of: dict[str, float] = dataclasses.field(default_factory=dict)
     stays: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -83,6 +87,8 @@ class _Mover:
     def part(self, part: int, patience: float) -> bool:
         """Move a part, unless it must wait for too long; then give its jobs back."""
         self.catch_up()
+        while self.call(self.source, sql.HOLD_AHEAD, part=part, started=self.started)[0][0]:
+            pass
         pause = _Pause()
         while True:
             has_left, why, may_pass = self._try(part, pause)
@@ -95,12 +101,16 @@ class _Mover:
             if why:
                 time.sleep(0.01)
         if has_left:
-            self.arrive(part)
-            pause.note("arriving")
             self.done.stays.pop(part, None)
+            self.arrive(part, pause)
+        else:
+            self.note(pause)
+        return part not in self.done.stays
+
+    def note(self, pause: _Pause) -> None:
+        """Note how long a part was paused: its jobs can run from now on."""
         if pause.length > self.done.longest_pause:
             self.done.longest_pause, self.done.pause_of = pause.length, pause.spent
-        return has_left
 
     def _try(self, part: int, pause: _Pause) -> tuple[bool, str, bool]:
         """Let a part leave, or hold what could start next in it.
@@ -123,11 +133,36 @@ class _Mover:
         except psycopg.errors.ObjectNotInPrerequisiteState as refused:
             return False, f"{refused.diag.message_detail}: another one needs it", False
 
-    def arrive(self, part: int) -> None:
-        """Bring the jobs of a part that has left to the target."""
-        jobs = self.call(self.source, sql.PART_JOBS, part=part)[0][0]
-        self.done.jobs += self.call(self.target, sql.PART_ARRIVE, part=part, jobs=jobs)[0][0]
-        self.call(self.source, sql.PART_GONE, part=part)
+    def arrive(self, part: int, pause: _Pause | None = None) -> None:
+        """Bring a part that has left to the target, piece by piece."""
+        began = time.monotonic()
+        has_next = True
+        while has_next:
+            carried = self.call(self.source, sql.PART_JOBS, part=part)[0][0]
+            jobs, receipt = self.call(self.target, sql.PART_ARRIVE, part=part, carried=carried)[0]
+            self.done.jobs += jobs
+            if pause is not None:
+                pause.note("arriving")
+                self.note(pause)
+                pause = None
+            try:
+                has_next = self.call(self.source, sql.PART_GONE, part=part, receipt=receipt)[0][0]
+            except psycopg.errors.ObjectNotInPrerequisiteState as refused:
+                self.done.stays[part] = f"{refused.diag.message_detail}: another one needs it"
+                has_next = False
+        refused_for = time.monotonic() - began
+        self.done.longest_refusal = max(self.done.longest_refusal, refused_for)
+
+    def empty_parts(self) -> list[int]:
+        """Move the parts without jobs, and return them."""
+        parts = [row[0] for row in self.call(self.source, sql.LEAVE_EMPTY)]
+        if parts:
+            carried = self.call(self.source, sql.EMPTY_PARTS, parts=parts)[0][0]
+            arrived, receipts = zip(
+                *self.call(self.target, sql.ARRIVE_EMPTY, carried=carried), strict=True
+            )
+            self.call(self.source, sql.GONE_EMPTY, parts=list(arrived), receipts=list(receipts))
+        return parts
 
 
 def move(
@@ -151,14 +186,13 @@ def move(
         version = mover.call(here, sql.LEAVE, target=target)[0][0]
         _be_the_only_mover(mover)
         mover.call(here, sql.LIST)
-        mover.call(there, sql.RECEIVE, source=source, version=version)
+        of_source = mover.call(here, sql.FORMAT)[0][0]
+        mover.call(there, sql.RECEIVE, source=source, version=version, format=of_source)
         mover.call(here, sql.UNHOLD, part=None)
         states = dict(mover.call(here, sql.PARTS))
         for part in [part for part, state in states.items() if state == "leaving"]:
             mover.arrive(part)
-        empty = [row[0] for row in mover.call(here, sql.LEAVE_EMPTY)]
-        mover.call(there, sql.ARRIVE_EMPTY, parts=empty)
-        mover.call(here, sql.GONE_EMPTY, parts=empty)
+        empty = mover.empty_parts()
         left = [part for part in range(PARTS) if part not in {*states, *empty}]
         idle = 0
         while left and idle < 3:

@@ -23,21 +23,35 @@ LEAVE = Statement("select queue.shard_leave(:slot, :target)")
 LIST = Statement("select queue.shard_list(:slot)")
 CATCH_UP = Statement("select queue.shard_catch_up()")
 CLOSE = Statement("select queue.shard_close(:slot, :part)")
-RECEIVE = Statement("select queue.shard_receive(:slot, :source, :version)")
+FORMAT = Statement("select queue.shard_format()")
+RECEIVE = Statement("select queue.shard_receive(:slot, :source, :version, :format)")
 PARTS = Statement("select * from queue.shard_parts(:slot)")
+HOLD_AHEAD = Statement("select queue.shard_hold_ahead(:slot, :part, :started)")
 HOLD = Statement("select * from queue.shard_hold(:slot, :part, :started)")
 UNHOLD = Statement("select queue.shard_unhold(:slot, :part)")
 PART_LEAVE = Statement("select queue.shard_part_leave(:slot, :part, :started)")
 PART_JOBS = Statement("select cast(queue.shard_part_jobs(:slot, :part) as text)")
 PART_ARRIVE = Statement(
-    "select queue.shard_part_arrive(:slot, :part, cast(cast(:jobs as text) as jsonb))"
+    "select * from queue.shard_part_arrive(cast(cast(:carried as text) as jsonb))"
 )
-PART_GONE = Statement("select queue.shard_part_gone(:slot, :part)")
+PART_GONE = Statement("select queue.shard_part_gone(:slot, :part, cast(:receipt as uuid))")
 LEAVE_EMPTY = Statement("select * from queue.shard_leave_empty(:slot)")
+EMPTY_PARTS = Statement("""
+    select cast(jsonb_agg(queue.shard_part_jobs(:slot, p)) as text)
+    from unnest(cast(:parts as integer[])) p
+""")
 ARRIVE_EMPTY = Statement("""
-    select queue.shard_part_arrive(:slot, p, '[]') from unnest(cast(:parts as integer[])) p
+    select cast(p ->> 'part' as integer), cast(a.receipt as text)
+    from jsonb_array_elements(cast(cast(:carried as text) as jsonb)) p
+    cross join lateral queue.shard_part_arrive(p) a
 """)
 GONE_EMPTY = Statement("""
-    select queue.shard_part_gone(:slot, p) from unnest(cast(:parts as integer[])) p
+    select queue.shard_part_gone(:slot, p, r)
+    from unnest(cast(:parts as integer[]), cast(cast(:receipts as text[]) as uuid[])) x (p, r)
 """)
 MOVED = Statement("select queue.shard_moved(:slot, :version)")
+# To all shards: only the source and the target know such a move.
+MOVED_IF = Statement("""
+    select queue.shard_moved(:slot, :version)
+    from (select from queue.shard_parts(:slot) limit 1) p
+""")

@@ -1,0 +1,109 @@
+-- Moving a slot to another shard (move.sql): how the jobs of a part leave the source, piece by piece.
+-- Tests: tests/sql/cluster/pieces.sql, tests/sql/cluster/move.sql, tests/py/cluster.
+begin;
+
+-- Takes the oldest jobs of a part out of the queue, into queue.shard_sent: all, if they are no more than a
+-- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone.
+-- Locks: the caller has those of _shard_lock for these jobs. Nothing is lost: the jobs are deleted and noted
+-- in one transaction. Raises: 55000 (another job needs one).
+create or replace function queue._shard_cut(p_slot integer, p_part integer)
+returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
+declare
+  v_ids bigint[] := queue._shard_oldest(p_slot, p_part);
+  v_kept bigint;
+  v_done bigint[];
+begin
+  delete from queue.shard_job s where s.slot = p_slot and s.part = p_part
+    and (v_ids = '{}' or s.id < v_ids[1]);  -- they have ended
+  insert into queue.shard_sent (slot, part, id, job)
+  select p_slot, p_part, u.id, queue._shard_call(u.id, exists (select from queue.waiting w
+    where w.id = u.id and w.reason = 'held'))
+  from unnest(v_ids) u (id);
+  select min(d.need_id) into v_kept from queue.need d
+  where d.need_id = any (v_ids)
+    and (select f.id from queue.finished f where f.id = d.job_id) is null
+    and (select s.id from queue.shard_job s
+      where s.slot = p_slot and s.part = p_part and s.id = d.job_id) is null;
+  if v_kept is null then
+    v_done := queue._delete(v_ids, true);
+    v_kept := (select min(u.id) from unnest(v_ids) u (id) where u.id not in (select unnest(v_done)));
+  end if;
+  if v_kept is not null then
+    raise exception using errcode = '55000', message = 'a job of this part can''t leave',
+      detail = format('job %s', v_kept), hint = 'It stays here. End what needs it, and move the slot again.';
+  end if;
+  update queue.shard_part p set state = 'leaving', receipt = gen_random_uuid(), piece = p.piece + 1
+  where p.slot = p_slot and p.part = p_part;
+  perform queue._announce();
+  if v_ids <> '{}' then
+    perform queue._shard_audit('shard_part_leave', jsonb_build_object('slot', p_slot, 'part', p_part),
+      v_ids);
+  end if;
+end $$;
+
+-- Source. The first piece of a part leaves, if all of the part may: its oldest jobs, mostly all. The others
+-- are held, each by itself; they follow piece by piece, by shard_part_gone, while the target runs the first.
+-- From its commit on the source refuses the part. Returns whether it left.
+-- Locks: the part's row, for update, waited for (lock_timeout): every defer for it has committed; then as
+-- queue.delete. Nothing is lost: as _shard_cut.
+-- Raises: 55P03 (a transaction that defers for it stays open), 55000 (another job needs one), 22023, QJ008.
+create or replace function queue.shard_part_leave(slot integer, part integer, started boolean default false)
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+  v_jobs record;
+  v_ids bigint[];
+begin
+  perform queue._check_isolation(), queue._shard_leaving(slot, part);
+  perform from queue.shard_part p where p.slot = shard_part_leave.slot and p.part = shard_part_leave.part
+    and p.state = 'here' for update;
+  if not found then
+    return true;
+  end if;
+  v_ids := array(select s.id from queue.shard_job s left join queue.finished f on f.id = s.id
+    where s.slot = shard_part_leave.slot and s.part = shard_part_leave.part and not s.is_ahead
+      and f.id is null);
+  if exists (select from queue.active_job aj where aj.id = any (v_ids) and aj.claim is not null) then
+    return false;
+  end if;
+  perform queue._shard_lock(v_ids || queue._shard_oldest(slot, part));
+  select coalesce(array_agg(j.id order by j.id), '{}') as ids, bool_or(j.why is not null) as must_wait
+  into v_jobs from queue._shard_jobs(slot, part, started) j;
+  if v_jobs.must_wait then
+    return false;
+  end if;
+  v_ids := array(select u.id from unnest(v_jobs.ids) u (id)
+    where u.id not in (select unnest(queue._shard_oldest(slot, part))));
+  if v_ids <> '{}' then
+    perform queue._shard_park(slot, part, v_ids);
+  end if;
+  perform queue._shard_cut(slot, part);
+  return true;
+end $$;
+
+-- Source. Lets all parts leave at once that have no jobs, and for which nobody defers; returns them.
+-- Locks: the parts' rows, for update, by skip locked; their jobs are read afterwards, by a new snapshot. A
+-- defer that comes meanwhile is refused: it tries again. Raises: 22023, QJ008.
+create or replace function queue.shard_leave_empty(slot integer)
+returns setof integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+  v_parts integer[];
+begin
+  perform queue._check_isolation(), queue._shard_leaving(slot);
+  v_parts := array(select p.part from queue.shard_part p
+    where p.slot = shard_leave_empty.slot and p.state = 'here' for update skip locked);
+  return query
+    update queue.shard_part p set state = 'leaving', receipt = gen_random_uuid(), piece = 1
+    where p.slot = shard_leave_empty.slot and p.part = any (v_parts)
+      and not exists (select from queue.shard_job s where s.slot = p.slot and s.part = p.part)
+    returning p.part;
+end $$;
+
+do $$
+declare
+  v_name regprocedure;
+begin
+  foreach v_name in array '{queue._shard_cut,queue.shard_part_leave,queue.shard_leave_empty}'::regproc[] loop
+    execute format('revoke all on function %s from public', v_name);
+  end loop;
+end $$;
+commit;
