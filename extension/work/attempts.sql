@@ -40,6 +40,7 @@ returns text language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz;  -- read under the lock of the claim's row, as work/minutes.sql asks for
   v_kind text := p_outcome ->> 'outcome';
+  v_state text;  -- a wait for needs: queue.jobs shows it until the claim is settled
   v_label text;
   v_live record;
   v_end record;
@@ -111,9 +112,11 @@ begin
   if v_kind = 'retried' then
     perform queue._reset_counters(array[p_id]);
   end if;
-  perform queue._settle_or_append(array[p_id], array[v_live.flags], 'again', p_settle, v_end.payload);
-  return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end,
-                  case when v_at > v_now then 'scheduled' else 'ready' end);
+  v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload)
+    when v_end.payload ? 'awaits' then 'waiting' end;
+  perform queue._settle_or_append(array[p_id], array[v_live.flags], 'again', p_settle,
+    v_end.payload || case when v_state is null then '{}' else jsonb_build_object('state', v_state) end);
+  return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 
 -- What an outcome means for its job. final: the state in which it ends, with its reason; else it runs again,
