@@ -172,7 +172,7 @@ end $$;
 """
 
 RELATIONS = """\
--- The tables, views and sequences that any release makes in the schema. All others are an application's.
+-- The tables, views and sequences that a release makes. Others in the schema are an application's.
 create or replace function queue._own_relations()
 returns text[]
 language plpgsql
@@ -381,11 +381,9 @@ def text_array(items: list[str]) -> str:
 
 
 def own_relations(source: Path) -> str:
-    """Return the function that knows which relations are ours: in earlier releases, and on demand."""
+    """Return the function that names our relations: of every release, and those on demand."""
     names = {
-        name
-        for path in source.rglob("*.sql")
-        for name in RELATION.findall(path.read_text("utf-8"))
+        name for path in source.rglob("*.sql") for name in RELATION.findall(path.read_text("utf-8"))
     }
     lines = textwrap.wrap(", ".join(f"'{name}'" for name in sorted(names)), 104)
     return RELATIONS.format(names="\n".join(f"    {line}" for line in lines))

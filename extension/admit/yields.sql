@@ -39,7 +39,7 @@ begin
     perform queue._job_not_found(v_missing);
   end if;
   perform queue._refuse_cycle(p_id, v_ids);
-  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', true);
+  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', true, 'state', 'waiting');
 end $$;
 
 -- Raises: QJ005 if one of p_needs needs p_id.

@@ -40,7 +40,6 @@ returns text language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz;  -- read under the lock of the claim's row, as work/minutes.sql asks for
   v_kind text := p_outcome ->> 'outcome';
-  v_state text;  -- a wait for needs: queue.jobs shows it until the claim is settled
   v_label text;
   v_live record;
   v_end record;
@@ -80,8 +79,7 @@ begin
                else queue._truncate_details(nullif(p_outcome -> 'details', 'null')) end);
   insert into queue.job_override as s (id, attempts, claims, failures, crashes, progress, scheduled_at,
     started_at, error, has_steps, is_suspended, tag)
-  values (p_id,
-    v_live.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
+  values (p_id, v_live.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
     1, case when v_kind = 'failed' then 1 else 0 end, case when v_label = 'crashed' then 1 else 0 end,
     case when v_kind = 'retry_later' then 1 else 0 end, v_at,
     case when v_kind not in ('released', 'unknown_task') then v_live.claimed_at end,
@@ -112,11 +110,10 @@ begin
   if v_kind = 'retried' then
     perform queue._reset_counters(array[p_id]);
   end if;
-  v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload)
-    when v_end.payload ? 'awaits' then 'waiting' end;
+  v_label := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
   perform queue._settle_or_append(array[p_id], array[v_live.flags], 'again', p_settle,
-    v_end.payload || case when v_state is null then '{}' else jsonb_build_object('state', v_state) end);
-  return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
+    jsonb_build_object('state', v_label) || v_end.payload);  -- queue.jobs shows it until then
+  return coalesce(v_label, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 
 -- What an outcome means for its job. final: the state in which it ends, with its reason; else it runs again,
