@@ -28,6 +28,7 @@ import operator
 import os
 import re
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -170,6 +171,21 @@ begin
 end $$;
 """
 
+RELATIONS = """\
+-- The tables, views and sequences that a release makes. Others in the schema are an application's.
+create or replace function queue._own_relations()
+returns text[]
+language plpgsql
+immutable
+parallel safe
+security invoker
+as $$
+begin
+  return array[
+{names}]::text[];
+end $$;
+"""
+
 INDEXES = """\
 -- The indexes of large tables that the step from a release adds.
 create or replace function queue._step_indexes(p_from text)
@@ -198,6 +214,7 @@ begin
 """
 
 SECTIONS = ("code", "concurrently", "tables")
+RELATION = re.compile(r"create (?:table|view|sequence) (?:if not exists )?queue\.([a-z_]\w*)")
 INDEX = re.compile(
     r"create (?:unique )?index concurrently (?P<name>[a-z_]\w*)\s+on queue\.(?P<table>[a-z_]\w*)\b"
 )
@@ -363,6 +380,15 @@ def text_array(items: list[str]) -> str:
     return "array[" + ", ".join("'" + item.replace("'", "''") + "'" for item in items) + "]::text[]"
 
 
+def own_relations(source: Path) -> str:
+    """Return the function that names our relations: of every release, and those on demand."""
+    names = {
+        name for path in source.rglob("*.sql") for name in RELATION.findall(path.read_text("utf-8"))
+    }
+    lines = textwrap.wrap(", ".join(f"'{name}'" for name in sorted(names)), 104)
+    return RELATIONS.format(names="\n".join(f"    {line}" for line in lines))
+
+
 def migration(chain: list[Step], number: str) -> str:
     """Return the functions that know the steps between releases."""
     branches = "".join(
@@ -397,6 +423,7 @@ def code(source: Path, number: str) -> str:
         if is_table:
             body = "\n".join(texts)
             parts.append(f"{TABLES_HEAD}{body}{TABLES_TAIL}")
+            parts.append(own_relations(source))
             parts.append(migration(steps(source, number), number))
         else:
             parts += texts

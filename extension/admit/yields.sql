@@ -52,7 +52,7 @@ begin
     perform queue._job_not_found(v_unknown) where v_unknown is not null;
   end if;
   perform queue._refuse_cycle(p_id, v_ids);
-  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim);
+  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim, 'state', 'waiting');
 end $$;
 
 -- Raises: QJ005 if one of p_needs needs p_id.

@@ -103,8 +103,8 @@ begin
 end $$;
 comment on function queue.uninstall(boolean) is
   'Removes the tables, the views and every job, and revokes what grant_access granted. Objects that'
-    ' depend on the views are dropped too. Needs force => true. Waits for running sessions (55P03 if that'
-    ' takes too long); later calls get QJ090.';
+    ' depend on the views are dropped too; what else the schema holds stays. Needs force => true. Waits for'
+    ' running sessions (55P03 if that takes too long); later calls get QJ090.';
 
 -- Whether clients or tables of a release work with this code: it is of the same series (first two numbers) or
 -- the one before.
@@ -140,10 +140,12 @@ begin
   end if;
 end $$;
 
+-- What an application has put into the schema stays.
 -- Locks: those of uninstall.
 create or replace function queue._drop_tables()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_ours text[] := queue._own_relations();
   v_objects text[];
   v_object text;
 begin
@@ -151,7 +153,8 @@ begin
   from (
     select format('queue.%I', c.relname) as name, c.oid, case c.relname when 'admission' then 0 else 1 end
       as place
-    from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r') x;
+    from pg_class c
+    where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r' and c.relname = any (v_ours)) x;
   if v_objects is not null then
     execute format('lock table %s in access exclusive mode', array_to_string(v_objects, ', '));
   end if;
@@ -164,7 +167,7 @@ begin
     select format('%s if exists queue.%I', case c.relkind when 'v' then 'view' when 'S' then 'sequence'
       else 'table' end, c.relname)
     from pg_class c
-    where c.relnamespace = 'queue'::regnamespace and c.relkind in ('r', 'v', 'S')
+    where c.relnamespace = 'queue'::regnamespace and c.relkind in ('r', 'v', 'S') and c.relname = any (v_ours)
       and not exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = c.oid
         and d.deptype in ('e', 'i', 'a'))
     order by case c.relkind when 'v' then 0 when 'r' then 1 else 2 end

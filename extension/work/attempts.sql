@@ -111,9 +111,10 @@ begin
   if v_kind = 'retried' then
     perform queue._reset_counters(array[p_id]);
   end if;
-  perform queue._settle_or_append(array[p_id], array[v_active.flags], 'again', p_settle, v_end.payload);
-  return coalesce(case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end,
-                  case when v_at > v_now then 'scheduled' else 'ready' end);
+  v_label := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
+  perform queue._settle_or_append(array[p_id], array[v_active.flags], 'again', p_settle,
+    jsonb_build_object('state', v_label) || v_end.payload);  -- queue.jobs shows it until then
+  return coalesce(v_label, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 
 -- What an outcome means for its job. final: the state in which it ends, with its reason; else it runs again,

@@ -11,8 +11,8 @@ create index attempt_at_idx on queue.attempt using brin (finished_at) with (page
 -- gate had held it. Private.
 create view queue.unfinished as
 select j.id, j.task, j.queue,
-  coalesce(u.state, case when j.scheduled_at > statement_timestamp() then 'scheduled' else 'ready' end)
-    as state,
+  coalesce(u.state, case when j.is_suspended then 'waiting'
+    when j.scheduled_at > statement_timestamp() then 'scheduled' else 'ready' end) as state,
   coalesce(j.scheduled_at, j.created_at) as due_at
 from (
   select aj.id, case when aj.claim is null then 'ready' else 'running' end as state from queue.active_job aj
@@ -30,8 +30,8 @@ from (
     and not exists (select from queue.finished f where f.id = m.id)
     and not exists (select from queue.pending_settlement h where h.job_id = m.id and h.kind = 'again')
   union all
-  -- by its time, as in queue.jobs
-  select h.job_id, null as state from queue.pending_settlement h where h.kind = 'again'
+  -- by its wait or its time, as in queue.jobs
+  select h.job_id, h.payload ->> 'state' as state from queue.pending_settlement h where h.kind = 'again'
   union all
   select a.id, case when a.flags & {{held}} <> 0 then 'held'
     when a.scheduled_at > statement_timestamp() then 'scheduled' when a.needs is not null then 'waiting'

@@ -41,6 +41,12 @@ select j.id, j.task, j.queue,
     when m.id is not null and m.is_passed
       and not (j.claims > 0 and exists (select from queue.pending_settlement h
         where h.job_id = j.id and h.kind = 'again')) then 'blocked'
+    when j.is_suspended then 'waiting'
+    when j.claims > 0 and exists (select from queue.pending_settlement h
+      where h.job_id = j.id and h.kind = 'again' and h.payload ->> 'state' = 'waiting') then 'waiting'
+    when j.claims > 0 and exists (select from queue.pending_settlement h
+      where h.job_id = j.id and h.kind = 'again' and h.payload ->> 'state' = 'upstream_failed')
+      then 'upstream_failed'
     when j.flags & {{held}} <> 0 and not j.is_overridden then 'held'
     when coalesce(r.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled'
     when j.needs is not null and not j.is_overridden then 'waiting'
@@ -57,6 +63,7 @@ select j.id, j.task, j.queue,
     when w.id is null and aj.id is null and m.is_passed
       and not (j.claims > 0 and exists (select from queue.pending_settlement h
         where h.job_id = j.id and h.kind = 'again')) then 'lock'
+    when w.id is null and aj.id is null and j.is_suspended then 'signal'
   end as reason,
   case when (select h.paths from queue.hidden_paths h) ? j.task
     then (select c.args

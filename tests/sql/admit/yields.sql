@@ -1,7 +1,7 @@
 -- retry_later: which needs it waits for, what it returns, max_progress, cycles.
 -- The races are in yields.cycle.spec and needs.*.spec.
 
-select plan(78);
+select plan(83);
 
 \ir needs.helpers.psql
 
@@ -207,6 +207,19 @@ end $$;
 select is(pg_temp.states(), 'a:upstream_failed b:failed next:ready d:ready', 'one of them fails');
 select is((select j.reason || ': ' || j.error from queue.jobs j where j.task = 'b'), 'dependency_cycle: the needs of two jobs form a cycle', 'and says why');
 select is_empty('select * from queue.check()', 'in good order');
+call pg_temp.clear();
+
+-- A yield in a handler's own transaction is settled later, by the next fetch; until then it looks the same
+select queue.defer('held', options => '{"held": true}') as held, queue.defer('later', scheduled_at => '2100-01-01') as later \gset
+select queue.defer('j') as j \gset
+select claim from queue.fetch(:worker) \gset
+select is(queue.retry_later(:j, :claim, needs => array[:later::bigint]), 'waiting', 'a yield by a call of its own');
+select is((select j.state from queue.jobs j where j.id = :j), 'waiting', 'the view shows it at once');
+select is((select s.waiting from queue.stats() s where s.task = 'j'), 1::bigint, 'the figures too');
+select queue.defer('k') as k \gset
+select claim from queue.fetch(:worker) \gset
+select is(queue.retry_later(:k, :claim, needs => array[:held::bigint]), 'upstream_failed', 'with a need that is held');
+select is((select j.state from queue.jobs j where j.id = :k), 'upstream_failed', 'it shows that');
 call pg_temp.clear();
 
 select * from finish();

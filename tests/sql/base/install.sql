@@ -1,6 +1,6 @@
 -- Installing: twice, uninstalling, DROP EXTENSION, and what the tables may depend on.
 
-select plan(30);
+select plan(32);
 
 -- Everything that install created, as text.
 create function pg_temp.made() returns text language sql as $$
@@ -80,9 +80,16 @@ select exists (select from pg_extension x where x.extname = 'pgdefer') as is_ext
   select skip('pgdefer is not installed as an extension', 8);
 \endif
 
--- Uninstalling and starting again
+-- Uninstalling and starting again. The schema may hold things of the application, which stay.
+create table queue.mine as select 'kept' as note;
+create view queue.my_view as select m.note from queue.mine m;
+create sequence queue.my_seq;
 select lives_ok('select queue.uninstall(force => true)', 'uninstall with force');
-select is((select count(*) from pg_class c where c.relnamespace = 'queue'::regnamespace), 0::bigint, 'takes every table, view, index and sequence');
+select is((select count(*) from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relname !~ '^my_|^mine$'), 0::bigint, 'takes every table, view, index and sequence');
+select results_eq('select v.note from queue.my_view v', array['kept'], 'but not the tables and views of an application');
+select is(nextval('queue.my_seq'), 1::bigint, 'nor its sequences');
+drop table queue.mine cascade;
+drop sequence queue.my_seq;
 select is((select v.tables from queue.version() v), null, 'version says that there are no tables');
 select is(test.refusal('select queue.migrate()'), 'QJ090', 'migrate does too, and what to run');
 select is(queue.install(), (select v.code from queue.version() v), 'install creates them again');

@@ -1,6 +1,6 @@
 -- Sleeps and waits: the claim ends, and the job continues with a new one when its time or its signal has come.
 
-select plan(101);
+select plan(103);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -16,6 +16,14 @@ create function pg_temp.pass() returns void language sql as $$
   update queue.job_override set scheduled_at = scheduled_at - interval '1 hour' where isfinite(scheduled_at);
   update queue.cursor set due_at = '-infinity';
 $$;
+
+-- The view shows a wait at once, before the claim is settled.
+select queue.defer('t') as id \gset
+select claim from queue.fetch(:worker) \gset
+select queue.wait(:id, :claim, 'w', signal => 's') \g /dev/null
+select is(pg_temp.job(:id), 'waiting signal 1 0 1 0', 'a job waits for a signal');
+select is((select s.waiting from queue.stats() s where s.task = 't'), 1::bigint, 'the figures show it');
+select queue.cancel(:id) \g /dev/null
 
 -- Sleeping
 select queue.defer('t', lock => 'l', concurrency_key => 'k', concurrency_limit => 1) as id \gset
