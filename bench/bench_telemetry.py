@@ -24,14 +24,16 @@ PROGRAM = Path(__file__).resolve().parent / "workers" / "drain_pgdefer.py"
 # at once, and all spans, are what the limit is for.
 CASES: dict[str, tuple[float, list[str], float | None]] = {
     "spans": (0, ["spans"], None),
-    "spans, 1 in 10": (0, ["sampled"], None),
+    "spans, 1 in 10": (0, ["spans:0.1"], None),
+    "spans, 1 in 100": (0, ["spans:0.01"], None),
     "metrics": (0, ["metrics"], None),
     "prometheus": (0, ["prometheus"], None),
     "spans, metrics, prometheus": (0, ["spans", "metrics", "prometheus"], 0.85),
-    "1 in 10, metrics, prometheus": (0, ["sampled", "metrics", "prometheus"], None),
-    "1 in 10, prometheus": (0, ["sampled", "prometheus"], None),
+    "1 in 10, metrics, prometheus": (0, ["spans:0.1", "metrics", "prometheus"], None),
+    "1 in 10, prometheus": (0, ["spans:0.1", "prometheus"], None),
+    "1 in 100, prometheus": (0, ["spans:0.01", "prometheus"], None),
     "jobs of 1 ms: all": (1, ["spans", "metrics", "prometheus"], None),
-    "jobs of 1 ms: 1 in 10, prometheus": (1, ["sampled", "prometheus"], None),
+    "jobs of 1 ms: 1 in 10, prometheus": (1, ["spans:0.1", "prometheus"], None),
 }
 
 

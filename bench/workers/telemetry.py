@@ -20,12 +20,13 @@ class Dropping(SpanExporter):
 
 
 def instrument(app: App, kinds: list[str]) -> None:
-    """Switch on `spans` or `sampled` (one in ten), `metrics`, `prometheus`."""
+    """Switch on `spans`, or some as in `spans:0.1`, `metrics`, `prometheus`."""
     traces: TracerProvider | None = None
-    if "sampled" in kinds:
-        traces = TracerProvider(sampler=ParentBased(TraceIdRatioBased(0.1)))
-    elif "spans" in kinds:
-        traces = TracerProvider()
+    for kind in kinds:
+        name, _, share = kind.partition(":")
+        if name == "spans":
+            sampler = ParentBased(TraceIdRatioBased(float(share or 1)))
+            traces = TracerProvider(sampler=sampler)
     if traces is not None:
         traces.add_span_processor(BatchSpanProcessor(Dropping()))
     if traces is not None or "metrics" in kinds:

@@ -1,5 +1,5 @@
--- Listing jobs, oldest first. The plan of the view queue.jobs takes milliseconds; a function's is kept for the
--- session, also where statements can't be prepared: behind a pooler, or in transactions that are rolled back.
+-- Listing jobs, oldest first. To plan the view queue.jobs takes milliseconds; a function's plan is kept for
+-- the session, also where statements can't be prepared: behind a pooler, or where transactions roll back.
 
 -- Raises: 22023.
 create or replace function queue.list_jobs(after bigint default 0, max_jobs integer default 100)
@@ -29,6 +29,6 @@ begin
 end $$;
 comment on function queue.list_jobs(bigint, integer) is
   'Returns jobs as in queue.jobs, oldest first, from the one that follows after: the last id of a page'
-    ' gives the next page. The plan of a query of queue.jobs takes milliseconds, and here it is kept. A'
+    ' gives the next page. To plan a query of queue.jobs takes milliseconds; this keeps its plan. A'
     ' transaction that deferred earlier may commit later, so a job with a smaller id may still appear.'
     ' Sensitive args (register_task) read *** for all but the owner.';

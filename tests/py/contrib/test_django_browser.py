@@ -99,7 +99,8 @@ def fill(conn: Connection, more: int) -> None:
     conn.execute("select queue.schedule('morning', '0 6 * * *', 'thing')")
     key = "concurrency_key => 'k', concurrency_limit => 1"
     conn.execute(f"select queue.defer('runs', queue => 'runs', lock => 'l', {key})".encode())
-    conn.execute("select queue.fetch(%s)", [id])
+    # Behind a large backlog, or on a busy machine, a fetch may end without the job.
+    assert any(conn.execute("select queue.fetch(%s)", [id]).fetchall() for _ in range(100))
     conn.execute(
         "select queue.defer('thing', jsonb_build_object('n', n)) from generate_series(1, 2) n"
     )
