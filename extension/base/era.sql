@@ -22,8 +22,9 @@
 --     that is over 71 minutes (2^32 us). It exceeds n, because nobody claims a million times a second.
 --   Neither, or less than 71 minutes: b and c differ by the random number. They collide with a probability of
 --     about 2n / 2^32, and then a pair repeats only if the same job gets the same number.
--- Job ids do not jump: an id without its claim can't end anything, and defer, which takes ids before the first
--- worker has come, does not look at the era. Ids that a lossy failover has lost are used for other jobs.
+-- Job ids do not jump: an id without its claim can't end anything, and defer, which takes ids before the
+-- first worker has come, does not look at the era. Ids that a lossy failover has lost are used for other
+-- jobs.
 
 -- Identifies the present era, except for the row's xmin. It is exact whatever extra_float_digits is. A
 -- recovery resets the statistics of the background writer and of the archiver, a call of pg_stat_reset_shared

@@ -17,8 +17,8 @@ select cmp_ok((select count(*) from functions), '>', 100::bigint, 'there are fun
 -- Functions
 select is_empty('select f.signature from functions f where not f.is_internal and f.comment = ''''', 'every public function has a comment');
 select is_empty($$select f.signature from functions f where f.comment <> '' and f.comment !~ '\.$'$$, 'and it is a sentence');
-select results_eq('select f.name from functions f where not f.is_internal and not f.prosecdef order by 1', $$values ('run_function'::name), ('work')$$,
-                  'public functions are security definer, but for those that run the caller''s');
+select results_eq('select f.name from functions f where not f.is_internal and not f.prosecdef order by 1', $$values ('is_busy'::name), ('run_function'), ('work')$$,
+                  'public functions are security definer, but for those that run the caller''s, and the one that sees its sessions');
 select results_eq($$select f.name from functions f where not f.is_internal and not coalesce('search_path=pg_catalog, pg_temp' = any (f.proconfig), false) order by 1$$,
                   $$values ('defer'::name), ('run_function'), ('work')$$, 'with search_path = pg_catalog, pg_temp, but for defer and those');
 select is_empty($$
@@ -62,7 +62,7 @@ $$, 'and each code its message');
 
 select is_empty($$
   select p.proname from pg_proc p where p.pronamespace = 'queue'::regnamespace and p.proname !~ '^_'
-    and p.proname not in ('install', 'migrate', 'version', 'uninstall', 'backoff', 'next_runs', 'run_function', 'work') and p.prosrc !~ 'queue\.(_not_installed|_defer_any)\('
+    and p.proname not in ('install', 'migrate', 'version', 'uninstall', 'backoff', 'next_runs', 'is_busy', 'run_function', 'work') and p.prosrc !~ 'queue\.(_not_installed|_defer_any)\('
 $$, 'every function that needs the tables says QJ090 without them');
 
 -- Tables, views, constraints, indexes

@@ -233,6 +233,7 @@ PROBES = [
     "select * from queue.before_sleep({worker})",
     "select * from queue.after_sleep({worker})",
     "select * from queue.heartbeat({worker})",
+    "select queue.is_busy(2147483647)",
     "select * from queue.tick()",
     "select * from queue.peek()",
     "select * from queue.stats()",

@@ -50,7 +50,7 @@ SAMPLES: dict[str, Any] = {
     "claim": 1, "worker": 1, "lease": "1 hour", "within": "1 minute", "older_than": None,
     "max_jobs": 5, "n": 2, "failures": 1, "max_bytes": 10_000, "force": False,
     "concurrency_limit": None, "slot": 5, "part": 5, "version": 2, "started": False,
-    "format": 1, "receipt": None,
+    "format": 1, "receipt": None, "session": 1,
 }  # fmt: skip
 
 # Texts that must be valid for the others to be read.

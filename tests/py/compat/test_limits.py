@@ -83,6 +83,7 @@ FOREIGN: dict[str, list[Any]] = {
     "on_end": [None],
     "on_success": [None],
     "on_failure": [None],
+    "session": [1],
     # of shards
     "key": ["k"],
     "shard_key": ["k"],

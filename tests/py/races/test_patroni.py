@@ -65,7 +65,8 @@ class Member:
             "scope": "shop",
             "name": name,
             "restapi": _at(self._api, far_api),
-            "etcd3": {"host": f"127.0.0.1:{far_etcd}"},
+            # Otherwise it goes to the address that etcd tells.
+            "etcd3": {"hosts": [f"127.0.0.1:{far_etcd}"], "use_proxies": True},
             "bootstrap": {
                 "dcs": {
                     "ttl": 20,
