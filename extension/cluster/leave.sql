@@ -5,8 +5,8 @@ begin;
 -- Takes the oldest jobs of a part out of the queue, into queue.shard_sent: all, if they are no more than a
 -- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone.
 -- Locks: the caller has those of _shard_lock for these jobs. Nothing is lost: the jobs are deleted and noted
--- in one transaction. Raises: 55000 (another job needs one; or one runs, which an operator has held meanwhile,
--- and let go).
+-- in one transaction. Raises: 55000 (another job needs one; or one runs, which an operator has held and let
+-- go meanwhile).
 create or replace function queue._shard_cut(p_slot integer, p_part integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
