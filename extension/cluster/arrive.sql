@@ -50,8 +50,8 @@ begin
   end if;
   return (
     select jsonb_build_object('format', queue.shard_format(), 'slot', p.slot, 'part', p.part,
-      'version', r.version, 'receipt', p.receipt, 'piece', p.piece, 'is_last',
-      queue._shard_oldest(p.slot, p.part) = '{}', 'jobs', (
+      'version', r.version, 'receipt', p.receipt, 'piece', p.piece, 'is_last', p.is_last,
+      'jobs', (
         select coalesce(jsonb_agg(s.job order by s.id), '[]') from queue.shard_sent s
         where s.slot = p.slot and s.part = p.part))
     from queue.shard_part p join queue.shard_move r on r.slot = p.slot
@@ -216,7 +216,6 @@ returns boolean language plpgsql volatile security definer set search_path = pg_
 declare
   v_state text := queue._shard_leaving(slot, part);
   v_sent bigint[];
-  v_next bigint[];
 begin
   perform queue._check_isolation();
   perform from queue.shard_part p where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part
@@ -231,9 +230,10 @@ begin
   delete from queue.shard_sent s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
   delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part
     and s.id = any (v_sent);
-  v_next := queue._shard_oldest(slot, part);
-  if v_next <> '{}' and v_state = 'leaving' then
-    perform queue._shard_lock(v_next);
+  if v_state = 'leaving' and not (select p.is_last from queue.shard_part p
+    where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part) then
+    -- without jobs, if they have ended meanwhile: the target waits for the last
+    perform queue._shard_lock(queue._shard_oldest(slot, part));
     perform queue._shard_cut(slot, part);
     return true;
   end if;

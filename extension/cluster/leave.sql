@@ -5,12 +5,13 @@ begin;
 -- Takes the oldest jobs of a part out of the queue, into queue.shard_sent: all, if they are no more than a
 -- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone.
 -- Locks: the caller has those of _shard_lock for these jobs. Nothing is lost: the jobs are deleted and noted
--- in one transaction. Raises: 55000 (another job needs one).
+-- in one transaction. Raises: 55000 (another job needs one; or one runs, which an operator has held and let
+-- go meanwhile).
 create or replace function queue._shard_cut(p_slot integer, p_part integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
   v_ids bigint[] := queue._shard_oldest(p_slot, p_part);
-  v_kept bigint;
+  v_kept text;
   v_done bigint[];
 begin
   delete from queue.shard_job s where s.slot = p_slot and s.part = p_part
@@ -19,20 +20,26 @@ begin
   select p_slot, p_part, u.id, queue._shard_call(u.id, exists (select from queue.waiting w
     where w.id = u.id and w.reason = 'held'))
   from unnest(v_ids) u (id);
-  select min(d.need_id) into v_kept from queue.need d
+  select format('job %s: another one needs it', min(d.need_id)) into v_kept from queue.need d
   where d.need_id = any (v_ids)
     and (select f.id from queue.finished f where f.id = d.job_id) is null
     and (select s.id from queue.shard_job s
-      where s.slot = p_slot and s.part = p_part and s.id = d.job_id) is null;
+      where s.slot = p_slot and s.part = p_part and s.id = d.job_id) is null
+  having count(*) > 0;
+  v_kept := coalesce(v_kept, (
+    select format('job %s: it runs', min(aj.id)) from queue.active_job aj
+    where aj.id = any (v_ids) and aj.claim is not null having count(*) > 0));
   if v_kept is null then
     v_done := queue._delete(v_ids, true);
-    v_kept := (select min(u.id) from unnest(v_ids) u (id) where u.id not in (select unnest(v_done)));
+    select format('job %s: another transaction has it', min(u.id)) into v_kept from unnest(v_ids) u (id)
+    where u.id not in (select unnest(v_done)) having count(*) > 0;
   end if;
   if v_kept is not null then
     raise exception using errcode = '55000', message = 'a job of this part can''t leave',
-      detail = format('job %s', v_kept), hint = 'It stays here. End what needs it, and move the slot again.';
+      detail = v_kept, hint = 'It stays here. End what needs it, and move the slot again.';
   end if;
-  update queue.shard_part p set state = 'leaving', receipt = gen_random_uuid(), piece = p.piece + 1
+  update queue.shard_part p set state = 'leaving', receipt = gen_random_uuid(), piece = p.piece + 1,
+    is_last = queue._shard_oldest(p_slot, p_part) = '{}'
   where p.slot = p_slot and p.part = p_part;
   perform queue._announce();
   if v_ids <> '{}' then
@@ -92,7 +99,7 @@ begin
   v_parts := array(select p.part from queue.shard_part p
     where p.slot = shard_leave_empty.slot and p.state = 'here' for update skip locked);
   return query
-    update queue.shard_part p set state = 'leaving', receipt = gen_random_uuid(), piece = 1
+    update queue.shard_part p set state = 'leaving', receipt = gen_random_uuid(), piece = 1, is_last = true
     where p.slot = shard_leave_empty.slot and p.part = any (v_parts)
       and not exists (select from queue.shard_job s where s.slot = p.slot and s.part = p.part)
     returning p.part;

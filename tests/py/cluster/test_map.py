@@ -182,7 +182,7 @@ def test_a_role_without_rights_defers_nothing(cluster: Cluster, dsns: dict[str, 
             "shard_learn('{}')",
             "shard_start('a', '{}')",
             "shard_leave(1, 'b')",
-            "shard_part_arrive(1, 1, '[]')",
+            "shard_part_arrive('{}')",
         ):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 connection.execute(f"select queue.{call}".encode())

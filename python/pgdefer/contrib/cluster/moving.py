@@ -131,7 +131,7 @@ class _Mover:
             pause.note("waiting")
             return False, "an open transaction", True
         except psycopg.errors.ObjectNotInPrerequisiteState as refused:
-            return False, f"{refused.diag.message_detail}: another one needs it", False
+            return False, refused.diag.message_detail or "", False
 
     def arrive(self, part: int, pause: _Pause | None = None) -> None:
         """Bring a part that has left to the target, piece by piece."""
@@ -148,7 +148,7 @@ class _Mover:
             try:
                 has_next = self.call(self.source, sql.PART_GONE, part=part, receipt=receipt)[0][0]
             except psycopg.errors.ObjectNotInPrerequisiteState as refused:
-                self.done.stays[part] = f"{refused.diag.message_detail}: another one needs it"
+                self.done.stays[part] = refused.diag.message_detail or ""
                 has_next = False
         refused_for = time.monotonic() - began
         self.done.longest_refusal = max(self.done.longest_refusal, refused_for)
