@@ -20,6 +20,8 @@ returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 12 as $$
 begin
   return query
+    select h.name, h.status, h.detail, h.fix from queue._health_of_version() h
+    union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_workers(p_now) h
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_work(p_now) h
@@ -33,6 +35,21 @@ begin
     select h.name, h.status, h.detail, h.fix from queue._health_of_server(p_now) h;
 end $$;
 
+-- Checks whether the code fits the tables.
+create or replace function queue._health_of_version()
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security invoker rows 1 as $$
+declare
+  v_facts record;
+begin
+  name := 'version';
+  select t.code, t.tables into v_facts from queue.version() t;
+  status := case when v_facts.code = v_facts.tables then 'ok' else 'fail' end;
+  detail := format('code %s, tables %s', v_facts.code, v_facts.tables);
+  fix := case when v_facts.code <> v_facts.tables then 'select queue.migrate()' end;
+  return next;
+end $$;
+
 -- Checks whether all ready jobs find a worker.
 create or replace function queue._health_of_workers(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
@@ -43,13 +60,6 @@ declare
   v_up_since timestamptz := queue._up_since();
   v_is_waiting boolean;
 begin
-  name := 'version';
-  select t.code, t.tables into v_facts from queue.version() t;
-  status := case when v_facts.code = v_facts.tables then 'ok' else 'fail' end;
-  detail := format('code %s, tables %s', v_facts.code, v_facts.tables);
-  fix := case when v_facts.code <> v_facts.tables then 'select queue.migrate()' end;
-  return next;
-
   name := 'workers';
   select count(*) filter (where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now) as alive,
     count(*) filter (where w.gone_at is null
@@ -59,8 +69,9 @@ begin
     max(w.dead_after) filter (where w.is_awaited) as patience,
     (select count(*) from (select from queue.active_job l limit 100001) l) as live
   into v_facts
-  from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now and w.last_seen_at < v_up_since
-          and v_up_since + w.dead_after >= p_now as is_awaited from queue.worker w) w;
+  from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now
+          and w.last_seen_at < v_up_since and v_up_since + w.dead_after >= p_now as is_awaited
+        from queue.worker w) w;
   -- before the era has begun no worker has come at all (_up_since)
   v_is_waiting := v_facts.awaited > 0 and v_up_since < p_now;
   status := case
@@ -169,7 +180,8 @@ declare
 begin
   name := 'tasks';
   select count(*) as n,
-    string_agg(format('%s (%s) to worker %s', left(u.task, 200), queue._count_of(u.jobs, 'job'), u.workers), '; ')
+    string_agg(format('%s (%s) to worker %s', left(u.task, 200), queue._count_of(u.jobs, 'job'),
+      u.workers), '; ')
     filter (where u.no <= 5) as names into v_facts
   from (select u.*, row_number() over () as no from queue._unknown_tasks(p_now) u) u;
   status := case when v_facts.n > 0 then 'warn' else 'ok' end;

@@ -141,7 +141,8 @@ left join (select aj.worker_id, count(*) as running from queue.active_job aj whe
 where (select x.is_all from queue.visible_queues x)
   or exists (select from unnest(w.queues) q
     where q like any ((select x.queues from queue.visible_queues x)::text[]));
-comment on view queue.workers is 'Registered workers, and those that have gone within the last minute. memory: the resident bytes that the'
+comment on view queue.workers is
+  'Registered workers, and those that have gone within the last minute. memory: the resident bytes that the'
     ' last heartbeat told, or NULL.';
 
 create view queue.tasks as
