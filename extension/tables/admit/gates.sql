@@ -67,9 +67,9 @@ create table queue.semaphore (
 
 create index semaphore_idle_idx on queue.semaphore (tick) where used = 0 and lanes = '{}';
 
--- The needs of admitted jobs. mode: 1 any, 2 proceed, 4 ended. claim: under ended, the claim that awaited the
 -- The needs of admitted jobs. mode: 1 any, 2 proceed, 4 ended. claim: under ended, the claim that awaited it;
 -- NULL: it holds the job no longer, because a retry has forgotten that step, or the job is a fork.
+-- is_open: the need was not satisfied when the job's last run began (mode any). deleted_state: the needed
 -- job's state when it was pruned, or deleted by force.
 create table queue.need (
   job_id bigint not null,
