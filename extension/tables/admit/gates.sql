@@ -67,10 +67,10 @@ create table queue.semaphore (
 
 create index semaphore_idle_idx on queue.semaphore (tick) where used = 0 and lanes = '{}';
 
--- The needs of admitted jobs. mode: the bits any, proceed and ended. claim: under ended, the claim that awaited
--- the needed job; NULL: it holds the job no longer, because a retry has forgotten that step, or the job is a
--- fork. is_open: the need was not satisfied when the job's last run began (mode any). deleted_state: the
--- needed job's state when it was pruned, or deleted by force.
+-- The needs of admitted jobs. mode: the bits any, proceed and ended. claim: under ended, the claim that
+-- awaited the needed job; NULL: it holds the job no longer, because a retry has forgotten that step, or the
+-- job is a fork. is_open: the need was not satisfied when the job's last run began (mode any).
+-- deleted_state: the needed job's state when it was pruned, or deleted by force.
 create table queue.need (
   job_id bigint not null,
   need_id bigint not null,

@@ -49,8 +49,9 @@ create table queue.awaited (
   constraint awaited_pkey primary key (id, no)
 );
 
--- Needs, and the present state of each. class: s: succeeded (ended, if the job only awaits it; in any
--- state, if it no longer does); f: failed (or cancelled, held, upstream_failed); p: pending. is_satisfied: the need no longer holds the job. Private.
+-- Needs, and the present state of each. class: s: succeeded (ended, if the job only awaits it; in any state,
+-- if it no longer does); f: failed (or cancelled, held, upstream_failed); p: pending. is_satisfied: the need
+-- no longer holds the job. Private.
 create view queue.need_now as
 select d.ctid, d.job_id, d.need_id, d.mode, d.is_open, d.deleted_state, c.class,
   c.class = 's' or c.class = 'f' and d.mode & {{proceed}} <> 0 as is_satisfied

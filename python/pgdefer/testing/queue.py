@@ -161,7 +161,7 @@ class TestQueue(AskingQueue):
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[PsycopgConnection]:
-        """Begin a savepoint on the test's connection, for the transaction of a step."""
+        """Begin a nested transaction on the test's connection, for that of a step."""
         driver = driver_of(self.connection)
         if not isinstance(driver, psycopg.Connection):
             raise self._unfit(driver)
@@ -170,11 +170,11 @@ class TestQueue(AskingQueue):
 
     @contextlib.asynccontextmanager
     async def transaction_async(self) -> AsyncIterator[AsyncPsycopgConnection]:
-        """Begin a savepoint on the test's connection, in the form that coroutines need."""
+        """Begin a nested transaction on the test's connection, in the form that coroutines need."""
         driver = driver_of(self.connection)
-        given: Any = AsyncOverSync(driver) if isinstance(driver, psycopg.Connection) else driver
-        if not isinstance(given, AsyncOverSync | psycopg.AsyncConnection):
+        if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
             raise self._unfit(driver)
+        given: Any = AsyncOverSync(driver) if isinstance(driver, psycopg.Connection) else driver
         async with savepoint(driver):
             yield given
 
