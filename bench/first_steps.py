@@ -65,7 +65,11 @@ def inside(folder: Path) -> Iterator[list[str]]:
     kept = [f"{name}={value}" for name, value in os.environ.items() if is_route(name)]
     environment = [f"HOME={HOME}", "PATH=/usr/local/bin:/usr/bin:/bin", "LANG=C.UTF-8", *kept]
     shell = ["env", "-i", f"--chdir={HOME}/pgdefer", *environment, "bash", "-c"]
-    mounts = {"proc": ["-t", "proc", "proc"], "dev": ["--bind", "/dev"]}
+    mounts = {
+        "proc": ["-t", "proc", "proc"],
+        "dev": ["--bind", "/dev"],
+        "dev/pts": ["--bind", "/dev/pts"],
+    }
     made = []
     try:
         for name, source in mounts.items():
@@ -73,7 +77,7 @@ def inside(folder: Path) -> Iterator[list[str]]:
             made.append(folder / name)
         yield ["chroot", "--userspec=ann:ann", str(folder), *shell]
     finally:
-        for place in made:
+        for place in reversed(made):
             subprocess.run(["umount", place], check=True)
 
 

@@ -72,6 +72,8 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
+        # What is left to write would fail again at the end, and change the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         with contextlib.suppress(typer.Exit):
             fail(Exit.ERROR, f"the output can't be written: {error.strerror}")
         sys.exit(Exit.ERROR)

@@ -510,7 +510,7 @@ async def test_a_schedule_starts_in_time(app: App, jobs: Jobs) -> None:
         for delay in (0.3, 0.7, 1.2):
             await task.configure(delay=dt.timedelta(seconds=delay)).defer_async()
         await jobs.end()
-    assert sorted(late)[1] < 0.1
+    assert sorted(late)[1] < 0.5  # a worker that looks each second: 0.7
     assert all(0 <= seconds < 4 for seconds in late)
 
 
