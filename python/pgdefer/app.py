@@ -49,10 +49,11 @@ WorkerHook = TypeVar("WorkerHook", bound=Callable[[Worker], Any])
 class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     """Tasks, and the database of their jobs.
 
-    `dsn` names the database. Without it, libpq's environment variables do; without those, or
-    with `embedded=True`, the App uses the embedded server, and starts it when first needed. Behind
-    pgbouncer in transaction mode pass `pgbouncer=True`: it avoids prepared statements, and workers
-    poll, unless `listen_dsn` leads to the same database directly: they then listen there.
+    `dsn` names the database. Without it, the environment variable PGDEFER_DSN does, or else those
+    of libpq; without these, or with `embedded=True`, the App uses the embedded server, and starts
+    it when first needed. Behind pgbouncer in transaction mode pass `pgbouncer=True`: it avoids
+    prepared statements, and workers poll, unless `listen_dsn` leads to the same database directly:
+    they then listen there.
 
     `imports` names modules that define tasks; they are imported before a worker starts.
 

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from pgdefer.database.server import EmbeddedServer
 
 __all__ = [
+    "DSN",
     "FIRST",
     "LAST",
+    "LOCATING",
     "AsyncPsycopgConnection",
     "PsycopgConnection",
     "Source",
@@ -36,6 +38,8 @@ __all__ = [
 AsyncPsycopgConnection = psycopg.AsyncConnection[tuple[Any, ...]]
 PsycopgConnection = psycopg.Connection[tuple[Any, ...]]
 
+# The environment variable with the DSN of every part that is given none.
+DSN = "PGDEFER_DSN"
 # libpq's environment variables that name a database.
 LOCATING = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
 
@@ -81,8 +85,8 @@ class _BinaryTime(TimestamptzBinaryLoader):
 class Source:
     """A DSN, libpq's environment variables, or the embedded server; `kind` says which.
 
-    Without a DSN and without any of libpq's variables it is the embedded server. It is started,
-    and the queue is installed there, when first needed.
+    If no DSN is given, that of PGDEFER_DSN counts. Without one and without any of libpq's variables
+    it is the embedded server. It is started, and the queue is installed there, when first needed.
 
     Behind pgbouncer in transaction mode LISTEN does not work: `listen_dsn` then leads to the same
     database directly.
@@ -98,6 +102,8 @@ class Source:
     ) -> None:
         if dsn is not None and embedded:
             raise ValueError("give a DSN or embedded=True, not both")
+        if dsn is None and not embedded:
+            dsn = os.environ.get(DSN) or None
         # False if the embedded server is used only because no other is named.
         self.is_chosen = bool(dsn is not None or embedded or any(map(os.environ.get, LOCATING)))
         if dsn is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pgdefer import App, DecodeError, Retry
+from pgdefer.database.source import DSN, LOCATING
 from pgdefer.options import JobOptions, interval_text
 from pgdefer.tasks.parameters import Parameters
 
@@ -157,7 +158,7 @@ def test_prepared_calls_are_objects_of_defer_many() -> None:
 
 
 def test_where_the_database_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE"):
+    for name in (DSN, *LOCATING):
         monkeypatch.delenv(name, raising=False)
     assert App().source.kind == "embedded"
     assert App("postgresql://h/d").source.kind == "dsn"
@@ -165,6 +166,9 @@ def test_where_the_database_is(monkeypatch: pytest.MonkeyPatch) -> None:
         App("postgresql://h/d", embedded=True)
     monkeypatch.setenv("PGDATABASE", "d")
     assert App().source.kind == "environment"
+    monkeypatch.setenv(DSN, "postgresql://h/of_the_variable")
+    assert "of_the_variable" in App().source.conninfo()
+    assert "of_the_variable" not in App("postgresql://h/d").source.conninfo()
     assert App(embedded=True).source.kind == "embedded"
 
 
