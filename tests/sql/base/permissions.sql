@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(167);
+select plan(168);
 
 \ir permissions.helpers.psql
 

@@ -42,7 +42,7 @@ select is(pg_temp.job(:id), 'scheduled 0 0 0 1', 'no attempt is counted, and no 
 select is((select concat_ws(' ', outcome, error, details) from queue.attempts where job_id = :id), 'released worker ' || :old || ' (old) does not know the task t {"unknown_task": "t"}', 'the attempt says who it was');
 select is(queue.why(:id) like 'its time has not come: %; its task t is not known to worker ' || :old || ' (old)', true, 'why does');
 select results_eq($$select status, detail from queue.health() where name = 'tasks'$$,
-                  format($$values ('warn', 'unknown tasks: t (1 jobs) to worker %s (old)')$$, :old), 'so does health');
+                  format($$values ('warn', 'unknown tasks: t (1 job) to worker %s (old)')$$, :old), 'so does health');
 select is_empty(format('select * from queue.fetch(%s)', :new), 'the next job of its lock waits');
 call pg_temp.later(:id);
 select is(pg_temp.unknown(:older), 'scheduled 2', 'then 2 s');
