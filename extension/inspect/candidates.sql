@@ -7,7 +7,6 @@ create or replace function queue._candidates(p_state text, p_before bigint, p_n 
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 declare
   v_reason text := case p_state when 'ready' then 'task_paused' when 'waiting' then 'needs' else p_state end;
-  v_ids bigint[];
 begin
   case
     when p_state is null then
@@ -24,42 +23,7 @@ begin
     when p_state = 'running' then
       return queue._running(p_before, p_n);
     when p_state = 'blocked' then
-      -- members of locks can't be read by id; if there are many, enough of them are among the newest jobs
-      v_ids := array(
-        select j.id
-        -- not by job_now, which would look each of them up in the log again
-        from (select j.id, j.lock from queue.job j where j.id < p_before order by j.id desc limit 20000) j
-        left join lateral (select s.lock from queue.job_override s where s.id = j.id offset 0) s on true
-        left join lateral (
-          select m.id from queue.lock_member m
-          where m.lock = coalesce(s.lock, j.lock) and m.id = j.id and m.is_passed offset 0) m on true
-        left join lateral (select w.reason from queue.waiting w where w.id = j.id offset 0) w on true
-        where w.reason in ('slot', 'parked', 'moving') or w.reason is null and m.id is not null
-          and not exists (select from queue.active_job aj where aj.id = j.id)
-          and not exists (select from queue.finished f where f.id = j.id)
-        order by j.id desc limit p_n);
-      if cardinality(v_ids) = p_n then
-        return v_ids;
-      end if;
-      return array(
-        select c.id
-        from (
-          (select w.id from queue.waiting w
-            where w.reason = 'slot' and w.id < p_before order by w.id desc limit p_n)
-          union
-          (select w.id from queue.waiting w
-            where w.reason = 'parked' and w.id < p_before order by w.id desc limit p_n)
-          union
-          (select w.id from queue.waiting w
-            where w.reason = 'moving' and w.id < p_before order by w.id desc limit p_n)
-          union
-          (select m.id from queue.lock_member m
-           where m.is_passed and m.id < p_before
-             and not exists (select from queue.waiting w where w.id = m.id)
-             and not exists (select from queue.active_job aj where aj.id = m.id)
-             and not exists (select from queue.finished f where f.id = m.id)
-           order by m.id desc limit p_n)) c
-        order by c.id desc limit p_n);
+      return queue._blocked(p_before, p_n);
     else null;
   end case;
   return array(
@@ -83,6 +47,50 @@ begin
         order by h.job_id desc limit p_n)
       union
       select u.id from unnest(queue._unadmitted(p_state, p_before, p_n)) u (id)) c
+    order by c.id desc limit p_n);
+end $$;
+
+-- The newest blocked jobs below an id. Members of locks can't be read by id; if there are many, enough of them
+-- are among the newest jobs.
+create or replace function queue._blocked(p_before bigint, p_n integer)
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+declare
+  v_ids bigint[];
+begin
+  v_ids := array(
+    select j.id
+    -- not by job_now, which would look each of them up in the log again
+    from (select j.id, j.lock from queue.job j where j.id < p_before order by j.id desc limit 20000) j
+    left join lateral (select s.lock from queue.job_override s where s.id = j.id offset 0) s on true
+    left join lateral (
+      select m.id from queue.lock_member m
+      where m.lock = coalesce(s.lock, j.lock) and m.id = j.id and m.is_passed offset 0) m on true
+    left join lateral (select w.reason from queue.waiting w where w.id = j.id offset 0) w on true
+    where w.reason in ('slot', 'parked', 'moving') or w.reason is null and m.id is not null
+      and not exists (select from queue.active_job aj where aj.id = j.id)
+      and not exists (select from queue.finished f where f.id = j.id)
+    order by j.id desc limit p_n);
+  if cardinality(v_ids) = p_n then
+    return v_ids;
+  end if;
+  return array(
+    select c.id
+    from (
+      (select w.id from queue.waiting w
+        where w.reason = 'slot' and w.id < p_before order by w.id desc limit p_n)
+      union
+      (select w.id from queue.waiting w
+        where w.reason = 'parked' and w.id < p_before order by w.id desc limit p_n)
+      union
+      (select w.id from queue.waiting w
+        where w.reason = 'moving' and w.id < p_before order by w.id desc limit p_n)
+      union
+      (select m.id from queue.lock_member m
+       where m.is_passed and m.id < p_before
+         and not exists (select from queue.waiting w where w.id = m.id)
+         and not exists (select from queue.active_job aj where aj.id = m.id)
+         and not exists (select from queue.finished f where f.id = m.id)
+       order by m.id desc limit p_n)) c
     order by c.id desc limit p_n);
 end $$;
 

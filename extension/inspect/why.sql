@@ -36,7 +36,7 @@ begin
         || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
           from queue._unknown_since(why.id) u where u.times > 0), '');
     when 'waiting', 'upstream_failed' then
-      if v_job.gate = 'signal' then
+      if v_job.gate = 'signal' or exists (select from queue.suspended w where w.job_id = why.id) then
         return queue._why_suspended(why.id);
       end if;
       return case v_job.state when 'waiting' then 'it needs ' else 'a need failed; retry it: ' end

@@ -79,8 +79,7 @@ begin
                else queue._truncate_details(nullif(p_outcome -> 'details', 'null')) end);
   insert into queue.job_override as s (id, attempts, claims, failures, crashes, progress, scheduled_at,
     started_at, error, has_steps, is_suspended, tag)
-  values (p_id,
-    v_active.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
+  values (p_id, v_active.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
     1, case when v_kind = 'failed' then 1 else 0 end, case when v_label = 'crashed' then 1 else 0 end,
     case when v_kind = 'retry_later' then 1 else 0 end, v_at,
     case when v_kind not in ('released', 'unknown_task') then v_active.claimed_at end,
@@ -240,8 +239,7 @@ begin
   return p_details;
 end $$;
 
--- Resets jobs' counters, and those of their steps, for a manual retry. A step that has failed for good runs
--- again, unless the handler has gone on to another step since.
+-- Resets jobs' counters, and those of their steps, for a manual retry.
 -- Locks: the caller holds the rows of queue.active_job, or the admission lock if there are none.
 create or replace function queue._reset_counters(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -254,9 +252,4 @@ begin
   where s.id = any (p_ids) and j.id = s.id;
   update queue.step s set failures = null, failed_at = null, error = null
   where s.job_id = any (p_ids) and s.failures is not null and s.finished_at is null;
-  delete from queue.step s
-  where s.job_id = any (p_ids) and s.error is not null and not exists (
-    select from queue.step t
-    where t.job_id = s.job_id
-      and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at));
 end $$;

@@ -671,7 +671,16 @@ def temporary_server(
         try:
             server.stop("immediate")
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder from which the server's keeper, too, may be removing files."""
+    until = time.monotonic() + STOP_TIMEOUT
+    shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keeper(folder: str, bin_dir: str, linger: str, then: str) -> None:

@@ -31,6 +31,7 @@ FOREIGN: dict[str, list[Any]] = {
     "queues": [["b1"], ["b*"], ["*"], None],
     "name": ["b1"],
     "priority": [7],
+    "memory": [None],
     "lock": ["l"],
     "needs": [None],
     "scheduled_at": [None],

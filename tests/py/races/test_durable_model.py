@@ -74,6 +74,7 @@ class Job:
     inbox: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     waits: tuple[Key, str, str] | None = None  # the step, signal or event, and its name
     child: int | None = None
+    awaits: Key | None = None  # the step that waits for the child
     is_child: bool = False
 
     def use(self, name: str) -> Key:
@@ -394,7 +395,7 @@ class Machine(RuleBasedStateMachine):
         ended = (f"{text(key)} ended", 1)
         self.call("await_jobs", job.id, job.claim, text(ended), [id])
         self.store(job, ended, None)
-        job.child = id
+        job.child, job.awaits = id, ended
         self.suspend(job, "awaiting")
 
     # Going back
@@ -416,13 +417,16 @@ class Machine(RuleBasedStateMachine):
             assert error == "QJ003"
             return
         assert error is None
-        # a job that was cancelled while it waited for its child waits for it again
-        child = self.jobs[job.child] if job.child else None
-        is_ready = child is None or child.state in FINAL
-        job.state, job.waits = "ready" if is_ready else "awaiting", None
         job.reset()
         if name is not None and (name, 1) in job.steps:
             job.forget((name, 1))
+        # a job that was cancelled while it waited for its child waits for it again, unless it has
+        # forgotten that step
+        if job.awaits not in job.steps:
+            job.child = None
+        child = self.jobs[job.child] if job.child else None
+        is_ready = child is None or child.state in FINAL
+        job.state, job.waits = "ready" if is_ready else "awaiting", None
 
     @precondition(lambda self: len(self.jobs) < MAX_JOBS)
     @rule(n=a_job, name=names)
