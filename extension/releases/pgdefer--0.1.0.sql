@@ -11020,8 +11020,7 @@ begin
                else queue._truncate_details(nullif(p_outcome -> 'details', 'null')) end);
   insert into queue.job_override as s (id, attempts, claims, failures, crashes, progress, scheduled_at,
     started_at, error, has_steps, is_suspended, tag)
-  values (p_id,
-    v_active.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
+  values (p_id, v_active.attempt - case when v_kind in ('released', 'unknown_task') then 1 else 0 end,
     1, case when v_kind = 'failed' then 1 else 0 end, case when v_label = 'crashed' then 1 else 0 end,
     case when v_kind = 'retry_later' then 1 else 0 end, v_at,
     case when v_kind not in ('released', 'unknown_task') then v_active.claimed_at end,
@@ -11181,8 +11180,7 @@ begin
   return p_details;
 end $$;
 
--- Resets jobs' counters, and those of their steps, for a manual retry. A step that has failed for good runs
--- again, unless the handler has gone on to another step since.
+-- Resets jobs' counters, and those of their steps, for a manual retry.
 -- Locks: the caller holds the rows of queue.active_job, or the admission lock if there are none.
 create or replace function queue._reset_counters(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -11195,11 +11193,6 @@ begin
   where s.id = any (p_ids) and j.id = s.id;
   update queue.step s set failures = null, failed_at = null, error = null
   where s.job_id = any (p_ids) and s.failures is not null and s.finished_at is null;
-  delete from queue.step s
-  where s.job_id = any (p_ids) and s.error is not null and not exists (
-    select from queue.step t
-    where t.job_id = s.job_id
-      and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at));
 end $$;
 
 -- work/steps.sql
@@ -16297,8 +16290,9 @@ comment on function queue.fork(bigint, text) is
     ' that were finished before that one, and finds the jobs that it awaited, as far as these have ended.'
     ' Returns the id of the copy.';
 
--- Deletes a step of a job (p_name; NULL: none), and all that were finished later or only begun. The jobs that
--- these steps awaited hold the job no longer. A wait for jobs ends its claim, so it is the last step of that.
+-- Deletes a step of a job, and all that were finished later or only begun. The jobs that these steps awaited
+-- hold the job no longer. A wait for jobs ends its claim, so it is the last step of that. Without a step
+-- (p_name is NULL) a step that has failed for good runs again, unless the handler has gone on to another one.
 -- Locks: the caller holds the admission lock, and the job's row of queue.active_job or queue.finished, if
 -- there is one. Why no wake-up is lost: nobody waits for a step, and the caller sends the job through its
 -- gates afterwards.
@@ -16307,6 +16301,14 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_from record;
 begin
+  if p_name is null then
+    delete from queue.step s
+    where s.job_id = p_id and s.error is not null and s.finished_at is not null and not exists (
+      select from queue.step t
+      where t.job_id = s.job_id
+        and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at));
+    return;
+  end if;
   select f.claim, f.finished_at into v_from from queue.step f
   where f.job_id = p_id and f.name = p_name and f.no = coalesce(p_no, 1);
   if found then
@@ -17508,7 +17510,7 @@ begin
         || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
           from queue._unknown_since(why.id) u where u.times > 0), '');
     when 'waiting', 'upstream_failed' then
-      if v_job.gate = 'signal' then
+      if v_job.gate = 'signal' or exists (select from queue.suspended w where w.job_id = why.id) then
         return queue._why_suspended(why.id);
       end if;
       return case v_job.state when 'waiting' then 'it needs ' else 'a need failed; retry it: ' end
@@ -18043,7 +18045,6 @@ create or replace function queue._candidates(p_state text, p_before bigint, p_n 
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 declare
   v_reason text := case p_state when 'ready' then 'task_paused' when 'waiting' then 'needs' else p_state end;
-  v_ids bigint[];
 begin
   case
     when p_state is null then
@@ -18060,42 +18061,7 @@ begin
     when p_state = 'running' then
       return queue._running(p_before, p_n);
     when p_state = 'blocked' then
-      -- members of locks can't be read by id; if there are many, enough of them are among the newest jobs
-      v_ids := array(
-        select j.id
-        -- not by job_now, which would look each of them up in the log again
-        from (select j.id, j.lock from queue.job j where j.id < p_before order by j.id desc limit 20000) j
-        left join lateral (select s.lock from queue.job_override s where s.id = j.id offset 0) s on true
-        left join lateral (
-          select m.id from queue.lock_member m
-          where m.lock = coalesce(s.lock, j.lock) and m.id = j.id and m.is_passed offset 0) m on true
-        left join lateral (select w.reason from queue.waiting w where w.id = j.id offset 0) w on true
-        where w.reason in ('slot', 'parked', 'moving') or w.reason is null and m.id is not null
-          and not exists (select from queue.active_job aj where aj.id = j.id)
-          and not exists (select from queue.finished f where f.id = j.id)
-        order by j.id desc limit p_n);
-      if cardinality(v_ids) = p_n then
-        return v_ids;
-      end if;
-      return array(
-        select c.id
-        from (
-          (select w.id from queue.waiting w
-            where w.reason = 'slot' and w.id < p_before order by w.id desc limit p_n)
-          union
-          (select w.id from queue.waiting w
-            where w.reason = 'parked' and w.id < p_before order by w.id desc limit p_n)
-          union
-          (select w.id from queue.waiting w
-            where w.reason = 'moving' and w.id < p_before order by w.id desc limit p_n)
-          union
-          (select m.id from queue.lock_member m
-           where m.is_passed and m.id < p_before
-             and not exists (select from queue.waiting w where w.id = m.id)
-             and not exists (select from queue.active_job aj where aj.id = m.id)
-             and not exists (select from queue.finished f where f.id = m.id)
-           order by m.id desc limit p_n)) c
-        order by c.id desc limit p_n);
+      return queue._blocked(p_before, p_n);
     else null;
   end case;
   return array(
@@ -18119,6 +18085,50 @@ begin
         order by h.job_id desc limit p_n)
       union
       select u.id from unnest(queue._unadmitted(p_state, p_before, p_n)) u (id)) c
+    order by c.id desc limit p_n);
+end $$;
+
+-- The newest blocked jobs below an id. Members of locks can't be read by id; if there are many, enough of them
+-- are among the newest jobs.
+create or replace function queue._blocked(p_before bigint, p_n integer)
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+declare
+  v_ids bigint[];
+begin
+  v_ids := array(
+    select j.id
+    -- not by job_now, which would look each of them up in the log again
+    from (select j.id, j.lock from queue.job j where j.id < p_before order by j.id desc limit 20000) j
+    left join lateral (select s.lock from queue.job_override s where s.id = j.id offset 0) s on true
+    left join lateral (
+      select m.id from queue.lock_member m
+      where m.lock = coalesce(s.lock, j.lock) and m.id = j.id and m.is_passed offset 0) m on true
+    left join lateral (select w.reason from queue.waiting w where w.id = j.id offset 0) w on true
+    where w.reason in ('slot', 'parked', 'moving') or w.reason is null and m.id is not null
+      and not exists (select from queue.active_job aj where aj.id = j.id)
+      and not exists (select from queue.finished f where f.id = j.id)
+    order by j.id desc limit p_n);
+  if cardinality(v_ids) = p_n then
+    return v_ids;
+  end if;
+  return array(
+    select c.id
+    from (
+      (select w.id from queue.waiting w
+        where w.reason = 'slot' and w.id < p_before order by w.id desc limit p_n)
+      union
+      (select w.id from queue.waiting w
+        where w.reason = 'parked' and w.id < p_before order by w.id desc limit p_n)
+      union
+      (select w.id from queue.waiting w
+        where w.reason = 'moving' and w.id < p_before order by w.id desc limit p_n)
+      union
+      (select m.id from queue.lock_member m
+       where m.is_passed and m.id < p_before
+         and not exists (select from queue.waiting w where w.id = m.id)
+         and not exists (select from queue.active_job aj where aj.id = m.id)
+         and not exists (select from queue.finished f where f.id = m.id)
+       order by m.id desc limit p_n)) c
     order by c.id desc limit p_n);
 end $$;
 
