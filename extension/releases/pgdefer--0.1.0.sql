@@ -18088,8 +18088,8 @@ begin
     order by c.id desc limit p_n);
 end $$;
 
--- The newest blocked jobs below an id. Members of locks can't be read by id; if there are many, enough of them
--- are among the newest jobs.
+-- The newest blocked jobs below an id. Members of locks can't be read by id; if there are many, enough of
+-- them are among the newest jobs.
 create or replace function queue._blocked(p_before bigint, p_n integer)
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 declare
