@@ -325,6 +325,7 @@ select is((select r.reaped from queue.reap() r), 0, 'a worker that was silent du
 select ok((select r.next_expiry > now() + interval '50 s' from queue.reap() r), 'its dead_after, from then on');
 select ok(queue._is_drained('{outage}', null, null), 'and keeps nobody awake');
 update queue.installation set era = 'another';
+update queue.worker set dead_after = '1 ms' where id = :reconnects;
 select is((select r.reaped from queue._reap('1 s') r), 0, 'before the era has begun nobody is dead');
 begin;
 update queue.installation set up_since = now() - interval '2 minutes', era = queue._era();
