@@ -1,6 +1,6 @@
 -- Fetching: order, patterns, options, refusals, and plans on a large, skewed table.
 
-select plan(94);
+select plan(96);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -38,6 +38,13 @@ select pg_temp.run() \g /dev/null
 select queue.defer_many('[{"task": "e"}, {"task": "c", "deadline": "2998-01-01Z"}, {"task": "f"}, {"task": "b", "deadline": "2997-01-01Z"},
                           {"task": "a", "priority": 1}, {"task": "h", "priority": -1, "deadline": "2001-01-01Z"}, {"task": "d", "deadline": "2998-01-01Z"}, {"task": "g", "deadline": "infinity"}]') \g /dev/null
 select is(pg_temp.run(), 'a b c d e f g h', 'priority, then deadline, then id');
+
+-- A job with a deadline comes below the low mark of its lane, from which on jobs are looked for.
+select queue.defer('n', queue => 'marks') \g /dev/null
+select is(pg_temp.run(), 'n', 'a job without a deadline');
+select queue._raise_marks(array(select l.lane from queue.lane l where l.queue = 'marks'));
+select queue.defer('soon', queue => 'marks', deadline => '2998-01-01Z') \g /dev/null
+select is(pg_temp.run(), 'soon', 'the mark is lowered for it');
 select queue.defer_many('[{"task": "e"}, {"task": "c", "deadline": "2998-01-01Z"}, {"task": "f"}, {"task": "b", "deadline": "2997-01-01Z"}, {"task": "a", "priority": 1}]') \g /dev/null
 select is(concat_ws(' ', pg_temp.run(1), pg_temp.run(1), pg_temp.run(1), pg_temp.run(1), pg_temp.run(1)), 'a b c e f', 'one by one as well');
 select pg_temp.run() \g /dev/null
