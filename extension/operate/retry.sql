@@ -200,6 +200,35 @@ begin
   return true;
 end $$;
 
+-- Deletes a step of a job, and all that were finished later or only begun. The jobs that these steps awaited
+-- hold the job no longer. A wait for jobs ends its claim, so it is the last step of that. Without a step
+-- (p_name is NULL) a step that has failed for good runs again, unless the handler has gone on to another one.
+-- Locks: the caller holds the admission lock, and the job's row of queue.active_job or queue.finished, if
+-- there is one. Why no wake-up is lost: nobody waits for a step, and the caller sends the job through its
+-- gates afterwards.
+create or replace function queue._forget_steps(p_id bigint, p_name text, p_no integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_from record;
+begin
+  if p_name is null then
+    delete from queue.step s
+    where s.job_id = p_id and s.error is not null and s.finished_at is not null and not exists (
+      select from queue.step t
+      where t.job_id = s.job_id
+        and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at));
+    return;
+  end if;
+  select f.claim, f.finished_at into v_from from queue.step f
+  where f.job_id = p_id and f.name = p_name and f.no = coalesce(p_no, 1);
+  if found then
+    update queue.need d set claim = null where d.job_id = p_id and d.claim >= v_from.claim;
+    delete from queue.step s
+    where s.job_id = p_id
+      and ((s.claim, s.finished_at) < (v_from.claim, v_from.finished_at)) is not true;
+  end if;
+end $$;
+
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that
 -- need them and have passed that gate go back to wait.
 -- Locks: the caller holds the admission lock and the rows of queue.finished; rows of queue.active_job by skip

@@ -10984,6 +10984,7 @@ declare
   v_label text;
   v_active record;
   v_end record;
+  v_state text;  -- after a yield
   v_at timestamptz;
 begin
   delete from queue.active_job aj where aj.id = p_id and aj.claim = p_claim
@@ -11032,10 +11033,9 @@ begin
     set (attempts, claims, failures, crashes, progress, scheduled_at, started_at, error, has_steps,
         is_suspended, tag)
       = (excluded.attempts, s.claims + 1, s.failures + excluded.failures, s.crashes + excluded.crashes,
-        s.progress + excluded.progress,
-        case when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
-        coalesce(excluded.started_at, s.started_at), coalesce(excluded.error, s.error),
-        excluded.has_steps, excluded.is_suspended, excluded.tag);
+        s.progress + excluded.progress, case when v_kind = 'released' then s.scheduled_at
+          else excluded.scheduled_at end, coalesce(excluded.started_at, s.started_at),
+        coalesce(excluded.error, s.error), excluded.has_steps, excluded.is_suspended, excluded.tag);
   if v_end.final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
     values (p_id, v_now, v_active.claimed_at, v_active.worker_id, v_active.attempt, v_end.final, v_end.reason,
@@ -11051,10 +11051,10 @@ begin
   if v_kind = 'retried' then
     perform queue._reset_counters(array[p_id]);
   end if;
-  v_label := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
+  v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
   perform queue._settle_or_append(array[p_id], array[v_active.flags], 'again', p_settle,
-    jsonb_build_object('state', v_label) || v_end.payload);  -- queue.jobs shows it until then
-  return coalesce(v_label, case when v_at > v_now then 'scheduled' else 'ready' end);
+    jsonb_build_object('state', v_state) || v_end.payload);  -- queue.jobs shows it until then
+  return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 
 -- What an outcome means for its job. final: the state in which it ends, with its reason; else it runs again,
@@ -16290,35 +16290,6 @@ comment on function queue.fork(bigint, text) is
     ' that were finished before that one, and finds the jobs that it awaited, as far as these have ended.'
     ' Returns the id of the copy.';
 
--- Deletes a step of a job, and all that were finished later or only begun. The jobs that these steps awaited
--- hold the job no longer. A wait for jobs ends its claim, so it is the last step of that. Without a step
--- (p_name is NULL) a step that has failed for good runs again, unless the handler has gone on to another one.
--- Locks: the caller holds the admission lock, and the job's row of queue.active_job or queue.finished, if
--- there is one. Why no wake-up is lost: nobody waits for a step, and the caller sends the job through its
--- gates afterwards.
-create or replace function queue._forget_steps(p_id bigint, p_name text, p_no integer)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_from record;
-begin
-  if p_name is null then
-    delete from queue.step s
-    where s.job_id = p_id and s.error is not null and s.finished_at is not null and not exists (
-      select from queue.step t
-      where t.job_id = s.job_id
-        and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at));
-    return;
-  end if;
-  select f.claim, f.finished_at into v_from from queue.step f
-  where f.job_id = p_id and f.name = p_name and f.no = coalesce(p_no, 1);
-  if found then
-    update queue.need d set claim = null where d.job_id = p_id and d.claim >= v_from.claim;
-    delete from queue.step s
-    where s.job_id = p_id
-      and ((s.claim, s.finished_at) < (v_from.claim, v_from.finished_at)) is not true;
-  end if;
-end $$;
-
 -- operate/end.sql
 -- Ending jobs by hand.
 
@@ -16822,6 +16793,35 @@ begin
     p_claim, true);
   perform queue._notify_abort(p_id, p_claim, p_worker, 'retried');
   return true;
+end $$;
+
+-- Deletes a step of a job, and all that were finished later or only begun. The jobs that these steps awaited
+-- hold the job no longer. A wait for jobs ends its claim, so it is the last step of that. Without a step
+-- (p_name is NULL) a step that has failed for good runs again, unless the handler has gone on to another one.
+-- Locks: the caller holds the admission lock, and the job's row of queue.active_job or queue.finished, if
+-- there is one. Why no wake-up is lost: nobody waits for a step, and the caller sends the job through its
+-- gates afterwards.
+create or replace function queue._forget_steps(p_id bigint, p_name text, p_no integer)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_from record;
+begin
+  if p_name is null then
+    delete from queue.step s
+    where s.job_id = p_id and s.error is not null and s.finished_at is not null and not exists (
+      select from queue.step t
+      where t.job_id = s.job_id
+        and (t.claim, coalesce(t.finished_at, 'infinity')) > (s.claim, s.finished_at));
+    return;
+  end if;
+  select f.claim, f.finished_at into v_from from queue.step f
+  where f.job_id = p_id and f.name = p_name and f.no = coalesce(p_no, 1);
+  if found then
+    update queue.need d set claim = null where d.job_id = p_id and d.claim >= v_from.claim;
+    delete from queue.step s
+    where s.job_id = p_id
+      and ((s.claim, s.finished_at) < (v_from.claim, v_from.finished_at)) is not true;
+  end if;
 end $$;
 
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that

@@ -43,6 +43,7 @@ declare
   v_label text;
   v_active record;
   v_end record;
+  v_state text;  -- after a yield
   v_at timestamptz;
 begin
   delete from queue.active_job aj where aj.id = p_id and aj.claim = p_claim
@@ -91,10 +92,9 @@ begin
     set (attempts, claims, failures, crashes, progress, scheduled_at, started_at, error, has_steps,
         is_suspended, tag)
       = (excluded.attempts, s.claims + 1, s.failures + excluded.failures, s.crashes + excluded.crashes,
-        s.progress + excluded.progress,
-        case when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
-        coalesce(excluded.started_at, s.started_at), coalesce(excluded.error, s.error),
-        excluded.has_steps, excluded.is_suspended, excluded.tag);
+        s.progress + excluded.progress, case when v_kind = 'released' then s.scheduled_at
+          else excluded.scheduled_at end, coalesce(excluded.started_at, s.started_at),
+        coalesce(excluded.error, s.error), excluded.has_steps, excluded.is_suspended, excluded.tag);
   if v_end.final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
     values (p_id, v_now, v_active.claimed_at, v_active.worker_id, v_active.attempt, v_end.final, v_end.reason,
@@ -110,10 +110,10 @@ begin
   if v_kind = 'retried' then
     perform queue._reset_counters(array[p_id]);
   end if;
-  v_label := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
+  v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
   perform queue._settle_or_append(array[p_id], array[v_active.flags], 'again', p_settle,
-    jsonb_build_object('state', v_label) || v_end.payload);  -- queue.jobs shows it until then
-  return coalesce(v_label, case when v_at > v_now then 'scheduled' else 'ready' end);
+    jsonb_build_object('state', v_state) || v_end.payload);  -- queue.jobs shows it until then
+  return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 
 -- What an outcome means for its job. final: the state in which it ends, with its reason; else it runs again,
