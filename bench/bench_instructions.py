@@ -46,7 +46,8 @@ PREPARE = [
     "select setseed(0.5)",
     # the calls below name worker 1
     "select setval('queue.worker_id_seq', 1, false) where not exists (select from queue.worker)",
-    "select set_config('b.worker', queue.register_worker('w')::text, false)",
+    "select set_config('b.worker', queue.register_worker('w', info => '{\"dead_after\": \"1 day\"}')::text,"
+    " false)",
     "select set_config('b.outcomes', '[]', false)",
     "prepare one(int) as select queue.defer('noop', jsonb_build_object('n', $1))",
     "prepare locked(int) as select queue.defer('noop', jsonb_build_object('n', $1), lock => 'a')",
@@ -73,6 +74,17 @@ PREPARE = [
     prepare both50 as
       select {OUTCOMES}
       from queue.finish_and_fetch({WORKER}, current_setting('b.outcomes')::jsonb, null, 50)
+    """,
+    f"""
+    prepare five(text) as
+      select {OUTCOMES}
+      from queue.finish_and_fetch({WORKER}, current_setting('b.outcomes')::jsonb, array[$1], 5)
+    """,
+    """
+    prepare keyed(text, jsonb) as
+      select count(*) from queue.defer_many((
+        select jsonb_agg('{"task": "noop"}' || jsonb_build_object('queue', $1) || $2)
+        from generate_series(1, 600)))
     """,
 ]
 # What stands before and after the turns that count: the position in the WAL, and a dump of callgrind's.
@@ -126,6 +138,24 @@ CASES = [
         first=("select queue.register_task('other', '{\"queue\": \"q\"}')",),
     ),
     Case("defer with a lock", ("locked({n})",), turns=400),
+    *(
+        Case(
+            f"in batches of five{name}, a job",
+            (f"five('{queue}')",),
+            20,
+            80,
+            5,
+            first=(NONE, f"execute keyed('{queue}', '{options}')", "select queue.tick()"),
+        )
+        for name, queue, options in (
+            ("", "plain", "{}"),
+            (
+                " with a key, limit 20",
+                "keyed",
+                '{"concurrency_key": "k", "concurrency_limit": 20}',
+            ),
+        )
+    ),
 ]
 
 

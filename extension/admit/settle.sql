@@ -18,10 +18,11 @@ begin
   select array_agg(u.id) filter (where u.kind = 'again') as again,
     array_agg(u.id) filter (where u.kind = 'again' and u.flags & {{lock}} <> 0) as locked,
     array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & {{counted}} <> 0) as ids,
-    array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & {{counted}} <> 0) as flags
+    array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & {{counted}} <> 0) as flags,
+    bool_or(u.kind = 'again' or u.payload is not null) as has_more
   into v_ended
-  from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
-  if v_ended.ids is not null then
+  from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload);
+  if v_ended.ids is not null and (v_ended.has_more or not queue._pass_slots_on(v_ended.ids, v_ended.flags)) then
     v_keys := queue._release_slots(v_ended.ids, v_ended.flags);
   end if;
   for v_item in

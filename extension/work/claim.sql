@@ -135,8 +135,10 @@ declare
   v_has_more boolean := false;
   v_admitted integer;
   v_is_claimed boolean := false;
+  v_max_jobs integer := p_max_jobs;
   v_claimed record;
   v_lane integer;
+  v_kind smallint;
   v_attempt smallint;
   v_flags smallint;
   v_claimed_at timestamptz;
@@ -160,10 +162,10 @@ begin
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);  -- admission may have found a new queue
   end if;
-  select l.lane into v_lane
+  select l.lane, l.kind into v_lane, v_kind
   from queue.lane l
   where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
-    and (l.paused_until is null or l.paused_until <= v_now) and l.kind = {{lane_plain}}
+    and (l.paused_until is null or l.paused_until <= v_now) and l.kind < {{lane_crashed}}
     and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
       and w.apart_since is null) is true
     and exists (
@@ -172,7 +174,15 @@ begin
         and (o.paused_until is null or o.paused_until <= v_now)
         and o.lane <> l.lane) is false
   limit 1;
-  if v_lane is not null then
+  if v_kind = {{lane_limited}} then
+    v_max_jobs := least(p_max_jobs, p_at_once);
+    if queue._lock_admission(p_may_wait) then
+      v_claimed := queue._claim_one_key(p_worker, v_lane, v_max_jobs);
+      ids := v_claimed.ids;
+      first_claim := v_claimed.first_claim;
+      v_is_claimed := ids is not null;
+    end if;
+  elsif v_lane is not null then
     v_is_claimed := true;
     if p_max_jobs = 1 then
       -- as _claim_plain, for one job
@@ -201,16 +211,16 @@ begin
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
     end if;
-    if cardinality(ids) = p_max_jobs then
-      if v_has_lock then
-        perform set_config('pgdefer.was_dry', case when v_admitted between 1 and p_max_jobs then 'on'
-          else 'off' end, false);
-      end if;
-      if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
-        perform queue._raise_marks(array[v_lane]);
-      end if;
-      return;
+  end if;
+  if cardinality(ids) = v_max_jobs then
+    if v_has_lock then
+      perform set_config('pgdefer.was_dry', case when v_admitted between 1 and p_max_jobs then 'on'
+        else 'off' end, false);
     end if;
+    if random() * 300 < least(v_max_jobs, 20) and queue._lock_admission(false) then
+      perform queue._raise_marks(array[v_lane]);
+    end if;
+    return;
   end if;
   select c.ids, c.first_claim into ids, first_claim
   from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed,

@@ -1,0 +1,102 @@
+-- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
+-- way would. Where a batch is not of this kind, the general way decides.
+
+select plan(31);
+
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+
+create function pg_temp.claim(n integer) returns bigint[] language plpgsql as $$
+begin
+  return (select array_agg(f.id order by f.n) from queue.fetch((select max(w.id) from queue.workers w), null, claim.n)
+    with ordinality f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout,
+      headers, parent, n));
+end $$;
+create function pg_temp.succeed(variadic ids bigint[]) returns void language plpgsql as $$
+begin
+  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', 'succeeded')))
+  from queue.jobs j where j.id = any (succeed.ids);
+end $$;
+-- limit, used, ready and waiting of a key; and how many problems queue.check() finds
+create function pg_temp.counts(key text) returns text language plpgsql as $$
+begin
+  return (select concat_ws(' ', s."limit", s.used, s.ready, s.waiting) from queue.semaphores s where s.key = counts.key)
+    || coalesce((select string_agg(', ' || c.problem, '') from queue.check() c), '');
+end $$;
+
+-- One batch follows the other.
+select min(d) as a from (select queue.defer('t', concurrency_key => 'K', concurrency_limit => 4) as d from generate_series(1, 9)) x \gset
+select is(pg_temp.claim(2), array[:a, :a + 1]::bigint[], 'the oldest first');
+select is(pg_temp.counts('K'), '4 2 2 5', 'two are claimed, two ready');
+select pg_temp.succeed(:a, :a + 1);
+select is(pg_temp.counts('K'), '4 0 4 3', 'as many become ready as there is room for');
+select is(pg_temp.claim(10), array[:a + 2, :a + 3, :a + 4, :a + 5]::bigint[], 'at most the limit');
+select is(pg_temp.claim(10), null, 'and no more');
+select is(pg_temp.counts('K'), '4 4 0 3', 'a full key');
+select pg_temp.succeed(:a + 3);
+select is(pg_temp.claim(10), array[:a + 6]::bigint[], 'one slot, one job');
+select pg_temp.succeed(:a + 2, :a + 4, :a + 5, :a + 6);
+select is(pg_temp.claim(10), array[:a + 7, :a + 8]::bigint[], 'the last ones');
+select is(pg_temp.counts('K'), '4 2 0 0', 'none waits');
+select pg_temp.succeed(:a + 7, :a + 8);
+select is(pg_temp.counts('K'), '4 0 0 0', 'none is left');
+
+-- A limit that was lowered while jobs ran: nothing becomes ready until there is room.
+select min(d) as a from (select queue.defer('t', concurrency_key => 'L', concurrency_limit => 4) as d from generate_series(1, 9)) x \gset
+select pg_temp.claim(4) \g /dev/null
+select queue.configure_key('L', '{"limit": 2}') \g /dev/null
+select pg_temp.succeed(:a, :a + 1);
+select is(pg_temp.counts('L'), '2 2 0 5', 'two slots fewer');
+select pg_temp.succeed(:a + 2);
+select is(pg_temp.claim(10), array[:a + 4]::bigint[], 'then as the new limit says');
+select pg_temp.succeed(:a + 3, :a + 4);
+select is(pg_temp.claim(1), array[:a + 5]::bigint[], 'one of two that are ready');
+select queue.cancel(j.id) from queue.jobs j where j.state in ('ready', 'blocked') \g /dev/null
+select pg_temp.succeed(:a + 5);
+select is(pg_temp.counts('L'), '2 0 0 0', 'the end of it');
+
+-- A changed deadline, priority or queue of a job that waits, and jobs that others need.
+select min(d) as a from (select queue.defer('t', concurrency_key => 'M', concurrency_limit => 2) as d from generate_series(1, 8)) x \gset
+select pg_temp.claim(2) \g /dev/null
+select queue.defer('after', needs => array[:a + 2]::bigint[]) as after \gset
+select queue.set_deadline(array[:a + 4]::bigint[], '2990-01-01Z') \g /dev/null
+select pg_temp.succeed(:a, :a + 1);
+select is(pg_temp.claim(2), array[:a + 4, :a + 2]::bigint[], 'the nearest deadline, then the oldest');
+select is(pg_temp.counts('M'), '2 2 0 4', 'both count');
+select pg_temp.succeed(:a + 2, :a + 4);
+select is((select j.state from queue.jobs j where j.id = :after), 'ready', 'the job that needed one of them is ready');
+select queue.set_priority(array[:a + 3]::bigint[], 9) \g /dev/null
+select is(pg_temp.claim(1), array[:a + 3]::bigint[], 'a second lane: the priority decides');
+select is((select count(*)::integer from queue.check()), 0, 'all counts are right');
+select is(cardinality(pg_temp.claim(5)), 2, 'the slot that is left, and the job without a key');
+select pg_temp.succeed(:a + 3, :a + 5);
+select is(pg_temp.claim(5), array[:a + 6, :a + 7]::bigint[], 'the last two');
+select pg_temp.succeed(:a + 6, :a + 7, :after);
+select is(pg_temp.counts('M'), '2 0 0 0', 'the end of two lanes');
+
+-- What else counts: a second key, a weight, a rate, a lock, the queue's own limit.
+select queue.defer('t', options => '{"concurrency": [{"key": "N", "limit": 2}, {"key": "O", "limit": 1}]}') as two,
+  queue.defer('t', concurrency_key => 'N', concurrency_limit => 2) as one \gset
+select is(pg_temp.claim(2), array[:two, :one]::bigint[], 'jobs with one key and with two');
+select queue.defer('t', options => '{"concurrency": [{"key": "N", "limit": 2}, {"key": "O", "limit": 1}]}') as third,
+  queue.defer('t', concurrency_key => 'N', concurrency_limit => 2) as fourth \gset
+select queue.tick() \g /dev/null
+select pg_temp.succeed(:one);
+select is(pg_temp.claim(2), array[:fourth]::bigint[], 'a job that waits for another key holds up none');
+select pg_temp.succeed(:two, :fourth);
+select is(pg_temp.claim(2), array[:third]::bigint[], 'then its turn comes');
+select is((select count(*)::integer from queue.check()), 0, 'and both keys are right');
+select pg_temp.succeed(:third);
+select min(d) as a from (select queue.defer('t', options => '{"concurrency": [{"key": "W", "limit": 4, "weight": 2}]}') as d from generate_series(1, 5)) x \gset
+select is(pg_temp.claim(5), array[:a, :a + 1]::bigint[], 'a weight counts');
+select pg_temp.succeed(:a, :a + 1);
+select is(pg_temp.counts('W'), '4 0 4 1', 'when it comes back too');
+select pg_temp.claim(5) \g /dev/null
+select queue.configure_queue('default', '{"max_running": 3}') \g /dev/null
+select pg_temp.succeed(:a + 2, :a + 3);
+select min(d) as b from (select queue.defer('t', concurrency_key => 'Q', concurrency_limit => 5) as d from generate_series(1, 7)) x \gset
+select is(cardinality(pg_temp.claim(5)), 3, 'a queue''s own limit');
+select queue.configure_queue('default', '{"max_running": null}') \g /dev/null
+select is(cardinality(pg_temp.claim(5)), 3, 'and without it the limit of the key');
+select is((select count(*)::integer from queue.check()), 0, 'nothing is wrong at the end');
+
+select * from finish();
