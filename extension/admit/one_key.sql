@@ -54,7 +54,7 @@ begin
         and (w.deadline, w.id) >= (v_count.low_deadlines[1], v_count.lows[1])
       order by w.deadline, w.id limit v_room) w
     left join lateral (select s.id, s.deadline from queue.job_override s where s.id = w.id offset 0) s on true;
-    if v_next.are_special then
+    if v_next.are_special is not false then
       return false;
     end if;
     delete from queue.waiting w where w.ctid = any (v_next.tids);

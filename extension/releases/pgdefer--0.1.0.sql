@@ -9346,6 +9346,87 @@ begin
         where h.kind = 'group' and h.job_id = -s.group_no);
 end $$;
 
+-- admit/one_key.sql
+-- The common case of a limit, in few statements: all ended claims of a batch have the same one key.
+-- Tests: admit/one_key.sql.
+
+-- Gives the slots of ended claims to the jobs that wait for them, as _release_slots and _refill do together,
+-- if all of these claims have one and the same key, the key has no rate, and its jobs that are ready or wait
+-- are in one lane without shares. Returns whether it did; if not, nothing has changed.
+-- Locks: the caller holds the admission lock.
+-- Why no wake-up is lost: as many jobs become ready as _refill would take.
+create or replace function queue._pass_slots_on(p_ids bigint[], p_flags smallint[])
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_key text;
+  v_is_only boolean;
+  v_count record;
+  v_room integer;
+  v_next record;
+begin
+  select 'k' || min(j.keys[1]),
+    bool_and(cardinality(j.keys) = 1 and (j.options ? 'terms') is not true and u.flags & 16390/* counted */ = 4/* keys */)
+      and min(j.keys[1]) = max(j.keys[1])
+  into v_key, v_is_only
+  from unnest(p_ids, p_flags) u (id, flags)
+  cross join lateral (select j.keys, j.options from queue.job j where j.id = u.id offset 0) j;
+  if not v_is_only then
+    return false;
+  end if;
+  select s.ctid as tid, s.slots, s.limit_id, s.used - cardinality(p_ids) as used, s.lanes, s.ready, s.waiting,
+    s.lows, s.low_deadlines, l.low_deadline, l.low_id, l.is_idle,
+    s.rate_limit is null and cardinality(s.lanes) <= 1 and l.tag_base is null as is_plain
+  into v_count
+  from queue.semaphore s
+  left join lateral (select l.low_deadline, l.low_id, l.is_idle, l.tag_base from queue.lane l
+    where l.lane = s.lanes[1] offset 0) l on true
+  where s.key = v_key order by s.tick desc limit 1;
+  v_room := least(v_count.slots - v_count.used - v_count.ready[1], v_count.waiting[1]);
+  if v_count.is_plain is not true then
+    return false;
+  elsif v_room > 0 then
+    select array_agg(w.tid) as tids, array_agg(w.id) as ids, array_agg(w.attempt) as attempts,
+      array_agg(coalesce(s.deadline, w.deadline)) as deadlines,
+      -- may have changed since
+      array_agg((w.flags | case when s.id is not null then 2048/* overridden */ else 0 end
+        | case when (select d.job_id from queue.need d where d.need_id = w.id limit 1) is not null
+          then 4096/* needed */ else 0 end)::smallint) as flags,
+      array_agg(w.deadline) as places,
+      bool_or(num_nonnulls(w.weight, w.at) > 0 or w.has_several or w.deadline < '0001-01-01 00:00+00')
+        as are_special,
+      bool_or((coalesce(s.deadline, w.deadline), w.id) < (v_count.low_deadline, v_count.low_id)) as is_low
+    into v_next
+    from (
+      select w.ctid as tid, w.id, w.deadline, w.attempt, w.flags, w.weight, w.at, w.has_several
+      from queue.waiting w
+      where w.reason = 'slot' and w.key = v_key and w.lane = v_count.lanes[1]
+        and (w.deadline, w.id) >= (v_count.low_deadlines[1], v_count.lows[1])
+      order by w.deadline, w.id limit v_room) w
+    left join lateral (select s.id, s.deadline from queue.job_override s where s.id = w.id offset 0) s on true;
+    if v_next.are_special then
+      return false;
+    end if;
+    delete from queue.waiting w where w.ctid = any (v_next.tids);
+    insert into queue.active_job (id, deadline, lane, attempt, flags)
+    select u.id, u.deadline, v_count.lanes[1], u.attempt, u.flags
+    from unnest(v_next.ids, v_next.deadlines, v_next.attempts, v_next.flags) u (id, deadline, attempt, flags);
+    if v_next.is_low or v_count.is_idle then
+      perform queue._lower_marks(array_fill(v_count.lanes[1], array[cardinality(v_next.ids)]),
+        v_next.deadlines, v_next.ids);
+    end if;
+    v_count.ready[1] := v_count.ready[1] + cardinality(v_next.ids);
+    v_count.waiting[1] := v_count.waiting[1] - cardinality(v_next.ids);
+    v_count.lows[1] := v_next.ids[cardinality(v_next.ids)] + 1;
+    v_count.low_deadlines[1] := v_next.places[cardinality(v_next.ids)];
+  end if;
+  with gone as (
+    delete from queue.semaphore s where s.ctid = v_count.tid)
+  insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows, low_deadlines)
+  values (v_key, nextval('queue.tick_seq'), v_count.slots, v_count.limit_id, v_count.used, v_count.lanes,
+    v_count.ready, v_count.waiting, v_count.lows, v_count.low_deadlines);
+  return true;
+end $$;
+
 -- admit/gates.sql
 -- The gates, in their order: held, needs, signals, schedule, a paused task, the lock's turn, slots. Each gate
 -- checks a job once, and has its own place for waiting jobs. Everything here runs under the admission lock.
@@ -9778,10 +9859,11 @@ begin
   select array_agg(u.id) filter (where u.kind = 'again') as again,
     array_agg(u.id) filter (where u.kind = 'again' and u.flags & 3/* lock */ <> 0) as locked,
     array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & 16390/* counted */ <> 0) as ids,
-    array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & 16390/* counted */ <> 0) as flags
+    array_agg(u.flags) filter (where u.kind in ('ended', 'again') and u.flags & 16390/* counted */ <> 0) as flags,
+    bool_or(u.kind = 'again' or u.payload is not null) as has_more
   into v_ended
-  from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
-  if v_ended.ids is not null then
+  from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload);
+  if v_ended.ids is not null and (v_ended.has_more or not queue._pass_slots_on(v_ended.ids, v_ended.flags)) then
     v_keys := queue._release_slots(v_ended.ids, v_ended.flags);
   end if;
   for v_item in
@@ -10495,6 +10577,9 @@ begin
       perform queue._admit(1000);
     end if;
     perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
+  elsif p_kind = 'ended' and v_all_flags & (3/* lock */ | 4096/* needed */) = 0
+    and queue._pass_slots_on(v_ids, v_flags) then
+    null;  -- the claims held nothing else
   else
     perform queue._settle_now(v_ids, array_fill(p_kind, array[cardinality(v_ids)]),
       v_flags, case when p_payload is not null then array[p_payload] end);
@@ -14049,6 +14134,69 @@ begin
     where l.lane = k.lane));
 end $$;
 
+-- work/claim_one_key.sql
+-- Claiming under the common limit, in few statements: all jobs at hand have the same one key.
+-- Tests: admit/one_key.sql.
+
+-- Claims up to p_n jobs of one limited lane, as _claim_limited does, if these jobs have one and the same key
+-- with room for all of them, and no other limit. If not, it changes nothing and ids is NULL. first_claim: as
+-- for _claim_newcomer.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._claim_one_key(
+  p_worker bigint, p_lane integer, p_n integer, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_jobs record;
+  v_now timestamptz;
+begin
+  select array_agg(x.tid) as tids, array_agg(x.id) as ids, bit_or(x.flags) as flags,
+    bool_or(x.attempt > 0 or x.deadline < 'infinity') as are_special, 'k' || min(x.keys[1]) as key,
+    bool_and(cardinality(x.keys) = 1 and (x.options ? 'terms') is not true and x.flags & 4/* keys */ <> 0)
+      and min(x.keys[1]) = max(x.keys[1]) as has_one_key
+  into v_jobs
+  from (
+    select aj.tid, aj.id, aj.deadline, aj.attempt, aj.flags, j.keys, j.options
+    from queue.lane l
+    cross join lateral (
+      select aj.ctid as tid, aj.id, aj.deadline, aj.attempt, aj.flags from queue.active_job aj
+      where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+      order by aj.deadline, aj.id limit p_n for update of aj skip locked) aj
+    cross join lateral (select j.keys, j.options from queue.job j where j.id = aj.id offset 0) j
+    where l.lane = p_lane and not exists (select from queue.queue_config c where c.queue = l.queue
+      and (c.max_running is not null or c.rate_limit is not null))) x;
+  if v_jobs.has_one_key is not true
+    or v_jobs.flags & (2/* mutex */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) <> 0 then
+    return;
+  end if;
+  with gone as (
+    delete from queue.semaphore s
+    where s.ctid = (select s.ctid from queue.semaphore s where s.key = v_jobs.key order by s.tick desc limit 1)
+      and s.rate_limit is null and s.lanes = array[p_lane] and s.slots - s.used >= cardinality(v_jobs.ids)
+    returning s.slots, s.limit_id, s.used, s.lanes, s.ready[1] - cardinality(v_jobs.ids) as ready, s.waiting,
+      s.lows, s.low_deadlines)
+  insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows, low_deadlines)
+  select v_jobs.key, nextval('queue.tick_seq'), g.slots, g.limit_id, g.used + cardinality(v_jobs.ids),
+    case when x.stays then g.lanes else '{}' end, case when x.stays then array[g.ready] else '{}' end,
+    case when x.stays then g.waiting else '{}' end, case when x.stays then g.lows else '{}' end,
+    case when x.stays then g.low_deadlines else '{}' end
+  from gone g cross join lateral (select g.ready > 0 or g.waiting[1] > 0 as stays) x;
+  if not found then
+    return;
+  end if;
+  ids := v_jobs.ids;
+  v_now := clock_timestamp();  -- after the snapshot that shows the jobs ready
+  first_claim := nextval('queue.claim_seq');
+  update queue.active_job aj
+  set claim = first_claim, worker_id = p_worker, claimed_at = v_now, attempt = aj.attempt + 1
+  where aj.ctid = any (v_jobs.tids);
+  if v_jobs.flags & 128/* lease */ <> 0 then
+    perform queue._lease_timeouts(ids, first_claim, v_now);
+  end if;
+  if v_jobs.are_special or v_jobs.flags & 2048/* overridden */ <> 0 or v_jobs.flags < 0 then
+    first_claim := null;
+  end if;
+end $$;
+
 -- work/claim_filtered.sql
 -- Claiming jobs that the options of fetch select.
 -- Tests: work/fetch.sql.
@@ -14580,8 +14728,10 @@ declare
   v_has_more boolean := false;
   v_admitted integer;
   v_is_claimed boolean := false;
+  v_max_jobs integer := p_max_jobs;
   v_claimed record;
   v_lane integer;
+  v_kind smallint;
   v_attempt smallint;
   v_flags smallint;
   v_claimed_at timestamptz;
@@ -14605,10 +14755,10 @@ begin
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);  -- admission may have found a new queue
   end if;
-  select l.lane into v_lane
+  select l.lane, l.kind into v_lane, v_kind
   from queue.lane l
   where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
-    and (l.paused_until is null or l.paused_until <= v_now) and l.kind = 0/* lane_plain */
+    and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2/* lane_crashed */
     and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
       and w.apart_since is null) is true
     and exists (
@@ -14617,7 +14767,16 @@ begin
         and (o.paused_until is null or o.paused_until <= v_now)
         and o.lane <> l.lane) is false
   limit 1;
-  if v_lane is not null then
+  if v_kind = 1/* lane_limited */ then
+    v_max_jobs := least(p_max_jobs, p_at_once);
+    if not queue._lock_admission(p_may_wait) then
+      return;  -- nothing else is ready, and whoever holds the lock admits
+    end if;
+    v_claimed := queue._claim_one_key(p_worker, v_lane, v_max_jobs);
+    ids := v_claimed.ids;
+    first_claim := v_claimed.first_claim;
+    v_is_claimed := ids is not null;
+  elsif v_lane is not null then
     v_is_claimed := true;
     if p_max_jobs = 1 then
       -- as _claim_plain, for one job
@@ -14646,16 +14805,16 @@ begin
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
     end if;
-    if cardinality(ids) = p_max_jobs then
-      if v_has_lock then
-        perform set_config('pgdefer.was_dry', case when v_admitted between 1 and p_max_jobs then 'on'
-          else 'off' end, false);
-      end if;
-      if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
-        perform queue._raise_marks(array[v_lane]);
-      end if;
-      return;
+  end if;
+  if cardinality(ids) = v_max_jobs then
+    if v_has_lock then
+      perform set_config('pgdefer.was_dry', case when v_admitted between 1 and p_max_jobs then 'on'
+        else 'off' end, false);
     end if;
+    if random() * 300 < least(v_max_jobs, 20) and queue._lock_admission(false) then
+      perform queue._raise_marks(array[v_lane]);
+    end if;
+    return;
   end if;
   select c.ids, c.first_claim into ids, first_claim
   from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed,
@@ -14750,8 +14909,11 @@ begin
         end if;
       end if;
       if v_choice.kind = 1/* lane_limited */ and v_has_lock then
-        ids := ids || nullif(queue._claim_limited(p_worker, v_choice.lanes,
-          v_max_jobs - coalesce(cardinality(ids), 0)), '{}');
+        v_claimed := queue._claim_one_key(p_worker,
+          case when cardinality(v_choice.lanes) = 1 then v_choice.lanes[1] end,
+          v_max_jobs - coalesce(cardinality(ids), 0));
+        ids := ids || coalesce(v_claimed.ids, nullif(queue._claim_limited(p_worker, v_choice.lanes,
+          v_max_jobs - coalesce(cardinality(ids), 0)), '{}'));
         if coalesce(cardinality(ids), 0) < v_max_jobs then
           -- it may have used its time on many jobs that can't start
           ids := ids || (select c.ids

@@ -176,12 +176,13 @@ begin
   limit 1;
   if v_kind = {{lane_limited}} then
     v_max_jobs := least(p_max_jobs, p_at_once);
-    if queue._lock_admission(p_may_wait) then
-      v_claimed := queue._claim_one_key(p_worker, v_lane, v_max_jobs);
-      ids := v_claimed.ids;
-      first_claim := v_claimed.first_claim;
-      v_is_claimed := ids is not null;
+    if not queue._lock_admission(p_may_wait) then
+      return;  -- nothing else is ready, and whoever holds the lock admits
     end if;
+    v_claimed := queue._claim_one_key(p_worker, v_lane, v_max_jobs);
+    ids := v_claimed.ids;
+    first_claim := v_claimed.first_claim;
+    v_is_claimed := ids is not null;
   elsif v_lane is not null then
     v_is_claimed := true;
     if p_max_jobs = 1 then
@@ -315,8 +316,11 @@ begin
         end if;
       end if;
       if v_choice.kind = {{lane_limited}} and v_has_lock then
-        ids := ids || nullif(queue._claim_limited(p_worker, v_choice.lanes,
-          v_max_jobs - coalesce(cardinality(ids), 0)), '{}');
+        v_claimed := queue._claim_one_key(p_worker,
+          case when cardinality(v_choice.lanes) = 1 then v_choice.lanes[1] end,
+          v_max_jobs - coalesce(cardinality(ids), 0));
+        ids := ids || coalesce(v_claimed.ids, nullif(queue._claim_limited(p_worker, v_choice.lanes,
+          v_max_jobs - coalesce(cardinality(ids), 0)), '{}'));
         if coalesce(cardinality(ids), 0) < v_max_jobs then
           -- it may have used its time on many jobs that can't start
           ids := ids || (select c.ids

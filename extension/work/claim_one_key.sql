@@ -10,24 +10,25 @@ create or replace function queue._claim_one_key(
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_jobs record;
+  v_now timestamptz;
 begin
-  select array_agg(x.id order by x.deadline, x.id) as ids, bit_or(x.flags) as flags,
-    bool_or(x.attempt > 0 or x.deadline < 'infinity') as are_special, 'k' || min(x.keys[1]) as key,
+  select array_agg(x.tid) as tids, array_agg(x.id order by x.deadline, x.id) as ids, bit_or(x.flags) as flags,
+    bool_or(x.deadline < 'infinity') as have_deadlines, 'k' || min(x.keys[1]) as key,
     bool_and(cardinality(x.keys) = 1 and (x.options ? 'terms') is not true and x.flags & {{keys}} <> 0)
       and min(x.keys[1]) = max(x.keys[1]) as has_one_key
   into v_jobs
   from (
-    select aj.id, aj.deadline, aj.attempt, aj.flags, j.keys, j.options
+    select aj.tid, aj.id, aj.deadline, aj.flags, j.keys, j.options
     from queue.lane l
     cross join lateral (
-      select aj.id, aj.deadline, aj.attempt, aj.flags from queue.active_job aj
+      select aj.ctid as tid, aj.id, aj.deadline, aj.flags from queue.active_job aj
       where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
       order by aj.deadline, aj.id limit p_n for update of aj skip locked) aj
     cross join lateral (select j.keys, j.options from queue.job j where j.id = aj.id offset 0) j
     where l.lane = p_lane and not exists (select from queue.queue_config c where c.queue = l.queue
       and (c.max_running is not null or c.rate_limit is not null))) x;
-  if not v_jobs.has_one_key or v_jobs.flags & ({{mutex}} | {{needs}} | {{expires}} | {{queueing_lock}}) <> 0
-  then
+  if v_jobs.has_one_key is not true
+    or v_jobs.flags & ({{mutex}} | {{needs}} | {{expires}} | {{queueing_lock}}) <> 0 then
     return;
   end if;
   with gone as (
@@ -46,14 +47,15 @@ begin
     return;
   end if;
   ids := v_jobs.ids;
+  v_now := clock_timestamp();  -- after the snapshot that shows the jobs ready
   first_claim := nextval('queue.claim_seq');
   update queue.active_job aj
-  set claim = first_claim, worker_id = p_worker, claimed_at = clock_timestamp(), attempt = aj.attempt + 1
-  where aj.id = any (ids);
+  set claim = first_claim, worker_id = p_worker, claimed_at = v_now, attempt = aj.attempt + 1
+  where aj.ctid = any (v_jobs.tids);
   if v_jobs.flags & {{lease}} <> 0 then
-    perform queue._lease_timeouts(ids, first_claim, clock_timestamp());
+    perform queue._lease_timeouts(ids, first_claim, v_now);
   end if;
-  if v_jobs.are_special or v_jobs.flags & {{overridden}} <> 0 or v_jobs.flags < 0 then
+  if v_jobs.have_deadlines or v_jobs.flags & {{overridden}} <> 0 or v_jobs.flags < 0 then
     first_claim := null;
   end if;
 end $$;

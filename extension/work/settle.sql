@@ -29,8 +29,9 @@ begin
       perform queue._admit(1000);
     end if;
     perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
-  elsif v_all_flags & ({{lock}} | {{needed}}) = 0 and queue._pass_slots_on(v_ids, v_flags) then
-    null;
+  elsif p_kind = 'ended' and v_all_flags & ({{lock}} | {{needed}}) = 0
+    and queue._pass_slots_on(v_ids, v_flags) then
+    null;  -- the claims held nothing else
   else
     perform queue._settle_now(v_ids, array_fill(p_kind, array[cardinality(v_ids)]),
       v_flags, case when p_payload is not null then array[p_payload] end);

@@ -1,7 +1,7 @@
 -- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
 -- way would. Where a batch is not of this kind, the general way decides.
 
-select plan(31);
+select plan(49);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -97,6 +97,76 @@ select min(d) as b from (select queue.defer('t', concurrency_key => 'Q', concurr
 select is(cardinality(pg_temp.claim(5)), 3, 'a queue''s own limit');
 select queue.configure_queue('default', '{"max_running": null}') \g /dev/null
 select is(cardinality(pg_temp.claim(5)), 3, 'and without it the limit of the key');
+select is((select count(*)::integer from queue.check()), 0, 'nothing is wrong so far');
+select queue.delete_queue('default', force => true) \g /dev/null
+
+-- Two keys that end in one batch, and weights that end with nothing behind them
+select queue.defer('t', concurrency_key => 'A', concurrency_limit => 1) as a, queue.defer('t', concurrency_key => 'B', concurrency_limit => 1) as b \gset
+select pg_temp.claim(2) \g /dev/null
+select pg_temp.succeed(:a, :b);
+select is(pg_temp.counts('A') || ', ' || pg_temp.counts('B'), '1 0 0 0, 1 0 0 0', 'each key has its own slots');
+select queue.defer('t', options => '{"concurrency": [{"key": "A", "limit": 4, "weight": 2}]}') as a, queue.defer('t', options => '{"concurrency": [{"key": "A", "limit": 4, "weight": 2}]}') as b \gset
+select pg_temp.claim(2) \g /dev/null
+select pg_temp.succeed(:a, :b);
+select is(pg_temp.counts('A'), '4 0 0 0', 'weights end');
+
+-- Deadlines of jobs that wait: the search goes on where the last one stood.
+select min(d) as a from (select queue.defer('t', deadline => '2990-01-01Z'::timestamptz + make_interval(days => n), concurrency_key => 'D', concurrency_limit => 1) as d from generate_series(1, 4) n) x \gset
+select pg_temp.claim(1) \g /dev/null
+select pg_temp.succeed(:a);
+select pg_temp.claim(1) \g /dev/null
+select pg_temp.succeed(:a + 1);
+select is(pg_temp.claim(1), array[:a + 2]::bigint[], 'the third deadline');
+select queue._raise_marks(array(select l.lane from queue.lane l)) \g /dev/null
+select pg_temp.succeed(:a + 2);
+select is(pg_temp.claim(1), array[:a + 3]::bigint[], 'a job below the low mark of its lane');
+select pg_temp.succeed(:a + 3);
+
+-- Two priorities, and two queues, whose jobs wait for one key
+select min(d) as a from (select queue.defer('t', concurrency_key => 'P', concurrency_limit => 1) as d from generate_series(1, 3)) x \gset
+select pg_temp.claim(1) \g /dev/null
+select queue.defer('t', priority => 5, concurrency_key => 'P', concurrency_limit => 1) as high \gset
+select queue.tick() \g /dev/null
+select pg_temp.succeed(:a);
+select is(pg_temp.claim(1), array[:high]::bigint[], 'the higher priority');
+select pg_temp.succeed(:high);
+select pg_temp.claim(1) \g /dev/null
+select pg_temp.succeed(:a + 1);
+select pg_temp.claim(1) \g /dev/null
+select pg_temp.succeed(:a + 2);
+select queue.defer('t', queue => 'q' || n, concurrency_key => 'P', concurrency_limit => 3) from generate_series(1, 3) n \g /dev/null
+select queue.tick() \g /dev/null
+select is((select count(*)::integer from queue.fetch(:worker, '{q2}', 1)), 1, 'one queue of three');
+select is(pg_temp.counts('P'), '3 1 2 0', 'the others are still ready');
+select is((select count(*)::integer from queue.fetch(:worker, '{q1,q3}', 5)), 2, 'and start');
+
+-- A limit that was lowered while jobs were ready; a rate that came meanwhile
+select min(d) as a from (select queue.defer('t', queue => 'low', concurrency_key => 'S', concurrency_limit => 4) as d from generate_series(1, 4)) x \gset
+select queue.tick() \g /dev/null
+select queue.configure_key('S', '{"limit": 2}') \g /dev/null
+select is((select count(*)::integer from queue.fetch(:worker, '{low}', 4)), 2, 'no more than the new limit');
+select queue.configure_key('S', '{"limit": 4, "rate": {"limit": 3, "per": "1 day"}}') \g /dev/null
+select is((select count(*)::integer from queue.fetch(:worker, '{low}', 4)), 2, 'the limit is raised again');
+select min(d) as b from (select queue.defer('t', queue => 'low', concurrency_key => 'S', concurrency_limit => 4) as d from generate_series(1, 4)) x \gset
+select queue.tick() \g /dev/null
+select pg_temp.succeed(:a, :a + 1, :a + 2, :a + 3);
+select is((select count(*)::integer from queue.fetch(:worker, '{low}', 4)), 1, 'two starts count in the rate, and one is left');
+select is((select count(*)::integer from queue.check()), 0, 'the counts of rates are right');
+
+-- A queue's limit, a timeout, an expired job, a retry
+select queue.configure_queue('own', '{"max_running": 1}') \g /dev/null
+select queue.defer('t', queue => 'own', concurrency_key => 'T', concurrency_limit => 9) from generate_series(1, 3) \g /dev/null
+select is((select count(*)::integer from queue.fetch(:worker, '{own}', 3)), 1, 'as many as the queue may run');
+select queue.defer('t', queue => 'timed', options => '{"timeout": "1 hour"}', concurrency_key => 'U', concurrency_limit => 9) as a \gset
+select is((select f.timeout::text from queue.fetch(:worker, '{timed}', 1) f), '01:00:00', 'a job with a timeout');
+select is((select count(*)::integer from queue.lease l where l.id = :a), 1, 'has a lease');
+select queue.defer('t', queue => 'late', options => '{"expires_at": "2990-01-01Z"}', concurrency_key => 'V', concurrency_limit => 9) as a \gset
+select queue.tick() \g /dev/null
+update queue.expiry e set at = now() where e.id = :a;
+select is((select count(*)::integer from queue.fetch(:worker, '{late}', 1)), 0, 'an expired job does not start');
+select queue.defer('t', queue => 'again', options => '{"retry": {"max_attempts": 3, "base": 0}}', concurrency_key => 'X', concurrency_limit => 9) as a \gset
+select queue.fail(f.id, f.claim, 'x') from queue.fetch(:worker, '{again}', 1) f \g /dev/null
+select is((select f.attempt from queue.fetch(:worker, '{again}', 1) f), 2, 'the second attempt');
 select is((select count(*)::integer from queue.check()), 0, 'nothing is wrong at the end');
 
 select * from finish();
