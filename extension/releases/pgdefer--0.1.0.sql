@@ -9391,7 +9391,7 @@ begin
       array_agg((w.flags | case when s.id is not null then 2048/* overridden */ else 0 end
         | case when (select d.job_id from queue.need d where d.need_id = w.id limit 1) is not null
           then 4096/* needed */ else 0 end)::smallint) as flags,
-      array_agg(w.deadline) as places,
+      max(w.deadline) as last_deadline, (array_agg(w.id order by w.deadline desc, w.id desc))[1] as last_id,
       bool_or(num_nonnulls(w.weight, w.at) > 0 or w.has_several or w.deadline < '0001-01-01 00:00+00')
         as are_special,
       bool_or((coalesce(s.deadline, w.deadline), w.id) < (v_count.low_deadline, v_count.low_id)) as is_low
@@ -9403,7 +9403,7 @@ begin
         and (w.deadline, w.id) >= (v_count.low_deadlines[1], v_count.lows[1])
       order by w.deadline, w.id limit v_room) w
     left join lateral (select s.id, s.deadline from queue.job_override s where s.id = w.id offset 0) s on true;
-    if v_next.are_special then
+    if v_next.are_special is not false then
       return false;
     end if;
     delete from queue.waiting w where w.ctid = any (v_next.tids);
@@ -9416,8 +9416,8 @@ begin
     end if;
     v_count.ready[1] := v_count.ready[1] + cardinality(v_next.ids);
     v_count.waiting[1] := v_count.waiting[1] - cardinality(v_next.ids);
-    v_count.lows[1] := v_next.ids[cardinality(v_next.ids)] + 1;
-    v_count.low_deadlines[1] := v_next.places[cardinality(v_next.ids)];
+    v_count.lows[1] := v_next.last_id + 1;
+    v_count.low_deadlines[1] := v_next.last_deadline;
   end if;
   with gone as (
     delete from queue.semaphore s where s.ctid = v_count.tid)
@@ -14149,16 +14149,16 @@ declare
   v_jobs record;
   v_now timestamptz;
 begin
-  select array_agg(x.tid) as tids, array_agg(x.id) as ids, bit_or(x.flags) as flags,
-    bool_or(x.attempt > 0 or x.deadline < 'infinity') as are_special, 'k' || min(x.keys[1]) as key,
+  select array_agg(x.tid) as tids, array_agg(x.id order by x.deadline, x.id) as ids, bit_or(x.flags) as flags,
+    bool_or(x.deadline < 'infinity') as have_deadlines, 'k' || min(x.keys[1]) as key,
     bool_and(cardinality(x.keys) = 1 and (x.options ? 'terms') is not true and x.flags & 4/* keys */ <> 0)
       and min(x.keys[1]) = max(x.keys[1]) as has_one_key
   into v_jobs
   from (
-    select aj.tid, aj.id, aj.deadline, aj.attempt, aj.flags, j.keys, j.options
+    select aj.tid, aj.id, aj.deadline, aj.flags, j.keys, j.options
     from queue.lane l
     cross join lateral (
-      select aj.ctid as tid, aj.id, aj.deadline, aj.attempt, aj.flags from queue.active_job aj
+      select aj.ctid as tid, aj.id, aj.deadline, aj.flags from queue.active_job aj
       where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
       order by aj.deadline, aj.id limit p_n for update of aj skip locked) aj
     cross join lateral (select j.keys, j.options from queue.job j where j.id = aj.id offset 0) j
@@ -14192,7 +14192,7 @@ begin
   if v_jobs.flags & 128/* lease */ <> 0 then
     perform queue._lease_timeouts(ids, first_claim, v_now);
   end if;
-  if v_jobs.are_special or v_jobs.flags & 2048/* overridden */ <> 0 or v_jobs.flags < 0 then
+  if v_jobs.have_deadlines or v_jobs.flags & 2048/* overridden */ <> 0 or v_jobs.flags < 0 then
     first_claim := null;
   end if;
 end $$;
