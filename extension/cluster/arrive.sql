@@ -214,31 +214,32 @@ end $$;
 create or replace function queue.shard_part_gone(slot integer, part integer, receipt uuid)
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
-  v_state text := queue._shard_leaving(slot, part);
+  v_part record;
   v_sent bigint[];
 begin
-  perform queue._check_isolation();
-  perform from queue.shard_part p where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part
-    and p.receipt = shard_part_gone.receipt for no key update;
-  if not found and v_state is distinct from 'gone' then
+  perform queue._check_isolation(), queue._shard_leaving(slot, part);
+  select p.state, p.is_last, p.receipt into v_part from queue.shard_part p
+  where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part for no key update;
+  if v_part.state = 'gone' then
+    return false;
+  elsif v_part.receipt = shard_part_gone.receipt is not true then
     perform queue._shard_invalid('this part has not arrived',
       'Bring it to the target first, and pass the receipt that queue.shard_part_arrive returns there.',
-      format('slot: %s, part: %s, state: %s', slot, part, v_state));
+      format('slot: %s, part: %s, state: %s', slot, part, v_part.state));
   end if;
   v_sent := array(select s.id from queue.shard_sent s
     where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part);
   delete from queue.shard_sent s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
   delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part
     and s.id = any (v_sent);
-  if v_state = 'leaving' and not (select p.is_last from queue.shard_part p
-    where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part) then
+  if not v_part.is_last then
     -- without jobs, if they have ended meanwhile: the target waits for the last
     perform queue._shard_lock(queue._shard_oldest(slot, part));
     perform queue._shard_cut(slot, part);
     return true;
   end if;
   update queue.shard_part p set state = 'gone'
-  where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part and p.state = 'leaving';
+  where p.slot = shard_part_gone.slot and p.part = shard_part_gone.part;
   delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part;
   return false;
 end $$;

@@ -1,6 +1,6 @@
 -- Groups: their counts, and their callbacks, each deferred once, when its time has come.
 
-select plan(62);
+select plan(65);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -188,7 +188,28 @@ select queue._admit(2) \g /dev/null
 select is((select state from queue.groups where name = 'backlog'), 'closing', 'a group is not closed while there is a backlog');
 :settle
 select is(pg_temp.grp('backlog'), 'closed 7 7 0 0 0', 'its jobs may be there');
+-- Many small ranges, and a slow machine: the parts that were scanned have been read, others have not been scanned.
+select pg_get_functiondef('queue._scan_backlog'::regproc) as scan \gset
+create or replace function queue._scan_backlog(p_slice integer) returns void language sql as 'select';
+select pg_temp.opened('unscanned'), pg_temp.add('unscanned', 3), queue.close_group('unscanned') \g /dev/null
+select queue._admit(2) \g /dev/null
+select queue._admit(2) \g /dev/null
+select queue._admit(2) \g /dev/null
+select is((select state || ' ' || jobs from queue.groups where name = 'unscanned'), 'closing 2', 'nor while a part of it has not been scanned');
+:scan;
+:settle
+select is(pg_temp.grp('unscanned'), 'closed 3 3 0 0 0', 'so that no job is missing');
 select queue.cancel(id) from queue.jobs where task = 'member' and state = 'ready' \g /dev/null
+
+-- A transaction that has ended, and has not released its locks yet
+select pg_get_functiondef('queue._adding_transactions'::regproc) as adding \gset
+create temporary table ended as select pg_current_xact_id() as xid;
+create or replace function queue._adding_transactions() returns table (xid xid8) language sql as 'select e.xid from pg_temp.ended e';
+select pg_temp.opened('released'), queue.close_group('released') \g /dev/null
+select queue._admit(100) \g /dev/null
+select queue._admit(100) \g /dev/null
+:adding;
+select is(pg_temp.grp('released'), 'ended 0 0 0 0 0: end success', 'a group does not wait for a transaction that has ended');
 
 -- A callback that can't be deferred
 select pg_temp.opened('refused'), pg_temp.add('refused'), queue.close_group('refused') \g /dev/null
@@ -211,7 +232,7 @@ select results_eq($$select j.queueing_lock, j.idempotency_key, j.queue, g.error 
 -- Retention
 update queue.group_state set ended_at = now() - interval '8 days' where ended_at is not null;
 select queue.prune() \g /dev/null
-select is(array(select name from queue.groups order by name), '{a,b,backlog,ends,gates,newcomer,plain,refused,retries,single}', 'a group is kept for as long as it has jobs');
+select is(array(select name from queue.groups order by name), '{a,b,backlog,ends,gates,newcomer,plain,refused,retries,single,unscanned}', 'a group is kept for as long as it has jobs');
 select queue.delete(array(select id from queue.jobs where task = 'member' and state <> 'running' limit 1000)) \g /dev/null
 select queue.prune() \g /dev/null
 select is(array(select name from queue.groups), '{newcomer}', 'and while it is open');

@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(126);
+select plan(130);
 
 set pgdefer.notify = off;
 
@@ -98,6 +98,7 @@ select pg_temp.defer('a b c', '[{"key": "WR", "rate": {"limit": 5, "per": "1 hou
 select is(pg_temp.claim(), 'a b', 'in a rate too');
 select pg_temp.finish_all();
 select is(pg_temp.claim(), null, 'as it has no room for a third');
+select is((select t.next_due - now() > interval '55 minutes' from queue.tick() t), true, 'nobody looks again before there is room for all of its weight');
 select pg_temp.pass('61 minutes');
 select is(pg_temp.claim(), 'c', 'until later');
 select pg_temp.end_all();
@@ -180,6 +181,7 @@ select pg_temp.end_all();
 -- What is ready will start before what waits: the time for the next counts it.
 select pg_temp.defer('a b c d', '[{"key": "N", "rate": {"limit": 3, "per": "1 hour"}}]') \g /dev/null
 select is(pg_temp.claim(1), 'a', 'one of three starts, two are ready');
+select is((select t.next_due - now() > interval '55 minutes' from queue.tick() t), true, 'nobody looks again before there is room for the fourth');
 select pg_temp.pass('61 minutes');
 select is(pg_temp.claim(), 'b c d', 'then three in its time');
 select pg_temp.end_all();
@@ -188,6 +190,11 @@ select pg_temp.defer('a b', '[{"key": "C", "rate": {"limit": 1, "per": "1 hour"}
 select is(pg_temp.claim(), 'a', 'one an hour');
 select pg_temp.defer('c', '[{"key": "C", "rate": {"limit": 5, "per": "1 hour"}}]') \g /dev/null
 select is(pg_temp.claim(), 'b c', 'five an hour');
+select pg_temp.end_all();
+select pg_temp.defer('a b', '[{"key": "D", "rate": {"limit": 1, "per": "1 hour"}}]') \g /dev/null
+select is(pg_temp.claim(), 'a', 'one an hour');
+select pg_temp.defer('c', '[{"key": "D", "limit": 9}]', '{"queue": "other"}') \g /dev/null
+select is(pg_temp.claim(), 'b c', 'as many as come, also if the other job need not wait itself');
 select pg_temp.end_all();
 -- A heavy job is not passed by either after one that goes on to another key.
 select pg_temp.defer('r', '[{"key": "H", "limit": 5, "weight": 3}]'), pg_temp.defer('r2', '[{"key": "H", "limit": 5, "weight": 2}]') \g /dev/null

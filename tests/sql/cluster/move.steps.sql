@@ -1,7 +1,7 @@
 -- The steps of a move, called in a wrong order: each says what is wrong and what to do, and changes nothing
 -- (extension/cluster/move.sql, arrive.sql). This database is shard a, with slots 0 to 511; b exists by name only.
 
-select plan(23);
+select plan(25);
 
 create temp table k as select 'key ' || n as key, queue._shard_part_of('key ' || n) as part
   from generate_series(1, 20000) n where queue.shard_of('key ' || n) = 7 limit 1;
@@ -47,6 +47,9 @@ select ok(queue.shard_part_leave(7, part), 'the part leaves') from k;
 select pg_temp.refused('select queue.shard_hold(7, PART)', 'this part has left');
 select pg_temp.refused('select queue.shard_part_gone(7, PART, gen_random_uuid())', 'this part has not arrived');
 select queue.shard_part_gone(7, part, (queue.shard_part_jobs(7, part) ->> 'receipt')::uuid) from k;
+create temp table gone as select pg_temp.all_rows() as rows;
+select ok(not queue.shard_part_gone(7, part, gen_random_uuid()), 'what is gone already is not refused') from k;
+select is(pg_temp.all_rows(), rows, 'and nothing changes') from gone;
 select pg_temp.refused('select queue.shard_part_jobs(7, PART)', 'this part is not leaving');
 select pg_temp.refused('select queue.shard_moved(7, 2)', 'parts of this slot have not moved yet');
 
