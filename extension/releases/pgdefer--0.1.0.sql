@@ -9194,7 +9194,9 @@ begin
     cross join lateral (select g.no from queue.job_group g where g.no = u.no offset 0) g
     cross join lateral (
       select s.* from queue.group_state s where s.group_no = g.no order by s.tick desc limit 1) s),
-  adding as materialized (select a.xid from queue._adding_transactions() a),
+  -- Not those that have ended: a settlement of one that the cursor has passed would never be read.
+  adding as materialized (select a.xid from queue._adding_transactions() a
+    where not pg_visible_in_snapshot(a.xid, pg_current_snapshot())),
   again as (
     insert into queue.pending_settlement (xid, job_id, kind, flags)
     select a.xid, -x.no, 'group', 0 from seen x cross join adding a
@@ -9210,26 +9212,23 @@ begin
   perform queue._defer_callbacks(p_nos);
 end $$;
 
--- Other transactions that may have added jobs to groups and are still open. pg_locks has the low 32 bits of
--- their numbers, and those of their savepoints, which are greater. A transaction that has ended may still be
--- there, because its locks are released last: its jobs are visible, and the cursor has passed its number.
+-- Other transactions that may have added jobs to groups and have not released their locks. Some may have
+-- ended: a commit makes its jobs visible first, and releases the locks last. pg_locks has the low 32 bits of
+-- their numbers, and those of their savepoints, which are greater.
 create or replace function queue._adding_transactions()
 returns table (xid xid8) language plpgsql volatile parallel unsafe security invoker rows 5 as $$
 declare
   v_own constant xid8 := pg_current_xact_id();
 begin
   return query
-    select x.xid
-    from (
-      select min(v_own::text::bigint + age(v_own::xid) - age(t.transactionid))::text::xid8 as xid
-      from pg_locks l
-      join pg_locks t on t.virtualtransaction = l.virtualtransaction and t.locktype = 'transactionid'
-        and t.mode = 'ExclusiveLock' and t.granted
-      where l.locktype = 'relation' and l.relation = 'queue.job_group'::regclass and l.mode = 'RowShareLock'
-        and l.database = (select d.oid from pg_database d where d.datname = current_database())
-        and l.pid is distinct from pg_backend_pid()
-      group by l.virtualtransaction) x
-    where not pg_visible_in_snapshot(x.xid, pg_current_snapshot());
+    select min(v_own::text::bigint + age(v_own::xid) - age(t.transactionid))::text::xid8
+    from pg_locks l
+    join pg_locks t on t.virtualtransaction = l.virtualtransaction and t.locktype = 'transactionid'
+      and t.mode = 'ExclusiveLock' and t.granted
+    where l.locktype = 'relation' and l.relation = 'queue.job_group'::regclass and l.mode = 'RowShareLock'
+      and l.database = (select d.oid from pg_database d where d.datname = current_database())
+      and l.pid is distinct from pg_backend_pid()
+    group by l.virtualtransaction;
 end $$;
 
 -- Defers the callbacks of groups that are due and have not been deferred: those of 200 groups, so that nobody
