@@ -81,10 +81,11 @@ PREPARE = [
       from queue.finish_and_fetch({WORKER}, current_setting('b.outcomes')::jsonb, array[$1], 5)
     """,
     """
-    prepare keyed(text, jsonb) as
+    prepare keyed(text, jsonb, int) as
       select count(*) from queue.defer_many((
-        select jsonb_agg('{"task": "noop"}' || jsonb_build_object('queue', $1) || $2)
-        from generate_series(1, 600)))
+        select jsonb_agg('{"task": "noop"}' || jsonb_build_object('queue', $1)
+          || case when g % $3 = 0 then $2 else '{}' end)
+        from generate_series(1, 600) g))
     """,
 ]
 # What stands before and after the turns that count: the position in the WAL, and a dump of callgrind's.
@@ -115,6 +116,7 @@ class Case:
         return [*self.first, *warm, MARK, *turns, MARK]
 
 
+KEY = '{"concurrency_key": "k", "concurrency_limit": 20}'
 NONE = "select set_config('b.outcomes', '[]', false)"
 # One after another in one queue: those that want it empty first; the batches drain what was deferred before.
 CASES = [
@@ -145,15 +147,13 @@ CASES = [
             20,
             80,
             5,
-            first=(NONE, f"execute keyed('{queue}', '{options}')", "select queue.tick()"),
+            first=(NONE, f"execute keyed('{queue}', '{KEY}', {every})", "select queue.tick()"),
         )
-        for name, queue, options in (
-            ("", "plain", "{}"),
-            (
-                " with a key, limit 20",
-                "keyed",
-                '{"concurrency_key": "k", "concurrency_limit": 20}',
-            ),
+        # every: which of the jobs have a key
+        for name, queue, every in (
+            ("", "plain", 1000),
+            (", half with a key", "mixed", 2),
+            (" with a key, limit 20", "keyed", 1),
         )
     ),
 ]

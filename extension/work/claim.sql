@@ -137,8 +137,7 @@ declare
   v_is_claimed boolean := false;
   v_max_jobs integer := p_max_jobs;
   v_claimed record;
-  v_lane integer;
-  v_kind smallint;
+  v_choice record;
   v_attempt smallint;
   v_flags smallint;
   v_claimed_at timestamptz;
@@ -162,28 +161,22 @@ begin
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);  -- admission may have found a new queue
   end if;
-  select l.lane, l.kind into v_lane, v_kind
+  select array_agg(l.lane) as lanes, max(l.kind) as kind into v_choice
   from queue.lane l
   where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
-    and (l.paused_until is null or l.paused_until <= v_now) and l.kind < {{lane_crashed}}
+    and (l.paused_until is null or l.paused_until <= v_now)
     and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
-      and w.apart_since is null) is true
-    and exists (
-      select from queue.lane o
-      where not o.is_idle and (v_queues is null or o.queue = any (v_queues))
-        and (o.paused_until is null or o.paused_until <= v_now)
-        and o.lane <> l.lane) is false
-  limit 1;
-  if v_kind = {{lane_limited}} then
+      and w.apart_since is null) is true;
+  if v_choice.kind = {{lane_limited}} then
     v_max_jobs := least(p_max_jobs, p_at_once);
-    if not queue._lock_admission(p_may_wait) then
+    if queue._lock_admission(p_may_wait) then
+      v_claimed := queue._claim_one_key(p_worker, v_choice.lanes, v_max_jobs);
+      ids := v_claimed.ids;
+      first_claim := v_claimed.first_claim;
+    elsif cardinality(v_choice.lanes) = 1 then
       return;  -- nothing else is ready, and whoever holds the lock admits
     end if;
-    v_claimed := queue._claim_one_key(p_worker, v_lane, v_max_jobs);
-    ids := v_claimed.ids;
-    first_claim := v_claimed.first_claim;
-    v_is_claimed := ids is not null;
-  elsif v_lane is not null then
+  elsif v_choice.kind = {{lane_plain}} and cardinality(v_choice.lanes) = 1 then
     v_is_claimed := true;
     if p_max_jobs = 1 then
       -- as _claim_plain, for one job
@@ -197,7 +190,7 @@ begin
           select aj.ctid from queue.active_job aj
           where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
           order by aj.deadline, aj.id limit 1 for update of aj skip locked) c
-        where l.lane = v_lane and l.kind = {{lane_plain}}
+        where l.lane = v_choice.lanes[1] and l.kind = {{lane_plain}}
           and (l.paused_until is null or l.paused_until <= v_now))
       returning array[aj.id], aj.claim, aj.attempt, aj.flags, aj.claimed_at
       into ids, first_claim, v_attempt, v_flags, v_claimed_at;
@@ -208,7 +201,7 @@ begin
         first_claim := null;
       end if;
     else
-      v_claimed := queue._claim_plain(p_worker, array[v_lane], p_max_jobs);
+      v_claimed := queue._claim_plain(p_worker, v_choice.lanes, p_max_jobs);
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
     end if;
@@ -219,7 +212,7 @@ begin
         else 'off' end, false);
     end if;
     if random() * 300 < least(v_max_jobs, 20) and queue._lock_admission(false) then
-      perform queue._raise_marks(array[v_lane]);
+      perform queue._raise_marks(v_choice.lanes);
     end if;
     return;
   end if;
@@ -316,8 +309,7 @@ begin
         end if;
       end if;
       if v_choice.kind = {{lane_limited}} and v_has_lock then
-        v_claimed := queue._claim_one_key(p_worker,
-          case when cardinality(v_choice.lanes) = 1 then v_choice.lanes[1] end,
+        v_claimed := queue._claim_one_key(p_worker, v_choice.lanes,
           v_max_jobs - coalesce(cardinality(ids), 0));
         ids := ids || coalesce(v_claimed.ids, nullif(queue._claim_limited(p_worker, v_choice.lanes,
           v_max_jobs - coalesce(cardinality(ids), 0)), '{}'));

@@ -1,7 +1,7 @@
 -- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
 -- way would. Where a batch is not of this kind, the general way decides.
 
-select plan(49);
+select plan(57);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -101,10 +101,11 @@ select is((select count(*)::integer from queue.check()), 0, 'nothing is wrong so
 select queue.delete_queue('default', force => true) \g /dev/null
 
 -- Two keys that end in one batch, and weights that end with nothing behind them
-select queue.defer('t', concurrency_key => 'A', concurrency_limit => 1) as a, queue.defer('t', concurrency_key => 'B', concurrency_limit => 1) as b \gset
+select queue.defer('t', concurrency_key => 'A', concurrency_limit => 5) as a, queue.defer('t', concurrency_key => 'B', concurrency_limit => 5) as b \gset
 select pg_temp.claim(2) \g /dev/null
+select is(pg_temp.counts('A') || ', ' || pg_temp.counts('B'), '5 1 0 0, 5 1 0 0', 'each key has its own slots');
 select pg_temp.succeed(:a, :b);
-select is(pg_temp.counts('A') || ', ' || pg_temp.counts('B'), '1 0 0 0, 1 0 0 0', 'each key has its own slots');
+select is(pg_temp.counts('A') || ', ' || pg_temp.counts('B'), '5 0 0 0, 5 0 0 0', 'and gets them back');
 select queue.defer('t', options => '{"concurrency": [{"key": "A", "limit": 4, "weight": 2}]}') as a, queue.defer('t', options => '{"concurrency": [{"key": "A", "limit": 4, "weight": 2}]}') as b \gset
 select pg_temp.claim(2) \g /dev/null
 select pg_temp.succeed(:a, :b);
@@ -152,6 +153,21 @@ select queue.tick() \g /dev/null
 select pg_temp.succeed(:a, :a + 1, :a + 2, :a + 3);
 select is((select count(*)::integer from queue.fetch(:worker, '{low}', 4)), 1, 'two starts count in the rate, and one is left');
 select is((select count(*)::integer from queue.check()), 0, 'the counts of rates are right');
+
+-- Jobs with the key and without, in one queue; and a second key, queue or priority beside them
+select min(d) as a from (select queue.defer('t', queue => 'mixed', options => case when n % 2 = 0 then '{"concurrency": [{"key": "Y", "limit": 3}]}' else '{}' end::jsonb) as d from generate_series(1, 9) n) x \gset
+select queue.tick() \g /dev/null
+select is((select array_agg(f.id - :a + 1) from queue.fetch(:worker, '{mixed}', 3) f), '{1,2,3}', 'the oldest, with the key or without');
+select is(pg_temp.counts('Y'), '3 1 2 1', 'one counts');
+select is((select array_agg(f.id - :a + 1) from queue.fetch(:worker, '{mixed}', 6) f), '{4,5,6,7,9}', 'a job that waits for a slot holds up none');
+select pg_temp.succeed(:a, :a + 1, :a + 2, :a + 3);
+select queue.defer('t', queue => 'other', concurrency_key => 'Z', concurrency_limit => 2) as other, queue.defer('t', queue => 'mixed', priority => 7) as high \gset
+select queue.tick() \g /dev/null
+select is((select array_agg(f.id) from queue.fetch(:worker, '{mixed}', 2) f), array[:high, :a + 7]::bigint[], 'the priority first');
+select is((select array_agg(f.id order by f.id) from queue.fetch(:worker, '{mixed,other}', 3) f), array[:other]::bigint[], 'another queue with a key');
+select is(pg_temp.counts('Y') || ', ' || pg_temp.counts('Z'), '3 2 0 0, 2 1 0 0', 'each key counts its own');
+select queue.defer('t', queue => 'mixed') as last \gset
+select is((select array_agg(f.id) from queue.fetch(:worker, '{mixed}', 3) f), array[:last]::bigint[], 'a full key leaves the others alone');
 
 -- A queue's limit, a timeout, an expired job, a retry
 select queue.configure_queue('own', '{"max_running": 1}') \g /dev/null
