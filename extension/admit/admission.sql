@@ -53,7 +53,7 @@ begin
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
     v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
-    v_only_signals := v_ended.kinds <@ '{signal}';
+    v_only_signals := v_ended.kinds <@ '{signal}';  -- the most common, of jobs that end nothing
     if not v_only_signals then
       perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
     end if;
