@@ -58,9 +58,9 @@ begin
 end $$;
 
 -- Makes signalled jobs ready whose signal ends their wait at this gate, and for which no later gate can be
--- closed: jobs of a plain lane. The others are returned, for _take_signals. It takes few statements, because
--- their set-up is most of the time from a signal to its job's start: through the gates, signalling, claiming
--- and ending a job takes a third more instructions.
+-- closed: jobs of a plain lane, which a queue with limits does not have. The others are returned, for
+-- _take_signals. It takes few statements, because their set-up is most of the time from a signal to its job's
+-- start: through the gates, signalling, claiming and ending a job takes a third more instructions.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. No wake-up can be
 -- lost: a signal that is not taken here is left to _take_signals.
 create or replace function queue._resume_signalled(p_ids bigint[])
@@ -92,9 +92,7 @@ begin
       where w.job_id = u.id and l.tag_base is null and (j.options ? 'share') is not true and s.crashes = 0
         and f.flags & ({{lock_or_keys}} | {{needs}} | {{expires}} | {{queueing_lock}}) = 0
         and coalesce(s.scheduled_at, j.scheduled_at) > clock_timestamp() is not true
-        and not exists (select from queue.pause p where p.task is not null)
-        and not exists (select from queue.queue_config c
-          where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null))) x on true
+        and not exists (select from queue.pause p where p.task is not null)) x on true
   loop
     if v_job.lane is null then
       v_others := v_others || v_job.id;

@@ -1,6 +1,6 @@
 -- The short way of signalled jobs to their lane leads to the same place as the way through all gates.
 
-select plan(18);
+select plan(19);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.register_task('t', '{}') \g /dev/null
@@ -50,15 +50,17 @@ from (values
   ('a job that is needed', '{}', true),
   ('a job that was rescheduled', '{}', false),
   ('a job of a queue without a lane', '{"queue": "left"}', false),
+  ('a job that is held', '{}', false),
   ('a job whose task is paused', '{}', false)) o (name, options, is_short);
 
 select count(queue.wait(f.id, f.claim, 'w', signal => 's')) from queue.fetch(:worker, max_jobs => 100) f \g /dev/null
 select queue.tick() \g /dev/null
-select is((select count(*) from queue.jobs j where j.reason = 'signal'), 16::bigint, 'all wait for their signal');
+select is((select count(*) from queue.jobs j where j.reason = 'signal'), 17::bigint, 'all wait for their signal');
 
 select queue.configure_queue('limited', '{"max_running": 3}') \g /dev/null
 select queue.defer('needs', needs => array[m.id]) from pg_temp.made m where m.name = 'a job that is needed' \g /dev/null
 select queue.reschedule(m.id, now() + interval '1 day') from pg_temp.made m where m.name = 'a job that was rescheduled' \g /dev/null
+select queue.hold(m.id) from pg_temp.made m where m.name = 'a job that is held' \g /dev/null
 select queue.move(array[m.id], 'nowhere') from pg_temp.made m where m.name = 'a job of a queue without a lane' \g /dev/null
 select queue.tick() \g /dev/null
 
