@@ -42,8 +42,10 @@ begin
       perform queue._lease_timeouts(ids, first_claim, (select aj.claimed_at from queue.active_job aj
         where aj.id = ids[1]));
     end if;
-    ids := array(select aj.id from queue.active_job aj where aj.id = any (ids)
-      order by array_position(p_lanes, aj.lane), aj.deadline, aj.id);
+    if cardinality(ids) > 1 then
+      ids := array(select aj.id from queue.active_job aj where aj.id = any (ids)
+        order by array_position(p_lanes, aj.lane), aj.deadline, aj.id);
+    end if;
     if v_is_mixed or v_flags & {{overridden}} <> 0 or v_flags < 0 then
       first_claim := null;
     end if;
