@@ -31,7 +31,6 @@ begin
   v_hidden := queue._hidden_paths();
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
-    exit when v_ids = '{}';
     for v_job in
       select u.id, x.is_asked,
         case when x.is_asked and search.pattern is not null
@@ -72,14 +71,17 @@ begin
       end if;
       exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
     end loop;
-    exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
+    -- fewer than it asked for: there are no others
+    exit when cardinality(v_ids) < v_n or v_found >= search.max_jobs or v_looked >= search.max_bytes;
     v_n := case when v_bytes > 10000 then 10 else least(v_n * 2, 500) end;
   end loop;
-  if v_ids <> '{}' and queue._candidates(search.state, v_before, 1) <> '{}' then
+  if v_before > v_ids[cardinality(v_ids)]
+    or cardinality(v_ids) = v_n and queue._candidates(search.state, v_before, 1) <> '{}' then
     return query
       select null::bigint, null::text, null::text, null::text, null::text, null::integer, null::integer,
         null::timestamptz, null::text, null::integer,
-        format('stopped at %s jobs, %s bytes; continue with before => %s', v_found, v_looked, v_before),
+        format('stopped at %s %s, %s bytes; continue with before => %s', v_found,
+          case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before),
         v_before;
   end if;
 end $$;

@@ -53,6 +53,8 @@ class HeartbeatThread:
     """A thread with an event loop, for the heartbeats of one or several workers."""
 
     def __init__(self) -> None:
+        #: Called every few seconds; one timer for all, because each of 200 would cost as much.
+        self.looks: set[Callable[[], None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="pgdefer-heartbeat", daemon=True)
         self._is_ready = threading.Event()
@@ -81,8 +83,14 @@ class HeartbeatThread:
     def _run(self) -> None:
         with asyncio.Runner() as runner:
             self._loop = runner.get_loop()
+            self._loop.call_later(LOOK, self._look, self._loop)
             self._is_ready.set()
             self._loop.run_forever()
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_later(LOOK, self._look, loop)
+        for look in self.looks:
+            look()
 
 
 class _Sent(NamedTuple):
@@ -125,7 +133,9 @@ class Heartbeat:
         self._on_gone = on_gone
         self._on_lost = on_lost
         self._outer = asyncio.get_running_loop()
+        # Set to send a heartbeat now, or to keep claims.
         self._event: asyncio.Event | None = None
+        self._was_poked = False
         #: The time, by `clock`, after which the claim of a job must be kept.
         self.keep_after: dict[Claim, float] = {}
         self._lease = interval_text(dt.timedelta(seconds=max(dead_after, SHORTEST_LEASE)))
@@ -154,8 +164,21 @@ class Heartbeat:
 
     def poke(self) -> None:
         """Send a heartbeat now: there is a message for the worker."""
+        self._thread.call(self._on_poke)
+
+    def _on_poke(self) -> None:
+        self._was_poked = True
         if self._event is not None:
-            self._thread.call(self._event.set)
+            self._event.set()
+
+    def _look(self) -> None:
+        if self._event is not None and self._outlived():
+            self._event.set()
+
+    def _outlived(self) -> set[Claim]:
+        """Return the claims that must be kept."""
+        now = clock()
+        return {claim for claim, moment in self.keep_after.copy().items() if moment <= now}
 
     async def stop(self) -> None:
         """Stop sending heartbeats."""
@@ -174,6 +197,7 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         self._event = asyncio.Event()
+        self._thread.looks.add(self._look)
         connection = Connection(self._source, self._interval)
         backoff = Backoff(last=2.0)
         try:
@@ -181,7 +205,7 @@ class Heartbeat:
                 # Not all at the same time; the worker has just been registered.
                 await self._rest(connection, self._interval * random.random())  # noqa: S311
             while not self._is_stopped:
-                self._event.clear()
+                self._was_poked = False
                 worker = self._worker
                 delay = self._interval
                 try:
@@ -205,6 +229,7 @@ class Heartbeat:
                         log.warning("no heartbeat: %s", describe(error))
                 await self._rest(connection, delay)
         finally:
+            self._thread.looks.discard(self._look)
             connection.close()
 
     async def _send(self, connection: Connection, worker: int) -> tuple[float, Rows]:
@@ -243,20 +268,21 @@ class Heartbeat:
         assert self._event is not None
         end = time.monotonic() + delay
         while not self._is_stopped:
+            self._event.clear()
             await self._keep(connection)
             left = end - time.monotonic()
-            if left <= 0 or self._event.is_set():
+            if left <= 0 or self._was_poked:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._event.wait(), min(left, LOOK))
+                async with asyncio.timeout(left):
+                    await self._event.wait()
 
     async def _keep(self, connection: Connection) -> None:
         """Keep the claims of jobs that outlive their timeout: their locks and slots are in use.
 
         This happens here, outside of the worker's loop, because a handler may block that.
         """
-        now = clock()
-        late = {claim for claim, moment in self.keep_after.copy().items() if moment <= now}
+        late = self._outlived()
         self._late &= late
         for claim in late:
             job = claim.job

@@ -84,15 +84,22 @@ class SharedSlots:
         if turn and at <= clock() - PATIENCE:
             turn = 0
         if not turn and not self._wanting:
-            turn = self._batch(self.room(share))
+            turn = self._batch(share, is_busy=True)
         if turn <= 0:
             self._wanting.setdefault(share)
+            self.look_soon()
             return 0
         return min(turn, own)
 
-    def _batch(self, room: int) -> int:
-        """Return how many jobs one of those that want some may claim."""
-        return min(room, max(math.ceil(room / (len(self._wanting) + 1)), self.ahead // BATCH))
+    def _batch(self, share: Share, *, is_busy: bool) -> int:
+        """Return how many jobs one of those that want some may claim.
+
+        While all slots are taken, the jobs that wait for one leave time for a whole batch.
+        """
+        room, whole = self.room(share), self.ahead // BATCH
+        if is_busy and share.takes_ahead and room < whole:
+            return 0
+        return min(room, max(math.ceil(room / (len(self._wanting) + 1)), whole))
 
     def begun(self, share: Share) -> None:
         """Take note that a job of this database has started."""
@@ -143,7 +150,7 @@ class SharedSlots:
         oldest = clock() - PATIENCE
         self._promised = {on: jobs for on, jobs in self._promised.items() if jobs[1] > oldest}
         for share in list(self._wanting):
-            jobs = self._batch(self.room(share))
+            jobs = self._batch(share, is_busy=self.running >= self.size)
             if jobs > 0:
                 self.promise(share, jobs)
                 share.take_turn()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Unpack
 
@@ -58,6 +60,16 @@ class Shared:
     threads: Threads
     heartbeats: HeartbeatThread
     gate: Gate
+    # The process's memory, and when it was read: 200 heartbeats need not read it 20 times a second.
+    _memory: int | None = None
+    _read_at: float = -math.inf
+
+    def memory(self) -> int | None:
+        """Return the resident bytes of this process, as of the last second."""
+        now = time.monotonic()
+        if now >= self._read_at + 1.0:
+            self._memory, self._read_at = resident(), now
+        return self._memory
 
 
 class Worker:
@@ -395,7 +407,8 @@ class Worker:
 
     def _memory(self) -> int | None:
         """Return the bytes of memory of this process and of those that run its handlers."""
-        return resident(self._processes.pids())
+        pids = self._processes.pids()
+        return resident(pids) if pids or self.shared is None else self.shared.memory()
 
     def _on_worker_gone(self, worker: int | None) -> None:
         self.fetcher.on_worker_gone(worker)

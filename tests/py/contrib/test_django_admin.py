@@ -236,6 +236,18 @@ def test_a_million_jobs(app: DjangoApp, shop: str) -> None:
         print(f"{model}: {(time.perf_counter() - begun) * 1000:.0f} ms")
 
 
+def test_workers_show_their_memory(app: DjangoApp) -> None:
+    admin = browser("view_worker")
+    for name, memory in (("tells", 3 << 20), ("silent", None)):
+        ((id, *_),) = app.client.call(
+            sql.REGISTER_WORKER, {"name": name, "queues": None, "info": "{}"}
+        )
+        app.client.call(sql.HEARTBEAT, {"worker": id, "memory": memory})
+    page = admin.get("/admin/pgdefer/worker/").text
+    cells = re.findall(r'class="field-resident[^>]*>([^<]*)<', page)
+    assert sorted(cell.replace("\N{NO-BREAK SPACE}", " ") for cell in cells) == ["-", "3.0 MB"]
+
+
 def test_no_page_reads_its_rows_one_by_one(app: DjangoApp, drain: Callable[..., None]) -> None:
     admin = browser(is_superuser=True)
     drain()  # registers the schedules

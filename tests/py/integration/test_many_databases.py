@@ -106,6 +106,20 @@ async def registered(worker: MultiWorker, *dsns: str) -> None:
     await until(all_are)
 
 
+async def test_each_database_is_told_the_memory_of_the_process(dsns: list[str]) -> None:
+    def told() -> set[int | None]:
+        found = set()
+        for dsn in dsns:
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                found |= {row[0] for row in connection.execute("select memory from queue.workers")}
+        return found
+
+    async with working(App(), dsns, heartbeat_every=0.2) as worker:
+        await registered(worker, *dsns)
+        await until(lambda: None not in told())
+        assert all(memory and memory > 1 << 20 for memory in told())
+
+
 async def test_each_job_runs_once_and_in_its_own_database(dsns: list[str]) -> None:
     app = App()
     ran: collections.Counter[tuple[str, str, str]] = collections.Counter()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from pgdefer.worker.shared_slots import PATIENCE, Share, SharedSlots
 from pgdefer.worker.slots import Slots
 
@@ -66,3 +68,31 @@ async def test_one_database_has_no_more_than_its_part() -> None:
     assert one.wanted == 2
     one.claim(2)
     assert (one.wanted, one.is_full, other.wanted, other.is_full) == (0, True, 2, False)
+
+
+async def test_a_turn_is_worth_a_call_while_jobs_wait_for_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: 0.0)
+    shared = SharedSlots(2, 2, prefetch=10, keep=1)
+    one, other = Player(shared), Player(shared)
+    one.claim(2)
+    for _ in range(100):  # so short that slots become free all the time
+        one.left(has_started=True)
+        one.claim(1)
+    assert shared.ahead == 10
+    one.claimed(6)
+    # There is room for four more, but a batch has five.
+    assert other.wanted == 0
+    await asyncio.sleep(0)
+    assert other.turns == 0
+    one.left(has_started=False)
+    await asyncio.sleep(0)
+    assert (other.turns, other.wanted) == (1, 5)
+    other.answered(5, 0)
+    # While a slot is free, any room will do.
+    one.left(has_started=True)
+    one.claimed(2)
+    assert other.wanted == 0
+    await asyncio.sleep(0)
+    assert (other.turns, other.wanted) == (2, 4)

@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a limit on what it reads.
 
-select plan(161);
+select plan(164);
 
 set pgdefer.notify = off;
 
@@ -33,9 +33,11 @@ select results_eq('select id, queue_name, task_name, job_state, reason, priority
                   format($$values (%s::bigint, 'q1', 'a', 'ready', null::text, 0, 0, 'the first', null::integer, null::text, null::bigint)$$, :a), 'with what there is to see');
 select is(pg_temp.found('max_jobs => 2'), 'd c more', 'a page');
 select results_eq('select id, excerpt, next_id from queue.search(max_jobs => 2) where id is null', format('values (null::bigint, ''stopped at 2 jobs, 200 bytes; continue with before => %s'', %s::bigint)', :c, :c), 'says where to continue');
+select is((select excerpt from queue.search(max_jobs => 1) where id is null), format('stopped at 1 job, 100 bytes; continue with before => %s', :d), 'one job');
 select is(pg_temp.found(format('before => %s, max_jobs => 2', :c)), 'b a', 'the next page');
 select is(pg_temp.found('max_jobs => 4'), 'd c b a', 'a page that is full and the last');
 select is(pg_temp.found('before => 1'), null, 'before the first');
+select is(pg_temp.found('max_bytes => 400'), 'd c b a', 'nor is there more if the limit is reached with the last one');
 
 -- By substring
 select is(pg_temp.found('''one'''), 'a', 'a substring of the args');
@@ -105,7 +107,9 @@ select is(pg_temp.found('state => ''running'', max_jobs => 1'), 'c more', 'the n
 select is(pg_temp.found(format('state => ''running'', max_jobs => 1, before => %s', :c)), 'b', 'the next one');
 begin;
 insert into queue.active_job (id, deadline, lane, attempt, flags) select 1000000 + n, 'infinity', 0, 0, 0 from generate_series(1, 20001) n;
+select s.seq_scan as scans from pg_stat_xact_user_tables s where s.relid = 'queue.active_job'::regclass \gset
 select is(pg_temp.found('state => ''running'''), 'c b', 'also below many ready ones');
+select is((select s.seq_scan from pg_stat_xact_user_tables s where s.relid = 'queue.active_job'::regclass) - :scans, 1::bigint, 'which it reads once');
 rollback;
 select queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', case j.task when 'b' then 'failed' else 'succeeded' end)))
 from queue.jobs j where j.state = 'running' \g /dev/null

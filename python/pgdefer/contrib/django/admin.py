@@ -8,6 +8,7 @@ from django.contrib import admin
 from django.contrib.admin.options import ShowFacets
 from django.contrib.admin.views.main import ChangeList
 from django.http import HttpRequest
+from django.template.defaultfilters import filesizeformat
 from django.utils.translation import gettext_lazy as _
 
 from pgdefer.contrib.django import app
@@ -178,7 +179,21 @@ class ScheduleAdmin(ViewAdmin):
 class WorkerAdmin(ViewAdmin):
     """Workers."""
 
-    list_display = ("name", "id", "is_alive", "running", "queues", "last_seen_at", "registered_at")
+    list_display = (
+        "name",
+        "id",
+        "is_alive",
+        "running",
+        "queues",
+        "resident",
+        "last_seen_at",
+        "registered_at",
+    )
+
+    @admin.display(description=_("memory"), ordering="memory")
+    def resident(self, worker: Worker) -> str | None:
+        """Return how much memory its processes have, if its last heartbeat said so."""
+        return None if worker.memory is None else filesizeformat(worker.memory)
 
 
 @admin.register(Lock)
