@@ -81,10 +81,11 @@ PREPARE = [
       from queue.finish_and_fetch({WORKER}, current_setting('b.outcomes')::jsonb, array[$1], 5)
     """,
     """
-    prepare keyed(text, jsonb, int) as
+    prepare keyed(text, int) as
       select count(*) from queue.defer_many((
         select jsonb_agg('{"task": "noop"}' || jsonb_build_object('queue', $1)
-          || case when g % $3 = 0 then $2 else '{}' end)
+          || case when g % $2 = 0
+            then jsonb_build_object('concurrency_key', $1, 'concurrency_limit', 20) else '{}' end)
         from generate_series(1, 600) g))
     """,
 ]
@@ -116,7 +117,6 @@ class Case:
         return [*self.first, *warm, MARK, *turns, MARK]
 
 
-KEY = '{"concurrency_key": "k", "concurrency_limit": 20}'
 NONE = "select set_config('b.outcomes', '[]', false)"
 # One after another in one queue: those that want it empty first; the batches drain what was deferred before.
 CASES = [
@@ -147,7 +147,7 @@ CASES = [
             20,
             80,
             5,
-            first=(NONE, f"execute keyed('{queue}', '{KEY}', {every})", "select queue.tick()"),
+            first=(NONE, f"execute keyed('{queue}', {every})", "select queue.tick()"),
         )
         # every: which of the jobs have a key
         for name, queue, every in (
