@@ -5,7 +5,7 @@
 
 Each run has a database and a process of its own. OpenTelemetry is its SDK with the defaults, which
 samples all spans and exports them in batches, here to nobody; `1 in 10` is the sampler
-ParentBased(TraceIdRatioBased(0.1)). The microseconds are those of the worker's CPU.
+ParentBased(TraceIdRatioBased(0.1)), `sample 0.01` the option of `instrument`. The microseconds are those of the worker's CPU.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ CASES: dict[str, tuple[float, list[str], float | None]] = {
     "spans": (0, ["spans"], None),
     "spans, 1 in 10": (0, ["spans:0.1"], None),
     "spans, 1 in 100": (0, ["spans:0.01"], None),
+    "sample 0.01": (0, ["sample:0.01"], 0.85),
     "metrics": (0, ["metrics"], None),
     "prometheus": (0, ["prometheus"], None),
     "spans, metrics, prometheus": (0, ["spans", "metrics", "prometheus"], 0.85),
     "1 in 10, metrics, prometheus": (0, ["spans:0.1", "metrics", "prometheus"], None),
     "1 in 10, prometheus": (0, ["spans:0.1", "prometheus"], None),
     "1 in 100, prometheus": (0, ["spans:0.01", "prometheus"], None),
+    "sample 0.01, prometheus": (0, ["sample:0.01", "prometheus"], 0.85),
     "jobs of 1 ms: all": (1, ["spans", "metrics", "prometheus"], None),
     "jobs of 1 ms: 1 in 10, prometheus": (1, ["spans:0.1", "prometheus"], None),
 }

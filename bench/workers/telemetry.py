@@ -1,4 +1,8 @@
-"""Switches telemetry on; OpenTelemetry's SDK gets an exporter in batches that drops all spans."""
+"""Switches telemetry on; OpenTelemetry's SDK gets an exporter in batches that drops all spans.
+
+The kinds are `spans`, of all runs; `spans:0.1`, by the SDK's sampler; `sample:0.1`, by the option
+`sample`; `metrics`; `prometheus`.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,16 @@ class Dropping(SpanExporter):
 
 
 def instrument(app: App, kinds: list[str]) -> None:
-    """Switch on `spans`, or some as in `spans:0.1`, `metrics`, `prometheus`."""
+    """Switch on these kinds."""
     traces: TracerProvider | None = None
+    sample = 1.0
     for kind in kinds:
         name, _, share = kind.partition(":")
         if name == "spans":
             sampler = ParentBased(TraceIdRatioBased(float(share or 1)))
             traces = TracerProvider(sampler=sampler)
+        elif name == "sample":
+            traces, sample = TracerProvider(), float(share)
     if traces is not None:
         traces.add_span_processor(BatchSpanProcessor(Dropping()))
     if traces is not None or "metrics" in kinds:
@@ -35,6 +42,7 @@ def instrument(app: App, kinds: list[str]) -> None:
             app,
             tracer_provider=traces or NoOpTracerProvider(),
             meter_provider=meters if "metrics" in kinds else NoOpMeterProvider(),
+            sample=sample,
         )
     if "prometheus" in kinds:
         prometheus.instrument(app)

@@ -170,7 +170,8 @@ class Preparer(Generic[P, R]):
     def _prepare_all(
         self, calls: Iterable[PreparedJob[Any] | Mapping[str, Any]]
     ) -> Iterator[PreparedJob[Any]]:
-        options = self._options_here()
+        # Headers are made for each job, as telemetry makes a span for each.
+        options = self._options_here() if self.client.headers is None else None
         for call in as_list("calls", calls):
             if isinstance(call, PreparedJob):
                 yield call
@@ -180,4 +181,4 @@ class Preparer(Generic[P, R]):
                     f"not {call!r}"
                 )
             else:
-                yield PreparedJob(self.name, self.encode((), call), options)
+                yield PreparedJob(self.name, self.encode((), call), options or self._options_here())

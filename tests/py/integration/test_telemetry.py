@@ -10,6 +10,7 @@ from typing import Any
 import prometheus_client
 import pytest
 import sentry_sdk
+from opentelemetry import trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
@@ -79,6 +80,79 @@ async def test_spans_and_metrics(app: App, jobs: Jobs) -> None:
     assert sorted(map(str, errors)) == ["None", "None", "ValueError"]
     tracers.shutdown()
     meters.shutdown()
+
+
+async def test_sample(app: App, jobs: Jobs) -> None:
+    exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+    tracers, meters = TracerProvider(), MeterProvider([reader])
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    otel.instrument(app, tracer_provider=tracers, meter_provider=meters, sample=0)
+    tracer = tracers.get_tracer("test")
+    seen: list[trace.SpanContext] = []
+
+    @app.task(name="looks")
+    async def looks() -> None:
+        seen.append(trace.get_current_span().get_span_context())
+        with tracer.start_as_current_span("within"):
+            await asyncio.sleep(0)
+
+    def names() -> list[str]:
+        found = sorted(span.name for span in exporter.get_finished_spans())
+        exporter.clear()
+        return found
+
+    async with running(app):
+        await looks.defer_async()
+        await looks.defer_async()
+        await jobs.end()
+        assert names() == []
+        assert all(context.is_valid and not context.trace_flags.sampled for context in seen)
+        assert len({context.trace_id for context in seen}) == 2
+        with trace.use_span(trace.NonRecordingSpan(seen[0])):
+            await looks.defer_async()
+        await jobs.end()
+        assert names() == []
+        with tracer.start_as_current_span("request") as request:
+            await looks.defer_async()
+        await jobs.end()
+        traced = ["create looks", "defer looks", "process looks", "request", "within"]
+        assert names() == traced
+        assert seen[-1].trace_id == request.get_span_context().trace_id
+    data: Any = reader.get_metrics_data()
+    (scope,) = data.resource_metrics[0].scope_metrics
+    counts = {
+        metric.name: sum(
+            getattr(each, "value", 0) or each.count for each in metric.data.data_points
+        )
+        for metric in scope.metrics
+    }
+    assert counts == dict.fromkeys(counts, 4)
+    assert len(counts) == 3
+    with pytest.raises(ValueError, match=r"sample must be from 0 to 1, not 1\.5"):
+        otel.instrument(app, sample=1.5)
+    tracers.shutdown()
+    meters.shutdown()
+
+
+async def test_sample_draws_each(app: App, jobs: Jobs) -> None:
+    exporter, tracers = InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    otel.instrument(app, tracer_provider=tracers, sample=0.5)
+
+    @app.task(name="noop")
+    async def noop() -> None: ...
+
+    await noop.defer_many_async([*(noop.prepare() for _ in range(30)), *[{}] * 30])
+    created = [span for span in exporter.get_finished_spans() if span.name == "create noop"]
+    assert 0 < len(created) < 60
+    async with running(app):
+        await jobs.end()
+    runs = [span for span in exporter.get_finished_spans() if span.name == "process noop"]
+    assert len(created) < len(runs) < 60
+    parents = [run.parent.span_id for run in runs if run.parent is not None]
+    own = [span.context.span_id for span in created if span.context is not None]
+    assert sorted(parents) == sorted(own)
+    tracers.shutdown()
 
 
 async def get(worker: Worker, path: str) -> tuple[int, str]:
