@@ -8933,7 +8933,7 @@ end $$;
 -- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks for
 -- its signals when it comes back; an event ends its wait at once, because it may not be kept for so long.
 -- Two sessions: work/signals.wait.spec, work/signals.timeout.spec.
--- Tests: work/waits.sql, work/signals.wait.spec.
+-- Tests: admit/suspended.sql, work/waits.sql, work/signals.wait.spec.
 
 -- Sends jobs through the gate. passed: the jobs that wait for nothing, have taken their signal or event, or
 -- have timed out. The others wait; is_timed: at least one of them has a timeout.
@@ -8979,6 +8979,66 @@ begin
     end if;
     passed := passed || v_job.id;
   end loop;
+end $$;
+
+-- Makes signalled jobs ready whose signal ends their wait at this gate, and for which no later gate can be
+-- closed: jobs of a plain lane, which a queue with limits does not have. The others are returned, for
+-- _take_signals. It takes few statements, because their set-up is most of the time from a signal to its job's
+-- start: through the gates, signalling, claiming and ending a job takes a third more instructions.
+-- Locks: the caller holds the admission lock, which protects all rows that change here. No wake-up can be
+-- lost: a signal that is not taken here is left to _take_signals.
+create or replace function queue._resume_signalled(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_others bigint[];
+  v_job record;
+begin
+  for v_job in
+    select u.id, x.*
+    from unnest(p_ids) u (id)
+    left join lateral (
+      select w.ctid as waiting, w.step, w.no, r.ctid as signal, r.payload,
+        least(s.attempts, 32766)::smallint as attempt, l.lane, d.at as deadline,
+        (f.flags & (128/* lease */ | 512/* retain */ | 4096/* needed */ | -32768/* large */) | 2048/* overridden */ | l.extra_flags
+          | case when (select d.job_id from queue.need d where d.need_id = u.id limit 1) is not null
+            then 4096/* needed */ else 0 end)::smallint as flags,
+        l.is_idle or (d.at, u.id) < (l.low_deadline, l.low_id) as is_low
+      from queue.suspended w
+      cross join lateral (
+        select r.ctid, r.payload from queue.received_signal r
+        where r.job_id = w.job_id and r.name = w.signal order by r.no limit 1) r
+      join queue.job j on j.id = w.job_id
+      join queue.job_override s on s.id = w.job_id
+      cross join lateral (select j.flags | s.extra_flags as flags offset 0) f
+      cross join lateral (select coalesce(s.deadline, j.deadline, 'infinity') as at offset 0) d
+      join queue.lane l on l.queue = coalesce(s.queue, j.queue)
+        and l.priority = coalesce(s.priority, j.priority) and l.kind = 0/* lane_plain */
+      where w.job_id = u.id and l.tag_base is null and (j.options ? 'share') is not true and s.crashes = 0
+        and f.flags & (7/* lock_or_keys */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) = 0
+        and coalesce(s.scheduled_at, j.scheduled_at) > clock_timestamp() is not true
+        and not exists (select from queue.pause p where p.task is not null)) x on true
+  loop
+    if v_job.lane is null then
+      v_others := v_others || v_job.id;
+      continue;
+    end if;
+    delete from queue.waiting w where w.id = v_job.id and w.reason || '' = 'signal';
+    if not found then
+      v_others := v_others || v_job.id;
+      continue;
+    end if;
+    delete from queue.received_signal r where r.ctid = v_job.signal;
+    delete from queue.suspended w where w.ctid = v_job.waiting;
+    update queue.step s set finished_at = clock_timestamp(), value = v_job.payload
+    where s.job_id = v_job.id and s.name = v_job.step and s.no = v_job.no;
+    update queue.job_override s set is_suspended = false where s.id = v_job.id;
+    insert into queue.active_job (id, deadline, lane, attempt, flags)
+    values (v_job.id, v_job.deadline, v_job.lane, v_job.attempt, v_job.flags);
+    if v_job.is_low then
+      perform queue._lower_marks(array[v_job.lane], array[v_job.deadline], array[v_job.id]);
+    end if;
+  end loop;
+  return v_others;
 end $$;
 
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
@@ -10310,6 +10370,7 @@ declare
   v_gated bigint[];
   v_parked bigint[];
   v_move boolean;
+  v_only_signals boolean;
 begin
   admitted := 0;
   v_new := queue._look_for_rows();
@@ -10324,7 +10385,10 @@ begin
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
     v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
-    perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    v_only_signals := v_ended.kinds <@ '{signal}';  -- the most common, of jobs that end nothing
+    if not v_only_signals then
+      perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    end if;
     -- a yield may need a job that is admitted below
     v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
     admitted := 1;
@@ -10353,7 +10417,12 @@ begin
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if v_new.has_pending then
+  if v_only_signals then
+    v_ended.ids := queue._resume_signalled(v_ended.ids);
+    if v_ended.ids is not null then
+      perform queue._advance(p_arrived => queue._take_signals(v_ended.ids, null));
+    end if;
+  elsif v_new.has_pending then
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
@@ -13734,8 +13803,10 @@ begin
       perform queue._lease_timeouts(ids, first_claim, (select aj.claimed_at from queue.active_job aj
         where aj.id = ids[1]));
     end if;
-    ids := array(select aj.id from queue.active_job aj where aj.id = any (ids)
-      order by array_position(p_lanes, aj.lane), aj.deadline, aj.id);
+    if cardinality(ids) > 1 then
+      ids := array(select aj.id from queue.active_job aj where aj.id = any (ids)
+        order by array_position(p_lanes, aj.lane), aj.deadline, aj.id);
+    end if;
     if v_is_mixed or v_flags & 2048/* overridden */ <> 0 or v_flags < 0 then
       first_claim := null;
     end if;
@@ -14137,50 +14208,69 @@ end $$;
 -- Claiming under the common limit, in few statements: all jobs at hand have the same one key.
 -- Tests: admit/one_key.sql.
 
--- Claims up to p_n jobs of one limited lane, as _claim_limited does, if these jobs have one and the same key
--- with room for all of them, and no other limit. If not, it changes nothing and ids is NULL. first_claim: as
--- for _claim_newcomer.
+-- Claims up to p_n jobs, as _claim_limited does, if the lanes have one queue and priority, and those of the jobs
+-- that have a limit have one and the same key with room for all of them, and no other limit. If not, it
+-- changes nothing and ids is NULL. first_claim: as for _claim_newcomer.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._claim_one_key(
-  p_worker bigint, p_lane integer, p_n integer, out ids bigint[], out first_claim bigint)
+  p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_jobs record;
   v_now timestamptz;
 begin
-  select array_agg(x.tid) as tids, array_agg(x.id order by x.deadline, x.id) as ids, bit_or(x.flags) as flags,
-    bool_or(x.deadline < 'infinity') as have_deadlines, 'k' || min(x.keys[1]) as key,
-    bool_and(cardinality(x.keys) = 1 and (x.options ? 'terms') is not true and x.flags & 4/* keys */ <> 0)
-      and min(x.keys[1]) = max(x.keys[1]) as has_one_key
-  into v_jobs
-  from (
-    select aj.tid, aj.id, aj.deadline, aj.flags, j.keys, j.options
-    from queue.lane l
-    cross join lateral (
-      select aj.ctid as tid, aj.id, aj.deadline, aj.flags from queue.active_job aj
-      where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
-      order by aj.deadline, aj.id limit p_n for update of aj skip locked) aj
-    cross join lateral (select j.keys, j.options from queue.job j where j.id = aj.id offset 0) j
-    where l.lane = p_lane and not exists (select from queue.queue_config c where c.queue = l.queue
-      and (c.max_running is not null or c.rate_limit is not null))) x;
-  if v_jobs.has_one_key is not true
-    or v_jobs.flags & (2/* mutex */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) <> 0 then
+  if cardinality(p_lanes) > 1 and (
+    select min(l.queue) < max(l.queue) or min(l.priority) < max(l.priority)
+    from queue.lane l where l.lane = any (p_lanes)) then
     return;
   end if;
-  with gone as (
-    delete from queue.semaphore s
-    where s.ctid = (select s.ctid from queue.semaphore s where s.key = v_jobs.key order by s.tick desc limit 1)
-      and s.rate_limit is null and s.lanes = array[p_lane] and s.slots - s.used >= cardinality(v_jobs.ids)
-    returning s.slots, s.limit_id, s.used, s.lanes, s.ready[1] - cardinality(v_jobs.ids) as ready, s.waiting,
-      s.lows, s.low_deadlines)
-  insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows, low_deadlines)
-  select v_jobs.key, nextval('queue.tick_seq'), g.slots, g.limit_id, g.used + cardinality(v_jobs.ids),
-    case when x.stays then g.lanes else '{}' end, case when x.stays then array[g.ready] else '{}' end,
-    case when x.stays then g.waiting else '{}' end, case when x.stays then g.lows else '{}' end,
-    case when x.stays then g.low_deadlines else '{}' end
-  from gone g cross join lateral (select g.ready > 0 or g.waiting[1] > 0 as stays) x;
-  if not found then
+  select array_agg(x.tid) as tids, array_agg(x.id order by x.deadline, x.id) as ids, bit_or(x.flags) as flags,
+    bit_or(x.flags) filter (where x.is_limited) as limits, bool_or(x.deadline < 'infinity') as have_deadlines,
+    'k' || min(x.keys[1]) as key, count(*) filter (where x.is_limited)::integer as n,
+    min(x.lane) filter (where x.is_limited) as lane,
+    bool_and(not x.is_limited or cardinality(x.keys) = 1 and (x.options ? 'terms') is not true)
+      and (min(x.keys[1]) = max(x.keys[1])) is not false as has_one_key
+  into v_jobs
+  from (
+    select aj.tid, aj.id, aj.lane, aj.deadline, aj.flags, c.is_limited, j.keys, j.options
+    from (
+      select c.id, l.kind > 0/* lane_plain */ as is_limited
+      from unnest(p_lanes) u (lane)
+      cross join lateral (
+        select l.lane, l.kind, l.low_deadline, l.low_id from queue.lane l
+        where l.lane = u.lane and not exists (select from queue.queue_config c where c.queue = l.queue
+          and (c.max_running is not null or c.rate_limit is not null)) offset 0) l
+      cross join lateral (
+        select aj.id, aj.deadline from queue.active_job aj
+        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+        order by aj.deadline, aj.id limit p_n) c
+      order by c.deadline, c.id limit p_n) c
+    cross join lateral (
+      select aj.ctid as tid, aj.id, aj.lane, aj.deadline, aj.flags from queue.active_job aj
+      where aj.id = c.id and aj.claim is null for update of aj skip locked) aj
+    left join lateral (
+      select j.keys, j.options from queue.job j where j.id = aj.id and aj.flags & 4/* keys */ <> 0 offset 0) j
+      on c.is_limited) x;
+  if v_jobs.has_one_key is not true
+    or v_jobs.limits & (2/* mutex */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) <> 0 then
     return;
+  end if;
+  if v_jobs.n > 0 then
+    with gone as (
+      delete from queue.semaphore s
+      where s.ctid = (select s.ctid from queue.semaphore s where s.key = v_jobs.key order by s.tick desc limit 1)
+        and s.rate_limit is null and s.lanes = array[v_jobs.lane] and s.slots - s.used >= v_jobs.n
+      returning s.slots, s.limit_id, s.used, s.lanes, s.ready[1] - v_jobs.n as ready, s.waiting,
+        s.lows, s.low_deadlines)
+    insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows, low_deadlines)
+    select v_jobs.key, nextval('queue.tick_seq'), g.slots, g.limit_id, g.used + v_jobs.n,
+      case when x.stays then g.lanes else '{}' end, case when x.stays then array[g.ready] else '{}' end,
+      case when x.stays then g.waiting else '{}' end, case when x.stays then g.lows else '{}' end,
+      case when x.stays then g.low_deadlines else '{}' end
+    from gone g cross join lateral (select g.ready > 0 or g.waiting[1] > 0 as stays) x;
+    if not found then
+      return;
+    end if;
   end if;
   ids := v_jobs.ids;
   v_now := clock_timestamp();  -- after the snapshot that shows the jobs ready
@@ -14729,8 +14819,7 @@ declare
   v_is_claimed boolean := false;
   v_max_jobs integer := p_max_jobs;
   v_claimed record;
-  v_lane integer;
-  v_kind smallint;
+  v_choice record;
   v_attempt smallint;
   v_flags smallint;
   v_claimed_at timestamptz;
@@ -14754,28 +14843,22 @@ begin
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);  -- admission may have found a new queue
   end if;
-  select l.lane, l.kind into v_lane, v_kind
+  select array_agg(l.lane) as lanes, max(l.kind) as kind into v_choice
   from queue.lane l
   where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
-    and (l.paused_until is null or l.paused_until <= v_now) and l.kind < 2/* lane_crashed */
+    and (l.paused_until is null or l.paused_until <= v_now)
     and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
-      and w.apart_since is null) is true
-    and exists (
-      select from queue.lane o
-      where not o.is_idle and (v_queues is null or o.queue = any (v_queues))
-        and (o.paused_until is null or o.paused_until <= v_now)
-        and o.lane <> l.lane) is false
-  limit 1;
-  if v_kind = 1/* lane_limited */ then
+      and w.apart_since is null) is true;
+  if v_choice.kind = 1/* lane_limited */ then
     v_max_jobs := least(p_max_jobs, p_at_once);
-    if not queue._lock_admission(p_may_wait) then
+    if queue._lock_admission(p_may_wait) then
+      v_claimed := queue._claim_one_key(p_worker, v_choice.lanes, v_max_jobs);
+      ids := v_claimed.ids;
+      first_claim := v_claimed.first_claim;
+    elsif cardinality(v_choice.lanes) = 1 then
       return;  -- nothing else is ready, and whoever holds the lock admits
     end if;
-    v_claimed := queue._claim_one_key(p_worker, v_lane, v_max_jobs);
-    ids := v_claimed.ids;
-    first_claim := v_claimed.first_claim;
-    v_is_claimed := ids is not null;
-  elsif v_lane is not null then
+  elsif v_choice.kind = 0/* lane_plain */ and cardinality(v_choice.lanes) = 1 then
     v_is_claimed := true;
     if p_max_jobs = 1 then
       -- as _claim_plain, for one job
@@ -14789,7 +14872,7 @@ begin
           select aj.ctid from queue.active_job aj
           where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
           order by aj.deadline, aj.id limit 1 for update of aj skip locked) c
-        where l.lane = v_lane and l.kind = 0/* lane_plain */
+        where l.lane = v_choice.lanes[1] and l.kind = 0/* lane_plain */
           and (l.paused_until is null or l.paused_until <= v_now))
       returning array[aj.id], aj.claim, aj.attempt, aj.flags, aj.claimed_at
       into ids, first_claim, v_attempt, v_flags, v_claimed_at;
@@ -14800,7 +14883,7 @@ begin
         first_claim := null;
       end if;
     else
-      v_claimed := queue._claim_plain(p_worker, array[v_lane], p_max_jobs);
+      v_claimed := queue._claim_plain(p_worker, v_choice.lanes, p_max_jobs);
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
     end if;
@@ -14811,7 +14894,7 @@ begin
         else 'off' end, false);
     end if;
     if random() * 300 < least(v_max_jobs, 20) and queue._lock_admission(false) then
-      perform queue._raise_marks(array[v_lane]);
+      perform queue._raise_marks(v_choice.lanes);
     end if;
     return;
   end if;
@@ -14908,8 +14991,7 @@ begin
         end if;
       end if;
       if v_choice.kind = 1/* lane_limited */ and v_has_lock then
-        v_claimed := queue._claim_one_key(p_worker,
-          case when cardinality(v_choice.lanes) = 1 then v_choice.lanes[1] end,
+        v_claimed := queue._claim_one_key(p_worker, v_choice.lanes,
           v_max_jobs - coalesce(cardinality(ids), 0));
         ids := ids || coalesce(v_claimed.ids, nullif(queue._claim_limited(p_worker, v_choice.lanes,
           v_max_jobs - coalesce(cardinality(ids), 0)), '{}'));
@@ -18399,7 +18481,6 @@ begin
   v_hidden := queue._hidden_paths();
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
-    exit when v_ids = '{}';
     for v_job in
       select u.id, x.is_asked,
         case when x.is_asked and search.pattern is not null
@@ -18440,14 +18521,17 @@ begin
       end if;
       exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
     end loop;
-    exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
+    -- fewer than it asked for: there are no others
+    exit when cardinality(v_ids) < v_n or v_found >= search.max_jobs or v_looked >= search.max_bytes;
     v_n := case when v_bytes > 10000 then 10 else least(v_n * 2, 500) end;
   end loop;
-  if v_ids <> '{}' and queue._candidates(search.state, v_before, 1) <> '{}' then
+  if v_before > v_ids[cardinality(v_ids)]
+    or cardinality(v_ids) = v_n and queue._candidates(search.state, v_before, 1) <> '{}' then
     return query
       select null::bigint, null::text, null::text, null::text, null::text, null::integer, null::integer,
         null::timestamptz, null::text, null::integer,
-        format('stopped at %s jobs, %s bytes; continue with before => %s', v_found, v_looked, v_before),
+        format('stopped at %s %s, %s bytes; continue with before => %s', v_found,
+          case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before),
         v_before;
   end if;
 end $$;
