@@ -176,13 +176,14 @@ begin
   limit 1;
   if v_kind = {{lane_limited}} then
     v_max_jobs := least(p_max_jobs, p_at_once);
-    if not queue._lock_admission(p_may_wait) then
+    if v_has_lock or queue._lock_admission(false) then
+      v_claimed := queue._claim_one_key(p_worker, v_lane, v_max_jobs);
+      ids := v_claimed.ids;
+      first_claim := v_claimed.first_claim;
+      v_is_claimed := ids is not null;
+    elsif not p_may_wait then
       return;  -- nothing else is ready, and whoever holds the lock admits
-    end if;
-    v_claimed := queue._claim_one_key(p_worker, v_lane, v_max_jobs);
-    ids := v_claimed.ids;
-    first_claim := v_claimed.first_claim;
-    v_is_claimed := ids is not null;
+    end if;  -- else _claim_loop waits, and then looks which lanes it may claim from
   elsif v_lane is not null then
     v_is_claimed := true;
     if p_max_jobs = 1 then

@@ -2,8 +2,8 @@
 -- Tests: admit/one_key.sql.
 
 -- Claims up to p_n jobs of one limited lane, as _claim_limited does, if these jobs have one and the same key
--- with room for all of them, and no other limit. If not, it changes nothing and ids is NULL. first_claim: as
--- for _claim_newcomer.
+-- with room for all of them, and no other limit, and the lane is not paused. If not, it changes nothing and
+-- ids is NULL. first_claim: as for _claim_newcomer.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._claim_one_key(
   p_worker bigint, p_lane integer, p_n integer, out ids bigint[], out first_claim bigint)
@@ -25,7 +25,8 @@ begin
       where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
       order by aj.deadline, aj.id limit p_n for update of aj skip locked) aj
     cross join lateral (select j.keys, j.options from queue.job j where j.id = aj.id offset 0) j
-    where l.lane = p_lane and not exists (select from queue.queue_config c where c.queue = l.queue
+    where l.lane = p_lane and (l.paused_until is null or l.paused_until <= clock_timestamp())
+      and not exists (select from queue.queue_config c where c.queue = l.queue
       and (c.max_running is not null or c.rate_limit is not null))) x;
   if v_jobs.has_one_key is not true
     or v_jobs.flags & ({{mutex}} | {{needs}} | {{expires}} | {{queueing_lock}}) <> 0 then
