@@ -59,9 +59,13 @@ end $$;
 STATE = [
     "select id, state, reason, attempts, failures, crashes, queue, priority, deadline, worker_id"
     " from queue.jobs order by id",
-    "select kind, key, \"limit\", used, ready, waiting from queue.semaphores order by 1, 2",
-    "select distinct on (key) key, slots, used, lanes, ready, waiting, lows, low_deadlines"
-    " from queue.semaphore order by key, tick desc",
+    'select kind, key, "limit", used, ready, waiting from queue.semaphores order by 1, 2',
+    # where nothing waits, a low mark says nothing
+    "select s.key, s.slots, s.used, l.lane, l.ready, l.waiting,"
+    " case when l.waiting > 0 then (l.low_deadline, l.low) end"
+    " from (select distinct on (key) * from queue.semaphore order by key, tick desc) s"
+    " left join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)"
+    " l (lane, ready, waiting, low, low_deadline) on true order by s.key, l.lane",
     "select id, deadline, lane, attempt, flags, claim is null, worker_id"
     " from queue.active_job order by id",
     "select id, reason, key, lane, deadline, flags, attempt, has_several, weight"
@@ -152,8 +156,10 @@ def some_outcomes(rng: random.Random) -> list[tuple[int, dict[str, Any]]]:
 def an_operation(rng: random.Random) -> Call:
     job, jobs = rng.randint(1, 60), [rng.randint(1, 60) for _ in range(rng.randint(1, 4))]
     a_queue = rng.choice(["default", "q"])
-    kind = rng.choice("cancel hold unhold priority deadline move delete retry pause key queue "
-                      "share tick marks died".split())
+    kind = rng.choice(
+        "cancel hold unhold priority deadline move delete retry pause key queue "
+        "share tick marks died".split()
+    )
     match kind:
         case "cancel":
             return ("cancel", {"id": job, "abort": rng.random() < 0.5})
@@ -168,16 +174,22 @@ def an_operation(rng: random.Random) -> Call:
         case "delete" | "retry":
             return (kind, {"ids": jobs, "force": rng.random() < 0.3})
         case "pause":
-            return (rng.choice(["pause", "resume", "resume"]),
-                    rng.choice([{"queue": a_queue}, {"task": "u"}, {"queue": None}]))
+            return (
+                rng.choice(["pause", "resume", "resume"]),
+                rng.choice([{"queue": a_queue}, {"task": "u"}, {"queue": None}]),
+            )
         case "key":
             limit = rng.choice([1, 2, 3, 5, None])
             rate = rng.choice([None] * 5 + [{"limit": 30, "per": "1 day"}])
-            return ("configure_key", {"pattern": rng.choice("AB"),
-                                      "options": {"limit": limit, "rate": rate}})
+            return (
+                "configure_key",
+                {"pattern": rng.choice("AB"), "options": {"limit": limit, "rate": rate}},
+            )
         case "queue":
-            return ("configure_queue",
-                    {"name": a_queue, "options": {"max_running": rng.choice([2, 4, None, None])}})
+            return (
+                "configure_queue",
+                {"name": a_queue, "options": {"max_running": rng.choice([2, 4, None, None])}},
+            )
         case "share":
             return ("configure_share", {"pattern": "x", "options": {"weight": rng.choice([1, 3])}})
         case _:
@@ -194,7 +206,13 @@ def a_call(rng: random.Random, rare: float) -> Call:
     if number < 0.75:
         return ("finish_many", some_outcomes(rng))
     if number < 0.9 or rng.random() > rare:
-        return ("finish_and_fetch", some_outcomes(rng), rng.randint(0, 1), queues, rng.randint(1, 7))
+        return (
+            "finish_and_fetch",
+            some_outcomes(rng),
+            rng.randint(0, 1),
+            queues,
+            rng.randint(1, 7),
+        )
     return an_operation(rng)
 
 
@@ -258,8 +276,12 @@ class Side:
         ).fetchall()
 
     def _finish_and_fetch(
-        self, name: str, chosen: list[tuple[int, dict[str, Any]]], worker: int,
-        queues: list[str] | None, n: int,
+        self,
+        name: str,
+        chosen: list[tuple[int, dict[str, Any]]],
+        worker: int,
+        queues: list[str] | None,
+        n: int,
     ) -> Any:
         self.conn.execute("select set_config('pgdefer.looked_at', '', false)")
         return self.conn.execute(
