@@ -56,33 +56,31 @@ begin
   end if;
 end $$;
 """
-STATE = [
-    "select id, state, reason, attempts, failures, crashes, queue, priority, deadline, worker_id"
-    " from queue.jobs order by id",
-    'select kind, key, "limit", used, ready, waiting from queue.semaphores order by 1, 2',
-    # where nothing waits, a low mark says nothing
-    "select s.key, s.slots, s.used, l.lane, l.ready, l.waiting,"
-    " case when l.waiting > 0 then (l.low_deadline, l.low) end"
-    " from (select distinct on (key) * from queue.semaphore order by key, tick desc) s"
-    " left join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)"
-    " l (lane, ready, waiting, low, low_deadline) on true order by s.key, l.lane",
-    "select id, deadline, lane, attempt, flags, claim is null, worker_id"
-    " from queue.active_job order by id",
-    "select id, reason, key, lane, deadline, flags, attempt, has_several, weight"
-    " from queue.waiting order by id",
-    "select id, lock, has_turn from queue.lock_member order by id",
-    "select id, expires_at - (select claimed_at from queue.active_job a where a.id = l.id)"
-    " from queue.lease l order by id",
-    "select job_id, kind, flags from queue.pending_settlement order by seq",
-    "select * from queue.check()",
-]
+# Where nothing waits, a low mark says nothing.
+STATE = """
+select id, state, reason, attempts, failures, crashes, queue, priority, deadline, worker_id
+from queue.jobs order by id;
+select kind, key, "limit", used, ready, waiting from queue.semaphores order by 1, 2;
+select s.key, s.slots, s.used, l.lane, l.ready, l.waiting,
+  case when l.waiting > 0 then (l.low_deadline, l.low) end
+from (select distinct on (key) * from queue.semaphore order by key, tick desc) s
+left join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
+  l (lane, ready, waiting, low, low_deadline) on true order by s.key, l.lane;
+select id, deadline, lane, attempt, flags, claim is null, worker_id from queue.active_job order by id;
+select id, reason, key, lane, deadline, flags, attempt, has_several, weight
+from queue.waiting order by id;
+select id, lock, has_turn from queue.lock_member order by id;
+select l.id, l.expires_at - a.claimed_at
+from queue.lease l left join queue.active_job a on a.id = l.id order by l.id;
+select job_id, kind, flags from queue.pending_settlement order by seq;
+select * from queue.check()""".split(";")
 FAR = "2990-01-0{}Z"
 
 
 def some_options(rng: random.Random) -> dict[str, Any]:
     """Draw the rarer options of a job; most jobs have none."""
     options: dict[str, Any] = {}
-    for name, values in {
+    rare: dict[str, list[Any]] = {
         "share": ["x", "y"],
         "expires_at": ["2999-01-01Z"],
         "timeout": ["1 hour"],
@@ -92,7 +90,8 @@ def some_options(rng: random.Random) -> dict[str, Any]:
         "on_limit": ["discard"],
         "held": [True],
         "retain": ["1 day"],
-    }.items():
+    }
+    for name, values in rare.items():
         if rng.random() < (0.3 if name == "retry" else 0.03):
             options[name] = rng.choice(values)
     return options
