@@ -200,8 +200,10 @@ def a_call(rng: random.Random, rare: float) -> Call:
     queues = rng.choice([None] * 8 + [["default"], ["q", "r"], ["*"]])
     if number < 0.3:
         return a_defer(rng, rare)
+    n = rng.randint(1, 7)
+    options = {"ahead": rng.randint(0, n)} if rng.random() < 0.2 else None
     if number < 0.55:
-        return ("fetch", rng.randint(0, 1), queues, rng.randint(1, 7))
+        return ("fetch", rng.randint(0, 1), queues, n, options)
     if number < 0.75:
         return ("finish_many", some_outcomes(rng))
     if number < 0.9 or rng.random() > rare:
@@ -210,7 +212,8 @@ def a_call(rng: random.Random, rare: float) -> Call:
             some_outcomes(rng),
             rng.randint(0, 1),
             queues,
-            rng.randint(1, 7),
+            n,
+            options,
         )
     return an_operation(rng)
 
@@ -266,12 +269,12 @@ class Side:
             [self._outcomes(chosen)],
         ).fetchall()
 
-    def _fetch(self, name: str, worker: int, queues: list[str] | None, n: int) -> Any:
+    def _fetch(self, name: str, worker: int, queues: list[str] | None, n: int, options: Any) -> Any:
         self.conn.execute("select set_config('pgdefer.looked_at', '', false)")
         return self.conn.execute(
             "select id, task, args, queue, priority, lock, attempt, deadline, timeout, headers,"
-            " steps from queue.fetch(%s, %s, %s)",
-            [self.workers[worker], queues, n],
+            " steps from queue.fetch(%s, %s, %s, %s)",
+            [self.workers[worker], queues, n, options and json.dumps(options)],
         ).fetchall()
 
     def _finish_and_fetch(
@@ -281,12 +284,19 @@ class Side:
         worker: int,
         queues: list[str] | None,
         n: int,
+        options: dict[str, int] | None,
     ) -> Any:
         self.conn.execute("select set_config('pgdefer.looked_at', '', false)")
         return self.conn.execute(
             "select id, task, args, queue, priority, lock, attempt, deadline, timeout, headers,"
-            " steps, error from queue.finish_and_fetch(%s, %s, %s, %s)",
-            [self.workers[worker], self._outcomes(chosen), queues, n],
+            " steps, error from queue.finish_and_fetch(%s, %s, %s, %s, %s)",
+            [
+                self.workers[worker],
+                self._outcomes(chosen),
+                queues,
+                n,
+                options and json.dumps(options),
+            ],
         ).fetchall()
 
     def _tick(self, name: str, given: dict[str, Any]) -> Any:
