@@ -21,6 +21,8 @@ from pgdefer.database.server import EmbeddedServer
 from support import count_from_one, create_database
 
 Call = tuple[Any, ...]
+# worker, queues, max_jobs, options
+Asked = tuple[int, list[str] | None, int, dict[str, int] | None]
 
 ALWAYS_DECLINE = """
 create or replace function queue._pass_slots_on(p_ids bigint[], p_flags smallint[])
@@ -74,6 +76,7 @@ select l.id, l.expires_at - a.claimed_at
 from queue.lease l left join queue.active_job a on a.id = l.id order by l.id;
 select job_id, kind, flags from queue.pending_settlement order by seq;
 select * from queue.check()""".split(";")
+CLAIMED = "id, task, args, queue, priority, lock, attempt, deadline, timeout, headers"
 FAR = "2990-01-0{}Z"
 
 
@@ -202,19 +205,13 @@ def a_call(rng: random.Random, rare: float) -> Call:
         return a_defer(rng, rare)
     n = rng.randint(1, 7)
     options = {"ahead": rng.randint(0, n)} if rng.random() < 0.2 else None
+    asked = rng.randint(0, 1), queues, n, options
     if number < 0.55:
-        return ("fetch", rng.randint(0, 1), queues, n, options)
+        return ("fetch", asked)
     if number < 0.75:
         return ("finish_many", some_outcomes(rng))
     if number < 0.9 or rng.random() > rare:
-        return (
-            "finish_and_fetch",
-            some_outcomes(rng),
-            rng.randint(0, 1),
-            queues,
-            n,
-            options,
-        )
+        return ("finish_and_fetch", some_outcomes(rng), asked)
     return an_operation(rng)
 
 
@@ -269,35 +266,21 @@ class Side:
             [self._outcomes(chosen)],
         ).fetchall()
 
-    def _fetch(self, name: str, worker: int, queues: list[str] | None, n: int, options: Any) -> Any:
-        self.conn.execute("select set_config('pgdefer.looked_at', '', false)")
-        return self.conn.execute(
-            "select id, task, args, queue, priority, lock, attempt, deadline, timeout, headers,"
-            " steps from queue.fetch(%s, %s, %s, %s)",
-            [self.workers[worker], queues, n, options and json.dumps(options)],
-        ).fetchall()
+    def _fetch(self, name: str, asked: Asked) -> Any:
+        return self._claim("steps from queue.fetch(%s, %s, %s, %s)", asked, [])
 
     def _finish_and_fetch(
-        self,
-        name: str,
-        chosen: list[tuple[int, dict[str, Any]]],
-        worker: int,
-        queues: list[str] | None,
-        n: int,
-        options: dict[str, int] | None,
+        self, name: str, chosen: list[tuple[int, dict[str, Any]]], asked: Asked
     ) -> Any:
-        self.conn.execute("select set_config('pgdefer.looked_at', '', false)")
-        return self.conn.execute(
-            "select id, task, args, queue, priority, lock, attempt, deadline, timeout, headers,"
-            " steps, error from queue.finish_and_fetch(%s, %s, %s, %s, %s)",
-            [
-                self.workers[worker],
-                self._outcomes(chosen),
-                queues,
-                n,
-                options and json.dumps(options),
-            ],
-        ).fetchall()
+        source = "steps, error from queue.finish_and_fetch(%s, %s, %s, %s, %s)"
+        return self._claim(source, asked, [self._outcomes(chosen)])
+
+    def _claim(self, source: str, asked: Asked, outcomes: list[str]) -> Any:
+        worker, queues, n, options = asked
+        self.conn.execute("select set_config('pgdefer.looked_at', '', false)")  # it admits first
+        query = f"select {CLAIMED}, {source}"
+        values = [self.workers[worker], *outcomes, queues, n, options and json.dumps(options)]
+        return self.conn.execute(query.encode(), values).fetchall()
 
     def _tick(self, name: str, given: dict[str, Any]) -> Any:
         return self.one("select admitted from queue.tick()")
