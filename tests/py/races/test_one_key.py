@@ -35,6 +35,7 @@ language plpgsql as 'begin end';
 COUNT_USES = """
 create sequence test.passed;
 create sequence test.claimed;
+grant usage on sequence test.passed, test.claimed to public;
 alter function queue._pass_slots_on(bigint[], smallint[]) rename to _pass_slots_on_short;
 create function queue._pass_slots_on(p_ids bigint[], p_flags smallint[])
 returns boolean language plpgsql as $$
