@@ -46,8 +46,10 @@ PREPARE = [
     "select setseed(0.5)",
     # the calls below name worker 1
     "select setval('queue.worker_id_seq', 1, false) where not exists (select from queue.worker)",
-    "select set_config('b.worker', queue.register_worker('w', info => '{\"dead_after\": \"1 day\"}')::text,"
-    " false)",
+    """
+    select set_config('b.worker', queue.register_worker('w', info => '{"dead_after": "1 day"}')::text,
+      false)
+    """,
     "select set_config('b.outcomes', '[]', false)",
     "prepare one(int) as select queue.defer('noop', jsonb_build_object('n', $1))",
     "prepare locked(int) as select queue.defer('noop', jsonb_build_object('n', $1), lock => 'a')",

@@ -169,13 +169,13 @@ begin
       and w.apart_since is null) is true;
   if v_choice.kind = {{lane_limited}} then
     v_max_jobs := least(p_max_jobs, p_at_once);
-    if queue._lock_admission(p_may_wait) then
+    if v_has_lock or queue._lock_admission(false) then
       v_claimed := queue._claim_one_key(p_worker, v_choice.lanes, v_max_jobs);
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
-    elsif cardinality(v_choice.lanes) = 1 then
+    elsif not p_may_wait and cardinality(v_choice.lanes) = 1 then
       return;  -- nothing else is ready, and whoever holds the lock admits
-    end if;
+    end if;  -- else _claim_loop waits, and then looks which lanes it may claim from
   elsif v_choice.kind = {{lane_plain}} and cardinality(v_choice.lanes) = 1 then
     v_is_claimed := true;
     if p_max_jobs = 1 then

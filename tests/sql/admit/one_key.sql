@@ -1,7 +1,7 @@
 -- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
 -- way would. Where a batch is not of this kind, the general way decides.
 
-select plan(57);
+select plan(59);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -183,6 +183,15 @@ select is((select count(*)::integer from queue.fetch(:worker, '{late}', 1)), 0, 
 select queue.defer('t', queue => 'again', options => '{"retry": {"max_attempts": 3, "base": 0}}', concurrency_key => 'X', concurrency_limit => 9) as a \gset
 select queue.fail(f.id, f.claim, 'x') from queue.fetch(:worker, '{again}', 1) f \g /dev/null
 select is((select f.attempt from queue.fetch(:worker, '{again}', 1) f), 2, 'the second attempt');
+
+-- A pause that came between the choice of the lane and the admission lock
+select queue.defer('t', queue => 'shut', concurrency_key => 'Y', concurrency_limit => 9) as a \gset
+select queue.tick() \g /dev/null
+select l.lane from queue.lane l where l.queue = 'shut' \gset
+select queue.pause('shut') \g /dev/null
+select is((queue._claim_one_key(:worker, array[:lane], 1)).ids, null, 'nothing is claimed from a lane that is paused');
+select queue.resume('shut') \g /dev/null
+select is((queue._claim_one_key(:worker, array[:lane], 1)).ids, array[:a]::bigint[], 'until it is resumed');
 select is((select count(*)::integer from queue.check()), 0, 'nothing is wrong at the end');
 
 select * from finish();
