@@ -14210,7 +14210,7 @@ end $$;
 
 -- Claims up to p_n jobs, as _claim_limited does, if the lanes have one queue and priority, and those of the jobs
 -- that have a limit have one and the same key with room for all of them, and no other limit. If not, it
--- changes nothing and ids is NULL. first_claim: as for _claim_newcomer.
+-- changes nothing and ids is NULL. Paused lanes are left out. first_claim: as for _claim_newcomer.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._claim_one_key(
   p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)
@@ -14228,7 +14228,7 @@ begin
     bit_or(x.flags) filter (where x.is_limited) as limits, bool_or(x.deadline < 'infinity') as have_deadlines,
     'k' || min(x.keys[1]) as key, count(*) filter (where x.is_limited)::integer as n,
     min(x.lane) filter (where x.is_limited) as lane,
-    bool_and(not x.is_limited or cardinality(x.keys) = 1 and (x.options ? 'terms') is not true)
+    bool_and(not x.is_limited or coalesce(cardinality(x.keys), 0) = 1 and (x.options ? 'terms') is not true)
       and (min(x.keys[1]) = max(x.keys[1])) is not false as has_one_key
   into v_jobs
   from (
@@ -14238,7 +14238,8 @@ begin
       from unnest(p_lanes) u (lane)
       cross join lateral (
         select l.lane, l.kind, l.low_deadline, l.low_id from queue.lane l
-        where l.lane = u.lane and not exists (select from queue.queue_config c where c.queue = l.queue
+        where l.lane = u.lane and (l.paused_until is null or l.paused_until <= clock_timestamp())
+          and not exists (select from queue.queue_config c where c.queue = l.queue
           and (c.max_running is not null or c.rate_limit is not null)) offset 0) l
       cross join lateral (
         select aj.id, aj.deadline from queue.active_job aj
@@ -14851,13 +14852,13 @@ begin
       and w.apart_since is null) is true;
   if v_choice.kind = 1/* lane_limited */ then
     v_max_jobs := least(p_max_jobs, p_at_once);
-    if queue._lock_admission(p_may_wait) then
+    if v_has_lock or queue._lock_admission(false) then
       v_claimed := queue._claim_one_key(p_worker, v_choice.lanes, v_max_jobs);
       ids := v_claimed.ids;
       first_claim := v_claimed.first_claim;
-    elsif cardinality(v_choice.lanes) = 1 then
+    elsif not p_may_wait and cardinality(v_choice.lanes) = 1 then
       return;  -- nothing else is ready, and whoever holds the lock admits
-    end if;
+    end if;  -- else _claim_loop waits, and then looks which lanes it may claim from
   elsif v_choice.kind = 0/* lane_plain */ and cardinality(v_choice.lanes) = 1 then
     v_is_claimed := true;
     if p_max_jobs = 1 then
