@@ -190,7 +190,7 @@ def gates(on: Bench, options: argparse.Namespace) -> list[Case]:
                 "key, limit 20, batches of 5",
                 "'t', concurrency_key => 'k', concurrency_limit => 20",
                 5,
-                0.25,
+                0.45,
             ),
         )
         for clients in (1, 4)
