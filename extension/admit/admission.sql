@@ -38,7 +38,6 @@ declare
   v_gated bigint[];
   v_parked bigint[];
   v_move boolean;
-  v_only_signals boolean;
 begin
   admitted := 0;
   v_new := queue._look_for_rows();
@@ -53,10 +52,7 @@ begin
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
     v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
-    v_only_signals := v_ended.kinds <@ '{signal}';  -- the most common, of jobs that end nothing
-    if not v_only_signals then
-      perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
-    end if;
+    perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
     -- a yield may need a job that is admitted below
     v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
     admitted := 1;
@@ -85,12 +81,7 @@ begin
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if v_only_signals then
-    v_ended.ids := queue._resume_signalled(v_ended.ids);
-    if v_ended.ids is not null then
-      perform queue._advance(p_arrived => queue._take_signals(v_ended.ids, null));
-    end if;
-  elsif v_new.has_pending then
+  if v_new.has_pending then
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then

@@ -16,7 +16,8 @@ declare
   v_next record;
 begin
   select 'k' || min(j.keys[1]),
-    bool_and(cardinality(j.keys) = 1 and (j.options ? 'terms') is not true and u.flags & {{counted}} = {{keys}})
+    bool_and(cardinality(j.keys) = 1 and (j.options ? 'terms') is not true
+      and u.flags & {{counted}} = {{keys}})
       and min(j.keys[1]) = max(j.keys[1])
   into v_key, v_is_only
   from unnest(p_ids, p_flags) u (id, flags)
@@ -53,7 +54,8 @@ begin
       where w.reason = 'slot' and w.key = v_key and w.lane = v_count.lanes[1]
         and (w.deadline, w.id) >= (v_count.low_deadlines[1], v_count.lows[1])
       order by w.deadline, w.id limit v_room) w
-    left join lateral (select s.id, s.deadline from queue.job_override s where s.id = w.id offset 0) s on true;
+    left join lateral (select s.id, s.deadline from queue.job_override s where s.id = w.id offset 0) s
+      on true;
     if v_next.are_special is not false then
       return false;
     end if;

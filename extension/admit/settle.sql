@@ -15,6 +15,9 @@ declare
   v_item record;
   v_cyclic bigint[];
 begin
+  if p_kinds <@ '{signal}' then
+    return;
+  end if;
   select array_agg(u.id) filter (where u.kind = 'again') as again,
     array_agg(u.id) filter (where u.kind = 'again' and u.flags & {{lock}} <> 0) as locked,
     array_agg(u.id) filter (where u.kind in ('ended', 'again') and u.flags & {{counted}} <> 0) as ids,
@@ -22,7 +25,8 @@ begin
     bool_or(u.kind = 'again' or u.payload is not null) as has_more
   into v_ended
   from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload);
-  if v_ended.ids is not null and (v_ended.has_more or not queue._pass_slots_on(v_ended.ids, v_ended.flags)) then
+  if v_ended.ids is not null
+    and (v_ended.has_more or not queue._pass_slots_on(v_ended.ids, v_ended.flags)) then
     v_keys := queue._release_slots(v_ended.ids, v_ended.flags);
   end if;
   for v_item in
@@ -84,7 +88,15 @@ create or replace function queue._settle(p_ids bigint[], p_kinds text[], p_flags
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ended record;
+  v_gated bigint[];  -- jobs with a signal that have to pass the gates
 begin
+  if p_kinds <@ '{signal}' then
+    v_gated := queue._resume_signalled(p_ids);
+    if v_gated is not null then
+      perform queue._advance(p_arrived => queue._take_signals(v_gated, null));
+    end if;
+    return;
+  end if;
   select array_agg(u.id) filter (where u.kind = 'ended' and u.flags & {{lock}} <> 0) as locked,
     array_agg(u.id) filter (where u.kind = 'ended' and u.flags & {{needed}} <> 0) as needed,
     array_agg(distinct u.id) filter (where u.kind = 'recheck') as recheck,

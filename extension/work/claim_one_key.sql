@@ -1,8 +1,8 @@
 -- Claiming under the common limit, in few statements: all jobs at hand have the same one key.
 -- Tests: admit/one_key.sql.
 
--- Claims up to p_n jobs, as _claim_limited does, if the lanes have one queue and priority, and those of the jobs
--- that have a limit have one and the same key with room for all of them, and no other limit. If not, it
+-- Claims up to p_n jobs, as _claim_limited does, if the lanes have one queue and priority, and those of the
+-- jobs that have a limit have one and the same key with room for all of them, and no other limit. If not, it
 -- changes nothing and ids is NULL. Paused lanes are left out. first_claim: as for _claim_newcomer.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._claim_one_key(
@@ -52,7 +52,8 @@ begin
   if v_jobs.n > 0 then
     with gone as (
       delete from queue.semaphore s
-      where s.ctid = (select s.ctid from queue.semaphore s where s.key = v_jobs.key order by s.tick desc limit 1)
+      where s.ctid = (select s.ctid from queue.semaphore s where s.key = v_jobs.key
+          order by s.tick desc limit 1)
         and s.rate_limit is null and s.lanes = array[v_jobs.lane] and s.slots - s.used >= v_jobs.n
       returning s.slots, s.limit_id, s.used, s.lanes, s.ready[1] - v_jobs.n as ready, s.waiting,
         s.lows, s.low_deadlines)
