@@ -31,6 +31,10 @@ def tasks() -> list[str]:
     return [job.task for job in Job.objects.order_by("id")]
 
 
+# Django 6.1 calls it savepoint_create.
+begin_savepoint = getattr(transaction, "savepoint_create", transaction.savepoint)
+
+
 def defer_in_every_way(app: DjangoApp) -> None:
     """Defer in nested blocks, of which some are rolled back; the names say which."""
     with transaction.atomic():
@@ -44,10 +48,10 @@ def defer_in_every_way(app: DjangoApp) -> None:
                 raise ZeroDivisionError
             with transaction.atomic(savepoint=False):
                 app.defer("without savepoint")
-        point = transaction.savepoint()
+        point = begin_savepoint()
         app.defer("rolled back by hand")
         transaction.savepoint_rollback(point)
-        point = transaction.savepoint()
+        point = begin_savepoint()
         app.defer("released by hand")
         transaction.savepoint_commit(point)
         transaction.on_commit(partial(app.defer, "after"))
