@@ -62,9 +62,9 @@ demo: venv build ## Run jobs over the files of Python's standard library, on an 
 test: test-sql test-py ## Run the tests on PostgreSQL 18: pgTAP, the isolation specs and pytest
 
 .PHONY: test-all
-test-all: test-sql test-sql-owner test-py-all test-sql-system test-py-system ## Run also the long tests, and all on the system's PostgreSQL (CI)
+test-all: test-sql test-sql-owner test-py-all test-django test-sql-system test-py-system ## Run also the long tests, and all on the system's PostgreSQL (CI)
 
-.PHONY: test-sql test-sql-owner test-py test-py-all test-sql-system test-py-system
+.PHONY: test-sql test-sql-owner test-py test-py-all test-django test-sql-system test-py-system
 test-sql: venv build tools
 	$(BIN)/python tests/sql/run --jobs 2
 
@@ -77,6 +77,10 @@ test-py: venv build tools compiled
 
 test-py-all: venv build tools compiled
 	$(BIN)/$(PYTEST) $(AGAIN)
+
+# Django 6 needs Python 3.12.
+test-django: venv build tools
+	$(BIN)/python tests/matrix --django
 
 test-sql-system test-py-system: command = $(if $(findstring sql,$@),$(BIN)/python tests/sql/run --jobs 2,$(BIN)/$(PYTEST) $(AGAIN) tests/py --ignore tests/py/unit -m 'not soak and not client')
 test-sql-system test-py-system: venv build tools compiled
