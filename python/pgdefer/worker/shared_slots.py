@@ -6,12 +6,16 @@ database that does not answer keeps nobody waiting. Jobs that are claimed while 
 start in turn as well, one of each database.
 
 While jobs are so short that slots become free all the time, some more are claimed, of which each
-starts within a moment. They count for all databases together, so nobody hoards.
+starts within a moment. They count for all databases together, so nobody hoards. A turn is then
+worth several batches, because a call that reports the last batch as well saves another call. So that
+single jobs do not wait behind such turns, every other turn goes to a database that had no backlog
+when it was asked last.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,9 +29,11 @@ __all__ = ["Share", "SharedSlots"]
 # How long a turn, or a call that asks for jobs, may take before others get what it was given, in
 # seconds.
 PATIENCE = 0.1
-# In one turn a worker claims, and starts, at most this part of what may be claimed ahead: jobs are
-# short then, and batches are cheaper. For the same reason outcomes wait so long for the next turn.
+# In one call a worker claims, and starts, at most this part of what may be claimed ahead: jobs are
+# short then, and batches are cheaper. So many have a turn at the same time.
 BATCH = 2
+# How many batches a turn is worth then, and how long outcomes wait for the next call, in seconds.
+TURN = 5
 MOMENT = 0.005
 
 T = TypeVar("T")
@@ -47,7 +53,8 @@ class SharedSlots:
         self.running = 0
         self._prefetch = prefetch
         self._keep = keep
-        #: How often slots become free, in seconds, and when the last one did.
+        #: How often slots become free while jobs run, in seconds; when the last one did, or the
+        #: first job began.
         self._gap = AHEAD
         self._freed_at = 0.0
         # Those that wait for a turn, or with a claimed job for a slot: the first comes next.
@@ -55,6 +62,9 @@ class SharedSlots:
         self.starting: dict[Share, None] = {}
         # What was promised to whom, and when: turns, and calls under way.
         self._promised: dict[Share, tuple[int, float]] = {}
+        # Whose turn lasts for several calls: for how many more jobs, and the time of the last answer.
+        self._turns: dict[Share, tuple[int, float]] = {}
+        self._was_backlog = False
         self._recent: dict[Share, None] = {}
         self._is_called = False
         self._timer: asyncio.TimerHandle | None = None
@@ -62,8 +72,16 @@ class SharedSlots:
     @property
     def ahead(self) -> int:
         """How many jobs may be claimed that start only when a slot becomes free."""
-        gap = max(self._gap, clock() - self._freed_at)
-        return 0 if gap >= AHEAD else min(self._prefetch, int(AHEAD / gap))
+        gap, since = self._gap, clock() - self._freed_at
+        if self.running >= self.size or since > PATIENCE:
+            gap = max(gap, since)
+        return 0 if gap >= AHEAD else min(self._prefetch, int(AHEAD / max(gap, 1e-6)))
+
+    def ahead_of(self, share: Share) -> int:
+        """How many of them may be one worker's: one, if it has no backlog."""
+        if share.has_filters:
+            return 0
+        return min(self.ahead, 1) if share.is_short else self.ahead
 
     def room(self, share: Share) -> int:
         """Return how many more jobs a worker may claim, without what others were promised."""
@@ -73,17 +91,17 @@ class SharedSlots:
             for other, (jobs, at) in self._promised.items()
             if at > oldest and other is not share
         )
-        return self.size + (self.ahead if share.takes_ahead else 0) - self.used - promised
+        return self.size + self.ahead_of(share) - self.used - promised
 
     def wanted(self, share: Share) -> int:
         """Return how many jobs a worker may ask for now; without any, it gets a turn later."""
-        own = share.size - share.used + (self.ahead if share.takes_ahead else 0)
+        own = share.size - share.used + self.ahead_of(share)
         if own <= 0:
             return 0
         turn, at = self._promised.get(share, (0, 0.0))
         if turn and at <= clock() - PATIENCE:
             turn = 0
-        if not turn and not self._wanting:
+        if not turn and (not self._wanting or share in self._turns):
             turn = self._batch(share, is_busy=True)
         if turn <= 0:
             self._wanting.setdefault(share)
@@ -103,6 +121,8 @@ class SharedSlots:
 
     def begun(self, share: Share) -> None:
         """Take note that a job of this database has started."""
+        if not self.running:
+            self._freed_at = clock()
         self.running += 1
         self._recent.pop(share, None)
 
@@ -114,6 +134,13 @@ class SharedSlots:
         else:
             self._promised.pop(share, None)
             self.look_soon()
+
+    def answered(self, share: Share, asked: int, came: int) -> None:
+        """Take note that a call has been answered; the turn goes on if it found all it asked for."""
+        left, _ = self._turns.pop(share, (0, 0.0))
+        if came == asked < left:
+            self._turns[share] = left - came, clock()
+        self.promise(share, 0)
 
     def freed(self, share: Share) -> None:
         """Take note that a job of this database has ended."""
@@ -128,7 +155,7 @@ class SharedSlots:
 
     def forget(self, share: Share) -> None:
         """Take note that a worker has ended."""
-        for each in (self._wanting, self.starting, self._promised, self._recent):
+        for each in (self._wanting, self.starting, self._promised, self._turns, self._recent):
             each.pop(share, None)
         self.look_soon()
 
@@ -147,18 +174,42 @@ class SharedSlots:
             elif share.running >= share.size:
                 passed.append(share)
         self.starting |= dict.fromkeys(passed)
-        oldest = clock() - PATIENCE
-        self._promised = {on: jobs for on, jobs in self._promised.items() if jobs[1] > oldest}
-        for share in list(self._wanting):
+        now = clock()
+        self._promised = {on: p for on, p in self._promised.items() if p[1] > now - PATIENCE}
+        self._turns = {on: t for on, t in self._turns.items() if t[1] > now - PATIENCE}
+        for share in self._in_order():
+            is_next = share not in self._turns
+            if is_next and len(self._turns) >= BATCH and self.ahead:
+                break
             jobs = self._batch(share, is_busy=self.running >= self.size)
             if jobs > 0:
+                if is_next:
+                    self._was_backlog = share.has_backlog
+                    if self.ahead and share.takes_ahead:
+                        self._turns[share] = TURN * jobs, now
                 self.promise(share, jobs)
                 share.take_turn()
             elif share.takes_ahead:
                 break
-        if self._wanting and self._promised and self._timer is None:
+        if self._wanting and (self._promised or self._turns) and self._timer is None:
             # Those that have been promised some may not answer.
             self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._look_again)
+
+    def _in_order(self) -> list[Share]:
+        """Return those that want jobs: first those whose turn it is.
+
+        Where jobs are short, then one with a backlog and one without.
+        """
+        if not self.ahead:
+            return list(self._wanting)
+        both: tuple[list[Share], list[Share]] = [], []
+        for share in self._wanting:
+            if share not in self._turns:
+                both[share.has_backlog is self._was_backlog].append(share)
+        pairs = itertools.zip_longest(*both)
+        return [share for share in self._turns if share in self._wanting] + [
+            share for pair in pairs for share in pair if share is not None
+        ]
 
     def _start_some(self, share: Share) -> bool:
         """Start jobs that wait, one or a batch; return whether more of them may start."""
@@ -185,11 +236,13 @@ class Share(Slots):
             max_running=like.max_running,
         )
         self._shared = shared
-        # Whether jobs may be claimed before there is a slot for them, which is for plain ones only;
-        # whether the last call that asked for nothing else found too few of them.
-        self._has_filters = bool(self.options())
-        self._is_short = False
+        #: Whether options select jobs: then none are claimed before there is a slot for them.
+        self.has_filters = bool(self.options())
+        #: Whether the last call that asked for nothing else found too few of them.
+        self.is_short = False
         self._asked_ahead = False
+        #: Whether the last call found as many jobs as it asked for.
+        self.has_backlog = False
         #: Starts the next claim that waits; returns whether more may start.
         self.start_next: Callable[[], bool] = _no_more
         #: Called when it is this database's turn, and when others have had jobs more recently.
@@ -199,13 +252,13 @@ class Share(Slots):
 
     @property
     def takes_ahead(self) -> bool:
-        """Whether to claim jobs that start only when a slot becomes free."""
-        return not (self._has_filters or self._is_short)
+        """Whether to claim a batch of jobs that start only when a slot becomes free."""
+        return not (self.has_filters or self.is_short)
 
     @property
     def may_ask(self) -> bool:
         """Whether jobs may be asked for, now or later, without any of these ending before."""
-        return self.used < self.size + (self._shared.ahead if self.takes_ahead else 0)
+        return self.used < self.size + self._shared.ahead_of(self)
 
     @property
     def free(self) -> int:
@@ -244,8 +297,9 @@ class Share(Slots):
 
     def answered(self, asked: int, came: int) -> None:
         """Take note that an answer has come, or none will."""
-        self._is_short = self._asked_ahead and came < asked
-        self._shared.promise(self, 0)
+        self.has_backlog = came == asked
+        self.is_short = self._asked_ahead and not self.has_backlog
+        self._shared.answered(self, asked, came)
 
     def claimed(self, jobs: int) -> None:
         """Take note that so many jobs are claimed."""

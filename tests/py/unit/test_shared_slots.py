@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pgdefer.worker.shared_slots import PATIENCE, Share, SharedSlots
+from pgdefer.worker.shared_slots import PATIENCE, TURN, Share, SharedSlots
 from pgdefer.worker.slots import Slots
 
 
@@ -96,3 +96,89 @@ async def test_a_turn_is_worth_a_call_while_jobs_wait_for_slots(
     assert other.wanted == 0
     await asyncio.sleep(0)
     assert (other.turns, other.wanted) == (2, 4)
+
+
+def short_jobs(shared: SharedSlots, player: Player) -> None:
+    """Have slots become free all the time."""
+    for _ in range(100):
+        player.claim(1)
+        player.left(has_started=True)
+    assert shared.ahead == 10
+
+
+async def play(players: dict[Player, int], rounds: int) -> list[Player]:
+    """Let players with such backlogs fetch, in calls of one round; return who got jobs, in order.
+
+    The jobs end at once.
+    """
+    calls: dict[Player, int] = {}
+    got: list[Player] = []
+    for _ in range(rounds):
+        for player in players:
+            if player not in calls and (asked := player.wanted):
+                player.ask(asked)
+                calls[player] = asked
+        await asyncio.sleep(0)
+        for player in list(calls):
+            asked = calls.pop(player)
+            came = min(asked, players[player])
+            player.claimed(came)
+            player.answered(asked, came)
+            for _ in range(came):
+                player.started()
+                player.left(has_started=True)
+            got += [player] * bool(came)
+        await asyncio.sleep(0)
+    return got
+
+
+async def test_a_turn_lasts_for_some_batches_while_jobs_are_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: 0.0)
+    shared = SharedSlots(4, 4, prefetch=10, keep=1)
+    players = {Player(shared): 1000 for _ in range(6)}
+    short_jobs(shared, next(iter(players)))
+    got = await play(players, 600)
+    # Two have a turn at a time, each one for several calls.
+    calls = len(got) / sum(player.turns for player in players)
+    assert 3 <= calls <= TURN
+    counts = [got.count(player) for player in players]
+    assert max(counts) <= min(counts) + 2 * TURN
+
+
+async def test_every_other_turn_goes_to_one_without_a_backlog(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: 0.0)
+    shared = SharedSlots(4, 4, prefetch=10, keep=1)
+    busy = {Player(shared): 1000 for _ in range(20)}
+    short_jobs(shared, next(iter(busy)))
+    await play(busy, 200)
+    single = Player(shared)
+    got = await play({**busy, single: 1}, 50)
+    # It has waited for the turns that had begun, not for those of all that have waited longer.
+    assert got.index(single) <= 2 * TURN
+
+
+async def test_a_turn_of_several_batches_passes_on_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: now)
+    shared = SharedSlots(4, 4, prefetch=10, keep=1)
+    dead, other, alive = (Player(shared) for _ in range(3))
+    short_jobs(shared, alive)
+    for player in (dead, other):
+        shared.promise(alive, 14)
+        assert player.wanted == 0
+    shared.promise(alive, 0)
+    await asyncio.sleep(0)
+    # Both have a turn; neither calls.
+    assert (dead.turns, other.turns) == (1, 1)
+    assert alive.wanted == 0
+    now = 2 * PATIENCE
+    short_jobs(shared, other)
+    async with asyncio.timeout(30):
+        while not alive.turns:  # noqa: ASYNC110 (the timer tells nobody)
+            await asyncio.sleep(PATIENCE / 4)
