@@ -7,9 +7,9 @@ start in turn as well, one of each database.
 
 While jobs are so short that slots become free all the time, some more are claimed, of which each
 starts within a moment. They count for all databases together, so nobody hoards. A turn is then
-worth several batches, because a call that reports the last batch as well saves another call. So that
-single jobs do not wait behind such turns, every other turn goes to a database that had no backlog
-when it was asked last.
+worth several batches, because a call that reports the last batch as well saves another call. Every
+other turn goes to a database that had no backlog when it was asked last, so that single jobs do not
+wait behind all others' turns.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SharedSlots:
         self.starting: dict[Share, None] = {}
         # What was promised to whom, and when: turns, and calls under way.
         self._promised: dict[Share, tuple[int, float]] = {}
-        # Whose turn lasts for several calls: for how many more jobs, and the time of the last answer.
+        # Whose turn lasts for several calls: for how many more jobs; when the last answer came.
         self._turns: dict[Share, tuple[int, float]] = {}
         self._was_backlog = False
         self._recent: dict[Share, None] = {}
@@ -136,7 +136,7 @@ class SharedSlots:
             self.look_soon()
 
     def answered(self, share: Share, asked: int, came: int) -> None:
-        """Take note that a call has been answered; the turn goes on if it found all it asked for."""
+        """Take note that a call was answered; the turn goes on if that was all it asked for."""
         left, _ = self._turns.pop(share, (0, 0.0))
         if came == asked < left:
             self._turns[share] = left - came, clock()
@@ -167,6 +167,14 @@ class SharedSlots:
 
     def _look(self) -> None:
         self._is_called = False
+        self._start_waiting()
+        self._give_turns()
+        if self._wanting and (self._promised or self._turns) and self._timer is None:
+            # Those that have a turn, or have been promised some jobs, may not answer.
+            self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._look_again)
+
+    def _start_waiting(self) -> None:
+        """Start claimed jobs where slots are free."""
         passed: list[Share] = []
         while self.running < self.size and (share := pop_first(self.starting)) is not None:
             if self._start_some(share):
@@ -174,6 +182,9 @@ class SharedSlots:
             elif share.running >= share.size:
                 passed.append(share)
         self.starting |= dict.fromkeys(passed)
+
+    def _give_turns(self) -> None:
+        """Let those that want jobs ask for some."""
         now = clock()
         self._promised = {on: p for on, p in self._promised.items() if p[1] > now - PATIENCE}
         self._turns = {on: t for on, t in self._turns.items() if t[1] > now - PATIENCE}
@@ -184,16 +195,16 @@ class SharedSlots:
             jobs = self._batch(share, is_busy=self.running >= self.size)
             if jobs > 0:
                 if is_next:
-                    self._was_backlog = share.has_backlog
-                    if self.ahead and share.takes_ahead:
-                        self._turns[share] = TURN * jobs, now
+                    self._begin_turn(share, TURN * jobs)
                 self.promise(share, jobs)
                 share.take_turn()
             elif share.takes_ahead:
                 break
-        if self._wanting and (self._promised or self._turns) and self._timer is None:
-            # Those that have been promised some may not answer.
-            self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._look_again)
+
+    def _begin_turn(self, share: Share, jobs: int) -> None:
+        self._was_backlog = share.has_backlog
+        if self.ahead and share.takes_ahead:
+            self._turns[share] = jobs, clock()
 
     def _in_order(self) -> list[Share]:
         """Return those that want jobs: first those whose turn it is.

@@ -167,18 +167,18 @@ async def test_a_turn_of_several_batches_passes_on_too(
     now = 0.0
     monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: now)
     shared = SharedSlots(4, 4, prefetch=10, keep=1)
-    dead, other, alive = (Player(shared) for _ in range(3))
-    short_jobs(shared, alive)
+    dead, other, alive, fast = (Player(shared) for _ in range(4))
+    short_jobs(shared, fast)
     for player in (dead, other):
-        shared.promise(alive, 14)
+        shared.promise(fast, 14)
         assert player.wanted == 0
-    shared.promise(alive, 0)
+    shared.promise(fast, 0)
     await asyncio.sleep(0)
     # Both have a turn; neither calls.
     assert (dead.turns, other.turns) == (1, 1)
     assert alive.wanted == 0
     now = 2 * PATIENCE
-    short_jobs(shared, other)
+    short_jobs(shared, fast)
     async with asyncio.timeout(30):
         while not alive.turns:  # noqa: ASYNC110 (the timer tells nobody)
             await asyncio.sleep(PATIENCE / 4)
