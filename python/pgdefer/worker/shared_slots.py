@@ -91,7 +91,11 @@ class SharedSlots:
             for other, (jobs, at) in self._promised.items()
             if at > oldest and other is not share
         )
-        return self.size + self.ahead_of(share) - self.used - promised
+        free = self.size - self.used - promised
+        if share.takes_ahead:
+            return free + self.ahead
+        # It gets one even where no slot is free: others' jobs may be claimed ahead all the time.
+        return max(free, min(free + self.ahead, self.ahead_of(share)))
 
     def wanted(self, share: Share) -> int:
         """Return how many jobs a worker may ask for now; without any, it gets a turn later."""

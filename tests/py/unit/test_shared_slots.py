@@ -154,8 +154,16 @@ async def test_every_other_turn_goes_to_one_without_a_backlog(
     shared = SharedSlots(4, 4, prefetch=10, keep=1)
     busy = {Player(shared): 1000 for _ in range(20)}
     short_jobs(shared, next(iter(busy)))
-    await play(busy, 200)
     single = Player(shared)
+    single.claim(4)
+    single.ask(10)
+    single.answered(10, 0)  # nothing is there that could be claimed ahead
+    for _ in range(4):
+        single.left(has_started=True)
+    await play(busy, 200)
+    # All the time others' jobs are claimed ahead of the slots.
+    hog = Player(shared)
+    hog.claimed(6)
     got = await play({**busy, single: 1}, 50)
     # It has waited for the turns that had begun, not for those of all that have waited longer.
     assert got.index(single) <= 2 * TURN
