@@ -1,6 +1,6 @@
 -- Manual retries that change the job: its time, priority, queue and lock, in one call.
 
-select plan(84);
+select plan(88);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -210,5 +210,19 @@ select is(test.refusal(format('select queue.retry(array[%s], true, changes => %L
   '{"queue": ""}', '{"queue": "x*"}', '{"queue": 1}', '{"lock": 1}', '{"lock": []}', jsonb_build_object('queue', repeat('x', 1001))::text, jsonb_build_object('lock', repeat('x', 1001))::text]) c;
 select is(pg_temp.job(:ended), 'scheduled three 3 M', 'it is as it was');
 select is_empty('select * from queue.check()', 'sound');
+
+-- A role that is limited to some queues moves no job out of them
+create role pgdefer_retry_some;
+select queue.grant_access('pgdefer_retry_some', 'operator', '{own*}') \g /dev/null
+select queue.defer('own', queue => 'own') as own \gset
+select pg_temp.run(:own) \g /dev/null
+set role pgdefer_retry_some;
+select is(test.refusal(format('select queue.retry(array[%s], changes => ''{"queue": "two"}'')', :own)), '42501', 'not to another queue');
+select is(test.refusal(format('select queue.retry(array[%s], changes => ''{"queue": "own2"}'')', :ended)), 'QJ001', 'nor one of another queue to its own');
+select is((select outcome from queue.retry(array[:own], changes => '{"queue": "own2", "lock": "L"}')), 'ready', 'within its own it may');
+reset role;
+select is(pg_temp.job(:own) || '; ' || pg_temp.job(:ended), 'ready own2 0 L; scheduled three 3 M', 'and only that has changed');
+select queue.revoke_access('pgdefer_retry_some') \g /dev/null
+drop role pgdefer_retry_some;
 
 select * from finish();
