@@ -184,8 +184,8 @@ begin
       select x.n from (
         select u.n, u.id, row_number() over (partition by u.id order by u.n) as use
         from unnest(v_ids) with ordinality u (id, n)) x
-      join queue.job j on j.id = x.id
-      where j.xid <> pg_current_xact_id() or x.use > 1 or x.id in (select unnest(v_all))
+      left join queue.job j on j.id = x.id  -- the first job of an idempotency key may have been deleted
+      where j.xid is distinct from pg_current_xact_id() or x.use > 1 or x.id in (select unnest(v_all))
       order by x.n
     loop
       v_ids[v_again.n] := (select d from queue.defer_many(jsonb_build_array(
