@@ -608,8 +608,10 @@ MOVE_IN_PROCRASTINATE = Statement("""
     made as materialized (
       select * from queue.defer_many((
         select coalesce(jsonb_agg(jsonb_strip_nulls(jsonb_build_object(
-            'task', p.task_name, 'queue', p.queue_name, 'priority', p.priority, 'lock', p.lock,
-            'queueing_lock', p.queueing_lock, 'scheduled_at', p.scheduled_at,
+            'task', p.task_name, 'queue', p.queue_name, 'priority', p.priority,
+            'lock', replace(replace(p.lock, '{', '{{'), '}', '}}'),
+            'queueing_lock', replace(replace(p.queueing_lock, '{', '{{'), '}', '}}'),
+            'scheduled_at', p.scheduled_at,
             'options', jsonb_build_object(
               'on_conflict', case when p.queueing_lock is not null then 'ignore' end,
               'idempotency_key', '',
