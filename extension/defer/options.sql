@@ -223,20 +223,26 @@ end $$;
 create or replace function queue._fill(what text, template text, args jsonb)
 returns text language plpgsql immutable parallel safe security invoker as $$
 declare
-  v_parts text[] := string_to_array(template, '{');
-  v_text text := replace(v_parts[1], '}}', '}');
-  v_is_doubled boolean := false;
+  v_parts text[];
+  v_text text;
+  v_is_doubled boolean;
   v_end integer;
   v_value jsonb;
 begin
+  if strpos(template, '{') = 0 and strpos(template, '}}') = 0 then
+    perform queue._check_name(what, template);
+    return template;
+  end if;
   if strpos(template, '{{') > 0
     and regexp_replace(template, '[{][{]|[}][}]|[{][^{}]*[}]', '', 'g') ~ '[{}]' then
     perform queue._invalid(format('%s has a single brace beside doubled ones', what),
       'Double each brace that encloses no field.', 'template: ' || left(template, 200));
   end if;
+  v_parts := string_to_array(template, '{');
+  v_text := replace(v_parts[1], '}}', '}');
   for i in 2 .. cardinality(v_parts) loop
     v_end := strpos(v_parts[i], '}');
-    if v_parts[i] = '' and not v_is_doubled and i < cardinality(v_parts) then
+    if v_parts[i] = '' and v_is_doubled is not true and i < cardinality(v_parts) then
       v_is_doubled := true;
     elsif v_end = 0 or v_is_doubled then
       v_text := v_text || '{' || replace(v_parts[i], '}}', '}');
