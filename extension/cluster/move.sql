@@ -173,7 +173,8 @@ begin
           where d.job_id = j.id and d.need_id > j.id and g.id is null) then 'it needs a younger job'
         when exists (
           select from unnest(j.keys || array[j.options ->> 'share', j.options ->> 'idempotency_key']) k
-          where octet_length(queue._literal(k)) > 1000) then 'a key has too many braces'
+          where octet_length(k) > 500 and octet_length(queue._literal(k)) > 1000)
+          then 'a key has too many braces'
       end as why
     from queue.shard_job s
     join queue.job_now j on j.id = s.id
