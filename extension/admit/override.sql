@@ -85,25 +85,34 @@ begin
   end if;
   v_keys := (select t.keys from queue._dequeue(p_id) t);
   v_passed := queue._leave_locks(array[p_id], false);  -- has_turn shows whether it has the turn
-  update queue.job_override s
-  set lock = p_lock, extra_flags = s.extra_flags
-    | case when p_lock = '' or j.flags & {{lock}} <> 0 then 0
-      when j.options ->> 'lock_mode' = 'mutex' then {{mutex}} else {{ordered}} end
-  from queue.job j where s.id = p_id and j.id = p_id;
+  perform queue._write_lock(array[p_id], p_lock);
   v_joined := queue._join_locks(array[p_id]);
   perform queue._advance(
     p_arrived => p_id || v_joined.displaced, p_turned => v_passed || v_joined.passed,
     p_keys => v_keys || v_joined.keys);
 end $$;
 
--- Writes the changes that fail makes for a retry: queue and priority. _change_lock changes the lock once the
--- job is in a gate.
--- Locks: the caller holds the admission lock; the job is in no gate.
-create or replace function queue._change_on_retry(p_id bigint, p_change jsonb)
+-- Writes the lock of jobs that are in no lock: another one, or none ('').
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: the caller lets the jobs join the lock.
+create or replace function queue._write_lock(p_ids bigint[], p_lock text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.job_override s
+  set lock = p_lock, extra_flags = s.extra_flags
+    | case when p_lock = '' or j.flags & {{lock}} <> 0 then 0
+      when j.options ->> 'lock_mode' = 'mutex' then {{mutex}} else {{ordered}} end
+  from queue.job j where s.id = any (p_ids) and j.id = s.id;
+end $$;
+
+-- Writes the changes that a retry makes: queue and priority. _change_lock changes the lock once the job is in
+-- a gate.
+-- Locks: the caller holds the admission lock; the jobs are in no gate.
+create or replace function queue._change_on_retry(p_ids bigint[], p_change jsonb)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._return_tags(p_ids);
+  update queue.job_override s
   set queue = coalesce(p_change ->> 'queue', s.queue),
-    priority = coalesce((p_change ->> 'priority')::integer, s.priority), tag = null
-  where s.id = p_id;
+    priority = coalesce((p_change ->> 'priority')::integer, s.priority)
+  where s.id = any (p_ids);
 end $$;

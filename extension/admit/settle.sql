@@ -36,7 +36,7 @@ begin
     if v_item.kind = 'refill' then
       v_keys := v_keys || array(select k from jsonb_array_elements_text(v_item.payload) k);
     elsif v_item.payload ? 'change' then
-      perform queue._change_on_retry(v_item.id, v_item.payload -> 'change');
+      perform queue._change_on_retry(array[v_item.id], v_item.payload -> 'change');
     elsif v_item.kind = 'again' and not queue._add_yield_needs(v_item.id, v_item.payload) then
       v_cyclic := v_cyclic || v_item.id;
     end if;

@@ -49,22 +49,22 @@ begin
   perform queue._audit(p_call, p_args, v_queues, v_before, p_ids);
 end $$;
 
--- Jobs as they are now: state and queue, and one more column of queue.jobs. Nothing in args is cut.
+-- Jobs as they are now: state and queue, and more columns of queue.jobs. Nothing in args is cut.
 -- Locks: none; the caller holds locks under which the jobs can't change.
-create or replace function queue._jobs_before(p_ids bigint[], p_column text default null)
+create or replace function queue._jobs_before(p_ids bigint[], variadic p_columns text[] default '{}')
 returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
 begin
   return (
     select jsonb_agg(jsonb_build_object('id', j.id, 'state', j.state, 'queue', j.queue)
-      || case p_column when 'priority' then jsonb_build_object('priority', j.priority)
-        when 'deadline' then jsonb_build_object('deadline', j.deadline)
-        when 'scheduled_at' then jsonb_build_object('scheduled_at', j.scheduled_at)
-        when 'task' then jsonb_build_object('task', j.task)
-        when 'args' then jsonb_build_object('task', j.task,
-          'args', (select n.args from queue.job_now n where n.id = j.id)) else '{}' end)
+      || case when p_columns = '{}' then '{}' else (
+        select jsonb_object_agg(c, case c when 'priority' then to_jsonb(j.priority)
+          when 'deadline' then to_jsonb(j.deadline) when 'scheduled_at' then to_jsonb(j.scheduled_at)
+          when 'lock' then to_jsonb(j.lock) when 'task' then to_jsonb(j.task)
+          when 'args' then (select n.args from queue.job_now n where n.id = j.id) end)
+        from unnest(p_columns) c) end)
     from (select distinct i.id from unnest(p_ids) i (id)) u
     cross join lateral (
-      select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.task
+      select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.lock, j.task
       from queue.jobs j where j.id = u.id offset 0) j);
 end $$;
 

@@ -2,7 +2,8 @@
 -- end.
 begin;
 
--- A job as queue.defer_many takes it, with its id, and the ids of unfinished jobs that it needs.
+-- A job as queue.defer_many takes it, with its id, and the ids of unfinished jobs that it needs. Its lock and
+-- keys have been filled: their braces are doubled.
 create or replace function queue._shard_call(p_id bigint, p_held boolean)
 returns jsonb language plpgsql stable security invoker
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
@@ -10,7 +11,8 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off
 begin
   return (
   select jsonb_build_object('id', j.id, 'task', j.task, 'args', j.args, 'queue', j.queue,
-    'priority', j.priority, 'lock', coalesce(j.lock, ''), 'queueing_lock', coalesce(j.queueing_lock, ''),
+    'priority', j.priority, 'lock', coalesce(queue._literal(j.lock), ''),
+    'queueing_lock', coalesce(queue._literal(j.queueing_lock), ''),
     'scheduled_at', j.scheduled_at, 'deadline', j.deadline, 'concurrency_key', '', 'needs', (
       -- any: nothing, once one of them is satisfied
       select jsonb_agg(n.need_id order by n.need_id)
@@ -19,11 +21,11 @@ begin
         select from queue.need o join queue.finished s on s.id = o.need_id and s.state = 'succeeded'
         where o.job_id = j.id))),
     'options', coalesce(j.options, '{}') - '{terms,parent,group,awaited}'::text[]
-      || jsonb_build_object('held', p_held, 'share', coalesce(j.options ->> 'share', ''), 'idempotency_key',
-        coalesce(j.options ->> 'idempotency_key', ''))
+      || jsonb_build_object('held', p_held, 'share', coalesce(queue._literal(j.options ->> 'share'), ''),
+        'idempotency_key', coalesce(queue._literal(j.options ->> 'idempotency_key'), ''))
       || case when j.queueing_lock is null then '{}'::jsonb else '{"on_conflict": "ignore"}' end
       || case when j.keys is null then '{}' else jsonb_build_object('concurrency', (
-        select jsonb_agg(jsonb_strip_nulls(jsonb_build_object('key', k.key,
+        select jsonb_agg(jsonb_strip_nulls(jsonb_build_object('key', queue._literal(k.key),
           'limit', case when k.key_limit > 999999999 then 999999999 else k.key_limit end))
           || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n)
         from unnest(j.keys, j.limits) with ordinality k (key, key_limit, n))) end)
@@ -184,8 +186,8 @@ begin
       select x.n from (
         select u.n, u.id, row_number() over (partition by u.id order by u.n) as use
         from unnest(v_ids) with ordinality u (id, n)) x
-      join queue.job j on j.id = x.id
-      where j.xid <> pg_current_xact_id() or x.use > 1 or x.id in (select unnest(v_all))
+      left join queue.job j on j.id = x.id  -- the first job of an idempotency key may have been deleted
+      where j.xid is distinct from pg_current_xact_id() or x.use > 1 or x.id in (select unnest(v_all))
       order by x.n
     loop
       v_ids[v_again.n] := (select d from queue.defer_many(jsonb_build_array(

@@ -106,7 +106,7 @@ begin
   elsif coalesce(v_key, '') = '' or octet_length(v_key) > 1000 then
     raise exception using errcode = '22023', message = 'the job has no shard key of 1 to 1,000 bytes',
       hint = 'Pass a shard_key; or a lock, a share or the header tenant, which take its place.';
-  elsif job ->> 'shard_key' is null and v_key ~ '\{.*\}' then
+  elsif job ->> 'shard_key' is null and v_key ~ '\{.*\}|\{\{|\}\}' then
     raise exception using errcode = '22023', message = 'a template is no shard key',
       detail = 'template: ' || v_key, hint = 'Pass the shard_key beside it.';
   end if;

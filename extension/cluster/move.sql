@@ -171,8 +171,10 @@ begin
         when j.claims > 0 and p_started is not true then 'it has been started before'
         when exists (select from queue.need d left join queue.finished g on g.id = d.need_id
           where d.job_id = j.id and d.need_id > j.id and g.id is null) then 'it needs a younger job'
-        when concat_ws(' ', j.lock, j.queueing_lock, array_to_string(j.keys, ' '), j.options ->> 'share',
-          j.options ->> 'idempotency_key') ~ '\{.*\}' then 'its keys look like templates'
+        when exists (
+          select from unnest(j.keys || array[j.options ->> 'share', j.options ->> 'idempotency_key']) k
+          where octet_length(k) > 500 and octet_length(queue._literal(k)) > 1000)
+          then 'a key has too many braces'
       end as why
     from queue.shard_job s
     join queue.job_now j on j.id = s.id

@@ -49,7 +49,8 @@ comment on function queue.defer(text, jsonb, text, integer, text, text, timestam
   text, integer, jsonb) is
   'Defers a job and returns its id. Workers see it if and only if the transaction commits. For NULL the'
     ' task''s registered default applies, else the system''s (queue default, priority 0); empty text means'
-    ' none. lock, queueing_lock and concurrency_key may contain {field}, filled from args.';
+    ' none. lock, queueing_lock and concurrency_key may contain {field}, filled from args; {{ and }} are'
+    ' braces.';
 
 -- All or nothing. A plain job (task, args, queue, priority) costs about 3 us.
 -- Locks and errors: as defer.

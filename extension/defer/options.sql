@@ -217,20 +217,36 @@ end $$;
 
 -- Fills {field} from args. A field that is missing in args, or is not a scalar, is an error. For a client's
 -- tagged value, {"__pgdefer__": type, "value": text}, its text counts, so that a UUID gives the same lock
--- whether Python or a trigger wrote it.
+-- whether Python or a trigger wrote it. A doubled brace is one of the text. A single one that encloses no
+-- field is too, unless the template contains a doubled left brace: then it is an error.
 -- Raises: 22023, also if the outcome is not a valid name.
 create or replace function queue._fill(what text, template text, args jsonb)
 returns text language plpgsql immutable parallel safe security invoker as $$
 declare
-  v_parts text[] := string_to_array(template, '{');
-  v_text text := v_parts[1];
+  v_parts text[];
+  v_text text;
+  v_is_doubled boolean;
   v_end integer;
   v_value jsonb;
 begin
+  if strpos(template, '{') = 0 and strpos(template, '}}') = 0 then
+    perform queue._check_name(what, template);
+    return template;
+  end if;
+  if strpos(template, '{{') > 0
+    and regexp_replace(template, '[{][{]|[}][}]|[{][^{}]*[}]', '', 'g') ~ '[{}]' then
+    perform queue._invalid(format('%s has a single brace beside doubled ones', what),
+      'Double each brace that encloses no field.', 'template: ' || left(template, 200));
+  end if;
+  v_parts := string_to_array(template, '{');
+  v_text := replace(v_parts[1], '}}', '}');
   for i in 2 .. cardinality(v_parts) loop
     v_end := strpos(v_parts[i], '}');
-    if v_end = 0 then
-      v_text := v_text || '{' || v_parts[i];
+    if v_parts[i] = '' and v_is_doubled is not true and i < cardinality(v_parts) then
+      v_is_doubled := true;
+    elsif v_end = 0 or v_is_doubled then
+      v_text := v_text || '{' || replace(v_parts[i], '}}', '}');
+      v_is_doubled := false;
     else
       v_value := args -> left(v_parts[i], v_end - 1);
       if v_value ? '__pgdefer__' then
@@ -241,9 +257,16 @@ begin
           'Every {field} must be a text, number or boolean in args.',
           format('template: %s, field: %s', template, left(v_parts[i], v_end - 1)));
       end if;
-      v_text := v_text || (v_value #>> '{}') || substr(v_parts[i], v_end + 1);
+      v_text := v_text || (v_value #>> '{}') || replace(substr(v_parts[i], v_end + 1), '}}', '}');
     end if;
   end loop;
   perform queue._check_name(what, v_text);
   return v_text;
+end $$;
+
+-- The template of a text: _fill makes the text of it.
+create or replace function queue._literal(p_text text)
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return replace(replace(p_text, '{', '{{'), '}', '}}');
 end $$;

@@ -171,7 +171,7 @@ begin
   end if;
   perform queue._check_size('args', set_args.args);
   perform queue._lock_for_change(set_args.id);
-  v_before := queue._jobs_before(array[set_args.id], 'args');
+  v_before := queue._jobs_before(array[set_args.id], 'task', 'args');
   select g.standing into v_standing from queue._try_lock_job(set_args.id) g;
   if v_standing not in ('open', 'finished') or exists (select from queue.finished f
     where f.id = set_args.id and f.state = 'succeeded') then

@@ -4,44 +4,49 @@
 -- lock, waited for.
 -- Raises: 22023, QJ008.
 create or replace function queue.retry(ids bigint[], force boolean default false,
-  from_step text default null)
+  from_step text default null, changes jsonb default null)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
-  v_key record;
+  v_changes jsonb;
+  v_step text;
+  v_no integer;
   v_without bigint[] := '{}'::bigint[];
 begin
   {{if_restricted}}
     perform queue._require_jobs('{operator}', retry.ids);
+    perform queue._require_queue('{operator}', retry.changes ->> 'queue')
+    where retry.changes ->> 'queue' <> '';
   end if;
   perform queue._check_isolation();
   perform queue._check_ids(retry.ids);
-  if retry.from_step is null then
-    return query select r.id, r.outcome, r.error from queue._retry(retry.ids, coalesce(retry.force, false),
-      'retry', jsonb_build_object('force', retry.force)) r;
-    return;
+  v_changes := queue._check_changes('changes', retry.changes);
+  if retry.from_step is not null then
+    select k.name, k.no into v_step, v_no from queue._step_key(retry.from_step) k;
+    v_without := array(
+      select distinct j.id from queue.job j
+      where j.id = any (retry.ids) and not queue._has_step(j.id, v_step, v_no));
   end if;
-  v_key := queue._step_key(retry.from_step);
-  v_without := array(
-    select distinct j.id from queue.job j
-    where j.id = any (retry.ids) and not queue._has_step(j.id, v_key.name, v_key.no));
   return query select r.id, r.outcome, r.error
     from queue._retry(array(select u.id from unnest(retry.ids) u (id) where u.id <> all (v_without)),
       coalesce(retry.force, false), 'retry', jsonb_build_object('force', retry.force, 'from_step',
-      retry.from_step), v_key.name, v_key.no) r;
+      retry.from_step, 'changes', nullif(v_changes, '{}')), v_step, v_no, v_changes) r;
   return query
     select j.id, j.state, 'QJ009'::text from queue.jobs j where j.id = any (v_without) order by j.id;
 end $$;
-comment on function queue.retry(bigint[], boolean, text) is
+comment on function queue.retry(bigint[], boolean, text, jsonb) is
   'Runs jobs again: finished ones (failed, cancelled, succeeded), and at once those that wait for a'
     ' retry, sleep, or wait for a signal or event. The counters of failures, crashes and yields are reset; a'
     ' step that has failed for good runs again, unless the handler has gone on to another since. A'
     ' running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the'
     ' running claim is lost. A job that has never started is refused (QJ004) while another job holds its'
     ' queueing lock. from_step: a finished step, from which the job continues; that step and those that'
-    ' finished later are forgotten. A job without that step is refused (QJ009). Returns a row for each id:'
-    ' the new state in outcome, or an error with its state.';
+    ' finished later are forgotten. A job without that step is refused (QJ009). changes: as in the'
+    ' options of fail, retry_at or retry_in (the time, in place of at once), and priority, queue and lock'
+    ' (as it is, not a template; empty text for none). In its new lock the job has the place of its id. A'
+    ' job that is refused does not change. Returns a row for each id: the new state in outcome, or an error'
+    ' with its state.';
 
 -- Locks and errors: as retry.
 create or replace function queue.retry_failed(task text default null, queue text default null,
@@ -83,19 +88,22 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
     ' it again with the last id as after_id.';
 
 -- The outcome for each id, in the given order. If a step is given (p_step, p_no), a job that runs again
--- forgets it and those after it, before it goes through its gates. A job that has never started takes its
--- queueing lock again, and is refused (QJ004) if another job holds it.
+-- forgets it and those after it, before it goes through its gates. p_changes: the result of _check_changes,
+-- also written before it does; a finished job is in no lock, so it just joins the other one. A job that has
+-- never started takes its queueing lock again, and is refused (QJ004) if another job holds it.
 -- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then as retry.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
 -- again under it.
--- Two sessions: operate/retry.cancel_key.spec.
+-- Two sessions: operate/retry.cancel_key.spec, operate/retry.lock.spec.
 create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb,
-  p_step text default null, p_no integer default null)
+  p_step text default null, p_no integer default null, p_changes jsonb default null)
 returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 10 as $$
 declare
   v_before jsonb;
   v_job record;
+  v_at constant timestamptz := queue._retry_time(p_changes);
+  v_change constant jsonb := nullif(p_changes - '{retry_at,retry_in}'::text[], '{}');
   v_done bigint[] := '{}'::bigint[];
   v_back bigint[] := '{}'::bigint[];
   v_keyed bigint[];
@@ -105,7 +113,9 @@ begin
   perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
-  v_before := queue._jobs_before(p_ids);
+  v_before := queue._jobs_before(p_ids, variadic array(
+    select k from jsonb_object_keys(v_change - 'queue') k
+    union all select 'scheduled_at' where v_at is not null));
   for v_job in
     select j.id, aj.claim, aj.worker_id, f.id is not null as is_finished, w.reason,
       j.claims,
@@ -136,26 +146,36 @@ begin
       v_back := v_back || v_job.id;
       v_done := v_done || v_job.id;
     elsif v_job.claim is not null then
-      if p_force and queue._take_back(v_job.id, v_job.claim, v_job.worker_id, v_job.is_expired, p_step, p_no)
-        then
+      if p_force and queue._take_back(v_job.id, v_job.claim, v_job.worker_id, v_job.is_expired, p_step, p_no,
+        v_at, v_change) then
         v_done := v_done || v_job.id;
       end if;
     elsif v_job.reason in ('schedule', 'signal') and v_job.claims > 0 then
       continue when (select t.place from queue._dequeue(v_job.id) t) is null;
       delete from queue.suspended w where w.job_id = v_job.id;
       perform queue._forget_steps(v_job.id, p_step, p_no);
-      perform queue._reset_counters(array[v_job.id]);
+      perform queue._reset_counters(array[v_job.id], v_at);
+      perform queue._change_on_retry(array[v_job.id], v_change) where v_change is not null;
       perform queue._advance(p_arrived => array[v_job.id]);
+      perform queue._change_lock(v_job.id, v_change ->> 'lock') where v_change ? 'lock';
       v_done := v_done || v_job.id;
     end if;
   end loop;
   perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id)
     where u.id not in (select unnest(v_done))), {{queueing_lock}})
   where v_keyed <> '{}';
-  perform queue._requeue_finished(v_back);
+  perform queue._requeue_finished(v_back, v_at, v_change);
   perform queue._announce();
-  perform queue._audit_jobs(p_call, p_args, v_done, v_before);
+  perform queue._audit_jobs(p_call, p_args, v_done, v_before, v_change ->> 'queue');
   return query select r.id, r.outcome, r.error from queue._change_results(p_ids, v_done, v_unkeyed) r;
+end $$;
+
+-- The time of a retry by its changes; NULL: at once.
+create or replace function queue._retry_time(p_changes jsonb)
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  return coalesce(queue._timestamp('retry_at', p_changes -> 'retry_at'),
+    clock_timestamp() + queue._interval('retry_in', p_changes -> 'retry_in'));
 end $$;
 
 -- Takes the free queueing locks of finished jobs that have never started, and returns those jobs.
@@ -182,10 +202,11 @@ begin
 end $$;
 
 -- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
--- ending it. With a step (p_step, p_no) the job forgets it, and those after it.
+-- ending it. With a step (p_step, p_no) the job forgets it, and those after it. Settling makes the changes
+-- (p_change), after it has released what the claim held under the old names.
 -- Locks: the caller holds the admission lock; the claim's row of queue.active_job by skip locked.
 create or replace function queue._take_back(p_id bigint, p_claim bigint, p_worker bigint,
-  p_is_expired boolean, p_step text, p_no integer)
+  p_is_expired boolean, p_step text, p_no integer, p_at timestamptz, p_change jsonb)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for update skip locked;
@@ -194,8 +215,8 @@ begin
   end if;
   delete from queue.expiry e where p_is_expired and e.id = p_id;
   perform queue._forget_steps(p_id, p_step, p_no);
-  perform queue._end_attempt('{"outcome": "retried", "error": "taken back by a retry with force"}', p_id,
-    p_claim, true);
+  perform queue._end_attempt(jsonb_strip_nulls(jsonb_build_object('outcome', 'retried', 'error',
+    'taken back by a retry with force', 'at', p_at, 'change', p_change)), p_id, p_claim, true);
   perform queue._notify_abort(p_id, p_claim, p_worker, 'retried');
   return true;
 end $$;
@@ -230,10 +251,11 @@ begin
 end $$;
 
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that
--- need them and have passed that gate go back to wait.
+-- need them and have passed that gate go back to wait. p_at, p_change: as in _take_back; they are in no lock
+-- yet, so the changes come first.
 -- Locks: the caller holds the admission lock and the rows of queue.finished; rows of queue.active_job by skip
 -- locked.
-create or replace function queue._requeue_finished(p_ids bigint[])
+create or replace function queue._requeue_finished(p_ids bigint[], p_at timestamptz, p_change jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_joined record;
@@ -253,7 +275,9 @@ begin
   on conflict on constraint job_override_pkey do update
     set (attempts, claims, started_at, has_steps) = (excluded.attempts, s.claims + excluded.claims,
       coalesce(excluded.started_at, s.started_at), excluded.has_steps);
-  perform queue._reset_counters(p_ids);
+  perform queue._reset_counters(p_ids, p_at);
+  perform queue._change_on_retry(p_ids, p_change) where p_change is not null;
+  perform queue._write_lock(p_ids, p_change ->> 'lock') where p_change ? 'lock';
   insert into queue.expiry (id, at)
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & {{expires}} <> 0

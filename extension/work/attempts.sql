@@ -26,11 +26,11 @@ comment on function queue.attempts_left(bigint, bigint) is
     ' has failed since the last manual retry, and whether a failure of this run would be the last.';
 
 -- Ends the claim with an outcome other than succeeded and returns the job's new state. In addition to the
--- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force) and suspended
--- (work/waits.sql, work/step_failures.sql; is_open: its wait has not ended yet; label: the attempt's outcome,
--- if not yielded). crashed comes from reap or, with a claim, from a live worker whose process ran only this
--- job and died. Changes for a retry (queue, priority, lock) are handed over, not written here: settling first
--- releases what the claim held under the old names.
+-- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force; at and change:
+-- the time and the changes) and suspended (work/waits.sql, work/step_failures.sql; is_open: its wait has not
+-- ended yet; label: the attempt's outcome, if not yielded). crashed comes from reap or, with a claim, from a
+-- live worker whose process ran only this job and died. Changes for a retry (queue, priority, lock) are
+-- handed over, not written here: settling first releases what the claim held under the old names.
 -- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; with
 -- p_settle also the admission lock, by try; for an unknown task those of _leave_line. Why no wake-up is lost:
 -- the claim is settled, here or by the next admission.
@@ -108,7 +108,7 @@ begin
     delete from queue.lease l where l.id = p_id;
   end if;
   if v_kind = 'retried' then
-    perform queue._reset_counters(array[p_id]);
+    perform queue._reset_counters(array[p_id], v_end.at);
   end if;
   v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
   perform queue._settle_or_append(array[p_id], array[v_active.flags], 'again', p_settle,
@@ -163,6 +163,9 @@ begin
         at := queue._timestamp('at', p_outcome -> 'at');
         payload := queue._check_yield(p_id, p_outcome -> 'needs');
       end if;
+    when 'retried' then
+      at := (p_outcome ->> 'at')::timestamptz;
+      payload := case when p_outcome ? 'change' then jsonb_build_object('change', p_outcome -> 'change') end;
     when 'suspended' then
       at := queue._timestamp('at', p_outcome -> 'at');
       payload := case when p_outcome ? 'needs'
@@ -199,8 +202,6 @@ begin
     array['retryable', 'retry_at', 'retry_in', 'priority', 'queue', 'lock', 'reason', 'outcome']);
   if v_options ? 'retryable' and jsonb_typeof(v_options -> 'retryable') <> 'boolean' then
     perform queue._invalid('retryable must be true or false', 'Pass a JSON boolean.');
-  elsif v_options ?& '{retry_at,retry_in}'::text[] then
-    perform queue._invalid('retry_at and retry_in exclude each other', 'Give one of the two.');
   elsif v_options -> 'retryable' = 'false' and v_options ?| '{retry_at,retry_in}'::text[] then
     perform queue._invalid('a failure that is not retryable can''t have a retry time',
       'Leave out retryable, or the time.');
@@ -211,15 +212,31 @@ begin
   elsif v_options ? 'reason'
     and (jsonb_typeof(v_options -> 'reason') <> 'string' or octet_length(v_options ->> 'reason') > 1000) then
     perform queue._invalid('reason must be text', 'Pass a JSON string of at most 1,000 bytes.');
-  elsif v_options ? 'lock' and v_options -> 'lock' <> '""' then
-    perform queue._check_name('lock', v_options ->> 'lock');
   end if;
-  perform queue._check_types('options', v_options);
-  if v_options ? 'queue' then
-    perform queue._check_queue(v_options ->> 'queue');
+  perform queue._check_changes('options', v_options - '{retryable,reason,outcome}'::text[]);
+end $$;
+
+-- Returns the changes that a retry makes (retry_at or retry_in, priority, queue, lock), without nulls.
+-- Raises: 22023 for an unknown key or an invalid value.
+create or replace function queue._check_changes(what text, changes jsonb)
+returns jsonb language plpgsql stable parallel unsafe security invoker as $$
+declare
+  v_changes jsonb := jsonb_strip_nulls(changes);
+begin
+  perform queue._check_keys(what, changes, array['retry_at', 'retry_in', 'priority', 'queue', 'lock']);
+  if v_changes ?& '{retry_at,retry_in}'::text[] then
+    perform queue._invalid('retry_at and retry_in exclude each other', 'Give one of the two.');
   end if;
-  perform queue._interval('retry_in', v_options -> 'retry_in');
-  perform queue._check_moment('retry_at', queue._timestamp('retry_at', v_options -> 'retry_at'));
+  perform queue._check_types(what, v_changes);
+  if v_changes -> 'lock' <> '""' then
+    perform queue._check_name('lock', v_changes ->> 'lock');
+  end if;
+  if v_changes ? 'queue' then
+    perform queue._check_queue(v_changes ->> 'queue');
+  end if;
+  perform queue._interval('retry_in', v_changes -> 'retry_in');
+  perform queue._check_moment('retry_at', queue._timestamp('retry_at', v_changes -> 'retry_at'));
+  return v_changes;
 end $$;
 
 -- Keeps details of an attempt up to 100 kB; of larger ones the size and the beginning, of huge ones (more
@@ -239,15 +256,16 @@ begin
   return p_details;
 end $$;
 
--- Resets jobs' counters, and those of their steps, for a manual retry.
+-- Resets jobs' counters, and those of their steps, for a manual retry at a time (NULL: at once; a job that
+-- has never started keeps its own).
 -- Locks: the caller holds the rows of queue.active_job, or the admission lock if there are none.
-create or replace function queue._reset_counters(p_ids bigint[])
+create or replace function queue._reset_counters(p_ids bigint[], p_at timestamptz default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.job_override s
   set failures = 0, crashes = 0, progress = 0, ignores_needs = false, is_yielded = false,
-    scheduled_at = case when s.claims = 0 then s.scheduled_at
-      when j.scheduled_at > clock_timestamp() then '-infinity' end
+    scheduled_at = coalesce(p_at, case when s.claims = 0 then s.scheduled_at
+      when j.scheduled_at > clock_timestamp() then '-infinity' end)
   from queue.job j
   where s.id = any (p_ids) and j.id = s.id;
   update queue.step s set failures = null, failed_at = null, error = null

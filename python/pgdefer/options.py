@@ -226,6 +226,11 @@ def job_id(job: int | HasId) -> int:
     return id
 
 
+def literal(text: str) -> str:
+    """Return the template of a text: a lock or key that is that text, also if it has braces."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
 def to_json(name: str, value: Any) -> Any:
     """Return one option in JSON's types."""
     match value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import operator
 import sys
@@ -437,6 +438,21 @@ def restart(
         str | None,
         typer.Option("--from-step", help="Durable jobs: forget this step, and those after it."),
     ] = None,
+    at: Annotated[str | None, typer.Option(help="Not before: 2030-01-31 09:00.")] = None,
+    delay: Annotated[
+        str | None,
+        typer.Option("--delay", "--in", help="Not before this much time has passed: '5 minutes'."),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option("--priority", "-p", help="The new priority.")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar="QUEUE", help="The new queue.", autocompletion=_complete.queue
+        ),
+    ] = None,
+    lock: Annotated[str | None, typer.Option(help="The new lock; '' for none.")] = None,
     dsn: DSN = None,
     as_json: AsJson = False,
     dry_run: DryRun = False,
@@ -444,12 +460,15 @@ def restart(
     """Run finished jobs again; run jobs that wait for a retry at once."""
     if failed == bool(ids):
         fail(Exit.USAGE, "name jobs by their ids, or pass --failed")
-    if failed and from_step is not None:
-        fail(Exit.USAGE, "--from-step needs jobs named by their ids")
+    given = {"retry_at": at, "retry_in": delay, "priority": priority, "queue": to, "lock": lock}
+    changes = {name: each for name, each in given.items() if each is not None}
+    if failed and (changes or from_step is not None):
+        fail(Exit.USAGE, "--failed takes no step and no changes: name jobs by their ids")
     if failed:
         _restart_failed({"task": task, "queue": queue}, limit, dsn, as_json, dry_run)
     else:
         asked = {"ids": ids, "force": force, "from_step": from_step}
+        asked["changes"] = json.dumps(changes) if changes else None
         _change(sql.RETRY, asked, dsn, as_json, dry_run)
 
 

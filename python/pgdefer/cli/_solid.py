@@ -11,6 +11,7 @@ from typing import Any
 from pgdefer.codec import Codec
 from pgdefer.database import sql
 from pgdefer.errors import PgDeferError
+from pgdefer.options import literal
 
 from ._base import Session
 
@@ -85,7 +86,8 @@ def _job(row: Mapping[str, Any], slots: Mapping[str, int | None]) -> dict[str, A
         job["scheduled_at"] = row["scheduled_at"].isoformat()
     if (key := row["concurrency_key"]) is not None:
         # Without a semaphore nothing tells the limit: 1 is what limits_concurrency has by default.
-        job |= {"concurrency_key": key, "concurrency_limit": max(slots[key] or 1, 1)}
+        limit = max(slots[key] or 1, 1)
+        job |= {"concurrency_key": literal(key), "concurrency_limit": limit}
     return job
 
 

@@ -411,28 +411,8 @@ COPY = Statement("select id from queue.copy(cast(:id as bigint), cast(:queue as 
 
 RETRY = Statement(f"""
     {_JOB_CHANGE} queue.retry(
-      cast(:ids as bigint[]), cast(:force as boolean), cast(:from_step as text))
-""")
-
-# In one call, so that it does not run in between. The database refuses a NULL queue.
-RETRY_AT = Statement(f"""
-    select r.id, coalesce(s.state, r.outcome) as outcome, r.error
-    from ({RETRY.text}) as r
-    cross join lateral (
-      select case when r.error is null
-        then queue.reschedule(r.id, cast(cast(:at as text) as timestamptz)) end as state) as s
-""")
-
-RETRY_ELSEWHERE = Statement(f"""
-    select r.id, coalesce(s.state, m.outcome, r.outcome) as outcome,
-      coalesce(r.error, m.error) as error
-    from ({RETRY.text}) as r
-    left join lateral queue.move(
-      case when r.error is null then array[r.id] else cast('{{}}' as bigint[]) end,
-      cast(:queue as text)) as m on true
-    cross join lateral (
-      select case when cast(:at as text) is not null and r.error is null and m.error is null
-        then queue.reschedule(r.id, cast(cast(:at as text) as timestamptz)) end as state) as s
+      cast(:ids as bigint[]), cast(:force as boolean), cast(:from_step as text),
+      cast(cast(:changes as text) as jsonb))
 """)
 
 RETRY_FAILED = Statement(f"""
@@ -628,8 +608,10 @@ MOVE_IN_PROCRASTINATE = Statement("""
     made as materialized (
       select * from queue.defer_many((
         select coalesce(jsonb_agg(jsonb_strip_nulls(jsonb_build_object(
-            'task', p.task_name, 'queue', p.queue_name, 'priority', p.priority, 'lock', p.lock,
-            'queueing_lock', p.queueing_lock, 'scheduled_at', p.scheduled_at,
+            'task', p.task_name, 'queue', p.queue_name, 'priority', p.priority,
+            'lock', replace(replace(p.lock, '{', '{{'), '}', '}}'),
+            'queueing_lock', replace(replace(p.queueing_lock, '{', '{{'), '}', '}}'),
+            'scheduled_at', p.scheduled_at,
             'options', jsonb_build_object(
               'on_conflict', case when p.queueing_lock is not null then 'ignore' end,
               'idempotency_key', '',

@@ -84,7 +84,8 @@ class Defining(Registry):
 
         The options are registered in the database as the task's defaults, so that jobs deferred
         by SQL have them too. `lock`, `queueing_lock` and `concurrency_key` may contain `{field}`,
-        filled from the arguments. Only the worker knows `HandlingOptions`.
+        filled from the arguments; `{{` and `}}` are braces. Only the worker knows
+        `HandlingOptions`.
 
         With `transactional=True` the handler's first parameter, which is not an argument of the
         job, is a psycopg connection in a transaction that also ends the job: both commit or

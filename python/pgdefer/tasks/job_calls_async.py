@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -112,29 +113,37 @@ class AsyncJobCalls(Generic[R_co]):
         self,
         *,
         at: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
+        priority: int | None = None,
         queue: str | None = None,
+        lock: str | None = None,
         force: bool = False,
         from_step: str | None = None,
         connection: AnyAsyncConnection = OWN,
     ) -> str:
         """Run it again if it has finished, or now if it waits for a retry; return its new state.
 
-        With `at` it runs at that time, with `queue` on that queue. Its counters are reset. With
-        `force`, a running job loses its claim, and an `expires_at` that has passed is ignored.
+        With `at` or `delay` it runs later. `priority`, `queue` and `lock` change it first; in the
+        new lock, which is no template, it has the place of its id, and `lock=""` means none. Its
+        counters are reset. With `force`, a running job loses its claim, and an `expires_at` that
+        has passed is ignored.
+
         Raises InvalidState without `force` if it runs or has expired, and if there is nothing to
         retry; AlreadyQueued if it has never started, and another job holds its queueing_lock. A
         durable job keeps its finished steps; with `from_step`, only those that were finished before
         that one.
         """
+        given = (
+            ("retry_at", "at", at),
+            ("retry_in", "delay", delay),
+            ("priority", "priority", priority),
+            ("queue", "queue", queue),
+            ("lock", "lock", lock),
+        )
+        changes = {key: to_json(name, each) for key, name, each in given if each is not None}
         parameters = {"ids": [self.id], "force": force, "from_step": from_step}
-        statement = sql.RETRY
-        if queue is not None:
-            statement = sql.RETRY_ELSEWHERE
-            parameters |= {"queue": queue, "at": to_json("at", at)}
-        elif at is not None:
-            statement = sql.RETRY_AT
-            parameters["at"] = to_json("at", at)
-        return outcome_of(await self.client.call_async(statement, parameters, connection))
+        parameters["changes"] = json.dumps(changes) if changes else None
+        return outcome_of(await self.client.call_async(sql.RETRY, parameters, connection))
 
     async def fork_async(self, from_step: str, *, connection: AnyAsyncConnection = OWN) -> int:
         """Defer a copy that continues from a finished step, with those before it; return its id."""

@@ -97,9 +97,10 @@ def _check_retry(what: str, value: int) -> None:
 def check_templates(what: str, options: Mapping[str, Any], arguments: Collection[str]) -> None:
     """Raise ValueError if a lock or key has a {field} that no call could fill."""
     for name in ("lock", "queueing_lock", "concurrency_key", "idempotency_key"):
-        for field in re.findall(r"\{([^{}]*)\}", options.get(name) or ""):
+        for found in re.finditer(r"\{\{|\}\}|\{([^{}]*)\}", options.get(name) or ""):
+            field = found[1]
             # a run of a schedule also has its time
-            if field not in arguments and field != "scheduled_for":
+            if field is not None and field not in arguments and field != "scheduled_for":
                 takes = ", ".join(sorted(arguments)) or "none"
                 raise ValueError(
                     f"{what}: {name} names {{{field}}}, which is no argument: it takes {takes}"

@@ -87,6 +87,19 @@ def test_jobs_go_where_their_keys_belong(cluster: Cluster, app: App, dsns: dict[
     assert all(wanted == got for wanted, got in found)
 
 
+def test_a_template_gives_the_key_that_it_gives_as_a_lock(
+    cluster: Cluster, dsns: dict[str, str]
+) -> None:
+    for lock in ("{{n}}", "{{{n}}}", "}}{n}", "{n}}"):
+        cluster.defer("work", {"n": 1}, lock=lock)
+    found = [
+        row
+        for name in NAMES
+        for row in rows(dsns[name], "select lock, headers ->> 'shard_key' from queue.jobs")
+    ]
+    assert sorted(found) == [(key, key) for key in ("1}", "{1}", "{n}", "}1")]
+
+
 async def test_deferring_in_coroutines(cluster: Cluster, dsns: dict[str, str]) -> None:
     await cluster.defer_async("work", {}, lock="x")
     await cluster.defer_async("work", {}, share="x")

@@ -155,6 +155,10 @@ OBJECTS: dict[tuple[str, str], list[Any]] = {
     ("finish_many", "outcomes"): [[outcome] for outcome in OUTCOMES],
     ("fail", "details"): [{"d": 1}],
     ("fail", "options"): [OUTCOMES[0]["options"]],
+    ("retry", "changes"): [
+        {"retry_at": "2100-01-01T00:00:00Z", "priority": 1, "queue": "q", "lock": "l"},
+        {"retry_in": "1 s"},
+    ],
     ("succeed", "result"): [{"r": 1}],
     ("set_args", "args"): [{"k": "v"}],
     ("defer", "args"): [{"k": "v"}],

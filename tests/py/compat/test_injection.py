@@ -84,6 +84,7 @@ OBJECTS: dict[str, Any] = {
     "map": {"shards": {"c": "dbname=c"}, "slots": [["c", 2]]},
     "jobs": [JOB],
     "then": JOB,
+    "changes": {"queue": "q", "lock": "l", "retry_in": "1 s"},
     "outcomes": [OUTCOME],
     "steps": [{"name": "s", "value": {"v": "v"}, "fingerprint": "f"}],
     "details": {"d": "d"},

@@ -41,6 +41,7 @@ FOREIGN: dict[str, list[Any]] = {
     "message": ["m"],
     "error": ["e"],
     "details": [None],
+    "changes": ['{"queue": "b1"}', '{"lock": "l"}', None],
     "result": ["1"],
     "lease": ["1 hour"],
     "max_jobs": [100],

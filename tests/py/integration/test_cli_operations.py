@@ -502,6 +502,25 @@ def test_restart(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) ->
     assert run("job", "restart", failed, "--failed").code == Exit.USAGE
 
 
+def test_restart_with_changes(run: Run, jobs: Jobs, claim: Claim) -> None:
+    first, second = defer(run, "t", "--lock", "l"), defer(run, "t")
+    claim()
+    run("job", "fail", first, second, "--yes")
+    options = ["--to", "other", "--priority", 3, "--lock", "l"]
+    assert run("job", "restart", first, second, *options).out.split() == [
+        f"{first}:", "ready", f"{second}:", "blocked"
+    ]  # fmt: skip
+    assert {(row["queue"], row["priority"], row["lock"]) for row in jobs()} == {("other", 3, "l")}
+    run("job", "fail", first, second, "--yes")
+    assert run("job", "restart", first, "--at", "2999-01-01Z").out == f"{first}: scheduled\n"
+    assert run("job", "restart", second, "--in", "1 day", "--lock", "").out.endswith("scheduled\n")
+    at, later = [row["scheduled_at"] for row in jobs()]
+    assert (at.year, later.year < 2900, jobs()[1]["lock"]) == (2999, True, None)
+    for bad in (["--in", "-1 day"], ["--at", "x"], ["--to", "x*"], ["--at", "now", "--in", "1 s"]):
+        assert run("job", "restart", first, *bad).code == Exit.USAGE, bad
+    assert run("job", "restart", "--failed", "--to", "other").code == Exit.USAGE
+
+
 def test_more_jobs_than_one_call_may_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_job, "SLICE", 2)
     ids = [defer(run, "t") for _ in range(5)]

@@ -232,6 +232,17 @@ async def test_each_of_several_keys_is_filled(app: App, jobs: Jobs, conn: Connec
     assert most == {f"user:{n}": 1 for n in range(4)} | {"host:a": 2, "host:b": 2}
 
 
+def test_doubled_braces_are_no_field(app: App, jobs: Jobs) -> None:
+    @app.task(lock="{{account}}:{n}", queueing_lock="{{{n}}}")
+    def braced(n: int) -> None: ...
+
+    braced.defer(7)
+    (row,) = jobs()
+    assert (row["lock"], row["queueing_lock"]) == ("{account}:7", "{7}")
+    with pytest.raises(InvalidParameter, match="a single brace beside doubled ones"):
+        app.defer("t", lock="{{account}")
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [

@@ -159,6 +159,40 @@ async def test_a_retry_at_another_time_on_another_queue(
         await call(app.job(999).retry, at=LATER, queue="c")
 
 
+async def test_a_retry_changes_a_job_in_one_call(
+    app: App, conn: Connection, jobs: Jobs, call: Call
+) -> None:
+    head, job = app.defer("t", lock="held"), app.defer("t", lock="left", priority=4)
+    job.cancel()
+
+    def seen() -> tuple[Any, ...]:
+        row = jobs()[-1]
+        return row["state"], row["queue"], row["priority"], row["lock"]
+
+    assert await call(job.retry, priority=-1, queue="b", lock="held") == "blocked"
+    assert seen() == ("blocked", "b", -1, "held")
+    head.cancel()
+    assert seen()[0] == "ready"
+    job.cancel()
+    before = conn.execute("select clock_timestamp()").fetchone()
+    assert await call(job.retry, delay=dt.timedelta(days=1), lock="{x}") == "scheduled"
+    assert seen() == ("scheduled", "b", -1, "{x}")
+    at = jobs()[-1]["scheduled_at"]
+    assert before is not None
+    assert dt.timedelta(days=1) <= at - before[0] < dt.timedelta(days=1, hours=1)
+    job.cancel()
+    assert await call(job.retry, at=LATER, lock="") == "scheduled"
+    assert (*seen(), jobs()[-1]["scheduled_at"]) == ("scheduled", "b", -1, None, LATER)
+    job.cancel()
+    with pytest.raises(InvalidParameter):
+        await call(job.retry, at=LATER, delay=dt.timedelta(1))
+    with pytest.raises(TypeError, match="priority must be an int"):
+        await call(job.retry, priority="high")
+    with pytest.raises(ValueError, match="at has no time zone"):
+        await call(job.retry, at=LATER.replace(tzinfo=None))
+    assert seen()[0] == "cancelled"
+
+
 async def test_an_id_that_is_none(app: App, call: Call) -> None:
     said = []
     for name, args in METHODS.items():

@@ -48,7 +48,7 @@ values
   ('mail', 'second', 9, 'l', null, '{}', 'todo', null, 0),
   ('mail', 'runs', 0, 'held', null, '{}', 'doing', null, 1),
   ('mail', 'behind', 0, 'held', null, '{}', 'todo', null, 0),
-  ('mail', 'once', 0, null, 'q', '{}', 'todo', null, 0),
+  ('mail', 'once', 0, '{{a}', '{b}', '{"b": 1}', 'todo', null, 0),
   ('mail', 'done', 0, null, null, '{}', 'succeeded', null, 1);
 """
 
@@ -61,7 +61,7 @@ def test_moving_in(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
     conn.execute("select queue.defer('first'), queue.register_task('first', '{}')")
     conn.execute("select queue.delete(array[id]) from queue.jobs where task = 'first'")
     conn.execute("select queue.register_task('first', '{\"idempotency_key\": \"k\"}')")
-    expected = {"moved": 6, "locked": 2, "scheduled": 1, "behind": 1, "running": 1}
+    expected = {"moved": 6, "locked": 3, "scheduled": 1, "behind": 1, "running": 1}
     assert run("move-in", "procrastinate", "--dry-run", "--json").json == expected
     assert len(jobs()) == 1
     assert run("move-in", "procrastinate", "--json").json == expected
@@ -73,6 +73,7 @@ def test_moving_in(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
     assert rows["later"]["state"] == "scheduled"
     assert rows["first"]["lock"] == rows["second"]["lock"] == "l"
     assert rows["first"]["id"] < rows["second"]["id"]
+    assert (rows["once"]["lock"], rows["once"]["queueing_lock"]) == ("{{a}", "{b}"), "no templates"
     left = conn.execute(
         "select task_name, status::text from procrastinate_jobs where status <> 'cancelled'"
         " order by id"
@@ -195,7 +196,7 @@ def test_solid_queue(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
     keyed.append(solid(conn, "ready", "ready", "one"))
     keyed.append(solid(conn, "blocked", "blocked", "one"))
     conn.execute("insert into solid_queue_semaphores (key, value) values ('one', 0)")
-    keyed.append(solid(conn, "expired", "scheduled", "expired"))
+    keyed.append(solid(conn, "expired", "scheduled", "{x}"))
     runs = solid(conn, "runs", "claimed", "held")
     solid(conn, "behind", "blocked", "held")
     conn.execute("insert into solid_queue_semaphores (key, value) values ('held', 0)")
@@ -220,7 +221,7 @@ def test_solid_queue(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
     }
     assert second["state"] == "scheduled"
     assert str(second["scheduled_at"].astimezone(dt.UTC)) == "2999-01-01 12:00:00+00:00"
-    assert [row["concurrency_key"] for row in limited] == [*["three"] * 2, *["one"] * 2, "expired"]
+    assert [row["concurrency_key"] for row in limited] == [*["three"] * 2, *["one"] * 2, "{x}"]
     conn.execute("select queue.tick()")
     limits = conn.execute('select key, "limit" from queue.semaphores order by key').fetchall()
     assert limits == [("one", 1), ("three", 3)]

@@ -1,6 +1,6 @@
 -- The audit: each function that an operator may call writes one row, and nobody can remove one.
 
-select plan(107);
+select plan(108);
 
 create role pgdefer_audit_worker;
 create role pgdefer_audit_operator;
@@ -97,6 +97,7 @@ insert into calls values
   ('resume', 'select queue.resume(''shop'')'),
   ('retry', 'select queue.retry(array[:ended])'),
   ('retry', 'select queue.retry(array[:ready])'),
+  ('retry', 'select queue.retry(array[:ended], changes => ''{"queue": "other", "lock": "l"}'')'),
   ('retry_failed', 'select queue.retry_failed()'),
   ('retry_later', 'select queue.retry_later(:id, :claim)'),
   ('revoke_access', 'select queue.revoke_access(''pgdefer_audit_producer'')'),

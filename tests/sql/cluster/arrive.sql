@@ -1,6 +1,6 @@
 -- Parts that arrive: more jobs than a call of the queue's functions may name, and keys that are taken.
 
-select plan(6);
+select plan(12);
 
 create or replace function queue._shard_piece() returns integer language sql as $$ select 2000 $$;
 
@@ -24,6 +24,32 @@ select is((queue.shard_part_arrive(jsonb_build_object('format', 1, 'slot', 8, 'p
 from (values (1, 'q', ''), (2, 'q', ''), (3, '', 'i'), (4, 'new', 'j'), (5, 'new', ''), (6, '', 'j')) j (n, q, i);
 select results_eq($$select (j.args ->> 'n')::integer, j.queueing_lock collate "default" from queue.jobs j where j.task = 'moved' and j.args ? 'n' order by 1$$,
                   $$values (1, null::text), (2, null), (3, null), (4, 'new'), (5, null), (6, null)$$, 'each as a job of its own; the first keeps its key');
+
+-- Locks and keys with braces are carried as they are.
+create temp table b as select 'key ' || n as key from generate_series(1, 20000) n where queue.shard_of('key ' || n) = 6 limit 1;
+select queue.shard_defer(b.key, 'braces', '{"x": 1}', '{"lock": "{{x}}", "queueing_lock": "}}{{x}}{{", "options": {"share": "{{{{x}}}}", "idempotency_key": "{x}{{i}}", "concurrency": [{"key": "{{k", "limit": 2}]}}') > 0 as deferred from b;
+select queue.shard_defer(b.key, 'many braces', jsonb_build_object('x', repeat('{', 501)), '{"options": {"concurrency": [{"key": "{x}", "limit": 2}]}}') as too_many from b \gset
+create function pg_temp.braces() returns text language sql as $$
+  select concat_ws(' ', j.lock, j.queueing_lock, j.keys, j.options ->> 'share', j.options ->> 'idempotency_key') from queue.job j where j.task = 'braces'
+$$;
+select is(pg_temp.braces(), '{x} }{x}{ {"{k"} {{x}} 1{i}', 'a job with braces in its lock and keys');
+select queue.shard_leave(6, 'b'), queue.shard_list(6);
+select is((queue.shard_hold(6, queue._shard_part_of(b.key))).why, 'a key has too many braces', 'another has more than a template can hold') from b;
+select queue.delete(array[:too_many]::bigint[]);
+select queue.shard_part_leave(6, queue._shard_part_of(b.key)) as leaves from b;
+truncate sent;
+delete from queue.idempotency_key;
+insert into sent select queue.shard_part_jobs(6, part) from (select distinct part from queue.shard_sent) s;
+delete from queue.shard_sent; delete from queue.shard_part; delete from queue.shard_move; delete from queue.shard_job;
+update queue.shard_slot set shard = 'b' where slot = 6;
+select queue.shard_receive(6, 'b', 2, 1);
+select is((queue.shard_part_arrive(carried)).deferred, 1, 'it arrives') from sent;
+select is(pg_temp.braces(), '{x} }{x}{ {"{k"} {{x}} 1{i}', 'with the same');
+-- Its idempotency key is still in use here, by a job that is no longer there.
+delete from queue.shard_part where slot = 6;
+select queue.delete(array(select id from queue.jobs where task = 'braces'));
+select is((queue.shard_part_arrive(carried)).deferred, 1, 'one whose key a deleted job has used arrives too') from sent;
+select is(pg_temp.braces(), '{x} {"{k"} {{x}}', 'and does without its keys');
 select is_empty('select * from queue.check()', 'and all is consistent');
 
 select * from finish();

@@ -35,8 +35,8 @@ select is(queue.shard_key('{"lock": "l", "options": {"share": "s"}}'), 'l', 'the
 select is(queue.shard_key('{"options": {"share": "s", "headers": {"tenant": "t"}}}'), 's', 'else the share');
 select is(queue.shard_key('{"options": {"headers": {"tenant": "t"}}}'), 't', 'else the tenant');
 select is(array(select test.refusal(format('select queue.shard_key(%L)', j))
-            from unnest('{null,5,"{}","{\"lock\": \"a {b}\"}","{\"options\": 5}","{\"options\": {\"headers\": []}}"}'::jsonb[]) j),
-          '{22023,22023,22023,22023,22023,22023}', 'jobs without one are refused');
+            from unnest('{null,5,"{}","{\"lock\": \"a {b}\"}","{\"lock\": \"a}}\"}","{\"lock\": \"{{a\"}","{\"options\": 5}","{\"options\": {\"headers\": []}}"}'::jsonb[]) j),
+          '{22023,22023,22023,22023,22023,22023,22023,22023}', 'jobs without one are refused');
 
 -- Deferring
 select lives_ok(format($$select queue.shard_defer(%L, 'work', '{"n": 1}', '{"lock": "l"}')$$, pg_temp.key_of(5)), 'a shard accepts its keys');

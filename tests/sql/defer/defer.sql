@@ -1,6 +1,6 @@
 -- Deferring: every argument of defer, defer_many, defer_trigger, and refusals. Defaults: defer/tasks.sql.
 
-select plan(272);
+select plan(288);
 
 create function pg_temp.shown(id bigint, variadic columns text[]) returns text language plpgsql as $$
 declare
@@ -60,6 +60,16 @@ select is((select (j.keys, j.limits)::text from queue.job j where j.id = :id), '
 select is(pg_temp.shown(queue.defer('t', '{"a": 1, "b": "x", "c": true, "ü d": 2.50}', lock => '{a}/{b}:{c}-{ü d}{a}'), 'lock'), '(1/x:true-2.501)', 'fields of all kinds');
 select is(pg_temp.shown(queue.defer('t', '{"a": "{b}", "b": "x"}', lock => '{a}'), 'lock'), '({b})', 'filled-in text is not filled in again');
 select is(pg_temp.shown(queue.defer('t', '{"a": 1}', lock => '{ {a} } {'), 'lock'), '("{ 1 } {")', 'braces that enclose no field stay');
+select is(queue._fill('lock', l, '{"a": 1}'), w, l) from (values
+  ('{{a}}', '{a}'), ('{{{a}}}', '{1}'), ('{{{{a}}}}', '{{a}}'), ('{a}}}', '1}'), ('{a}}', '1}'), ('}}{a}{{', '}1{'), ('{{}}', '{}'), ('}}', '}'), ('{{', '{'), ('a}}}b', 'a}}b'), ('{', '{'), ('}', '}'),
+  ('{{b}}{a}{{b}}', '{b}1{b}')) v (l, w);
+select is(pg_temp.shown(queue.defer('t', '{"a": 1}', queueing_lock => 'q{{a}}', concurrency_key => 'k{{a}}', concurrency_limit => 1, options => '{"share": "s{{a}}", "idempotency_key": "i{{a}}"}'), 'queueing_lock', 'concurrency_key'),
+  '(q{a},k{a})', 'every template');
+select is(array(select test.refusal(format('select queue.defer(''t'', ''{"a": 1}'', lock => %L)', l)) from unnest('{"{{a}","{{a}}}","{{{a}}","{{a}} {","} {{a}}","{{b}","{b}}","{{{b}}}","{{a}} {b}","{}","{}}","{\"k\": {{a"}'::text[]) l),
+  array_fill('22023'::text, '{12}'), 'where braces are doubled, no single one is left over');
+select is((select count(*) from generate_series(1, 3000) n
+    cross join lateral (select string_agg(substr('{}{}ab', 1 + floor(random() * 6)::integer, 1), '') as text from generate_series(1, 1 + n % 9)) s
+    where queue._fill('lock', queue._literal(s.text), '{}') is distinct from s.text), 0::bigint, 'a text is the text of its template');
 select is(pg_temp.shown(queue.defer('t', '{"a": 1}', queueing_lock => 'q{a}', concurrency_key => 'k{a}', concurrency_limit => 1), 'queueing_lock', 'concurrency_key'), '(q1,k1)', 'queueing_lock and concurrency_key as well');
 select queue.defer('t', '{"a": 1}', options => '{"concurrency": [{"key": "x{a}", "limit": 2}]}') as id \gset
 select is((select j.keys from queue.job j where j.id = :id), '{x1}', 'keys in options too');

@@ -55,6 +55,8 @@ def _fill(template: str, args: Mapping[str, Any]) -> str:
     """Fill {field} from args, as the database does."""
 
     def value(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return found[0][0]
         given = args.get(found[1])
         if isinstance(given, Mapping) and "__pgdefer__" in given:
             given = given.get("value")
@@ -66,7 +68,7 @@ def _fill(template: str, args: Mapping[str, Any]) -> str:
             f"{template!r} is filled by what is no text or whole number: pass shard_key"
         )
 
-    return re.sub(r"\{([^}]*)\}", value, template)
+    return re.sub(r"\{\{|\}\}|\{([^{}]*)\}", value, template)
 
 
 @dataclasses.dataclass(frozen=True)
