@@ -154,7 +154,7 @@ class TestQueue(AskingQueue):
         return rows
 
     def _direct(self) -> CallersConnection:
-        """Return psycopg's connection if the test's one has it: SQLAlchemy's takes twice as long."""
+        """Return psycopg's connection behind the test's: SQLAlchemy's takes twice as long."""
         driver = driver_of(self.connection)
         return driver if isinstance(driver, psycopg.Connection) else self.connection
 

@@ -145,9 +145,7 @@ async def test_sample(app: App, jobs: Jobs) -> None:
 async def test_sample_draws_each(app: App, jobs: Jobs) -> None:
     exporter, tracers = InMemorySpanExporter(), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(exporter))
-    otel.instrument(
-        app, tracer_provider=tracers, meter_provider=NoOpMeterProvider(), sample=0.5
-    )
+    otel.instrument(app, tracer_provider=tracers, meter_provider=NoOpMeterProvider(), sample=0.5)
 
     @app.task(name="noop")
     async def noop() -> None: ...
