@@ -44,7 +44,7 @@ class _Undrawn(NonRecordingSpan):
 
     def get_span_context(self) -> SpanContext:
         """Return its context, which is the same for all threads."""
-        found = vars(self).get("_context")
+        found: SpanContext | None = vars(self).get("_context")
         if found is None:
             made = SpanContext(random.getrandbits(128), random.getrandbits(64), is_remote=False)
             found = vars(self).setdefault("_context", made)
