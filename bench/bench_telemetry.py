@@ -34,7 +34,8 @@ CASES: dict[str, tuple[float, list[str], float | None]] = {
     "1 in 10, prometheus": (0, ["spans:0.1", "prometheus"], None),
     "1 in 100, prometheus": (0, ["spans:0.01", "prometheus"], None),
     "sample 0.01, prometheus": (0, ["sample:0.01", "prometheus"], 0.85),
-    "jobs of 1 ms: all": (1, ["spans", "metrics", "prometheus"], None),
+    "jobs of 0.5 ms: all": (0.5, ["spans", "metrics", "prometheus"], None),
+    "jobs of 1 ms: all": (1, ["spans", "metrics", "prometheus"], 0.85),
     "jobs of 1 ms: 1 in 10, prometheus": (1, ["spans:0.1", "prometheus"], None),
 }
 

@@ -1,5 +1,8 @@
 """A job queue whose every rule lives in PostgreSQL."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from pgdefer._version import __version__ as __version__
 from pgdefer.app import App
 from pgdefer.codec import Codec, model_codec
@@ -58,10 +61,12 @@ from pgdefer.tasks.open_group import OpenGroup
 from pgdefer.tasks.prepared import DeferMiddleware, Deferral, PreparedJob
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import AsyncTask, SyncTask, Task
-from pgdefer.worker.multi import MultiWorker
-from pgdefer.worker.options import WorkerOptions
-from pgdefer.worker.stream import ClaimedJob, JobStream
-from pgdefer.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from pgdefer.worker.multi import MultiWorker
+    from pgdefer.worker.options import WorkerOptions
+    from pgdefer.worker.stream import ClaimedJob, JobStream
+    from pgdefer.worker.worker import Worker
 
 __all__ = [
     "AlreadyQueued",
@@ -130,3 +135,24 @@ __all__ = [
     "current_job",
     "model_codec",
 ]
+
+# Imported when first used: producers need no worker, and it takes as long as the rest.
+_LATER = {
+    "ClaimedJob": "stream",
+    "JobStream": "stream",
+    "MultiWorker": "multi",
+    "Worker": "worker",
+    "WorkerOptions": "options",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"pgdefer.worker.{_LATER[name]}"), name)
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

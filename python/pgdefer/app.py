@@ -30,20 +30,21 @@ from pgdefer.tasks.option_checks import check_options
 from pgdefer.tasks.prepared import DeferMiddleware, PreparedJob, prepare
 from pgdefer.tasks.registry import module_name
 from pgdefer.tasks.task import AllTaskOptions
-from pgdefer.worker.multi import MultiWorker
-from pgdefer.worker.options import WorkerOptions
-from pgdefer.worker.stream import JobStream
-from pgdefer.worker.worker import Worker
 
+# Producers need no worker, nor what it imports.
 if TYPE_CHECKING:
     from pgdefer.database.server import EmbeddedServer
+    from pgdefer.worker.multi import MultiWorker
+    from pgdefer.worker.options import WorkerOptions
+    from pgdefer.worker.stream import JobStream
+    from pgdefer.worker.worker import Worker
 
 __all__ = ["App"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 JobHook = TypeVar("JobHook", bound=Callable[[JobEvent], Any])
-WorkerHook = TypeVar("WorkerHook", bound=Callable[[Worker], Any])
+WorkerHook = TypeVar("WorkerHook", bound="Callable[[Worker], Any]")
 
 
 class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
@@ -293,6 +294,9 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         per_database: int | None,
         options: WorkerOptions,
     ) -> Worker | MultiWorker:
+        from pgdefer.worker.multi import MultiWorker  # noqa: PLC0415
+        from pgdefer.worker.worker import Worker  # noqa: PLC0415
+
         if dsns is not None:
             return MultiWorker(self, dsns, queues, per_database=per_database, **options)
         if per_database is not None:
@@ -311,4 +315,6 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
                     with job:
                         send(job.args["to"])
         """
+        from pgdefer.worker.stream import JobStream  # noqa: PLC0415
+
         return JobStream(self, queues, **options)

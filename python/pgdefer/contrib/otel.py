@@ -29,6 +29,29 @@ __all__ = ["instrument"]
 SYSTEM = "pgdefer"
 DEFAULT_QUEUE = "default"
 NO_PARENT = Context()
+# In seconds, as the conventions advise. The SDK's own are for milliseconds.
+BOUNDARIES = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+
+
+class _Undrawn(NonRecordingSpan):
+    """The span of a run that is in no trace, so that what its handler traces is not sampled either.
+
+    It gets its ids when they are asked for: to make them takes longer than all the rest.
+    """
+
+    def __init__(self) -> None:
+        pass
+
+    def get_span_context(self) -> SpanContext:
+        """Return its context, which is the same for all threads."""
+        found: SpanContext | None = vars(self).get("_context")
+        if found is None:
+            made = SpanContext(random.getrandbits(128), random.getrandbits(64), is_remote=False)
+            found = vars(self).setdefault("_context", made)
+        return found
+
+    def __repr__(self) -> str:
+        return f"NonRecordingSpan({self.get_span_context()!r})"
 
 
 class _Runs:
@@ -53,6 +76,7 @@ class _Telemetry:
         self._app = app
         self._tracer = tracer
         self._sample = sample
+        self.is_measuring = not isinstance(meter, metrics.NoOpMeter)
         self._sent = meter.create_counter(
             "messaging.client.sent.messages", "{message}", "Jobs that were deferred."
         )
@@ -66,7 +90,10 @@ class _Telemetry:
             "Jobs whose handler has begun.",
         )
         self._duration = meter.create_histogram(
-            "messaging.process.duration", "s", "How long handlers ran."
+            "messaging.process.duration",
+            "s",
+            "How long handlers ran.",
+            explicit_bucket_boundaries_advisory=BOUNDARIES,
         )
 
     def _queue_of(self, task: str) -> str:
@@ -141,17 +168,18 @@ class _Telemetry:
         """Create the span of a run: a child of the job's span; of a retry, a new linked trace."""
         return _Run(self, job)
 
-    def runs(self, job: JobContext) -> _Runs:
-        """Count a run, and return what it has in common with others."""
+    def _runs_of(self, job: JobContext) -> _Runs:
         key = (job.task, job.queue)
+        return self._runs.get(key) or self._runs.setdefault(key, _Runs(*key))
+
+    def count(self, job: JobContext) -> _Runs:
+        """Count a run, and return what it has in common with others."""
+        found = self._runs_of(job)
         with self._lock:
-            found = self._runs.get(key)
-            if found is None:
-                found = self._runs[key] = _Runs(*key)
             found.begun += 1
         return found
 
-    def begin(self, job: JobContext, runs: _Runs) -> tuple[trace.Span, Context]:
+    def begin(self, job: JobContext) -> tuple[trace.Span, Context]:
         """Begin the span of a run; return it, and the context in which the handler runs."""
         context, links, has_origin = NO_PARENT, None, False
         # Most jobs have none if nothing traces the calls that defer.
@@ -163,6 +191,7 @@ class _Telemetry:
             if has_origin and job.attempt > 1:
                 context, links = NO_PARENT, [Link(origin)]
         if has_origin or self._is_drawn():
+            runs = self._runs_of(job)
             # The sampler gets all attributes, as the conventions ask.
             attributes = {
                 **runs.attributes,
@@ -171,10 +200,7 @@ class _Telemetry:
             }
             span = self._tracer.start_span(runs.name, context, SpanKind.CONSUMER, attributes, links)
         else:
-            # What the handler traces belongs to this run, and so is not sampled either.
-            span = NonRecordingSpan(
-                SpanContext(random.getrandbits(128), random.getrandbits(64), is_remote=False)
-            )
+            span = _Undrawn()
         return span, trace.set_span_in_context(span, context)
 
     def record(self, seconds: float, labels: Mapping[str, str]) -> None:
@@ -196,19 +222,25 @@ class _Run:
         self._job = job
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter()
-        self._runs = self._telemetry.runs(self._job)
-        self._span, context = self._telemetry.begin(self._job, self._runs)
+        telemetry = self._telemetry
+        self._span, context = telemetry.begin(self._job)
         self._token = otel_context.attach(context)
+        if telemetry.is_measuring:
+            self._runs = telemetry.count(self._job)
+            self._start = time.perf_counter()
 
     def __exit__(self, _: object, error: BaseException | None, _trace: object) -> None:
+        telemetry = self._telemetry
+        ended = time.perf_counter() if telemetry.is_measuring else 0
         otel_context.detach(self._token)
-        labels = self._runs.labels
         if error is not None:
-            labels = {**labels, "error.type": type(error).__qualname__}
             self._fail(error)
         self._span.end()
-        self._telemetry.record(time.perf_counter() - self._start, labels)
+        if telemetry.is_measuring:
+            labels = self._runs.labels
+            if error is not None:
+                labels = {**labels, "error.type": type(error).__qualname__}
+            telemetry.record(ended - self._start, labels)
 
     def _fail(self, error: BaseException) -> None:
         text = type(error).__qualname__

@@ -32,7 +32,6 @@ __all__ = [
     "is_sqlalchemy",
     "rows_on_django",
     "rows_on_django_async",
-    "sqlalchemy_text",
     "unfit",
     "untaken",
 ]
@@ -149,13 +148,6 @@ async def rows_on_django_async(
 
     run = sync_to_async(rows_on_django, thread_sensitive=True)
     return await run(connection, statement, parameters)
-
-
-def sqlalchemy_text(statement: Statement) -> sa.TextClause:
-    """Return a statement in SQLAlchemy's form."""
-    import sqlalchemy  # noqa: PLC0415 (optional)
-
-    return sqlalchemy.text(statement.text)
 
 
 def unfit(connection: object) -> str:

@@ -14,7 +14,6 @@ from pgdefer.database.callers import (
     is_django,
     is_sqlalchemy,
     rows_on_django,
-    sqlalchemy_text,
     unfit,
 )
 from pgdefer.database.pool import cursor
@@ -35,7 +34,7 @@ def execute(connection: AnyConnection, statement: Statement, parameters: Mapping
             return rows_on_django(connection, statement, parameters)
         other: Any = connection
         if is_sqlalchemy(other, "Connection", "Session", "scoped_session"):
-            result = other.execute(sqlalchemy_text(statement), dict(parameters))
+            result = other.execute(statement.sqlalchemy, dict(parameters))
             rows: Rows = result.all()
             return rows
     raise TypeError(unfit(connection))

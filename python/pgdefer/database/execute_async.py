@@ -13,7 +13,6 @@ from pgdefer.database.callers import (
     is_django,
     is_sqlalchemy,
     rows_on_django_async,
-    sqlalchemy_text,
     unfit,
 )
 from pgdefer.database.pool import async_cursor
@@ -36,7 +35,7 @@ async def execute_async(
             return await rows_on_django_async(connection, statement, parameters)
         other: Any = connection
         if is_sqlalchemy(other, "AsyncConnection", "AsyncSession", "async_scoped_session"):
-            result = await other.execute(sqlalchemy_text(statement), dict(parameters))
+            result = await other.execute(statement.sqlalchemy, dict(parameters))
             rows: Rows = result.all()
             return rows
     raise TypeError(unfit(connection))

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
 
 __all__ = ["Statement"]
 
@@ -21,6 +25,13 @@ class Statement:
     def psycopg(self) -> bytes:
         """The statement with %(name)s for its parameters."""
         return re.sub(r"(?<!:):(\w+)", r"%(\1)s", self.text).encode()
+
+    @functools.cached_property
+    def sqlalchemy(self) -> sa.TextClause:
+        """The statement as SQLAlchemy's text, which takes long to make."""
+        import sqlalchemy  # noqa: PLC0415 (optional)
+
+        return sqlalchemy.text(self.text)
 
     @functools.cached_property
     def json(self) -> Statement:

@@ -5,13 +5,17 @@ real worker; `MemoryQueue` records jobs without a database. The pytest fixtures 
 `pgdefer.testing.plugin`; unittest uses `QueueTestCase`.
 """
 
-from pgdefer.testing.cases import QueueTestCase
+from typing import TYPE_CHECKING
+
 from pgdefer.testing.committed import CommittedTestQueue
 from pgdefer.testing.database import queue_database
 from pgdefer.testing.fake import FakeJob, fake_job
 from pgdefer.testing.jobs import DeferredJob, RanJob, RecordedJob
 from pgdefer.testing.memory import MemoryQueue
 from pgdefer.testing.queue import TestQueue
+
+if TYPE_CHECKING:
+    from pgdefer.testing.cases import QueueTestCase
 
 __all__ = [
     "CommittedTestQueue",
@@ -25,3 +29,12 @@ __all__ = [
     "fake_job",
     "queue_database",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name != "QueueTestCase":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from pgdefer.testing.cases import QueueTestCase  # noqa: PLC0415 (imports unittest)
+
+        return QueueTestCase

@@ -13,7 +13,6 @@ from pgdefer.errors import JobFailed
 from pgdefer.testing.asking import AskingQueue
 from pgdefer.testing.connections import run_apart
 from pgdefer.testing.jobs import DeferredJob
-from pgdefer.worker.worker import Worker
 
 __all__ = ["CommittedTestQueue"]
 
@@ -81,6 +80,8 @@ class CommittedTestQueue(AskingQueue):
         return _checked(await self.deferred_async(), raise_errors=raise_errors)
 
     async def _work(self, queues: Sequence[str] | None, max_jobs: int, *, keep_open: bool) -> None:
+        from pgdefer.worker.worker import Worker  # noqa: PLC0415 (few tests need one)
+
         worker = Worker(
             self.app, queues, drain=True, max_jobs=max_jobs + 1, register_schedules=False
         )

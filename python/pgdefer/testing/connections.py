@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 def is_asynchronous(connection: CallersConnection) -> bool:
     """Whether its calls are awaited."""
+    if isinstance(connection, psycopg.Connection):
+        return False
     return isinstance(connection, psycopg.AsyncConnection) or is_sqlalchemy(
         connection, "AsyncConnection", "AsyncSession", "async_scoped_session"
     )

@@ -12,7 +12,6 @@ from psycopg.conninfo import make_conninfo
 
 from pgdefer.database import sql
 from pgdefer.database.install import install
-from pgdefer.database.server import temporary_server
 
 __all__ = ["queue_database"]
 
@@ -27,6 +26,8 @@ def queue_database(server: str | None = None) -> Iterator[str]:
     """
     server = server or os.environ.get("PGDEFER_TEST_SERVER")
     if server is None:
+        from pgdefer.database.server import temporary_server  # noqa: PLC0415 (an extra)
+
         with temporary_server() as temporary:
             dsn = temporary.dsn()
             install(dsn)

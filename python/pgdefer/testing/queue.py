@@ -69,6 +69,7 @@ class TestQueue(AskingQueue):
     def __init__(self, app: App, connection: CallersConnection, *, immediate: bool = False) -> None:
         super().__init__(app)
         self.connection = connection
+        self._is_asynchronous = is_asynchronous(connection)
         self._is_immediate = immediate
         self._registered: dict[str, JobOptions] = {}
         self._worker: int | None = None
@@ -83,7 +84,7 @@ class TestQueue(AskingQueue):
 
     async def __aenter__(self) -> Self:
         self.app.import_tasks()
-        rows = await self._execute(self.connection, sql.LAST_ID, {})
+        rows = await self._execute(self._direct(), sql.LAST_ID, {})
         check_in_transaction(self.connection)
         self._after = rows[0][0]
         self.app.client.stand_in = self
@@ -94,7 +95,7 @@ class TestQueue(AskingQueue):
 
     def _at_once(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine that waits for nothing, and return its value."""
-        if is_asynchronous(self.connection):
+        if self._is_asynchronous:
             coroutine.close()
             raise RuntimeError(
                 "the test's connection is asynchronous: await the method named ..._async"
@@ -142,15 +143,20 @@ class TestQueue(AskingQueue):
             if self._registered.get(name) is not options
         }
         async with contextlib.AsyncExitStack() as stack:
+            used = self._direct() if connection is OWN else unwrapped(connection)
             if connection is OWN and statement not in _READS:
                 # A refused statement must not end the test's transaction.
-                await stack.enter_async_context(savepoint(self.connection))
-            used = self.connection if connection is OWN else unwrapped(connection)
+                await stack.enter_async_context(savepoint(used))
             if new:
                 await self._execute(used, sql.REGISTER_TASKS, {"tasks": tasks_json(new)})
             rows = await self._execute(used, statement, parameters)
         self._registered.update(new)
         return rows
+
+    def _direct(self) -> CallersConnection:
+        """Return psycopg's connection behind the test's: SQLAlchemy's takes twice as long."""
+        driver = driver_of(self.connection)
+        return driver if isinstance(driver, psycopg.Connection) else self.connection
 
     async def _execute(
         self, connection: CallersConnection, statement: Statement, parameters: Mapping[str, Any]
@@ -292,11 +298,12 @@ class TestQueue(AskingQueue):
 
     async def _fetch(self, queues: list[str] | None, max_jobs: int, options: str | None) -> Rows:
         asked = {"worker": self._worker, "queues": queues, "max_jobs": max_jobs, "options": options}
-        async with savepoint(self.connection):
-            await self._execute(self.connection, sql.REHEARSE, {})
-            rows = await self._execute(self.connection, sql.FETCH, asked)
-            # The handler may ask for the states of jobs.
-            await self._execute(self.connection, sql.REHEARSE, {})
+        used = self._direct()
+        async with savepoint(used):
+            await self._execute(used, sql.REHEARSE, {})
+            rows = await self._execute(used, sql.FETCH, asked)
+            if rows:  # The handler may ask for the states of jobs.
+                await self._execute(used, sql.REHEARSE, {})
         return rows
 
     async def _finish(self, id: int, ended: Ended) -> str:

@@ -11,6 +11,7 @@ import prometheus_client
 import pytest
 import sentry_sdk
 from opentelemetry import trace
+from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
@@ -78,6 +79,9 @@ async def test_spans_and_metrics(app: App, jobs: Jobs) -> None:
     assert sum(point.value for point in names["messaging.client.consumed.messages"]) == 3
     errors = [point.attributes.get("error.type") for point in names["messaging.process.duration"]]
     assert sorted(map(str, errors)) == ["None", "None", "ValueError"]
+    # In seconds: the SDK's own boundaries would put all runs of up to 5 s into one bucket.
+    bounds = {tuple(point.explicit_bounds) for point in names["messaging.process.duration"]}
+    assert {some[:3] for some in bounds} == {(0.005, 0.01, 0.025)}
     tracers.shutdown()
     meters.shutdown()
 
@@ -89,12 +93,15 @@ async def test_sample(app: App, jobs: Jobs) -> None:
     otel.instrument(app, tracer_provider=tracers, meter_provider=meters, sample=0)
     tracer = tracers.get_tracer("test")
     seen: list[trace.SpanContext] = []
+    again: list[trace.SpanContext] = []
 
     @app.task(name="looks")
     async def looks() -> None:
         seen.append(trace.get_current_span().get_span_context())
         with tracer.start_as_current_span("within"):
             await asyncio.sleep(0)
+        in_thread = await asyncio.to_thread(trace.get_current_span)
+        again.append(in_thread.get_span_context())
 
     def names() -> list[str]:
         found = sorted(span.name for span in exporter.get_finished_spans())
@@ -108,6 +115,7 @@ async def test_sample(app: App, jobs: Jobs) -> None:
         assert names() == []
         assert all(context.is_valid and not context.trace_flags.sampled for context in seen)
         assert len({context.trace_id for context in seen}) == 2
+        assert {id(context) for context in again} == {id(context) for context in seen}
         with trace.use_span(trace.NonRecordingSpan(seen[0])):
             await looks.defer_async()
         await jobs.end()
@@ -137,7 +145,7 @@ async def test_sample(app: App, jobs: Jobs) -> None:
 async def test_sample_draws_each(app: App, jobs: Jobs) -> None:
     exporter, tracers = InMemorySpanExporter(), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(exporter))
-    otel.instrument(app, tracer_provider=tracers, sample=0.5)
+    otel.instrument(app, tracer_provider=tracers, meter_provider=NoOpMeterProvider(), sample=0.5)
 
     @app.task(name="noop")
     async def noop() -> None: ...
