@@ -59,10 +59,10 @@ end $$;
 
 -- Makes signalled jobs ready whose signal ends their wait at this gate, and for which no later gate can be
 -- closed: jobs of a plain lane, which a queue with limits does not have. The others are returned, for
--- _take_signals. With a worker it claims them at once, as _claim_newcomer does with new jobs: only from lanes
--- that the worker serves (p_queues; NULL: all) and that are not paused, no job with a timeout, and none if from
--- p_from on several settlements are pending.
--- Its statements are few and short, because their set-up is most of the time from a signal to its job's start.
+-- _take_signals. With a worker it claims them at once, as _claim_newcomer does with new jobs: only from
+-- lanes that the worker serves (p_queues; NULL: all) and that are not paused, no job with a timeout, and none
+-- if from p_from on several settlements are pending.
+-- Its statements are few and short: their set-up is most of the time from a signal to its job's start.
 -- is_suspended stays set in queue.job_override, until the end of an attempt or this gate sets it anew.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. No wake-up can be
 -- lost: a signal that is not taken here is left to _take_signals.
@@ -86,7 +86,8 @@ begin
     select w.step, w.no, r.ctid, r.payload, least(s.attempts, 32766), l.lane,
       coalesce(s.deadline, j.deadline, 'infinity'),
       (j.flags | s.extra_flags) & ({{lease}} | {{retain}} | {{needed}} | {{large}}) | {{overridden}}
-        | l.extra_flags | case when (select d.job_id from queue.need d where d.need_id = v_id limit 1) is not null
+        | l.extra_flags
+        | case when (select d.job_id from queue.need d where d.need_id = v_id limit 1) is not null
           then {{needed}} else 0 end,
       l.is_idle or (coalesce(s.deadline, j.deadline, 'infinity'), v_id) < (l.low_deadline, l.low_id)
     into v_step, v_no, v_signal, v_payload, v_attempt, v_lane, v_deadline, v_flags, v_is_low

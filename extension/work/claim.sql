@@ -1,4 +1,5 @@
--- Claiming: one lane, or the full loop. A newcomer: claim_newcomer.sql. finish.sql fences claims; their numbers: base/era.sql.
+-- Claiming: one lane, or the full loop; a newcomer: claim_newcomer.sql. finish.sql fences claims; their
+-- numbers: base/era.sql.
 -- Tests: work/fetch.sql, work/claim.two.spec.
 
 -- Claims ready jobs, and admits if that is due: every 10 ms, because newcomers may have a higher priority, or

@@ -1,4 +1,4 @@
--- Claiming in the moment of admission: a job that is new or has got its signal, if nothing else is to be done.
+-- Claiming in the moment of admission: a job that is new or got its signal, if nothing else is to be done.
 -- Tests: work/claim_newcomer.sql, work/claim.newcomers.spec, work/signals.wait.spec.
 
 -- Claims jobs: their ids in claim order, NULL for none. first_claim: the number of their claim, if that order
