@@ -52,10 +52,9 @@ begin
           and pg_visible_in_snapshot(j.xid, pg_current_snapshot())
           and j.xid is distinct from pg_current_xact_id_if_assigned()
         limit 2),
-      coalesce(k.in_flight[1], k.next_xid),
       (select case h.kind when 'signal' then h.job_id else 0 end
        from queue.pending_settlement h where h.xid >= coalesce(k.in_flight[1], k.next_xid) limit 1)
-    into v_tick, v_in_flight, v_upto, v_own, ids, v_from, v_pending
+    into v_tick, v_in_flight, v_upto, v_own, ids, v_pending
     from queue.cursor k
     where not k.has_backlog and k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid
       and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
@@ -107,6 +106,7 @@ begin
         return;
       end if;
     elsif v_pending is not null then
+      v_from := (select coalesce(k.in_flight[1], k.next_xid) from queue.cursor k where k.tick = v_tick);
       -- once in a while _admit lets the cursor pass the settlements that were taken here
       if ids = '{}' and v_pending > 0 and random() > 0.01
         and queue._resume_signalled(array[v_pending], p_worker, v_queues, v_from) is null then
