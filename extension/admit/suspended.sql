@@ -59,59 +59,74 @@ end $$;
 
 -- Makes signalled jobs ready whose signal ends their wait at this gate, and for which no later gate can be
 -- closed: jobs of a plain lane, which a queue with limits does not have. The others are returned, for
--- _take_signals. It takes few statements, because their set-up is most of the time from a signal to its job's
--- start: through the gates, signalling, claiming and ending a job takes a third more instructions.
+-- _take_signals. With a worker it claims them at once, as _claim_newcomer does with new jobs: only from
+-- lanes that the worker serves (p_queues; NULL: all) and that are not paused, no job with a timeout, and none
+-- if from p_from on several settlements are pending.
+-- Its statements are few and short: their set-up is most of the time from a signal to its job's start.
+-- is_suspended stays set in queue.job_override, until the end of an attempt or this gate sets it anew.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. No wake-up can be
 -- lost: a signal that is not taken here is left to _take_signals.
-create or replace function queue._resume_signalled(p_ids bigint[])
+create or replace function queue._resume_signalled(
+  p_ids bigint[], p_worker bigint default null, p_queues text[] default null, p_from xid8 default null)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_id bigint;
   v_others bigint[];
-  v_job record;
+  v_step text;
+  v_no integer;
+  v_signal tid;
+  v_payload jsonb;
+  v_attempt smallint;
+  v_lane integer;
+  v_deadline timestamptz;
+  v_flags smallint;
+  v_is_low boolean;
 begin
-  for v_job in
-    select u.id, x.*
-    from unnest(p_ids) u (id)
-    left join lateral (
-      select w.ctid as waiting, w.step, w.no, r.ctid as signal, r.payload,
-        least(s.attempts, 32766)::smallint as attempt, l.lane, d.at as deadline,
-        (f.flags & ({{lease}} | {{retain}} | {{needed}} | {{large}}) | {{overridden}} | l.extra_flags
-          | case when (select d.job_id from queue.need d where d.need_id = u.id limit 1) is not null
-            then {{needed}} else 0 end)::smallint as flags,
-        l.is_idle or (d.at, u.id) < (l.low_deadline, l.low_id) as is_low
-      from queue.suspended w
-      cross join lateral (
-        select r.ctid, r.payload from queue.received_signal r
-        where r.job_id = w.job_id and r.name = w.signal order by r.no limit 1) r
-      join queue.job j on j.id = w.job_id
-      join queue.job_override s on s.id = w.job_id
-      cross join lateral (select j.flags | s.extra_flags as flags offset 0) f
-      cross join lateral (select coalesce(s.deadline, j.deadline, 'infinity') as at offset 0) d
-      join queue.lane l on l.queue = coalesce(s.queue, j.queue)
-        and l.priority = coalesce(s.priority, j.priority) and l.kind = {{lane_plain}}
-      where w.job_id = u.id and l.tag_base is null and (j.options ? 'share') is not true and s.crashes = 0
-        and f.flags & ({{lock_or_keys}} | {{needs}} | {{expires}} | {{queueing_lock}}) = 0
-        and coalesce(s.scheduled_at, j.scheduled_at) > clock_timestamp() is not true
-        and not exists (select from queue.pause p where p.task is not null)) x on true
-  loop
-    if v_job.lane is null then
-      v_others := v_others || v_job.id;
+  foreach v_id in array p_ids loop
+    select w.step, w.no, r.ctid, r.payload, least(s.attempts, 32766), l.lane,
+      coalesce(s.deadline, j.deadline, 'infinity'),
+      (j.flags | s.extra_flags) & ({{lease}} | {{retain}} | {{needed}} | {{large}}) | {{overridden}}
+        | l.extra_flags
+        | case when (select d.job_id from queue.need d where d.need_id = v_id limit 1) is not null
+          then {{needed}} else 0 end,
+      l.is_idle or (coalesce(s.deadline, j.deadline, 'infinity'), v_id) < (l.low_deadline, l.low_id)
+    into v_step, v_no, v_signal, v_payload, v_attempt, v_lane, v_deadline, v_flags, v_is_low
+    from queue.suspended w
+    cross join lateral (
+      select r.ctid, r.payload from queue.received_signal r
+      where r.job_id = v_id and r.name = w.signal order by r.no limit 1) r
+    join queue.job_override s on s.id = v_id
+    join queue.job j on j.id = v_id
+    join queue.lane l on l.queue = coalesce(s.queue, j.queue)
+      and l.priority = coalesce(s.priority, j.priority) and l.kind = {{lane_plain}}
+    where w.job_id = v_id and l.tag_base is null and (j.options ? 'share') is not true and s.crashes = 0
+      and (j.flags | s.extra_flags) & ({{lock_or_keys}} | {{needs}} | {{expires}} | {{queueing_lock}}) = 0
+      and coalesce(s.scheduled_at, j.scheduled_at) > clock_timestamp() is not true
+      and (select p.no from queue.pause p where p.task is not null limit 1) is null
+      and (p_worker is null or (j.flags | s.extra_flags) & {{lease}} = 0 and l.paused_until is null
+        and not l.is_idle and (p_queues is null or l.queue = any (p_queues))
+        and (select h.xid from queue.pending_settlement h where h.xid >= p_from limit 1 offset 1) is null);
+    if v_step is not null then
+      delete from queue.waiting w where w.id = v_id and w.reason || '' = 'signal';
+    end if;
+    if v_step is null or not found then
+      v_others := v_others || v_id;
       continue;
     end if;
-    delete from queue.waiting w where w.id = v_job.id and w.reason || '' = 'signal';
-    if not found then
-      v_others := v_others || v_job.id;
-      continue;
-    end if;
-    delete from queue.received_signal r where r.ctid = v_job.signal;
-    delete from queue.suspended w where w.ctid = v_job.waiting;
-    update queue.step s set finished_at = clock_timestamp(), value = v_job.payload
-    where s.job_id = v_job.id and s.name = v_job.step and s.no = v_job.no;
-    update queue.job_override s set is_suspended = false where s.id = v_job.id;
-    insert into queue.active_job (id, deadline, lane, attempt, flags)
-    values (v_job.id, v_job.deadline, v_job.lane, v_job.attempt, v_job.flags);
-    if v_job.is_low then
-      perform queue._lower_marks(array[v_job.lane], array[v_job.deadline], array[v_job.id]);
+    delete from queue.received_signal r where r.ctid = v_signal;
+    delete from queue.suspended w where w.job_id = v_id;
+    update queue.step s set finished_at = clock_timestamp(), value = v_payload
+    where s.job_id = v_id and s.name = v_step and s.no = v_no;
+    if p_worker is null then
+      insert into queue.active_job (id, deadline, lane, attempt, flags)
+      values (v_id, v_deadline, v_lane, v_attempt, v_flags);
+      if v_is_low then
+        perform queue._lower_marks(array[v_lane], array[v_deadline], array[v_id]);
+      end if;
+    else
+      insert into queue.active_job (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
+      values (v_id, v_deadline, v_lane, v_attempt + 1, v_flags, nextval('queue.claim_seq'), clock_timestamp(),
+        p_worker);
     end if;
   end loop;
   return v_others;

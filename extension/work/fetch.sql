@@ -35,9 +35,7 @@ begin
   if current_setting('pgdefer.undelivered', true) = worker::text then
     v_claimed := queue._deliver(worker, max_jobs);
     return query
-      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
-        c.deadline, c.timeout, c.headers, c.parent,
-        case when c.has_steps then queue._steps(c.id) end
+      select {{claimed_columns}}
       from unnest(v_claimed.ids, v_claimed.claims) with ordinality u (id, claim, n)
       cross join lateral (
         select c.*
@@ -53,6 +51,17 @@ begin
     options := nullif(options - 'ahead', '{}');
   end if;
   v_claimed := queue._claim_newcomer(worker, queues, max_jobs, options, true, v_at_once);
+  if v_claimed.first_claim is null and cardinality(v_claimed.ids) = 1 then
+    -- its row is read once, for its length (_keep_undelivered) and for the answer
+    select {{claimed_columns}}
+    into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers,
+      parent, steps
+    from queue.claimed_job c where c.id = v_claimed.ids[1];
+    if found and octet_length(concat(task, args, queue, lock, headers, steps)) <= 65416 then
+      return next;
+      return;
+    end if;
+  end if;
   if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30 then
     v_claimed.ids := queue._keep_undelivered(worker, v_claimed.ids, v_claimed.first_claim is not null);
   end if;
@@ -68,9 +77,7 @@ begin
       from queue.first_run f where f.id = any (v_claimed.ids) order by f.id;
   else
     return query
-      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
-        c.deadline, c.timeout, c.headers, c.parent,
-        case when c.has_steps then queue._steps(c.id) end
+      select {{claimed_columns}}
       from unnest(v_claimed.ids) with ordinality u (id, n)
       cross join lateral (select c.* from queue.claimed_job c where c.id = u.id offset 0) c
       order by u.n;
@@ -139,9 +146,7 @@ begin
     if v_may_wait then
       v_claimed := queue._deliver(worker, max_jobs);
       return query
-        select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
-          c.deadline, c.timeout, c.headers, c.parent,
-        case when c.has_steps then queue._steps(c.id) end, null::text
+        select {{claimed_columns}}, null::text
         from unnest(v_claimed.ids, v_claimed.claims) with ordinality u (id, claim, n)
         cross join lateral (
           select c.*
@@ -188,9 +193,7 @@ begin
       from queue.first_run f where f.id = any (p_ids) order by f.id;
   else
     return query
-      select c.id, c.claim, c.task, c.args, c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
-        c.deadline, c.timeout, c.headers, c.parent,
-        case when c.has_steps then queue._steps(c.id) end, null::text
+      select {{claimed_columns}}, null::text
       from unnest(p_ids) with ordinality u (id, n)
       cross join lateral (select c.* from queue.claimed_job c where c.id = u.id offset 0) c
       order by u.n;

@@ -14,11 +14,11 @@ begin
   end if;
   perform queue._check_name('name', signal.name);
   perform queue._check_size('payload', signal.payload);
-  if not exists (select from queue.job j where j.id = signal.job) then
+  insert into queue.received_signal (job_id, name, payload)
+  select j.id, signal.name, coalesce(signal.payload, '{}') from queue.job j where j.id = signal.job;
+  if not found then
     perform queue._job_not_found(signal.job);
   end if;
-  insert into queue.received_signal (job_id, name, payload)
-  values (signal.job, signal.name, coalesce(signal.payload, '{}'));
   insert into queue.pending_settlement (job_id, kind, flags) values (signal.job, 'signal', 0);
   perform queue._announce();
   if queue._is_operator() then

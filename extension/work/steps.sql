@@ -241,11 +241,12 @@ returns jsonb language plpgsql stable parallel safe security invoker as $$
 declare
   v_steps jsonb;
 begin
-  if (select sum(coalesce(pg_column_size(s.value), 0) + octet_length(s.name)) from queue.step s
-      where s.job_id = p_id and s.finished_at is not null) > 65536 then
-    return '{}'::jsonb;
-  end if;
-  select jsonb_object_agg(queue._step_name(s.name, s.no), s.value) into v_steps
-  from queue.step s where s.job_id = p_id and s.finished_at is not null;
+  select case when x.total <= 65536 then (
+    select jsonb_object_agg(s.name || case when s.no > 1 then '#' || s.no else '' end, s.value)
+    from queue.step s where s.job_id = p_id and s.finished_at is not null)
+    when x.total > 65536 then '{}' end into v_steps
+  from (
+    select sum(coalesce(pg_column_size(s.value), 0) + octet_length(s.name)) as total
+    from queue.step s where s.job_id = p_id and s.finished_at is not null) x;
   return case when octet_length(v_steps::text) > 65536 then '{}'::jsonb else v_steps end;
 end $$;

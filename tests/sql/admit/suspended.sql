@@ -24,7 +24,7 @@ begin
       from queue.active_job aj join queue.lane l using (lane) where aj.id = resumed.id),
     'waiting', (select to_jsonb(w) - 'lane' from queue.waiting w where w.id = resumed.id),
     'suspended', (select count(*) from queue.suspended w where w.job_id = resumed.id),
-    'is_suspended', (select s.is_suspended from queue.job_override s where s.id = resumed.id),
+    'state', (select concat_ws(' ', j.state, j.reason) from queue.jobs j where j.id = resumed.id),
     'step', (select jsonb_build_array(s.value, s.finished_at is not null) from queue.step s where s.job_id = resumed.id),
     'left', (select jsonb_agg(r.payload order by r.no) from queue.received_signal r where r.job_id = resumed.id))::text;
 exception when sqlstate 'ZZ000' then
