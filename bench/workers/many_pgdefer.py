@@ -154,7 +154,7 @@ async def latencies(shop: Shop, dsns: Sequence[str], seconds: float) -> list[dic
 
 async def defer_all(dsns: Sequence[str], jobs: int) -> float:
     """Defer so many jobs to each; return when they become due."""
-    at = time.time() + 5 + 0.1 * len(dsns) + jobs * len(dsns) / 2000
+    at = time.time() + 5 + 0.1 * len(dsns) + jobs * len(dsns) / 4000
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(2) as pool:
         await asyncio.gather(*(loop.run_in_executor(pool, defer, dsn, jobs, at) for dsn in dsns))

@@ -194,14 +194,14 @@ class SharedSlots:
         self._turns = {on: t for on, t in self._turns.items() if t[1] > now - PATIENCE}
         for share in self._in_order():
             is_next = share not in self._turns
-            if is_next and len(self._turns) >= BATCH and self.ahead:
-                break
             jobs = self._batch(share, is_busy=self.running >= self.size)
             if jobs > 0:
                 if is_next:
                     self._begin_turn(share, TURN * jobs)
                 self.promise(share, jobs)
                 share.take_turn()
+                if is_next and len(self._turns) >= BATCH:
+                    break
             elif share.takes_ahead:
                 break
 
@@ -213,18 +213,19 @@ class SharedSlots:
     def _in_order(self) -> list[Share]:
         """Return those that want jobs: first those whose turn it is.
 
-        Where jobs are short, then one with a backlog and one without.
+        Where jobs are short, then one with a backlog and one without, while too few have a turn.
         """
         if not self.ahead:
             return list(self._wanting)
+        first = [share for share in self._turns if share in self._wanting]
+        if len(self._turns) >= BATCH:
+            return first
         both: tuple[list[Share], list[Share]] = [], []
         for share in self._wanting:
             if share not in self._turns:
                 both[share.has_backlog is self._was_backlog].append(share)
         pairs = itertools.zip_longest(*both)
-        return [share for share in self._turns if share in self._wanting] + [
-            share for pair in pairs for share in pair if share is not None
-        ]
+        return first + [share for pair in pairs for share in pair if share is not None]
 
     def _start_some(self, share: Share) -> bool:
         """Start jobs that wait, one or a batch; return whether more of them may start."""
