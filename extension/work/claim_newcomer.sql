@@ -17,7 +17,8 @@
 -- back, the next admission finds the job again. A row that another session is claiming counts as ready,
 -- because the claim may be rolled back. The clock of the claim is read after the snapshot.
 -- Why no wake-up is lost: rows that are not new, or not visible yet, stay ahead of the cursor or among its
--- in_flight. A signal that was taken leaves no settlement, and the cursor where it was.
+-- in_flight. A signal that was taken leaves no settlement, and the cursor where it was. If the job gets
+-- another one meanwhile, that settlement goes too: the signal is kept, and the job's next wait finds it.
 -- With a function of its own for the look, a job takes 3.7 % more instructions; for the claim, 1.0 % more.
 -- In one piece (ADR 1): set-up of statements and calls is most of the cost of a single job.
 create or replace function queue._claim_newcomer(

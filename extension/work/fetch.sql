@@ -57,7 +57,7 @@ begin
     into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers,
       parent, steps
     from queue.claimed_job c where c.id = v_claimed.ids[1];
-    if found and octet_length(concat(task, args, queue, lock, headers, steps)) <= 65416 then
+    if found and octet_length(concat(task, args, queue, lock, headers, steps)) <= 65536 - 120 then
       return next;
       return;
     end if;

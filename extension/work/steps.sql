@@ -242,7 +242,7 @@ declare
   v_steps jsonb;
 begin
   select case when x.total <= 65536 then (
-    select jsonb_object_agg(s.name || case when s.no > 1 then '#' || s.no else '' end, s.value)
+    select jsonb_object_agg(queue._step_name(s.name, s.no), s.value)
     from queue.step s where s.job_id = p_id and s.finished_at is not null)
     when x.total > 65536 then '{}' end into v_steps
   from (
