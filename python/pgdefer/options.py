@@ -6,6 +6,7 @@ import dataclasses
 import datetime as dt
 import enum
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
@@ -226,9 +227,21 @@ def job_id(job: int | HasId) -> int:
     return id
 
 
+# What a template may have: doubled braces, and fields, which are group 1.
+IN_TEMPLATES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+
+
 def literal(text: str) -> str:
     """Return the template of a text: a lock or key that is that text, also if it has braces."""
     return text.replace("{", "{{").replace("}", "}}")
+
+
+def limit_of_semaphore(key: str, slots: int | None) -> dict[str, Any]:
+    """Return the options of a job that has a key of Solid or Steady Queue.
+
+    Without a semaphore (None) nothing tells the limit: 1 is what limits_concurrency has by default.
+    """
+    return {"concurrency_key": literal(key), "concurrency_limit": max(slots or 1, 1)}
 
 
 def to_json(name: str, value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from pgdefer.codec import Codec
 from pgdefer.database import sql
 from pgdefer.errors import PgDeferError
-from pgdefer.options import literal
+from pgdefer.options import limit_of_semaphore
 
 from ._base import Session
 
@@ -85,9 +85,7 @@ def _job(row: Mapping[str, Any], slots: Mapping[str, int | None]) -> dict[str, A
     if row["is_scheduled"]:
         job["scheduled_at"] = row["scheduled_at"].isoformat()
     if (key := row["concurrency_key"]) is not None:
-        # Without a semaphore nothing tells the limit: 1 is what limits_concurrency has by default.
-        limit = max(slots[key] or 1, 1)
-        job |= {"concurrency_key": literal(key), "concurrency_limit": limit}
+        job |= limit_of_semaphore(key, slots[key])
     return job
 
 

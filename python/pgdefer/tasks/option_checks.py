@@ -11,7 +11,7 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pgdefer.options import ENDED
+from pgdefer.options import ENDED, IN_TEMPLATES
 
 __all__ = ["check_cron", "check_options", "check_templates"]
 
@@ -97,7 +97,7 @@ def _check_retry(what: str, value: int) -> None:
 def check_templates(what: str, options: Mapping[str, Any], arguments: Collection[str]) -> None:
     """Raise ValueError if a lock or key has a {field} that no call could fill."""
     for name in ("lock", "queueing_lock", "concurrency_key", "idempotency_key"):
-        for found in re.finditer(r"\{\{|\}\}|\{([^{}]*)\}", options.get(name) or ""):
+        for found in IN_TEMPLATES.finditer(options.get(name) or ""):
             field = found[1]
             # a run of a schedule also has its time
             if field is not None and field not in arguments and field != "scheduled_for":

@@ -64,6 +64,7 @@ class SharedSlots:
         self._promised: dict[Share, tuple[int, float]] = {}
         # Whose turn lasts for several calls: for how many more jobs; when the last answer came.
         self._turns: dict[Share, tuple[int, float]] = {}
+        # Whether the last turn went to one with a backlog.
         self._was_backlog = False
         self._recent: dict[Share, None] = {}
         self._is_called = False

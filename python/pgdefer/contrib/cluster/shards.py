@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pgdefer.app import App
+from pgdefer.options import IN_TEMPLATES
 from pgdefer.tasks.prepared import PreparedJob
 
 __all__ = ["PARTS", "SLOTS", "KeyedJob", "ShardMap", "key_of", "part_of", "shard_of"]
@@ -68,7 +69,7 @@ def _fill(template: str, args: Mapping[str, Any]) -> str:
             f"{template!r} is filled by what is no text or whole number: pass shard_key"
         )
 
-    return re.sub(r"\{\{|\}\}|\{([^{}]*)\}", value, template)
+    return IN_TEMPLATES.sub(value, template)
 
 
 @dataclasses.dataclass(frozen=True)

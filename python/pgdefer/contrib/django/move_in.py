@@ -19,7 +19,7 @@ from pgdefer.contrib.django import app, conf
 from pgdefer.contrib.django.backend import PgDeferBackend, PgDeferTask
 from pgdefer.database import sql
 from pgdefer.errors import PgDeferError
-from pgdefer.options import literal
+from pgdefer.options import limit_of_semaphore
 from pgdefer.tasks.prepared import PreparedJob
 
 __all__ = ["move_in"]
@@ -131,9 +131,7 @@ def _steady_call(row: Sequence[Any], slots: Mapping[str, int | None]) -> Prepare
     if is_scheduled:
         changes["run_after"] = scheduled_at
     if key is not None and "concurrency_key" not in task.options:
-        # Without a semaphore nothing tells the limit: 1 is what limits_concurrency has by default.
-        limit = max(slots[key] or 1, 1)
-        changes |= {"concurrency_key": literal(key), "concurrency_limit": limit}
+        changes |= limit_of_semaphore(key, slots[key])
     try:
         given = json.loads(stored)["arguments"]
         args = [_value(one) for one in given["args"] or []]
