@@ -13,15 +13,7 @@ create function pg_temp.retry(changes jsonb, variadic ids bigint[]) returns text
   select string_agg(concat_ws(' ', r.outcome, r.error), ', ' order by r.id) from queue.retry(ids, true, changes => changes) r
 $$;
 
-create function pg_temp.run(id bigint, outcome text default 'succeeded', more jsonb default '{}') returns text language plpgsql as $$
-declare
-  v_text text;
-begin
-  select d.state into v_text
-  from queue.fetch((select max(w.id) from queue.workers w), null, 1, jsonb_build_object('ids', jsonb_build_array(run.id))) f
-  cross join lateral queue.finish_many(jsonb_build_array(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', outcome) || more)) d;
-  return v_text;
-end $$;
+\ir retry.helpers.psql
 
 -- What can run next, in the order in which it does.
 create function pg_temp.next() returns text language plpgsql as $$

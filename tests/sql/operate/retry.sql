@@ -8,15 +8,7 @@ create function pg_temp.job(id bigint) returns text language sql as $$
   select concat_ws(' ', j.state, j.reason, j.attempts, j.failures, j.crashes, j.claims) from queue.jobs j where j.id = job.id
 $$;
 
-create function pg_temp.run(id bigint, outcome text, more jsonb default '{}') returns text language plpgsql as $$
-declare
-  v_text text;
-begin
-  select d.state into v_text
-  from queue.fetch((select max(w.id) from queue.workers w), null, 1, jsonb_build_object('ids', jsonb_build_array(run.id))) f
-  cross join lateral queue.finish_many(jsonb_build_array(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', outcome) || more)) d;
-  return v_text;
-end $$;
+\ir retry.helpers.psql
 
 -- The result of retry, without its order.
 create function pg_temp.retry(ids bigint[], force boolean default false) returns text language sql as $$
