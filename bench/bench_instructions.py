@@ -67,6 +67,11 @@ PREPARE = [
     prepare succeed as
       select queue.succeed(current_setting('b.id')::bigint, current_setting('b.claim')::bigint)
     """,
+    """
+    prepare signal as
+      select queue.signal(set_config('b.waits', (current_setting('b.waits')::bigint + 1)::text,
+        false)::bigint, 's')
+    """,
     f"prepare fetch50 as select {OUTCOMES} from queue.fetch({WORKER}, null, 50)",
     """
     prepare finish50 as
@@ -119,10 +124,21 @@ class Case:
         return [*self.first, *warm, MARK, *turns, MARK]
 
 
+# Jobs that wait for a signal; b.waits is before the next one.
+SUSPEND = (
+    """
+    select set_config('b.waits', (min(d) - 1)::text, false)
+    from queue.defer_many((select jsonb_agg('{"task": "noop"}'::jsonb) from generate_series(1, 60))) d
+    """,
+    *[f"select count(queue.wait(f.id, f.claim, 'w', 's')) from queue.fetch({WORKER}, null, 60) f"]
+    * 3,
+    "select queue.tick()",
+)
 NONE = "select set_config('b.outcomes', '[]', false)"
 # One after another in one queue: those that want it empty first; the batches drain what was deferred before.
 CASES = [
     Case("defer, claim, finish", ("one({n})", "fetch1", "succeed"), turns=100),
+    Case("signal, claim, finish", ("signal", "fetch1", "succeed"), 15, 40, first=SUSPEND),
     Case("defer_many of 1,000, a job", ("many",), 2, 2, jobs=1000),
     Case("fetch(50), outcomes in two calls, a job", ("fetch50", "finish50"), 12, 20, 50),
     Case("in one call, a job", ("both50",), 10, 20, 50, first=(NONE,)),
