@@ -1,10 +1,14 @@
-"""One worker process for the databases on standard input: JOBS SECONDS.
+"""One worker process for the databases on the first line of standard input: JOBS SECONDS.
 
-It registers everywhere, and idles for SECONDS. Then single jobs go to some databases for SECONDS, and
-again while the first database is stopped. Last it runs JOBS no-op jobs, spread evenly, which become
-due together. It prints its connections and CPU time while idle, the times from a job's defer to its
-start, and when the first of the JOBS began and the last one ended. For one database it is the plain
-worker, which skips the single jobs.
+Each further line is a command, and each is answered by one line of JSON:
+
+- `idle`: be idle for SECONDS; its connections, and CPU time in that time.
+- `single`: take single jobs of some databases for SECONDS, and again while the first database is
+  stopped; the times from a job's defer to its start.
+- `drain`: run JOBS no-op jobs, spread evenly, which become due together; when the first one began
+  and the last one ended.
+
+For one database it is the plain worker.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
 from pgdefer import App, MultiWorker
 from pgdefer.worker.worker import Worker
@@ -48,6 +53,14 @@ def defer(dsn: str, jobs: int, at: float) -> None:
         connection.execute("vacuum (analyze) queue.log, queue.waiting, queue.active_job")
 
 
+async def reported(dsn: str, jobs: int, at: float) -> float:
+    """Wait until all jobs that became due then have ended; return when the last one did."""
+    while True:
+        found, last = await asyncio.to_thread(ended, dsn, at)
+        if found == jobs:
+            return last
+
+
 def ended(dsn: str, since: float) -> tuple[int, float]:
     """Return how many of the jobs that became due then have ended, and when the last one did."""
     with psycopg.connect(dsn, autocommit=True) as connection:
@@ -60,14 +73,17 @@ def ended(dsn: str, since: float) -> tuple[int, float]:
     return int(row[0]), float(row[1])
 
 
-def connections(dsn: str) -> int:
-    with psycopg.connect(dsn, autocommit=True) as connection:
+def connections(dsns: Sequence[str]) -> float:
+    """Return how many sessions each database has."""
+    names = [conninfo_to_dict(dsn)["dbname"] for dsn in dsns]
+    with psycopg.connect(dsns[0], autocommit=True) as connection:
         row = connection.execute(
             "select count(*) from pg_stat_activity where backend_type = 'client backend'"
-            " and pid <> pg_backend_pid()"
+            " and pid <> pg_backend_pid() and datname = any(%s)",
+            [names],
         ).fetchone()
     assert row is not None
-    return int(row[0])
+    return float(row[0] / len(dsns))
 
 
 def defer_singly(dsns: Sequence[str], seconds: float) -> None:
@@ -154,7 +170,7 @@ async def latencies(shop: Shop, dsns: Sequence[str], seconds: float) -> list[dic
 
 async def defer_all(dsns: Sequence[str], jobs: int) -> float:
     """Defer so many jobs to each; return when they become due."""
-    at = time.time() + 5 + 0.1 * len(dsns) + jobs * len(dsns) / 4000
+    at = time.time() + 2 + 0.04 * len(dsns) + jobs * len(dsns) / 5000
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(2) as pool:
         await asyncio.gather(*(loop.run_in_executor(pool, defer, dsn, jobs, at) for dsn in dsns))
@@ -163,48 +179,54 @@ async def defer_all(dsns: Sequence[str], jobs: int) -> float:
     return at
 
 
-async def run(dsns: Sequence[str], jobs: int, seconds: float) -> dict[str, object]:
-    shop = Shop(dsns[0])
+async def idle(dsns: Sequence[str], seconds: float) -> dict[str, object]:
+    """Return what an idle worker uses."""
+    await asyncio.sleep(6)
+    cpu, before = time.process_time(), time.monotonic()
+    await asyncio.sleep(seconds)
+    used = (time.process_time() - cpu) / (time.monotonic() - before)
+    held = await asyncio.to_thread(connections, dsns)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"idle": used, "connections": held, "memory": memory}
+
+
+async def drain(shop: Shop, dsns: Sequence[str], jobs: int) -> dict[str, object]:
+    """Run jobs, and return how many a second."""
+    shop.begun, shop.count = 0.0, 0
     each = jobs // len(dsns)
     total = each * len(dsns)
+    at = await defer_all(dsns, each)
+    await until(lambda: shop.count > total // 3, 0.5)
+    busy = await asyncio.to_thread(connections, dsns)
+    await until(lambda: shop.count >= total, 0.5)
+    # The last outcomes are on their way.
+    ends = [await reported(dsn, each, at) for dsn in dsns]
+    assert shop.count == total, shop.count
+    return {"rate": total / (max(ends) - shop.begun), "connections": busy}
+
+
+async def run(dsns: Sequence[str], jobs: int, seconds: float) -> None:
+    shop = Shop(dsns[0])
     worker = MultiWorker(shop.app, dsns) if len(dsns) > 1 else Worker(shop.app)
     running = asyncio.create_task(worker.run_async())
     started = time.monotonic()
     await until(lambda: is_registered(worker, len(dsns)))
-    up = time.monotonic() - started
-    await asyncio.sleep(6)
-    cpu, before = time.process_time(), time.monotonic()
-    await asyncio.sleep(seconds)
-    idle = (time.process_time() - cpu) / (time.monotonic() - before)
-    held = await asyncio.to_thread(connections, dsns[0])
-    waits = await latencies(shop, dsns, seconds) if len(dsns) > 1 else []
-    at = await defer_all(dsns, each)
-    await until(lambda: shop.count > total // 3, 0.5)
-    busy = await asyncio.to_thread(connections, dsns[0])
-    await until(lambda: shop.count >= total, 0.5)
+    print(json.dumps({"up": time.monotonic() - started}), flush=True)
+    while command := (await asyncio.to_thread(sys.stdin.readline)).strip():
+        found: object
+        match command:
+            case "idle":
+                found = await idle(dsns, seconds)
+            case "single":
+                found = await latencies(shop, dsns, seconds)
+            case "drain":
+                found = await drain(shop, dsns, jobs)
+            case _:
+                sys.exit(f"there is no command {command!r}")
+        print(json.dumps(found), flush=True)
     worker.stop()
     await running
-    with ThreadPoolExecutor(4) as pool:
-        ends = list(pool.map(lambda dsn: ended(dsn, at), dsns))
-    assert all(found == each for found, _ in ends), ends
-    assert shop.count == total, shop.count
-    return {
-        "jobs": total,
-        "begun": shop.begun,
-        "ended": max(end for _, end in ends),
-        "up": up,
-        "idle": idle,
-        "connections": held,
-        "busy_connections": busy,
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "latencies": waits,
-    }
-
-
-def main(jobs: int, seconds: float) -> None:
-    dsns = sys.stdin.read().splitlines()
-    print(json.dumps(asyncio.run(run(dsns, jobs, seconds))))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    asyncio.run(run(json.loads(sys.stdin.readline()), int(sys.argv[1]), float(sys.argv[2])))

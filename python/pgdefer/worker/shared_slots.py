@@ -29,9 +29,9 @@ __all__ = ["Share", "SharedSlots"]
 # How long a turn, or a call that asks for jobs, may take before others get what it was given, in
 # seconds.
 PATIENCE = 0.1
-# In one call a worker claims, and starts, at most this part of what may be claimed ahead: jobs are
-# short then, and batches are cheaper. So many have a turn at the same time.
-BATCH = 2
+# So many have a turn at the same time while jobs are short. In one call a worker claims, and
+# starts, at most that part of what may be claimed ahead: batches are cheaper.
+HOLDERS = 2
 # How many batches a turn is worth then, and how long outcomes wait for the next call, in seconds.
 TURN = 5
 MOMENT = 0.005
@@ -42,8 +42,9 @@ T = TypeVar("T")
 class SharedSlots:
     """`size` slots, of which the jobs of one database use at most `per_database`.
 
-    At most `prefetch` jobs are claimed before there is a slot for them. The `keep` databases whose
-    jobs ended last may keep connections for handlers. Only the workers' loop may use this.
+    In one call at most `prefetch` jobs are claimed before there is a slot for them. The `keep`
+    databases whose jobs ended last may keep connections for handlers. Only the workers' loop may
+    use this.
     """
 
     def __init__(self, size: int, per_database: int, prefetch: int, keep: int) -> None:
@@ -51,7 +52,7 @@ class SharedSlots:
         self.per_database = per_database
         self.used = 0
         self.running = 0
-        self._prefetch = prefetch
+        self._most_ahead = HOLDERS * prefetch
         self._keep = keep
         #: How often slots become free while jobs run, in seconds; when the last one did, or the
         #: first job began.
@@ -76,7 +77,7 @@ class SharedSlots:
         gap, since = self._gap, clock() - self._freed_at
         if self.running >= self.size or since > PATIENCE:
             gap = max(gap, since)
-        return 0 if gap >= AHEAD else min(self._prefetch, int(AHEAD / max(gap, 1e-6)))
+        return 0 if gap >= AHEAD else min(self._most_ahead, int(AHEAD / max(gap, 1e-6)))
 
     def ahead_of(self, share: Share) -> int:
         """How many of them may be one worker's: one, if it has no backlog."""
@@ -119,7 +120,7 @@ class SharedSlots:
 
         While all slots are taken, the jobs that wait for one leave time for a whole batch.
         """
-        room, whole = self.room(share), self.ahead // BATCH
+        room, whole = self.room(share), self.ahead // HOLDERS
         if is_busy and share.takes_ahead and room < whole:
             return 0
         return min(room, max(math.ceil(room / (len(self._wanting) + 1)), whole))
@@ -201,7 +202,7 @@ class SharedSlots:
                     self._begin_turn(share, TURN * jobs)
                 self.promise(share, jobs)
                 share.take_turn()
-                if is_next and len(self._turns) >= BATCH:
+                if is_next and len(self._turns) >= HOLDERS:
                     break
             elif share.takes_ahead:
                 break
@@ -219,7 +220,7 @@ class SharedSlots:
         if not self.ahead:
             return list(self._wanting)
         first = [share for share in self._turns if share in self._wanting]
-        if len(self._turns) >= BATCH:
+        if len(self._turns) >= HOLDERS:
             return first
         both: tuple[list[Share], list[Share]] = [], []
         for share in self._wanting:
@@ -230,7 +231,7 @@ class SharedSlots:
 
     def _start_some(self, share: Share) -> bool:
         """Start jobs that wait, one or a batch; return whether more of them may start."""
-        for _ in range(max(1, self.ahead // BATCH)):
+        for _ in range(max(1, self.ahead // HOLDERS)):
             if self.running >= self.size:
                 break
             if share.running >= share.size or not share.start_next():

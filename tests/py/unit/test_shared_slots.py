@@ -74,7 +74,7 @@ async def test_a_turn_is_worth_a_call_while_jobs_wait_for_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: 0.0)
-    shared = SharedSlots(2, 2, prefetch=10, keep=1)
+    shared = SharedSlots(2, 2, prefetch=5, keep=1)
     one, other = Player(shared), Player(shared)
     one.claim(2)
     for _ in range(100):  # so short that slots become free all the time
@@ -136,7 +136,7 @@ async def test_a_turn_lasts_for_some_batches_while_jobs_are_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: 0.0)
-    shared = SharedSlots(4, 4, prefetch=10, keep=1)
+    shared = SharedSlots(4, 4, prefetch=5, keep=1)
     players = {Player(shared): 1000 for _ in range(6)}
     short_jobs(shared, next(iter(players)))
     got = await play(players, 600)
@@ -151,7 +151,7 @@ async def test_every_other_turn_goes_to_one_without_a_backlog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: 0.0)
-    shared = SharedSlots(4, 4, prefetch=10, keep=1)
+    shared = SharedSlots(4, 4, prefetch=5, keep=1)
     busy = {Player(shared): 1000 for _ in range(20)}
     short_jobs(shared, next(iter(busy)))
     single = Player(shared)
@@ -174,7 +174,7 @@ async def test_a_turn_of_several_batches_passes_on_too(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: now)
-    shared = SharedSlots(4, 4, prefetch=10, keep=1)
+    shared = SharedSlots(4, 4, prefetch=5, keep=1)
     dead, other, alive, fast = (Player(shared) for _ in range(4))
     short_jobs(shared, fast)
     for player in (dead, other):
