@@ -51,7 +51,7 @@ class MultiWorker:
     `concurrency` slots. A free slot goes to the database that has waited longest; the jobs of one
     use at most `per_database` slots at once, half of them by default. So a database whose handlers
     hang leaves slots to the others. The other options are those of `Worker`, without `slots` and
-    `max_jobs`. At most two databases at a time claim `prefetch` jobs ahead.
+    `max_jobs`. At most twice `prefetch` jobs are claimed ahead, as two databases do so at a time.
 
     Each database has one connection, as long as the event loop answers. A database that can't be
     reached, or refuses the worker, is logged and tried again; the others go on.

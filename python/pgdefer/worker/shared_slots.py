@@ -42,9 +42,9 @@ T = TypeVar("T")
 class SharedSlots:
     """`size` slots, of which the jobs of one database use at most `per_database`.
 
-    In one call at most `prefetch` jobs are claimed before there is a slot for them. The `keep`
-    databases whose jobs ended last may keep connections for handlers. Only the workers' loop may
-    use this.
+    Each of the databases that have a turn may claim `prefetch` jobs before there is a slot for
+    them. The `keep` databases whose jobs ended last may keep connections for handlers. Only the
+    workers' loop may use this.
     """
 
     def __init__(self, size: int, per_database: int, prefetch: int, keep: int) -> None:
