@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page
 
 from chromium import PATIENCE, open_chromium
 from pgdefer.contrib import web
+from pgdefer.contrib.web import database
 from pgdefer.database.server import EmbeddedServer
 from web_page import PASSWORD, ask_for_passwords, grant, location, server_of_pages, serving
 from web_shop import open_shop
@@ -39,8 +40,16 @@ def _server_of_pages() -> Iterator[None]:
 
 
 @pytest.fixture
-def site(server: EmbeddedServer, dsn: str, conn: psycopg.Connection[Any]) -> Iterator[str]:
-    """The page's address."""
+def site(
+    server: EmbeddedServer,
+    dsn: str,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[str]:
+    """The page's address. On a busy machine its time limits are no part of these tests."""
+    limits = [name for name in database.SETTINGS if name.endswith("_timeout")]
+    for name in limits:
+        monkeypatch.setitem(database.SETTINGS, name, str(PATIENCE))
     ask_for_passwords(server)
     grant(conn)
     with serving(web.asgi(location(dsn))) as address:

@@ -117,9 +117,18 @@ class Reader:
         raise AssertionError(found)
 
     def _start(self, command: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        """Start a program; wait until it serves, if it is a worker."""
+        before = self._registered()
+        process = subprocess.Popen(
             ["bash", "-c", f"exec {command}"], cwd=self.folder, env=self.environment, text=True
         )
+        while command.startswith("pgdefer worker") and self._registered() == before:
+            assert process.poll() is None, command
+            time.sleep(0.1)
+        return process
+
+    def _registered(self) -> str:
+        return self._sql("select max(id) from queue.workers;")
 
     def _merge(self, text: str) -> None:
         """Apply the lines of a block to alembic.ini."""

@@ -207,6 +207,7 @@ def test_every_kind_of_scalar_fills_a_field(app: App, conn: Connection) -> None:
 async def test_each_of_several_keys_is_filled(app: App, jobs: Jobs, conn: Connection) -> None:
     at_work: list[tuple[int, str]] = []
     most: dict[str, int] = {}
+    filled = {"a": asyncio.Event(), "b": asyncio.Event()}
 
     @app.task(
         concurrency=[
@@ -219,6 +220,9 @@ async def test_each_of_several_keys_is_filled(app: App, jobs: Jobs, conn: Connec
         for key in (f"user:{user}", f"host:{host}"):
             n = sum(key in (f"user:{u}", f"host:{h}") for u, h in at_work)
             most[key] = max(most.get(key, 0), n)
+        if most[f"host:{host}"] == 2:
+            filled[host].set()
+        await filled[host].wait()
         await asyncio.sleep(0.02)
         at_work.remove((user, host))
 

@@ -182,7 +182,7 @@ def test_who_holds_the_last_connection(dsn: str, jobs: Jobs) -> None:
         def task() -> None: ...
 
         said = r"couldn't get a connection after 0.10 sec: .* all 1 connections.*connection=connec"
-        with pool.connection() as mine:
+        with pool.connection(timeout=60) as mine:
             with pytest.raises(PoolTimeout, match=said):
                 task.defer()
             task.defer_with(mine)
@@ -197,7 +197,7 @@ async def test_who_holds_the_last_asynchronous_connection(dsn: str, jobs: Jobs) 
         @app.task(name="t", queue="q")
         def task() -> None: ...
 
-        async with pool.connection() as mine:
+        async with pool.connection(timeout=60) as mine:
             with pytest.raises(PoolTimeout, match="connection=connection"):
                 await task.defer_async()
             await task.defer_with_async(mine)

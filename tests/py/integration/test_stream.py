@@ -42,13 +42,11 @@ def test_each_way_to_end_a_job(app: App, jobs: Jobs) -> None:
         how: app.defer("any", {"how": how, "when": when}, retry={"max_attempts": 2, "base": 60})
         for how in ("leave", "return", "raise", "fail", "decide", "yield", "later", "release")
     }
-    seen = []
     with app.stream_jobs(drain=True, max_jobs=8) as stream:
         for job in stream:
             with job as same:
                 assert same is job is current_job()
                 assert job.args.pop("when") == when
-                seen.append(job.args["how"])
                 match job.args["how"]:
                     case "return":
                         job.succeed({"at": when})
@@ -66,7 +64,8 @@ def test_each_way_to_end_a_job(app: App, jobs: Jobs) -> None:
                         job.release()
             with pytest.raises(LookupError):
                 current_job()
-    rows = dict(zip(seen, jobs(), strict=True))
+    by_id = {row["id"]: row for row in jobs()}
+    rows = {how: by_id[job.id] for how, job in deferred.items()}
     assert {how: (row["state"], row["failures"]) for how, row in rows.items()} == {
         "leave": ("succeeded", 0),
         "return": ("succeeded", 0),
@@ -452,7 +451,8 @@ async def test_async(app: App, jobs: Jobs) -> None:
                 seen.append(job.args["n"])
                 if job.args["n"] == 7:
                     raise ValueError("no")
-    assert seen == list(range(30))
+    # A slow worker gives back what it has claimed ahead, so the order may differ.
+    assert sorted(seen) == list(range(30))
     assert [n for n, state in enumerate(states(jobs)) if state != "succeeded"] == [7]
     await app.close_async()
 
