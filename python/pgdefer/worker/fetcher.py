@@ -169,11 +169,13 @@ class Fetcher:
                 await self._release_lost_claims()
             free = self._free()
             may_look = bool(free) and not self._is_dry
-            if self._completer.unsent or (may_look and self._open()):
-                if self._completer.unsent:
-                    for slots in self._slots:
-                        await slots.turn()
+            if self._completer.unsent:
+                for slots in self._slots:
+                    await slots.turn()
                 await self._round_trip(self._open())
+            elif may_look and (asking := self._open()):
+                # Not looked up again: others, and time, change what may be asked for.
+                await self._round_trip(asking)
             elif free and not may_look:
                 await self._idle(free)
             elif state.is_ending and executor.is_idle:

@@ -25,6 +25,7 @@ from psycopg.conninfo import make_conninfo
 from pgdefer import App, JobEvent, MultiWorker, PgDeferError, current_job
 from pgdefer.cli import Exit
 from pgdefer.database.server import EmbeddedServer
+from pgdefer.worker.shared_slots import Share
 from support import install
 
 from .conftest import until
@@ -421,6 +422,33 @@ async def test_slots_go_round(dsns: list[str]) -> None:
     for home in ("tenant_b", "tenant_c"):
         last = max(at for at, name in enumerate(began) if name == home)
         assert began[:last].count("tenant_a") < 55
+
+
+async def test_what_may_be_asked_for_may_change_at_any_moment(
+    dsns: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = App()
+    ran: list[str] = []
+    wanted = Share.wanted.fget
+    looks: collections.Counter[Share] = collections.Counter()
+
+    def once(share: Share) -> int:
+        looks[share] += 1
+        return 0 if looks[share] == 2 else wanted(share)
+
+    @app.task
+    async def task() -> None:
+        ran.append(name_of(current_job().dsn))
+
+    def is_refused() -> bool:
+        return any("trying again" in record.getMessage() for record in caplog.records)
+
+    monkeypatch.setattr(Share, "wanted", property(once))
+    for dsn in dsns:
+        defer_in(app, dsn, task, [{}])
+    async with working(app, dsns):
+        await until(lambda: len(ran) == 3 or is_refused())
+    assert sorted(ran) == [name_of(dsn) for dsn in dsns]
 
 
 async def test_handlers_that_outlive_their_worker_leave_threads_to_others(
