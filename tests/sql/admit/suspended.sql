@@ -1,6 +1,6 @@
 -- The short way of signalled jobs to their lane leads to the same place as the way through all gates.
 
-select plan(19);
+select plan(25);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.register_task('t', '{}') \g /dev/null
@@ -79,5 +79,31 @@ delete from queue.pause;
 
 select queue.tick() \g /dev/null
 select is_empty('select * from queue.check()', 'all is sound');
+
+-- Of many signals an admission takes 500, so that it does not hold its lock long; none is forgotten.
+create function pg_temp.admit() returns bigint language plpgsql as $$
+begin
+  perform queue._lock_admission(true);
+  perform from queue._admit(1000);
+  return (select count(*) from queue.jobs j where j.task = 'one of many' and j.state = 'ready');
+end $$;
+
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'one of many')) from generate_series(1, 1020))) \g /dev/null
+do $$
+begin
+  while exists (select from queue.jobs j where j.task = 'one of many' and j.claims = 0) loop
+    perform queue.wait(f.id, f.claim, 'w', signal => 's')
+    from queue.fetch((select w.id from queue.workers w), max_jobs => 200, options => '{"tasks": ["one of many"]}') f;
+  end loop;
+end $$;
+select pg_temp.admit() from generate_series(1, 3) \g /dev/null
+select queue.signal(j.id, 's') from queue.jobs j where j.task = 'one of many' and j.reason = 'signal' order by j.id \g /dev/null
+select is(pg_temp.admit(), 500::bigint, 'one admission takes 500');
+select queue.publish('beside the signals') \g /dev/null
+select is(pg_temp.admit(), 1000::bigint, 'the next one, too, when something else has to be settled');
+select is_empty('select * from queue.check()', 'the others still wait');
+select ok(b.wait_for <= '10 ms', 'and no worker sleeps long meanwhile') from queue.before_sleep(:worker, null) b;
+select is(pg_temp.admit(), 1020::bigint, 'in the end all are ready');
+select is_empty('select * from queue.check()', 'and all is sound');
 
 select * from finish();
