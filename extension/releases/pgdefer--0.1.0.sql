@@ -10032,7 +10032,7 @@ begin
   end if;
 end $$;
 
--- Passes on what ended claims release, except their slots: turns and dependents.
+-- Passes on what ended claims release, except their slots: turns and dependents. Delivers signals and events.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._settle(p_ids bigint[], p_kinds text[], p_flags smallint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -10040,6 +10040,10 @@ declare
   v_ended record;
   v_gated bigint[];  -- jobs with a signal that have to pass the gates
 begin
+  if cardinality(p_ids) > 500 and 'signal' = any (p_kinds) then
+    select k.ids, k.kinds, k.flags into p_ids, p_kinds, p_flags
+    from queue._hand_signals_over(p_ids, p_kinds, p_flags) k;
+  end if;
   if p_kinds <@ '{signal}' then
     v_gated := queue._resume_signalled(p_ids);
     if v_gated is not null then
@@ -10073,6 +10077,27 @@ begin
   if v_ended.groups is not null then
     perform queue._settle_groups(v_ended.groups);
   end if;
+end $$;
+
+-- Leaves an eighth of the signals among the settlements, or 500, and hands the others over to later
+-- admissions, so that nobody waits long for the admission lock. A fixed number would have each signal handed
+-- over as often as there are such numbers. Returns what is left, in its order.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: the signals are appended again, and
+-- their jobs wait at their gate until then.
+create or replace function queue._hand_signals_over(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  out ids bigint[], out kinds text[], out flags smallint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  with seen as materialized (
+    select u.id, u.kind, u.flags, u.n, u.kind = 'signal'
+      and row_number() over (partition by u.kind = 'signal' order by u.n)
+        > greatest(500, cardinality(p_ids) / 8) as is_later
+    from unnest(p_ids, p_kinds, p_flags) with ordinality u (id, kind, flags, n)),
+  later as (
+    insert into queue.pending_settlement (job_id, kind, flags)
+    select s.id, 'signal', 0 from seen s where s.is_later order by s.n)
+  select array_agg(s.id order by s.n), array_agg(s.kind order by s.n), array_agg(s.flags order by s.n)
+  into ids, kinds, flags from seen s where not s.is_later;
 end $$;
 
 -- Sends ready jobs through the gates again; jobs whose rows another transaction holds follow once that ends.

@@ -170,8 +170,9 @@ class Fetcher:
             free = self._free()
             may_look = bool(free) and not self._is_dry
             if self._completer.unsent:
-                for slots in self._slots:
-                    await slots.turn()
+                if not state.is_ending:
+                    for slots in self._slots:
+                        await slots.turn()
                 await self._round_trip(self._open())
             elif may_look and (asking := self._open()):
                 # Not looked up again: others, and time, change what may be asked for.

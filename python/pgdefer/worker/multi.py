@@ -94,6 +94,8 @@ class MultiWorker:
         #: What answers probes while it runs.
         self.probes: Probes | None = None
         self._served: dict[tuple[str, ...], _Served] = {}
+        # Those that were removed, until their jobs have ended: another DSN may be served meanwhile.
+        self._leaving: set[_Served] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         self._news: asyncio.Event | None = None
@@ -106,27 +108,33 @@ class MultiWorker:
 
     @property
     def workers(self) -> dict[str, Worker]:
-        """The workers that run now, by the names of their databases."""
+        """The workers that run now, by the names of their databases; not those that only end."""
         return {
             served.database.name: served.worker
             for served in list(self._served.values())
             if served.worker is not None
         }
 
+    def _all_workers(self) -> list[Worker]:
+        return [one.worker for one in self._all_served() if one.worker is not None]
+
+    def _all_served(self) -> list[_Served]:
+        return [*self._served.values(), *self._leaving]
+
     @property
     def finished(self) -> int:
         """The number of jobs that have ended here."""
-        return self._finished + sum(worker.finished for worker in self.workers.values())
+        return self._finished + sum(worker.finished for worker in self._all_workers())
 
     @property
     def given_back(self) -> int:
         """The number of running jobs that were given back for a stop."""
-        return self._given_back + sum(worker.given_back for worker in self.workers.values())
+        return self._given_back + sum(worker.given_back for worker in self._all_workers())
 
     @property
     def unresponsive(self) -> int:
         """The number of coroutines that did not end when told to."""
-        return self._unresponsive + sum(worker.unresponsive for worker in self.workers.values())
+        return self._unresponsive + sum(worker.unresponsive for worker in self._all_workers())
 
     # Life
 
@@ -196,7 +204,7 @@ class MultiWorker:
         if not self._is_stopping:
             log.info("stopping the workers of %d databases", len(self._served))
         self._is_stopping = True
-        for served in self._served.values():
+        for served in self._all_served():
             served.stop(at_once=at_once)
         self._look_again()
 
@@ -235,7 +243,7 @@ class MultiWorker:
                 self._news.clear()
                 self._start_missing()
                 is_over = self._is_stopping or self.drain or watching is None
-                if is_over and not self._served:
+                if is_over and not self._all_served():
                     return
                 await self._news.wait()
         finally:
@@ -254,9 +262,10 @@ class MultiWorker:
             if found is None or self._is_stopping:
                 continue
             self._listed = found
-            for place, served in self._served.items():
+            for place, served in list(self._served.items()):
                 if found.get(place) != served.database:
-                    served.stop(is_removed=True)
+                    self._leaving.add(self._served.pop(place))
+                    served.stop()
             log.info("%s has changed: it lists %d databases", file.path, len(found))
             self._look_again()
 
@@ -270,9 +279,11 @@ class MultiWorker:
 
     def _on_end(self, place: tuple[str, ...], served: _Served, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        del self._served[place]
         served.client.close_idle()
-        if not served.is_removed:
+        if served in self._leaving:
+            self._leaving.remove(served)
+        else:
+            del self._served[place]
             self._listed.pop(place, None)
         self._look_again()
 
@@ -348,8 +359,6 @@ class _Served:
         self.worker: Worker | None = None
         self.share: Share | None = None
         self.stopped = asyncio.Event()
-        #: Whether the file no longer lists it, or has another DSN for it.
-        self.is_removed = False
         self.said = ""
 
     def app(self, app: Registry) -> Registry:
@@ -363,9 +372,8 @@ class _Served:
         """Whether to try no more."""
         return self.stopped.is_set()
 
-    def stop(self, *, at_once: bool = False, is_removed: bool = False) -> None:
+    def stop(self, *, at_once: bool = False) -> None:
         """Stop its worker."""
-        self.is_removed = self.is_removed or is_removed
         self.stopped.set()
         if self.worker is not None:
             if at_once:

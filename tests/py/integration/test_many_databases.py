@@ -394,6 +394,37 @@ async def test_databases_come_and_go_with_the_file(
     assert any("line 5: the DSN can't be read" in r.getMessage() for r in caplog.records)
 
 
+async def test_a_database_whose_dsn_changes_does_not_wait_for_its_jobs(
+    dsns: list[str], tmp_path: Path
+) -> None:
+    app = App()
+    begun, release = asyncio.Event(), asyncio.Event()
+    ran = []
+
+    @app.task
+    async def task(n: int) -> None:
+        ran.append(n)
+        if n == 0:
+            begun.set()
+            await release.wait()
+
+    file = tmp_path / "tenants"
+    file.write_text(dsns[0])
+    async with working(app, file) as worker:
+        defer_in(app, dsns[0], task, [{"n": 0}])
+        await begun.wait()
+        (old,) = worker.workers.values()
+        file.write_text(f"{dsns[0]} connect_timeout=7")
+        await until(lambda: old.state.is_stopping)
+        defer_in(app, dsns[0], task, [{"n": 1}])
+        await until(lambda: worker.finished == 1)
+        assert ran == [0, 1]
+        file.write_text("# none")
+        release.set()
+        await until(lambda: worker.finished == 2)
+    assert states(dsns[0]) == {"succeeded": 2}
+
+
 async def test_slots_go_round(dsns: list[str]) -> None:
     app = App()
     began: list[str] = []
