@@ -263,10 +263,12 @@ async def test_upgrade_under_load(
     async with asyncio.timeout(300):
         await asyncio.gather(*tasks)
     await app.close_async()
-    rows = blank.execute("select id, state, claims from queue.jobs order by id").fetchall()
+    rows = blank.execute("select id, state, attempts from queue.jobs order by id").fetchall()
     assert rows == [(id, "succeeded", 1) for id in deferred]
     assert len(ran) == len(deferred)
-    assert blank.execute("select count(*) from queue.attempts").fetchone() == (0,)
+    # A slow worker gives back what it has claimed ahead.
+    others = blank.execute("select count(*) from queue.attempts where outcome <> 'released'")
+    assert others.fetchone() == (0,)
     assert max(producer.longest for producer in producers) < LONGEST_DEFER
     assert [r.message for r in caplog.records if r.levelno >= logging.ERROR] == []
     assert blank.execute("select * from queue.check()").fetchall() == []

@@ -757,7 +757,7 @@ async def test_a_coroutine_is_cancelled_when_all_are_aborted(
 async def test_a_timeout_ends_the_call(app: App, jobs: Jobs) -> None:
     reached: set[str] = set()
 
-    @app.task(batch=10, timeout=dt.timedelta(seconds=0.05))
+    @app.task(batch=10, timeout=dt.timedelta(seconds=2))
     def in_thread(batch: Batch) -> None:
         event = threading.Event()
         try:
@@ -767,7 +767,7 @@ async def test_a_timeout_ends_the_call(app: App, jobs: Jobs) -> None:
             reached.add(type(error).__name__)
             raise
 
-    @app.task(batch=10, timeout=dt.timedelta(seconds=0.05))
+    @app.task(batch=10, timeout=dt.timedelta(seconds=2))
     async def in_loop(batch: Batch) -> None:
         try:
             await asyncio.Event().wait()
@@ -782,7 +782,7 @@ async def test_a_timeout_ends_the_call(app: App, jobs: Jobs) -> None:
         await until(lambda: worker.slots[0].used == 0)
     assert reached == {"CancelledError", "JobTimeout"}
     assert [(row["state"], row["error"]) for row in jobs()] == [
-        ("failed", "TimeoutError: not done within 0:00:00.050000")
+        ("failed", "TimeoutError: not done within 0:00:02")
     ] * 6
     assert {row["outcome"] for row in jobs.attempts()} == {"timed_out"}
 
