@@ -157,6 +157,7 @@ class Executor:
         log.warning("%d jobs wait for a heartbeat before they start", len(waiting))
         self._is_held = True
         self._heartbeat.poke()
+        self._look_later(WAIT)
         return True
 
     def start_next(self, slots: Slots) -> bool:
@@ -186,13 +187,20 @@ class Executor:
         else:
             ahead.appendleft(claim)
         claim.came_at = clock()
+        self._look_later(WAIT)
+
+    def _look_later(self, seconds: float) -> None:
         if self._look is None:
             loop = asyncio.get_running_loop()
-            self._look = loop.call_later(WAIT, self._give_back_late)
+            self._look = loop.call_later(seconds, self._give_back_late)
 
     def _give_back_late(self) -> None:
-        """Release the claims that have waited for a slot for too long."""
+        """Release the claims that have waited for a slot, or for a heartbeat, for too long."""
         self._look = None
+        if self._is_held:
+            # No heartbeat is answered: others may use these slots meanwhile.
+            self._is_held = self._is_starting = False
+            self.give_back_waiting()
         latest = clock() - WAIT
         earliest = math.inf
         for slots, ahead in self._ahead.items():
@@ -203,8 +211,7 @@ class Executor:
                 self._give_back_unstarted(each for claim in late for each in claim.members)
             earliest = min([earliest, *(claim.came_at for claim in self._ahead[slots])])
         if earliest < math.inf:
-            loop = asyncio.get_running_loop()
-            self._look = loop.call_later(max(earliest - latest, 0.01), self._give_back_late)
+            self._look_later(max(earliest - latest, 0.01))
 
     def _start(self, claim: Claim) -> None:
         """Start a job, or all of a batch, as far as they are still to run."""

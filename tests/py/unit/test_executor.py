@@ -142,6 +142,19 @@ async def test_what_comes_while_the_worker_stops_goes_back() -> None:
     assert (bench.slots.free, bench.executor.given_back) == (10, 0)
 
 
+async def test_claims_that_wait_in_vain_for_a_heartbeat_go_back() -> None:
+    bench = Bench()
+    bench.heartbeat.beat_at -= 3600
+    bench.executor.take([bench.claim(1), bench.claim(2)])
+    await until(lambda: bench.executor.is_idle)
+    bench.executor.take([bench.claim(3)])
+    assert (bench.runner.told, bench.slots.used) == ([], 1)
+    assert bench.outcomes() == [(1, "released"), (2, "released")]
+    bench.heartbeat.beat_at = clock()
+    bench.executor.on_beat()
+    assert bench.runner.told == [("start", 3)]
+
+
 async def test_a_claim_that_is_given_back_has_no_other_end() -> None:
     bench = Bench()
     claim = bench.claim(1)
