@@ -1980,8 +1980,13 @@ begin
   if value is null or jsonb_typeof(value) = 'null' then
     return null;
   end if;
-  return (value #>> '{}')::timestamptz;
-exception when others then
+  if jsonb_typeof(value) = 'string' then
+    begin
+      return (value #>> '{}')::timestamptz;
+    exception when others then
+      null;  -- as any other value
+    end;
+  end if;
   perform queue._invalid(what || ' is not a timestamp',
     'Give a timestamp with a time zone, such as 2030-01-31T09:00:00Z.', 'value: ' || left(value::text, 200));
   return null;
