@@ -201,9 +201,10 @@ class Heartbeat:
         connection = Connection(self._source, self._interval)
         backoff = Backoff(last=2.0)
         try:
-            if not self._has_own_thread:
-                # Not all at the same time; the worker has just been registered.
-                await self._rest(connection, self._interval * random.random())  # noqa: S311
+            # The worker has just been registered, and a heartbeat may keep its first fetch from a job
+            # that has to run alone. Several workers do not send theirs all at the same time.
+            part = 1.0 if self._has_own_thread else random.random()  # noqa: S311
+            await self._rest(connection, self._interval * part)
             while not self._is_stopped:
                 self._was_poked = False
                 worker = self._worker
