@@ -21,6 +21,7 @@ import pgdefer
 from pgdefer.database.server import EmbeddedServer
 from pgdefer.options import ARGUMENTS
 from support import ROOT, output_of, server_program
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
@@ -122,9 +123,9 @@ class Reader:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {command}"], cwd=self.folder, env=self.environment, text=True
         )
-        while command.startswith("pgdefer worker") and self._registered() == before:
+        if command.startswith("pgdefer worker"):
+            wait_for(lambda: process.poll() is not None or self._registered() != before)
             assert process.poll() is None, command
-            time.sleep(0.1)
         return process
 
     def _registered(self) -> str:
