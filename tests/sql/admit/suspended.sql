@@ -1,6 +1,6 @@
 -- The short way of signalled jobs to their lane leads to the same place as the way through all gates.
 
-select plan(25);
+select plan(27);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.register_task('t', '{}') \g /dev/null
@@ -105,5 +105,13 @@ select is_empty('select * from queue.check()', 'the others still wait');
 select ok(b.wait_for <= '10 ms', 'and no worker sleeps long meanwhile') from queue.before_sleep(:worker, null) b;
 select is(pg_temp.admit(), 1020::bigint, 'in the end all are ready');
 select is_empty('select * from queue.check()', 'and all is sound');
+
+-- Of very many it takes an eighth, so that none is handed over more than a few times.
+begin;
+select results_eq($$select k.kind, count(*) from queue._hand_signals_over(array_fill(1::bigint, '{8800}'),
+    array_fill('signal'::text, '{8000}') || array_fill('recheck'::text, '{800}'), array_fill(0::smallint, '{8800}')) h,
+  unnest(h.kinds) k (kind) group by k.kind order by k.kind$$, $$values ('recheck', 800::bigint), ('signal', 1000)$$, 'an eighth');
+select is((select count(*) from queue.pending_settlement where kind = 'signal'), 7000::bigint, 'and hands the others over');
+rollback;
 
 select * from finish();
