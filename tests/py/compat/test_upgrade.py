@@ -234,7 +234,8 @@ async def test_upgrade_under_load(
         ran.append(1)
         await asyncio.sleep(0.001)
 
-    workers = [Worker(app, concurrency=5, name=f"old {n}") for n in range(2)]
+    # Otherwise a slow worker may give back what it has claimed ahead.
+    workers = [Worker(app, concurrency=5, prefetch=0, name=f"old {n}") for n in range(2)]
     tasks = [asyncio.create_task(worker.run_async()) for worker in workers]
     producers = [Producer(blank_dsn) for _ in range(2)]
 
@@ -263,12 +264,10 @@ async def test_upgrade_under_load(
     async with asyncio.timeout(300):
         await asyncio.gather(*tasks)
     await app.close_async()
-    rows = blank.execute("select id, state, attempts from queue.jobs order by id").fetchall()
+    rows = blank.execute("select id, state, claims from queue.jobs order by id").fetchall()
     assert rows == [(id, "succeeded", 1) for id in deferred]
     assert len(ran) == len(deferred)
-    # A slow worker gives back what it has claimed ahead.
-    others = blank.execute("select count(*) from queue.attempts where outcome <> 'released'")
-    assert others.fetchone() == (0,)
+    assert blank.execute("select count(*) from queue.attempts").fetchone() == (0,)
     assert max(producer.longest for producer in producers) < LONGEST_DEFER
     assert [r.message for r in caplog.records if r.levelno >= logging.ERROR] == []
     assert blank.execute("select * from queue.check()").fetchall() == []

@@ -25,7 +25,7 @@ from psycopg.conninfo import make_conninfo
 from pgdefer import App, JobEvent, MultiWorker, PgDeferError, current_job
 from pgdefer.cli import Exit
 from pgdefer.database.server import EmbeddedServer
-from pgdefer.worker.shared_slots import Share
+from pgdefer.worker.shared_slots import Share, SharedSlots
 from support import install
 
 from .conftest import until
@@ -460,12 +460,12 @@ async def test_what_may_be_asked_for_may_change_at_any_moment(
 ) -> None:
     app = App()
     ran: list[str] = []
-    wanted = Share.wanted.fget
+    batch = SharedSlots._batch
     looks: collections.Counter[Share] = collections.Counter()
 
-    def once(share: Share) -> int:
+    def once(shared: SharedSlots, share: Share, *, is_busy: bool) -> int:
         looks[share] += 1
-        return 0 if looks[share] == 2 else wanted(share)
+        return 0 if looks[share] == 2 else batch(shared, share, is_busy=is_busy)
 
     @app.task
     async def task() -> None:
@@ -474,7 +474,7 @@ async def test_what_may_be_asked_for_may_change_at_any_moment(
     def is_refused() -> bool:
         return any("trying again" in record.getMessage() for record in caplog.records)
 
-    monkeypatch.setattr(Share, "wanted", property(once))
+    monkeypatch.setattr(SharedSlots, "_batch", once)
     for dsn in dsns:
         defer_in(app, dsn, task, [{}])
     async with working(app, dsns):

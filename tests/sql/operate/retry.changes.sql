@@ -1,6 +1,6 @@
 -- Manual retries that change the job: its time, priority, queue and lock, in one call.
 
-select plan(88);
+select plan(89);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -199,7 +199,7 @@ select is((select array_agg(concat_ws(' ', a.call, a.args -> 'changes', a.queues
 
 -- Bad changes change nothing
 select is(test.refusal(format('select queue.retry(array[%s], true, changes => %L)', :ended, c)), '22023', left(c, 80)) from unnest(array[
-  'null', '[]', '"x"', '1', '{"x": 1}', '{"retryable": true}', '{"reason": "r"}', '{"retry_at": "x"}', '{"retry_at": 20300101}', '{"retry_at": "infinity"}', '{"retry_at": "10000-01-01Z"}',
+  'null', '[]', '"x"', '1', '{"x": 1}', '{"retryable": true}', '{"reason": "r"}', '{"retry_at": "x"}', '{"retry_at": 1}', '{"retry_at": 20300101}', '{"retry_at": "infinity"}', '{"retry_at": "10000-01-01Z"}',
   '{"retry_in": "x"}', '{"retry_in": -1}', '{"retry_in": "4001 years"}', '{"retry_at": "2999-01-01Z", "retry_in": 1}', '{"priority": "x"}', '{"priority": 1.5}', '{"priority": 2147483648}',
   '{"queue": ""}', '{"queue": "x*"}', '{"queue": 1}', '{"lock": 1}', '{"lock": []}', jsonb_build_object('queue', repeat('x', 1001))::text, jsonb_build_object('lock', repeat('x', 1001))::text]) c;
 select is(pg_temp.job(:ended), 'scheduled three 3 M', 'it is as it was');
