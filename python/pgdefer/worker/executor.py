@@ -43,13 +43,11 @@ class Executor:
         registry: Registry,
         state: WorkerState,
         completer: Completer,
-        dead_after: float,
         reporter: Reporter,
     ) -> None:
         self._registry = registry
         self._state = state
         self._completer = completer
-        self._dead_after = dead_after
         self._reporter = reporter
         self._heartbeat: Heartbeat | None = None
         self._runner_of: Callable[[Claim], Runner] | None = None
@@ -151,7 +149,7 @@ class Executor:
     def _must_hold(self) -> bool:
         """Whether what waits must wait for a heartbeat: the process was frozen, maybe."""
         assert self._heartbeat is not None
-        if clock() - self._heartbeat.beat_at < self._dead_after or not (waiting := self.waiting):
+        if not self._heartbeat.is_overdue or not (waiting := self.waiting):
             return False
         # These jobs may be others' by now, and have ended.
         log.warning("%d jobs wait for a heartbeat before they start", len(waiting))

@@ -31,7 +31,7 @@ from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
 from pgdefer.worker.completer import FATAL, Completer, outcomes_json
 from pgdefer.worker.executor import Executor
-from pgdefer.worker.heartbeat import clock
+from pgdefer.worker.heartbeat import Heartbeat, clock
 from pgdefer.worker.listener import Sleep, SleepListener
 from pgdefer.worker.registration import Refused, Registration, raise_fatal
 from pgdefer.worker.slots import Slots
@@ -67,6 +67,7 @@ class Fetcher:
         registration: Registration,
         executor: Executor,
         completer: Completer,
+        heartbeat: Heartbeat,
         queues: list[str] | None,
         slots: list[Slots],
         is_drain: bool,
@@ -83,6 +84,7 @@ class Fetcher:
         self._registration = registration
         self._executor = executor
         self._completer = completer
+        self._heartbeat = heartbeat
         self._queues = queues
         self._slots = slots
         self._is_drain = is_drain
@@ -124,17 +126,27 @@ class Fetcher:
             except ConnectionLost as error:
                 # Later a refusal may be mended: the database is restored, the password changed.
                 cause = error.__cause__
-                if not self._registration.has_scheduled and cause and is_refused(cause):
-                    raise cause from None
+                refusal = cause if cause and is_refused(cause) else None
+                if refusal and not self._registration.has_scheduled:
+                    raise refusal from None
                 log.warning("the connection was lost: %s", error)
                 now = asyncio.get_running_loop().time()
                 self._lost_claim_checks = [now + delay for delay in LOST_CLAIM_CHECKS]
-                if state.is_ending and not self._has_work:
-                    return
-                if state.at_once.is_set() and not self._executor.running:
-                    log.error("%d outcomes could not be reported", len(self._completer.unsent))
+                if self._may_end(is_refused=bool(refusal)):
                     return
                 await state.pause(backoff.delay())
+
+    def _may_end(self, *, is_refused: bool) -> bool:
+        """Whether to end without a connection: nothing is left to report, or it can't be."""
+        state = self._state
+        if state.is_ending and not self._has_work:
+            return True
+        # What is refused for so long may not exist any more, and the jobs are others' by now.
+        is_hopeless = state.is_ending and is_refused and self._heartbeat.is_overdue
+        if self._executor.running or not (state.at_once.is_set() or is_hopeless):
+            return False
+        log.error("%d outcomes could not be reported", len(self._completer.unsent))
+        return True
 
     async def _begin(self) -> None:
         """Connect, and register if the worker is new."""

@@ -129,6 +129,7 @@ class Heartbeat:
     ) -> None:
         self._source = source
         self._interval = interval
+        self._dead_after = dead_after
         self._on_beat = on_beat
         self._on_gone = on_gone
         self._on_lost = on_lost
@@ -152,6 +153,11 @@ class Heartbeat:
         # A heartbeat over the worker's connection that is under way.
         self._sent: _Sent | None = None
         self._running: concurrent.futures.Future[None] | None = None
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether none was answered for so long that the jobs may be others' by now."""
+        return clock() - self.beat_at >= self._dead_after
 
     def start(self, worker: int, registered_at: float) -> None:
         """Start to send heartbeats for this worker."""
@@ -201,8 +207,8 @@ class Heartbeat:
         connection = Connection(self._source, self._interval)
         backoff = Backoff(last=2.0)
         try:
-            # The worker has just been registered, and a heartbeat may keep its first fetch from a job
-            # that has to run alone. Several workers do not send theirs all at the same time.
+            # The worker has just been registered, and a heartbeat may keep its first fetch from a
+            # job that has to run alone. Several workers do not send theirs all at the same time.
             part = 1.0 if self._has_own_thread else random.random()  # noqa: S311
             await self._rest(connection, self._interval * part)
             while not self._is_stopped:

@@ -21,7 +21,7 @@ from pgdefer.errors import InvalidParameter, PgDeferError, describe, translate
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker.databases import Database, DsnFile, read_dsns
 from pgdefer.worker.gate import Gate
-from pgdefer.worker.heartbeat import HeartbeatThread
+from pgdefer.worker.heartbeat import HeartbeatThread, clock
 from pgdefer.worker.options import WorkerOptions, check_options
 from pgdefer.worker.prefetch import MOST
 from pgdefer.worker.probes import Answer, Probes, answer
@@ -298,6 +298,7 @@ class MultiWorker:
         with served.client.entered():
             while not served.is_stopping:
                 worker = self._worker(served)
+                began = clock()
                 try:
                     await worker.run_async()
                     return
@@ -312,6 +313,8 @@ class MultiWorker:
                 if self.drain:
                     self._errors[served.database.name] = served.said
                     return
+                if clock() - began > LAST:
+                    backoff.reset()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(served.stopped.wait(), backoff.delay())
 

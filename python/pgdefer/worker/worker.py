@@ -26,7 +26,7 @@ from pgdefer.worker.ending import STOPPED
 from pgdefer.worker.executor import Executor
 from pgdefer.worker.fetcher import Fetcher
 from pgdefer.worker.gate import Gate
-from pgdefer.worker.heartbeat import Heartbeat, HeartbeatThread, clock
+from pgdefer.worker.heartbeat import Heartbeat, HeartbeatThread
 from pgdefer.worker.listener import OnlyConnection, SleepListener
 from pgdefer.worker.memory import resident
 from pgdefer.worker.options import WorkerOptions, check_options
@@ -122,7 +122,7 @@ class Worker:
         self.state = WorkerState(options.get("max_jobs"))
         self._reporter = Reporter(app.hooks)
         self.completer = Completer(self._reporter)
-        self.executor = Executor(app, self.state, self.completer, self.dead_after, self._reporter)
+        self.executor = Executor(app, self.state, self.completer, self._reporter)
         self._background: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
@@ -205,7 +205,7 @@ class Worker:
         """Return why the worker gets no jobs, if so. May be called from any thread."""
         if self.state.id is None or self.state.is_stopping:
             return "not registered, or stopping"
-        if clock() - self.heartbeat.beat_at >= self.dead_after:
+        if self.heartbeat.is_overdue:
             return "no heartbeat reaches the database"
         return None
 
@@ -260,6 +260,7 @@ class Worker:
             registration=registration,
             executor=self.executor,
             completer=self.completer,
+            heartbeat=self.heartbeat,
             queues=self.queues,
             slots=self.slots,
             is_drain=self.drain,

@@ -482,6 +482,41 @@ async def test_what_may_be_asked_for_may_change_at_any_moment(
     assert sorted(ran) == [name_of(dsn) for dsn in dsns]
 
 
+async def test_a_dropped_database_keeps_no_worker(
+    dsns: list[str], tenants: Tenants, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that was removed from the file, and one from which the process is stopped."""
+    app = App()
+    begun: list[str] = []
+    release = asyncio.Event()
+
+    @app.task
+    async def task() -> None:
+        begun.append(name_of(current_job().dsn))
+        await release.wait()
+
+    file = tmp_path / "tenants"
+    file.write_text("\n".join(dsns))
+    async with working(app, file, heartbeat_every=0.5, dead_after=2) as worker:
+        for dsn in dsns[:2]:
+            defer_in(app, dsn, task, [{}])
+        await until(lambda: len(begun) == 2)
+        tenants.close()
+        file.write_text("\n".join(dsns[1:]))
+        await until(lambda: worker._leaving)
+        release.set()
+        await until(lambda: worker.finished == 2)
+        assert not said(caplog, "could not be reported")
+        await until(lambda: not worker._leaving)
+        assert len(said(caplog, "1 outcomes could not be reported")) == 1
+    assert len(said(caplog, "1 outcomes could not be reported")) == 2
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if text in message]
+
+
 async def test_handlers_that_outlive_their_worker_leave_threads_to_others(
     dsns: list[str], tmp_path: Path
 ) -> None:

@@ -46,9 +46,7 @@ class Bench:
         self.state = WorkerState(None)
         reporter = Reporter({})
         self.completer = Completer(reporter)
-        self.executor = Executor(
-            self.app, self.state, self.completer, dead_after=30.0, reporter=reporter
-        )
+        self.executor = Executor(self.app, self.state, self.completer, reporter)
         self.runner = Runner()
         self.slots = Slots(10)
         names = ["on_beat", "on_gone", "on_lost"]
