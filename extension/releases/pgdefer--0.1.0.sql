@@ -10084,7 +10084,7 @@ begin
   end if;
 end $$;
 
--- Leaves an eighth of the signals among the settlements, or 500, and hands the others over to later
+-- Leaves an eighth of the signals among the settlements, but at least 500, and hands the others over to later
 -- admissions, so that nobody waits long for the admission lock. A fixed number would have each signal handed
 -- over as often as there are such numbers. Returns what is left, in its order.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: the signals are appended again, and
@@ -10096,7 +10096,7 @@ begin
   with seen as materialized (
     select u.id, u.kind, u.flags, u.n, u.kind = 'signal'
       and row_number() over (partition by u.kind = 'signal' order by u.n)
-        > greatest(500, cardinality(p_ids) / 8) as is_later
+        > greatest(500, count(*) over (partition by u.kind = 'signal') / 8) as is_later
     from unnest(p_ids, p_kinds, p_flags) with ordinality u (id, kind, flags, n)),
   later as (
     insert into queue.pending_settlement (job_id, kind, flags)
