@@ -101,6 +101,7 @@ class Fetcher:
         self._found_at: collections.deque[float] = collections.deque(maxlen=STREAM_FINDS)
         self._refusals = Backoff(last=1.0)
         self._lost_claim_checks: list[float] = []
+        self._has_fetched = False
 
     @property
     def _has_work(self) -> bool:
@@ -154,6 +155,7 @@ class Fetcher:
         is_new = self._state.id is None
         if is_new:
             await self._registration.register()
+            self._has_fetched = False
         elif self._connection is self._listener:
             await self._listener.listen_again()
         await self._registration.announce()
@@ -313,6 +315,9 @@ class Fetcher:
             is_dry = is_dry and came < least
         self._is_dry = is_dry
         self._has_news = bool(found)
+        if not self._has_fetched:
+            self._has_fetched = True
+            self._heartbeat.on_first_fetch()
         if found:
             self._found_at.append(asyncio.get_running_loop().time())
             is_stream = self._is_stream()

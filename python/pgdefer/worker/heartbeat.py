@@ -160,12 +160,15 @@ class Heartbeat:
         return clock() - self.beat_at >= self._dead_after
 
     def start(self, worker: int, registered_at: float) -> None:
-        """Start to send heartbeats for this worker."""
+        """Send heartbeats for this worker from now on."""
         self.beat_at = registered_at
         self._worker = worker
         if self._running is None:
             self._running = self._thread.start(self._run())
-        else:
+
+    def on_first_fetch(self) -> None:
+        """Send the first heartbeat, unless several workers share the thread."""
+        if self._has_own_thread:
             self.poke()
 
     def poke(self) -> None:
@@ -207,8 +210,8 @@ class Heartbeat:
         connection = Connection(self._source, self._interval)
         backoff = Backoff(last=2.0)
         try:
-            # The worker has just been registered, and a heartbeat may keep its first fetch from a
-            # job that has to run alone. Several workers do not send theirs all at the same time.
+            # A heartbeat may keep the first fetch from a job that has to run alone, so it waits for
+            # that. Several workers do not send theirs all at the same time.
             part = 1.0 if self._has_own_thread else random.random()  # noqa: S311
             await self._rest(connection, self._interval * part)
             while not self._is_stopped:
