@@ -31,7 +31,7 @@ from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
 from pgdefer.worker.executor import Executor
 from pgdefer.worker.fetcher import Fetcher
-from pgdefer.worker.heartbeat import clock
+from pgdefer.worker.heartbeat import Heartbeat, clock
 from pgdefer.worker.listener import Sleep, SleepListener
 from support import install, url_of
 
@@ -1279,19 +1279,15 @@ async def test_what_was_claimed_waits_for_a_heartbeat(
     @app.task(name="t")
     async def task() -> None: ...
 
-    late = 0.0
-    for module in ("executor", "fetcher", "registration"):
-        monkeypatch.setattr(f"pgdefer.worker.{module}.clock", lambda: clock() + late)
     app.defer("t")
     async with running(app) as worker:
         await jobs.end()
-        late = 31.0
+        monkeypatch.setattr(Heartbeat, "is_overdue", True)
         monkeypatch.setattr(worker.heartbeat, "poke", lambda: None)
         app.defer("t")
         await until(lambda: worker.executor.claimed)
         assert not worker.executor.running
         monkeypatch.undo()
-        late = 0.0
         worker.heartbeat.poke()
         await jobs.end()
 
@@ -1340,12 +1336,9 @@ async def test_what_was_told_to_abort_before_it_starts(
     def task() -> None:
         runs.append(1)
 
-    late = 0.0
-    for module in ("executor", "fetcher", "registration"):
-        monkeypatch.setattr(f"pgdefer.worker.{module}.clock", lambda: clock() + late)
     async with running(app) as worker:
         await until(lambda: worker.id)
-        late = 31.0
+        monkeypatch.setattr(Heartbeat, "is_overdue", True)
         monkeypatch.setattr(worker.heartbeat, "poke", lambda: None)
         job = await app.defer_async("t")
         await until(lambda: worker.executor._is_held)
