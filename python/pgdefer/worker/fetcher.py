@@ -127,23 +127,23 @@ class Fetcher:
             except ConnectionLost as error:
                 # Later a refusal may be mended: the database is restored, the password changed.
                 cause = error.__cause__
-                refusal = cause if cause and is_refused(cause) else None
-                if refusal and not self._registration.has_scheduled:
+                refusal = cause if cause is not None and is_refused(cause) else None
+                if refusal is not None and not self._registration.has_scheduled:
                     raise refusal from None
                 log.warning("the connection was lost: %s", error)
                 now = asyncio.get_running_loop().time()
                 self._lost_claim_checks = [now + delay for delay in LOST_CLAIM_CHECKS]
-                if self._may_end(is_refused=bool(refusal)):
+                if self._may_end(was_refused=refusal is not None):
                     return
                 await state.pause(backoff.delay())
 
-    def _may_end(self, *, is_refused: bool) -> bool:
+    def _may_end(self, *, was_refused: bool) -> bool:
         """Whether to end without a connection: nothing is left to report, or it can't be."""
         state = self._state
         if state.is_ending and not self._has_work:
             return True
         # What is refused for so long may not exist any more, and the jobs are others' by now.
-        is_hopeless = state.is_ending and is_refused and self._heartbeat.is_overdue
+        is_hopeless = state.is_ending and was_refused and self._heartbeat.is_overdue
         if self._executor.running or not (state.at_once.is_set() or is_hopeless):
             return False
         log.error("%d outcomes could not be reported", len(self._completer.unsent))
