@@ -116,7 +116,8 @@ select is(pg_temp.run(), 'a new', 'jobs deferred afterwards run');
 
 -- Far behind: a cluster that has used more
 call pg_temp.fill('b ');
-select pg_temp.shift(-(select c.next_xid::text::bigint - 20 from queue.cursor c));
+-- (by no more than keeps their distances, however many transactions others had meanwhile)
+select pg_temp.shift(3 - (select min(j.xid::text::bigint) from queue.job j where starts_with(j.task, 'b ')));
 call pg_temp.run_all();
 select is(pg_temp.ran('b '), pg_temp.expected('b '), 'stored ids far behind: nothing is lost, nothing doubled');
 select is_empty('select * from queue.check()', 'every invariant holds');
