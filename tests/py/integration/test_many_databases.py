@@ -25,6 +25,7 @@ from psycopg.conninfo import make_conninfo
 from pgdefer import App, JobEvent, MultiWorker, PgDeferError, current_job
 from pgdefer.cli import Exit
 from pgdefer.database.server import EmbeddedServer
+from pgdefer.worker.heartbeat import Heartbeat
 from pgdefer.worker.shared_slots import Share, SharedSlots
 from support import install
 
@@ -483,7 +484,11 @@ async def test_what_may_be_asked_for_may_change_at_any_moment(
 
 
 async def test_a_dropped_database_keeps_no_worker(
-    dsns: list[str], tenants: Tenants, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    dsns: list[str],
+    tenants: Tenants,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One that was removed from the file, and one from which the process is stopped."""
     app = App()
@@ -497,7 +502,8 @@ async def test_a_dropped_database_keeps_no_worker(
 
     file = tmp_path / "tenants"
     file.write_text("\n".join(dsns))
-    async with working(app, file, heartbeat_every=0.5, dead_after=2) as worker:
+    monkeypatch.setattr(Heartbeat, "is_overdue", False)
+    async with working(app, file) as worker:
         for dsn in dsns[:2]:
             defer_in(app, dsn, task, [{}])
         await until(lambda: len(begun) == 2)
@@ -506,7 +512,10 @@ async def test_a_dropped_database_keeps_no_worker(
         await until(lambda: worker._leaving)
         release.set()
         await until(lambda: worker.finished == 2)
-        assert not said(caplog, "could not be reported")
+        caplog.clear()
+        await until(lambda: said(caplog, '"tenant_a" does not exist'))
+        assert worker._leaving
+        monkeypatch.setattr(Heartbeat, "is_overdue", True)
         await until(lambda: not worker._leaving)
         assert len(said(caplog, "1 outcomes could not be reported")) == 1
     assert len(said(caplog, "1 outcomes could not be reported")) == 2
