@@ -47,6 +47,7 @@ __all__ = [
     "Schedule",
     "ScheduleRun",
     "Semaphore",
+    "Share",
     "Step",
     "Task",
     "Worker",

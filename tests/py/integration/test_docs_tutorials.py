@@ -19,7 +19,8 @@ pytestmark = pytest.mark.client
 
 
 def test_the_tutorial_on_sql_alone(reader: Reader) -> None:
-    shutil.copyfile(sql_folder() / "pgdefer.sql", reader.folder / "pgdefer.sql")
+    (reader.folder / "build").mkdir()
+    shutil.copyfile(sql_folder() / "pgdefer.sql", reader.folder / "build" / "pgdefer.sql")
     output = ""
     for block in blocks("docs/sql.md"):
         if block.language == "text":
