@@ -25,7 +25,7 @@ begin
   perform queue._check_isolation();
   perform queue._check_step_options(fail_step.options);
   v_key := queue._step_key(fail_step.name);
-  perform queue._lock_claim(fail_step.id, fail_step.claim);
+  perform queue._lock_claim(fail_step.id, fail_step.claim, true);
   v_step := queue._step_to_end(fail_step.id, fail_step.claim, v_key.name, v_key.no);
   if v_key.no is null and v_step.no > 1 and not exists (
     select from queue.step s where s.job_id = fail_step.id and s.no = v_step.no and s.name = v_key.name) then

@@ -205,11 +205,17 @@ begin
     where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
 end $$;
 
--- Keeps a claim from ending before this transaction ends. Locks: see the top. Raises: QJ001, QJ002.
-create or replace function queue._lock_claim(p_id bigint, p_claim bigint)
+-- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it; two of these
+-- wait for each other here, as they would be deadlocked where they end it.
+-- Locks: see the top. Raises: QJ001, QJ002.
+create or replace function queue._lock_claim(p_id bigint, p_claim bigint, p_may_end boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for key share;
+  if p_may_end then
+    perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for no key update;
+  else
+    perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for key share;
+  end if;
   if not found then
     perform queue._raise_claim_error(p_id, p_claim);
   end if;

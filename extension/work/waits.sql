@@ -117,7 +117,7 @@ declare
   v_key record := queue._step_key(p_name);
   v_step record;
 begin
-  perform queue._lock_claim(p_id, p_claim);
+  perform queue._lock_claim(p_id, p_claim, true);
   v_step := queue._step_to_end(p_id, p_claim, v_key.name, v_key.no);
   if v_step.is_finished then
     perform queue._step_is_finished(p_id, p_name);
