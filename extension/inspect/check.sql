@@ -25,6 +25,14 @@ begin
       or j.flags & {{until_start}} <> 0 and exists (select from queue.active_job aj
         where aj.id = j.id and aj.claim is not null);
   return query
+    select 'a job without its queueing lock'::text, j.id, j.queueing_lock
+    from queue.job_now j
+    where j.queueing_lock is not null and j.claims = 0
+      and not exists (select from queue.finished f where f.id = j.id)
+      and not exists (select from queue.active_job aj where aj.id = j.id and aj.claim is not null)
+      and not exists (select from queue.pending_settlement h where h.job_id = j.id)
+      and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id);
+  return query
     select 'not one row'::text, null::bigint, x.name
     from (select 'admission'::text as name, count(*) as n from queue.admission union all
           select 'cursor', count(*) from queue.cursor union all

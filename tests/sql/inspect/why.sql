@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(86);
+select plan(87);
 
 set pgdefer.notify = off;
 
@@ -80,6 +80,7 @@ from (values
   ($$delete from queue.waiting w where w.id = pg_temp.id('scheduled'); insert into queue.finished (id, finished_at, attempts, state) values (pg_temp.id('scheduled'), now(), 1, 'succeeded')$$, 'waits for needs although they do not hold it: needs'),
   ($$delete from queue.waiting w where w.id = pg_temp.id('scheduled'); insert into queue.finished (id, finished_at, attempts, state) values (pg_temp.id('scheduled'), now(), 1, 'failed')$$, 'waits for needs although they do not hold it: needs'),
   ($$update queue.active_job v set claim = 99, worker_id = 1, claimed_at = now() where v.id = pg_temp.id('unique')$$, 'a queueing lock whose job has started: unique'),
+  ($$delete from queue.queueing_lock k where k.job_id = pg_temp.id('unique')$$, 'a job without its queueing lock: unique'),
   ($$update queue.queueing_lock k set job_id = pg_temp.id('done')$$, 'a queueing lock whose job has started: done'),
   ($$update queue.active_job v set worker_id = null where v.id = pg_temp.id('has a lease')$$, 'claimed without a worker: has a lease'),
   ($$insert into queue.pending_settlement (xid, job_id, kind, flags) values ('3', pg_temp.id('runs'), 'ended', 1)$$, 'a settlement that the cursor has passed: runs'),
