@@ -6,7 +6,8 @@
 -- row. Under the admission lock it waits for nothing that another transaction could hold long: not for
 -- these rows, nor for queue.job_override of a job that is being finished. The first lock is FOR NO KEY
 -- UPDATE: a transaction that has only finished a step (work/steps.sql) may last, and is not waited for;
--- _try_lock_job then finds the job busy.
+-- _try_lock_job then finds the job busy. Whether the caller may use the jobs' queues is checked again under
+-- the admission lock, because they may have moved while this waited.
 -- Tests: operate/change.claim.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
@@ -23,6 +24,7 @@ begin
   perform from queue.queueing_lock k
   where k.job_id = p_id and k.key = (select j.queueing_lock from queue.job j where j.id = p_id) for update;
   perform queue._admit_all();
+  perform queue._require_jobs('{operator}', array[p_id]);
 end $$;
 
 -- Prepares a call that changes many jobs: takes the locks in their order.
@@ -39,6 +41,7 @@ begin
   order by k.key for update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
+  perform queue._require_jobs('{operator}', p_ids);
 end $$;
 
 -- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,

@@ -93,8 +93,9 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
 -- never started takes its queueing lock again, and is refused (QJ004) if another job holds it.
 -- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then as retry.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
--- again under it.
--- Two sessions: operate/retry.cancel_key.spec, operate/retry.lock.spec.
+-- again under it. What else others may change meanwhile is looked at under it, too: whether a job has still
+-- failed, and whether the caller may still use its queue.
+-- Two sessions: operate/retry.cancel_key.spec, operate/retry.lock.spec, operate/retry.twice.spec.
 create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb,
   p_step text default null, p_no integer default null, p_changes jsonb default null)
 returns table (id bigint, outcome text, error text)
@@ -113,11 +114,12 @@ begin
   perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
+  perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
   v_before := queue._jobs_before(p_ids, variadic array(
     select k from jsonb_object_keys(v_change - 'queue') k
     union all select 'scheduled_at' where v_at is not null));
   for v_job in
-    select j.id, aj.claim, aj.worker_id, f.id is not null as is_finished, w.reason,
+    select j.id, aj.claim, aj.worker_id, f.id is not null as is_finished, f.state, w.reason,
       j.claims,
       j.flags & {{expires}} <> 0
         and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
@@ -134,7 +136,8 @@ begin
     left join queue.waiting w on w.id = j.id
     order by j.id
   loop
-    if v_job.is_expired and not p_force or v_job.is_ending then
+    if v_job.is_expired and not p_force or v_job.is_ending
+      or p_call = 'retry_failed' and v_job.state is distinct from 'failed' then
       continue;
     elsif v_job.lacks_key then
       v_unkeyed := v_unkeyed || v_job.id;
@@ -153,6 +156,7 @@ begin
     elsif v_job.reason in ('schedule', 'signal') and v_job.claims > 0 then
       continue when (select t.place from queue._dequeue(v_job.id) t) is null;
       delete from queue.suspended w where w.job_id = v_job.id;
+      delete from queue.expiry e where v_job.is_expired and e.id = v_job.id;
       perform queue._forget_steps(v_job.id, p_step, p_no);
       perform queue._reset_counters(array[v_job.id], v_at);
       perform queue._change_on_retry(array[v_job.id], v_change) where v_change is not null;
@@ -163,7 +167,7 @@ begin
   end loop;
   perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id)
     where u.id not in (select unnest(v_done))), {{queueing_lock}})
-  where v_keyed <> '{}';
+  where v_keyed is not null;
   perform queue._requeue_finished(v_back, v_at, v_change);
   perform queue._announce();
   perform queue._audit_jobs(p_call, p_args, v_done, v_before, v_change ->> 'queue');
@@ -178,7 +182,8 @@ begin
     clock_timestamp() + queue._interval('retry_in', p_changes -> 'retry_in'));
 end $$;
 
--- Takes the free queueing locks of finished jobs that have never started, and returns those jobs.
+-- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:
+-- not those for which another call took it while this one waited.
 -- Locks: the locks' rows, in their order, before anything else: a session that defers such a job may hold
 -- them long.
 create or replace function queue._retake_queueing_locks(p_ids bigint[])
@@ -193,11 +198,12 @@ begin
       where f.id = u.id and j.queueing_lock is not null and j.claims = 0
         and not (f.state = 'succeeded' and f.worker_id is not null)
       offset 0) f);
-  if v_keyed <> '{}' then
+  with taken as (
     insert into queue.queueing_lock (key, job_id)
     select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
-    on conflict on constraint queueing_lock_pkey do nothing;
-  end if;
+    on conflict on constraint queueing_lock_pkey do nothing
+    returning job_id)
+  select array_agg(t.job_id) into v_keyed from taken t;
   return v_keyed;
 end $$;
 

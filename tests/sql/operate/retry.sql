@@ -1,6 +1,6 @@
 -- Manual retries: from every state, with locks, needs, counts and history.
 
-select plan(111);
+select plan(114);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -245,6 +245,16 @@ select queue.defer('late', queueing_lock => 'again', options => '{"expires_at": 
 select queue.tick() \g /dev/null
 select is((select error from queue.retry(array[:late::bigint])), 'QJ003', 'a job that has expired is refused');
 select is_empty($$select * from queue.queueing_lock k where k.key = 'again'$$, 'and takes no key');
+-- Expired while it waited for a retry, and nobody has taken note of that yet
+select queue.defer('soon', options => '{"expires_at": "2999-01-01T00:00:00Z"}') as soon \gset
+select queue.fail(f.id, f.claim, 'e', options => '{"retry_in": "1 hour"}') from queue.fetch(:worker, null, 1, jsonb_build_object('ids', jsonb_build_array(:soon))) f \g /dev/null
+select queue.tick() \g /dev/null
+update queue.log l set job_options.options = (l.job_options).options || '{"expires_at": "2001-01-01T00:00:00Z"}' where l.id = :soon;
+update queue.expiry e set at = '2001-01-01Z' where e.id = :soon;
+select is(pg_temp.retry(array[:soon]), 'scheduled QJ003', 'a job that expires in this moment is refused');
+select is(pg_temp.retry(array[:soon], true), 'ready', 'with force it runs');
+select queue.tick() \g /dev/null
+select is(pg_temp.job(:soon), 'ready 1 0 0 1', 'and does not expire any more');
 select is_empty('select * from queue.check()', 'sound');
 
 select * from finish();
