@@ -1,5 +1,19 @@
 -- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
 
+-- SQL_ASCII stores any bytes, but workers read UTF-8: one job with other bytes would make every fetch fail. So
+-- the tables that jobs come from refuse them (22021), at the call and not at its admission.
+create or replace function queue._require_utf8()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_table text;
+begin
+  foreach v_table in array '{log,job_override,task,schedule,job_group,pending_settlement,step,received_signal,
+    event}'::text[] loop
+    execute format('alter table queue.%1$I add constraint %1$s_utf8_check'
+      ' check (convert_from(convert_to(%1$I::text, ''SQL_ASCII''), ''UTF8'') is not null)', v_table);
+  end loop;
+end $$;
+
 -- Locks: if there are tables, as migrate. Else only the owner's sessions can hold it up: the first table,
 -- whose name both want, makes it wait for another installer, and it then finds the tables.
 create or replace function queue.install()
@@ -9,6 +23,7 @@ begin
   if to_regclass('queue.installation') is null then
     begin
       perform queue._create_tables();
+      perform queue._require_utf8() where getdatabaseencoding() = 'SQL_ASCII';
       execute format('insert into queue.installation (version, system_identifier, era) values (%L, %s, '''')',
                      '@VERSION@', (select system_identifier from pg_control_system()));
       execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';

@@ -116,3 +116,35 @@ def test_failed_steps(database: str, encoding: str) -> None:
         assert connection.execute(attempts).fetchall() == [(message,)] * 2
         assert connection.execute("select * from queue.check()").fetchall() == []
     assert found == [(2, f"ValueError: {message}")] * 2
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII"])
+def test_bytes_that_no_worker_can_read(database: str) -> None:
+    """They are refused at the call: a single fetch of them would fail, and each one after it."""
+    app = App(database)
+    ran: list[str] = []
+
+    @app.task(name="reads")
+    def reads(text: str) -> None:
+        ran.append(text)
+
+    job = app.defer("reads", {"text": "é"})
+    with psycopg.connect(database, autocommit=True, client_encoding="SQL_ASCII") as connection:
+        for call in (
+            b"defer(E'\\xff')",
+            b"defer('reads', queue => E'\\xff')",
+            b"defer('reads', lock => E'\\xff')",
+            b"defer('reads', jsonb_build_object('text', E'\\xff'))",
+            b"register_task('reads', jsonb_build_object('queue', E'\\xff'))",
+            b"schedule('s', '@daily', 'reads', jsonb_build_object('text', E'\\xff'))",
+            b"move(array[%d], E'\\xff')" % job.id,
+            b"set_args(%d, jsonb_build_object('text', E'\\xff'))" % job.id,
+            b"signal(%d, 's', jsonb_build_object('text', E'\\xff'))" % job.id,
+            b"publish('e', jsonb_build_object('text', E'\\xff'))",
+        ):
+            with pytest.raises(psycopg.errors.CharacterNotInRepertoire):
+                connection.execute(b"select queue." + call)
+        assert connection.execute("select * from queue.check()").fetchall() == []
+    app.run_worker(drain=True)
+    app.close()
+    assert ran == ["é"]
