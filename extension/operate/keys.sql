@@ -93,6 +93,10 @@ begin
     where exists (select from queue.semaphore s where s.key = k.key and s.limit_id = 0)) x;
   if v_keys.keys is not null then
     perform queue._set_slots(v_keys.keys, v_keys.slots, v_keys.ids, v_keys.rate_limits, v_keys.rate_pers);
+    delete from queue.rate_start r
+    where r.key = any (array(
+      select s.key from unnest(v_keys.keys) u (key) join queue.semaphore s on s.key = u.key
+      where s.rate_limit is null));
     perform queue._advance(p_keys => v_keys.keys);
     perform queue._advance_own();
   end if;
@@ -103,4 +107,5 @@ end $$;
 comment on function queue.configure_key(text, jsonb) is
   'Sets the limit and the rate {"limit", "per"} of the concurrency keys that match a name or prefix*; the'
     ' longest pattern applies. They override the limits and rates of jobs at once, also for running and'
-    ' waiting jobs. Absent options keep their value; null removes a limit or rate. See queue.semaphores.';
+    ' waiting jobs. Absent options keep their value; null removes a limit or rate. To remove a rate and set'
+    ' it again forgets earlier starts, unless the jobs have a rate of their own. See queue.semaphores.';

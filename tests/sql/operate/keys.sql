@@ -1,6 +1,6 @@
 -- Limits and rates of keys by configure_key: what applies once they are removed. More in admit/rates.sql.
 
-select plan(21);
+select plan(30);
 
 set pgdefer.notify = off;
 
@@ -95,4 +95,32 @@ select is_empty('select * from queue.check()', 'in order');
 select pg_temp.end_all();
 select queue.prune() \g /dev/null
 
+-- A rate that is removed and set again forgets its starts, so that a clock that was ahead shuts it no longer.
+select pg_temp.defer('a b c', '[{"key": "z", "limit": 9}]'), pg_temp.defer('x', '[{"key": "z2", "limit": 9}]');
+select queue.configure_key('z*', '{"rate": {"limit": 1, "per": "1 s"}}');
+select is(pg_temp.claim(), 'a x', 'one each');
+update queue.rate_start set at = at + interval '30 days';
+select is(pg_temp.claim(), null, 'shut');
+select queue.configure_key('z', '{"rate": {"limit": 1, "per": "1 hour"}}'), queue.configure_key('z', '{"rate": null}');
+select is((select count(*) from queue.rate_start r where r.key like 'kz%'), 2::bigint, 'the pattern''s rate keeps them');
+select queue.configure_key('z*', '{"rate": null}');
+select queue.configure_key('z*', '{"rate": {"limit": 1, "per": "1 s"}}');
+select is(pg_temp.claim(), 'b', 'open again');
+select is_empty('select * from queue.check()', 'in order');
+select queue.configure_key('z*', '{"rate": null}');
+select pg_temp.end_all();
+select queue.prune() \g /dev/null
+
+-- The jobs' own rate keeps its starts, also if its jobs are gone.
+select pg_temp.defer('a b c', '[{"key": "o", "rate": {"limit": 2, "per": "1 hour"}}]');
+select queue.configure_key('o', '{"rate": {"limit": 1, "per": "1 s"}}');
+select is(pg_temp.claim(), 'a', 'one a second');
+select queue.configure_key('o', '{"rate": null}');
+select is(pg_temp.claim(), 'b', 'of two an hour one was left');
+select pg_temp.end_all();
+select queue.prune() \g /dev/null
+select queue.configure_key('o', '{"limit": 5}'), queue.configure_key('o', '{"limit": null}');
+select pg_temp.defer('d', '[{"key": "o", "rate": {"limit": 2, "per": "1 hour"}}]');
+select is(pg_temp.claim(), null, 'the limit that is set and removed changes nothing');
+select is_empty('select * from queue.check()', 'in order');
 select * from finish();
