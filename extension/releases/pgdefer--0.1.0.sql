@@ -3450,6 +3450,20 @@ end $$;
 -- base/install.sql
 -- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
 
+-- SQL_ASCII stores any bytes, but workers read UTF-8: one job with other bytes would make every fetch fail. So
+-- the tables that jobs come from refuse them (22021), at the call and not at its admission.
+create or replace function queue._require_utf8()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_table text;
+begin
+  foreach v_table in array '{log,job_override,task,schedule,job_group,pending_settlement,step,received_signal,
+    event}'::text[] loop
+    execute format('alter table queue.%1$I add constraint %1$s_utf8_check'
+      ' check (convert_from(convert_to(%1$I::text, ''SQL_ASCII''), ''UTF8'') is not null)', v_table);
+  end loop;
+end $$;
+
 -- Locks: if there are tables, as migrate. Else only the owner's sessions can hold it up: the first table,
 -- whose name both want, makes it wait for another installer, and it then finds the tables.
 create or replace function queue.install()
@@ -3459,6 +3473,7 @@ begin
   if to_regclass('queue.installation') is null then
     begin
       perform queue._create_tables();
+      perform queue._require_utf8() where getdatabaseencoding() = 'SQL_ASCII';
       execute format('insert into queue.installation (version, system_identifier, era) values (%L, %s, '''')',
                      '0.1.0', (select system_identifier from pg_control_system()));
       execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
@@ -11657,11 +11672,17 @@ begin
     where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
 end $$;
 
--- Keeps a claim from ending before this transaction ends. Locks: see the top. Raises: QJ001, QJ002.
-create or replace function queue._lock_claim(p_id bigint, p_claim bigint)
+-- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it; two of these
+-- wait for each other here, as they would be deadlocked where they end it.
+-- Locks: see the top. Raises: QJ001, QJ002.
+create or replace function queue._lock_claim(p_id bigint, p_claim bigint, p_may_end boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for key share;
+  if p_may_end then
+    perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for no key update;
+  else
+    perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for key share;
+  end if;
   if not found then
     perform queue._raise_claim_error(p_id, p_claim);
   end if;
@@ -12272,7 +12293,7 @@ declare
   v_key record := queue._step_key(p_name);
   v_step record;
 begin
-  perform queue._lock_claim(p_id, p_claim);
+  perform queue._lock_claim(p_id, p_claim, true);
   v_step := queue._step_to_end(p_id, p_claim, v_key.name, v_key.no);
   if v_step.is_finished then
     perform queue._step_is_finished(p_id, p_name);
@@ -12315,7 +12336,7 @@ begin
   perform queue._check_isolation();
   perform queue._check_step_options(fail_step.options);
   v_key := queue._step_key(fail_step.name);
-  perform queue._lock_claim(fail_step.id, fail_step.claim);
+  perform queue._lock_claim(fail_step.id, fail_step.claim, true);
   v_step := queue._step_to_end(fail_step.id, fail_step.claim, v_key.name, v_key.no);
   if v_key.no is null and v_step.no > 1 and not exists (
     select from queue.step s where s.job_id = fail_step.id and s.no = v_step.no and s.name = v_key.name) then
@@ -15941,7 +15962,8 @@ end $$;
 -- row. Under the admission lock it waits for nothing that another transaction could hold long: not for
 -- these rows, nor for queue.job_override of a job that is being finished. The first lock is FOR NO KEY
 -- UPDATE: a transaction that has only finished a step (work/steps.sql) may last, and is not waited for;
--- _try_lock_job then finds the job busy.
+-- _try_lock_job then finds the job busy. Whether the caller may use the jobs' queues is checked again under
+-- the admission lock, because they may have moved while this waited.
 -- Tests: operate/change.claim.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
@@ -15958,6 +15980,7 @@ begin
   perform from queue.queueing_lock k
   where k.job_id = p_id and k.key = (select j.queueing_lock from queue.job j where j.id = p_id) for update;
   perform queue._admit_all();
+  perform queue._require_jobs('{operator}', array[p_id]);
 end $$;
 
 -- Prepares a call that changes many jobs: takes the locks in their order.
@@ -15974,6 +15997,7 @@ begin
   order by k.key for update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
+  perform queue._require_jobs('{operator}', p_ids);
 end $$;
 
 -- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,
@@ -17051,8 +17075,9 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
 -- never started takes its queueing lock again, and is refused (QJ004) if another job holds it.
 -- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then as retry.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
--- again under it.
--- Two sessions: operate/retry.cancel_key.spec, operate/retry.lock.spec.
+-- again under it. What else others may change meanwhile is looked at under it, too: whether a job has still
+-- failed, and whether the caller may still use its queue.
+-- Two sessions: operate/retry.cancel_key.spec, operate/retry.lock.spec, operate/retry.twice.spec.
 create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb,
   p_step text default null, p_no integer default null, p_changes jsonb default null)
 returns table (id bigint, outcome text, error text)
@@ -17071,11 +17096,12 @@ begin
   perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
+  perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
   v_before := queue._jobs_before(p_ids, variadic array(
     select k from jsonb_object_keys(v_change - 'queue') k
     union all select 'scheduled_at' where v_at is not null));
   for v_job in
-    select j.id, aj.claim, aj.worker_id, f.id is not null as is_finished, w.reason,
+    select j.id, aj.claim, aj.worker_id, f.id is not null as is_finished, f.state, w.reason,
       j.claims,
       j.flags & 64/* expires */ <> 0
         and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
@@ -17092,7 +17118,8 @@ begin
     left join queue.waiting w on w.id = j.id
     order by j.id
   loop
-    if v_job.is_expired and not p_force or v_job.is_ending then
+    if v_job.is_expired and not p_force or v_job.is_ending
+      or p_call = 'retry_failed' and v_job.state is distinct from 'failed' then
       continue;
     elsif v_job.lacks_key then
       v_unkeyed := v_unkeyed || v_job.id;
@@ -17111,6 +17138,7 @@ begin
     elsif v_job.reason in ('schedule', 'signal') and v_job.claims > 0 then
       continue when (select t.place from queue._dequeue(v_job.id) t) is null;
       delete from queue.suspended w where w.job_id = v_job.id;
+      delete from queue.expiry e where v_job.is_expired and e.id = v_job.id;
       perform queue._forget_steps(v_job.id, p_step, p_no);
       perform queue._reset_counters(array[v_job.id], v_at);
       perform queue._change_on_retry(array[v_job.id], v_change) where v_change is not null;
@@ -17121,7 +17149,7 @@ begin
   end loop;
   perform queue._drop_queueing_locks(array(select u.id from unnest(v_keyed) u (id)
     where u.id not in (select unnest(v_done))), 8448/* queueing_lock */)
-  where v_keyed <> '{}';
+  where v_keyed is not null;
   perform queue._requeue_finished(v_back, v_at, v_change);
   perform queue._announce();
   perform queue._audit_jobs(p_call, p_args, v_done, v_before, v_change ->> 'queue');
@@ -17136,7 +17164,8 @@ begin
     clock_timestamp() + queue._interval('retry_in', p_changes -> 'retry_in'));
 end $$;
 
--- Takes the free queueing locks of finished jobs that have never started, and returns those jobs.
+-- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:
+-- not those for which another call took it while this one waited.
 -- Locks: the locks' rows, in their order, before anything else: a session that defers such a job may hold
 -- them long.
 create or replace function queue._retake_queueing_locks(p_ids bigint[])
@@ -17151,11 +17180,12 @@ begin
       where f.id = u.id and j.queueing_lock is not null and j.claims = 0
         and not (f.state = 'succeeded' and f.worker_id is not null)
       offset 0) f);
-  if v_keyed <> '{}' then
+  with taken as (
     insert into queue.queueing_lock (key, job_id)
     select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
-    on conflict on constraint queueing_lock_pkey do nothing;
-  end if;
+    on conflict on constraint queueing_lock_pkey do nothing
+    returning job_id)
+  select array_agg(t.job_id) into v_keyed from taken t;
   return v_keyed;
 end $$;
 
@@ -17608,6 +17638,32 @@ comment on function queue.configure_share(text, jsonb) is
 
 -- operate/keys.sql
 -- Limits and rates of concurrency keys, changed while jobs run.
+-- Tests: operate/keys.sql, operate/keys.fetch.spec, admit/rates.sql.
+
+-- Forgets which job has set the limit and the rate of a key, if that job is gone: any other may set them.
+-- Returns jobs that may do so at once: of each such key the newest that waits for a slot, and all that are
+-- ready in the key's lanes. The others set them when they come to the slots.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._forget_gone_limits(p_pattern text)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_gone record;
+begin
+  with gone as (
+    update queue.semaphore s set limit_id = 0
+    where left(s.key, 1) = 'k' and queue._matches(substr(s.key, 2), p_pattern)
+      and not exists (select from queue.job j where j.id = s.limit_id)
+    returning s.key, s.lanes)
+  select array_agg(g.key) as keys, array(select distinct l from gone g cross join unnest(g.lanes) l) as lanes
+  into v_gone from gone g;
+  return array(
+    select max(w.id) from unnest(v_gone.keys) u (key)
+    join queue.waiting w on w.reason = 'slot' and w.key = u.key group by u.key
+    union
+    select aj.id from unnest(v_gone.lanes) u (lane)
+    join queue.active_job aj on aj.lane = u.lane
+    where aj.claim is null and aj.flags & 4/* keys */ <> 0);
+end $$;
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 -- Why it takes effect at its commit: jobs with keys are claimed only under the admission lock, and the claim
@@ -17621,6 +17677,8 @@ declare
   v_old record;
   v_before jsonb;
   v_rate jsonb;
+  v_keeps_rate boolean;
+  v_others bigint[];  -- jobs that may set limits in place of those that are gone
   v_keys record;
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
@@ -17646,25 +17704,38 @@ begin
     v_old.rate_limit := (v_rate ->> 'limit')::integer;
     v_old.rate_per := queue._interval('per', v_rate -> 'per');
   end if;
+  v_keeps_rate := v_old.rate_limit is not null or not v_before ? 'rate_limit';
   delete from queue.key_config c where c.pattern = configure_key.pattern;
   insert into queue.key_config (pattern, slots, rate_limit, rate_per)
   select configure_key.pattern, v_old.slots, v_old.rate_limit, v_old.rate_per
   where num_nonnulls(v_old.slots, v_old.rate_limit) > 0;
   -- the terms of the last job that set a limit; _set_slots lets the configured ones override them
-  select array_agg(s.key) as keys, array_agg(k.slots) as slots, array_agg(s.limit_id) as ids,
-    array_agg(k.rate_limit) as rate_limits, array_agg(k.rate_per) as rate_pers
+  v_others := queue._forget_gone_limits(configure_key.pattern);
+  select array_agg(x.key) as keys, array_agg(x.slots) as slots, array_agg(x.id) as ids,
+    array_agg(x.rate_limit) as rate_limits, array_agg(x.rate_per) as rate_pers
   into v_keys
-  from (select distinct on (s.key) s.key, s.slots, s.rate_limit, s.rate_per, s.limit_id
-        from queue.semaphore s
-        where left(s.key, 1) = 'k' and queue._matches(substr(s.key, 2), configure_key.pattern)
-        order by s.key, s.tick desc) s
-  cross join lateral (
-    select coalesce(min(k.slots), s.slots) as slots,
-      case when count(*) > 0 then min(k.rate_limit) else s.rate_limit end as rate_limit,
-      case when count(*) > 0 then min(k.rate_per) else s.rate_per end as rate_per
-    from queue._keys_of(array[s.limit_id], array[4/* keys */::smallint]) k where k.key = s.key) k;
+  from (
+    select s.key, s.limit_id as id, k.slots, k.rate_limit, k.rate_per
+    from (select distinct on (s.key) s.key, s.rate_limit, s.rate_per, s.limit_id
+          from queue.semaphore s
+          where left(s.key, 1) = 'k' and queue._matches(substr(s.key, 2), configure_key.pattern)
+          order by s.key, s.tick desc) s
+    cross join lateral (
+      -- without such a job only a rate that this call removes ends: the next jobs may have the same one
+      select coalesce(min(k.slots), 2147483647) as slots,
+        case when count(*) = 0 and v_keeps_rate then s.rate_limit else min(k.rate_limit) end as rate_limit,
+        case when count(*) = 0 and v_keeps_rate then s.rate_per else min(k.rate_per) end as rate_per
+      from queue._keys_of(array[s.limit_id], array[4/* keys */::smallint]) k where k.key = s.key) k
+    union all
+    select k.key, k.id, k.slots, k.rate_limit, k.rate_per
+    from queue._keys_of(v_others, array_fill(4/* keys */::smallint, array[cardinality(v_others)])) k
+    where exists (select from queue.semaphore s where s.key = k.key and s.limit_id = 0)) x;
   if v_keys.keys is not null then
     perform queue._set_slots(v_keys.keys, v_keys.slots, v_keys.ids, v_keys.rate_limits, v_keys.rate_pers);
+    delete from queue.rate_start r
+    where r.key = any (array(
+      select s.key from unnest(v_keys.keys) u (key) join queue.semaphore s on s.key = u.key
+      where s.rate_limit is null));
     perform queue._advance(p_keys => v_keys.keys);
     perform queue._advance_own();
   end if;
@@ -17675,7 +17746,8 @@ end $$;
 comment on function queue.configure_key(text, jsonb) is
   'Sets the limit and the rate {"limit", "per"} of the concurrency keys that match a name or prefix*; the'
     ' longest pattern applies. They override the limits and rates of jobs at once, also for running and'
-    ' waiting jobs. Absent options keep their value; null removes a limit or rate. See queue.semaphores.';
+    ' waiting jobs. Absent options keep their value; null removes a limit or rate. To remove a rate and set'
+    ' it again forgets earlier starts, unless the jobs have a rate of their own. See queue.semaphores.';
 
 -- inspect/results.sql
 -- Results: the outcome of a job, and waiting for it. succeed stores a result (work/finish.sql); it is kept as
@@ -18231,6 +18303,14 @@ begin
       or j.queueing_lock is distinct from k.key
       or j.flags & 256/* until_start */ <> 0 and exists (select from queue.active_job aj
         where aj.id = j.id and aj.claim is not null);
+  return query
+    select 'a job without its queueing lock'::text, j.id, j.queueing_lock
+    from queue.job_now j
+    where j.queueing_lock is not null and j.claims = 0
+      and not exists (select from queue.finished f where f.id = j.id)
+      and not exists (select from queue.active_job aj where aj.id = j.id and aj.claim is not null)
+      and not exists (select from queue.pending_settlement h where h.job_id = j.id)
+      and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id);
   return query
     select 'not one row'::text, null::bigint, x.name
     from (select 'admission'::text as name, count(*) as n from queue.admission union all
