@@ -1,19 +1,5 @@
 -- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
 
--- SQL_ASCII stores any bytes, but workers read UTF-8: one job with other bytes would make every fetch fail. So
--- the tables that jobs come from refuse them (22021), at the call and not at its admission.
-create or replace function queue._require_utf8()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_table text;
-begin
-  foreach v_table in array '{log,job_override,task,schedule,job_group,pending_settlement,step,received_signal,
-    event}'::text[] loop
-    execute format('alter table queue.%1$I add constraint %1$s_utf8_check'
-      ' check (convert_from(convert_to(%1$I::text, ''SQL_ASCII''), ''UTF8'') is not null)', v_table);
-  end loop;
-end $$;
-
 -- Locks: if there are tables, as migrate. Else only the owner's sessions can hold it up: the first table,
 -- whose name both want, makes it wait for another installer, and it then finds the tables.
 create or replace function queue.install()
@@ -120,6 +106,20 @@ comment on function queue.uninstall(boolean) is
   'Removes the tables, the views and every job, and revokes what grant_access granted. Objects that'
     ' depend on the views are dropped too; what else the schema holds stays. Needs force => true. Waits for'
     ' running sessions (55P03 if that takes too long); later calls get QJ090.';
+
+-- SQL_ASCII stores any bytes, but workers read UTF-8: one job with other bytes would make every fetch fail.
+-- So the tables that jobs come from refuse them (22021), at the call and not at its admission.
+create or replace function queue._require_utf8()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_table text;
+begin
+  foreach v_table in array '{log,job_override,task,schedule,job_group,pending_settlement,step,received_signal,
+    event}'::text[] loop
+    execute format('alter table queue.%1$I add constraint %1$s_utf8_check'
+      ' check (convert_from(convert_to(%1$I::text, ''SQL_ASCII''), ''UTF8'') is not null)', v_table);
+  end loop;
+end $$;
 
 -- Whether clients or tables of a release work with this code: it is of the same series (first two numbers) or
 -- the one before.

@@ -1,31 +1,6 @@
 -- Limits and rates of concurrency keys, changed while jobs run.
 -- Tests: operate/keys.sql, operate/keys.fetch.spec, admit/rates.sql.
 
--- Forgets which job has set the limit and the rate of a key, if that job is gone: any other may set them.
--- Returns jobs that may do so at once: of each such key the newest that waits for a slot, and all that are
--- ready in the key's lanes. The others set them when they come to the slots.
--- Locks: the caller holds the admission lock.
-create or replace function queue._forget_gone_limits(p_pattern text)
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_gone record;
-begin
-  with gone as (
-    update queue.semaphore s set limit_id = 0
-    where left(s.key, 1) = 'k' and queue._matches(substr(s.key, 2), p_pattern)
-      and not exists (select from queue.job j where j.id = s.limit_id)
-    returning s.key, s.lanes)
-  select array_agg(g.key) as keys, array(select distinct l from gone g cross join unnest(g.lanes) l) as lanes
-  into v_gone from gone g;
-  return array(
-    select max(w.id) from unnest(v_gone.keys) u (key)
-    join queue.waiting w on w.reason = 'slot' and w.key = u.key group by u.key
-    union
-    select aj.id from unnest(v_gone.lanes) u (lane)
-    join queue.active_job aj on aj.lane = u.lane
-    where aj.claim is null and aj.flags & {{keys}} <> 0);
-end $$;
-
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 -- Why it takes effect at its commit: jobs with keys are claimed only under the admission lock, and the claim
 -- reads limits and rates then; a ready job whose key is full goes back to queue.waiting. Running jobs count;
@@ -109,3 +84,28 @@ comment on function queue.configure_key(text, jsonb) is
     ' longest pattern applies. They override the limits and rates of jobs at once, also for running and'
     ' waiting jobs. Absent options keep their value; null removes a limit or rate. To remove a rate and set'
     ' it again forgets earlier starts, unless the jobs have a rate of their own. See queue.semaphores.';
+
+-- Forgets which job has set the limit and the rate of a key, if that job is gone: any other may set them.
+-- Returns jobs that may do so at once: of each such key the newest that waits for a slot, and all that are
+-- ready in the key's lanes. The others set them when they come to the slots.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._forget_gone_limits(p_pattern text)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_gone record;
+begin
+  with gone as (
+    update queue.semaphore s set limit_id = 0
+    where left(s.key, 1) = 'k' and queue._matches(substr(s.key, 2), p_pattern)
+      and not exists (select from queue.job j where j.id = s.limit_id)
+    returning s.key, s.lanes)
+  select array_agg(g.key) as keys, array(select distinct l from gone g cross join unnest(g.lanes) l) as lanes
+  into v_gone from gone g;
+  return array(
+    select max(w.id) from unnest(v_gone.keys) u (key)
+    join queue.waiting w on w.reason = 'slot' and w.key = u.key group by u.key
+    union
+    select aj.id from unnest(v_gone.lanes) u (lane)
+    join queue.active_job aj on aj.lane = u.lane
+    where aj.claim is null and aj.flags & {{keys}} <> 0);
+end $$;

@@ -205,8 +205,8 @@ begin
     where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
 end $$;
 
--- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it; two of these
--- wait for each other here, as they would be deadlocked where they end it.
+-- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it; two such
+-- transactions wait for each other here, as they would be deadlocked where they end it.
 -- Locks: see the top. Raises: QJ001, QJ002.
 create or replace function queue._lock_claim(p_id bigint, p_claim bigint, p_may_end boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
