@@ -299,23 +299,27 @@ class Fetcher:
             await self._exchange(None, 0, 0)
             return 0
         found = 0
-        is_dry = True
+        is_dry, was_refused = True, False
         for slots in free:
             if not (asked := self._wanted(slots)):
                 break
             # Not as many as fill the batches: an answer holds fewer large jobs.
             least, at_once = min(slots.free, asked), min(slots.at_once, asked)
-            came = 0
+            came: int | None = None
             slots.ask(asked)
             try:
                 came = await self._exchange(slots, asked, asked - at_once)
             finally:
-                slots.answered(asked, came)
+                slots.answered(asked, came or 0)
+            if came is None:
+                # What there is is unknown; outcomes that have come go before the next try.
+                is_dry, was_refused = False, True
+                break
             found += came
             is_dry = is_dry and came < least
         self._is_dry = is_dry
         self._has_news = bool(found)
-        if not self._has_fetched:
+        if not self._has_fetched and not was_refused:
             self._has_fetched = True
             self._heartbeat.on_first_fetch()
         if found:
@@ -332,8 +336,11 @@ class Fetcher:
         found_at = self._found_at
         return len(found_at) == STREAM_FINDS and found_at[-1] - found_at[0] < STREAM_SECONDS
 
-    async def _exchange(self, slots: Slots | None, max_jobs: int, ahead: int) -> int:
-        """Send the outcomes, and ask for jobs, of which some start later; in one round trip."""
+    async def _exchange(self, slots: Slots | None, max_jobs: int, ahead: int) -> int | None:
+        """Send the outcomes, and ask for jobs, of which some start later; in one round trip.
+
+        Return how many came; None if the database has refused the call.
+        """
         worker = self._state.registered()
         rows: list[tuple[Any, ...]] = []
         asked: dict[str, object] = {}
@@ -353,7 +360,7 @@ class Fetcher:
                 await self._completer.send(self._connection, sending)
                 sending = []
             if not sending:
-                rows = await self._ask(sql.FETCH, **asked)
+                rows = await self._connection.call(sql.FETCH, **asked)
             elif asked:
                 ended = outcomes_json(sending)
                 rows = await self._connection.call(sql.FINISH_AND_FETCH, outcomes=ended, **asked)
@@ -364,11 +371,14 @@ class Fetcher:
             self._completer.put_back(sending)
             raise
         except psycopg.Error as error:
-            log.warning("outcomes were refused: %s", describe(error))
-            await self._completer.send_apart(self._connection, sending)
-            if is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}:
+            if sending:
+                log.warning("outcomes were refused: %s", describe(error))
+                await self._completer.send_apart(self._connection, sending)
+            may_help = is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}
+            if may_help or not sending:
                 await self._registration.try_again(error, self._refusals)
             self._state.hint()
+            return None
         # Given up for dead meanwhile, these claims are others' by now.
         if slots is None or self._state.id != worker:
             return 0

@@ -25,6 +25,7 @@ from sqlalchemy import orm
 
 from pgdefer import App, Job, JobTimeout, Retry, Worker, WorkerOptions, current_job
 from pgdefer.client.client import Client
+from pgdefer.database import connection, sql
 from pgdefer.database.server import EmbeddedServer, temporary_server
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker import outcomes
@@ -1477,3 +1478,35 @@ async def test_an_outcome_that_is_refused_for_ever(
         conn.execute("drop trigger refuse on queue.finished")
         (row,) = await jobs.end()
     assert row["state"] == "succeeded"
+
+
+async def test_outcomes_are_sent_while_fetches_are_refused(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that stops meanwhile ends, too."""
+    release = asyncio.Event()
+    refused: list[float] = []
+
+    @app.task(name="t")
+    async def task() -> None:
+        await release.wait()
+
+    real = connection.Connection.call
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        if statement in (sql.FETCH, sql.FINISH_AND_FETCH):
+            refused.append(clock())
+            raise psycopg.errors.QueryCanceled("canceling statement due to statement timeout")
+        return await real(self, statement, **given)
+
+    app.defer("t")
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: worker.executor.running and worker.state.is_waiting)
+        monkeypatch.setattr(connection.Connection, "call", call)
+        app.defer("t")
+        await until(lambda: len(refused) > 8)
+        # The last three waited for the longest delay.
+        assert refused[8] - refused[5] > 1.5
+        release.set()
+        await until(lambda: "succeeded" in jobs.states().values())
+    assert list(jobs.states().values()) == ["succeeded", "ready"]
