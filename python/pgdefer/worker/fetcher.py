@@ -12,6 +12,7 @@ the others start.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import collections
 import contextlib
 import math
@@ -52,6 +53,8 @@ LINGER_DELAY = 0.002
 MOMENT = 0.005
 # When to look for claims of an answer that was lost: the lost call may be under way still.
 LOST_CLAIM_CHECKS = (0.0, 15.0, 120.0)
+# When to look again after the database has refused that.
+LOST_CLAIM_AGAIN = 5.0
 
 
 class Fetcher:
@@ -157,7 +160,10 @@ class Fetcher:
             await self._registration.register()
             self._has_fetched = False
         elif self._connection is self._listener:
-            await self._listener.listen_again()
+            try:
+                await self._listener.listen_again()
+            except psycopg.Error as error:
+                self._on_no_sleep(error)
         await self._registration.announce()
         if is_new and self._listens:
             # From now on the worker hears its messages while it is busy, too.
@@ -266,9 +272,13 @@ class Fetcher:
         try:
             return await self._listener.before_sleep(worker, self._queues, options)
         except psycopg.Error as error:
-            raise_fatal(error)
-            log.warning("the worker polls: %s", describe(error))
+            self._on_no_sleep(error)
             return Sleep(1.0)
+
+    def _on_no_sleep(self, error: psycopg.Error) -> None:
+        """Go on without notifications. Raises permanent errors."""
+        raise_fatal(error)
+        log.warning("the worker polls: %s", describe(error))
 
     def _sleep_options(self) -> str:
         return self._slots[-1].sleep_options(is_busy=not self._executor.is_idle)
@@ -412,12 +422,16 @@ class Fetcher:
     async def _release_lost_claims(self) -> None:
         """Give back claims whose answer was lost: the database holds them, and nobody runs them."""
         del self._lost_claim_checks[0]
-        worker = self._state.registered()
         try:
-            rows = await self._connection.call(sql.CLAIMS, worker=worker)
+            await self._release_unknown_claims(self._state.registered())
         except psycopg.Error as error:
-            log.warning("claims whose answer was lost can't be looked for: %s", describe(error))
-            return
+            log.warning("claims whose answer was lost can't be given back: %s", describe(error))
+            again = asyncio.get_running_loop().time() + LOST_CLAIM_AGAIN
+            bisect.insort(self._lost_claim_checks, again)
+
+    async def _release_unknown_claims(self, worker: int) -> None:
+        """Give back what the database has claimed for the worker, and the worker does not know."""
+        rows = await self._connection.call(sql.CLAIMS, worker=worker)
         claims = [*self._executor.running, *self._executor.waiting]
         claims += [claim for claim, _ in self._completer.unsent]
         known = {(claim.job.id, claim.job.claim) for claim in claims}

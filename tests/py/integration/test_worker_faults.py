@@ -995,6 +995,37 @@ async def test_claims_whose_answer_was_lost_go_back(
     assert [row["attempts"] for row in jobs()] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("refused", ["CLAIMS", "FINISH_MANY"])
+async def test_lost_claims_that_cannot_be_given_back_at_once(
+    app: App, jobs: Jobs, conn: Connection, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker tries again, and does not end."""
+    monkeypatch.setattr("pgdefer.worker.fetcher.LOST_CLAIM_CHECKS", (0.0,))
+    monkeypatch.setattr("pgdefer.worker.fetcher.LOST_CLAIM_AGAIN", 0.05)
+    real = connection.Connection.call
+    refusals = []
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        if statement is getattr(sql, refused) and len(refusals) < 2:
+            refusals.append(statement)
+            raise psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
+        return await real(self, statement, **given)
+
+    async with running(app, ["a"], poll_every=0.05) as worker:
+        await until(lambda: worker.id is not None)
+        conn.execute("select queue.defer('t', queue => 'b')")
+        # As for a fetch whose answer was lost.
+        conn.execute("select queue.fetch(%s, '{b}', 1)", [worker.id])
+        monkeypatch.setattr(connection.Connection, "call", call)
+        conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and pid <> pg_backend_pid()"
+        )
+        await until(lambda: list(jobs.states().values()) == ["ready"])
+        assert worker.id is not None
+    assert len(refusals) == 2
+
+
 async def test_a_half_open_connection(
     jobs: Jobs,
     line: Line,
