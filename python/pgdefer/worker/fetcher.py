@@ -258,6 +258,8 @@ class Fetcher:
         if self._is_drain and is_idle and (sleep.is_drained or await self._is_drained(sleep)):
             self._stop()
             return
+        if self._state.is_stopping:  # since
+            return
         if self._listens and sleep.must_look and await self._round_trip(free):
             return
         # Unless it is for this worker, before_sleep tells whether it is worth while to look.

@@ -247,6 +247,31 @@ async def test_a_worker_that_stops_wakes_those_that_sleep_beside_it(
         await jobs.end()
 
 
+async def test_a_worker_that_stops_while_it_goes_to_sleep(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not fetch once more."""
+    fetches: list[bool] = []
+    real = connection.Connection.call
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        if statement is sql.FETCH:
+            fetches.append(worker.state.is_stopping)
+        return await real(self, statement, **given)
+
+    async def before_sleep(*_: Any) -> Sleep:
+        if fetches:
+            worker.stop()
+        return Sleep(60.0)
+
+    monkeypatch.setattr(connection.Connection, "call", call)
+    monkeypatch.setattr(SleepListener, "before_sleep", before_sleep)
+    worker = Worker(app)
+    await worker.run_async()
+    await app.close_async()
+    assert fetches == [False]
+
+
 @pytest.mark.parametrize("how", ["timeout", "at once", "cancelled"])
 async def test_jobs_that_do_not_end_go_back(app: App, jobs: Jobs, how: str) -> None:
     is_over = False
