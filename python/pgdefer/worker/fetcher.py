@@ -270,6 +270,8 @@ class Fetcher:
         """Say that this worker goes to sleep, with what it would fetch for its widest slots."""
         if not self._listens:
             return await self._ask_before_sleep()
+        # What was spawned to say that the worker is busy says so first: it takes the lock now.
+        await asyncio.sleep(0)
         worker, options = self._state.registered(), self._sleep_options()
         try:
             return await self._listener.before_sleep(worker, self._queues, options)
