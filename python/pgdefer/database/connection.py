@@ -44,9 +44,15 @@ class Connection:
         # The session's number; that of a call without an answer, which may still work on it.
         self._session = 0
         self._left: int | None = None
+        # Two that open at once would each connect, and one would listen where nobody hears.
+        self._opening = asyncio.Lock()
 
     async def open(self) -> AsyncPsycopgConnection:
         """Connect unless connected. Raises ConnectionLost."""
+        async with self._opening:
+            return await self._open()
+
+    async def _open(self) -> AsyncPsycopgConnection:
         if self._connection is None:
             try:
                 async with asyncio.timeout(self.timeout):

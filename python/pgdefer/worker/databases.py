@@ -71,12 +71,15 @@ class DsnFile:
         self.path = path
         self._read: object = None
         self._seen: object = None
+        self._is_unreadable = False
 
     def read(self) -> dict[tuple[str, ...], Database]:
         """Return the databases; log the lines that can't be read. Raises OSError."""
-        self._read = self._seen = self._state()
+        state = self._seen = self._state()
         found = []
         text = self.path.read_text("utf-8-sig", errors="replace")
+        # Only now: a file that can't be read does not change when it can be.
+        self._read, self._is_unreadable = state, False
         for number, line in enumerate(text.splitlines(), 1):
             dsn = line.strip()
             if not dsn or dsn.startswith("#"):
@@ -101,8 +104,9 @@ class DsnFile:
                 return None
             return self.read()
         except OSError as error:
-            if self._seen is not None:
-                self._seen = None
+            self._seen = None
+            if not self._is_unreadable:
+                self._is_unreadable = True
                 log.warning("%s can't be read, its databases stay: %s", self.path, error)
             return None
 

@@ -12,6 +12,7 @@ the others start.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import collections
 import contextlib
 import math
@@ -52,6 +53,8 @@ LINGER_DELAY = 0.002
 MOMENT = 0.005
 # When to look for claims of an answer that was lost: the lost call may be under way still.
 LOST_CLAIM_CHECKS = (0.0, 15.0, 120.0)
+# When to look again after the database has refused that.
+LOST_CLAIM_AGAIN = 5.0
 
 
 class Fetcher:
@@ -157,7 +160,10 @@ class Fetcher:
             await self._registration.register()
             self._has_fetched = False
         elif self._connection is self._listener:
-            await self._listener.listen_again()
+            try:
+                await self._listener.listen_again()
+            except psycopg.Error as error:
+                self._on_no_sleep(error)
         await self._registration.announce()
         if is_new and self._listens:
             # From now on the worker hears its messages while it is busy, too.
@@ -252,6 +258,8 @@ class Fetcher:
         if self._is_drain and is_idle and (sleep.is_drained or await self._is_drained(sleep)):
             self._stop()
             return
+        if self._state.is_stopping:  # since
+            return
         if self._listens and sleep.must_look and await self._round_trip(free):
             return
         # Unless it is for this worker, before_sleep tells whether it is worth while to look.
@@ -262,13 +270,19 @@ class Fetcher:
         """Say that this worker goes to sleep, with what it would fetch for its widest slots."""
         if not self._listens:
             return await self._ask_before_sleep()
+        # What was spawned to say that the worker is busy says so first: it takes the lock now.
+        await asyncio.sleep(0)
         worker, options = self._state.registered(), self._sleep_options()
         try:
             return await self._listener.before_sleep(worker, self._queues, options)
         except psycopg.Error as error:
-            raise_fatal(error)
-            log.warning("the worker polls: %s", describe(error))
+            self._on_no_sleep(error)
             return Sleep(1.0)
+
+    def _on_no_sleep(self, error: psycopg.Error) -> None:
+        """Go on without notifications. Raises permanent errors."""
+        raise_fatal(error)
+        log.warning("the worker polls: %s", describe(error))
 
     def _sleep_options(self) -> str:
         return self._slots[-1].sleep_options(is_busy=not self._executor.is_idle)
@@ -299,23 +313,27 @@ class Fetcher:
             await self._exchange(None, 0, 0)
             return 0
         found = 0
-        is_dry = True
+        is_dry, was_refused = True, False
         for slots in free:
             if not (asked := self._wanted(slots)):
                 break
             # Not as many as fill the batches: an answer holds fewer large jobs.
             least, at_once = min(slots.free, asked), min(slots.at_once, asked)
-            came = 0
+            came: int | None = None
             slots.ask(asked)
             try:
                 came = await self._exchange(slots, asked, asked - at_once)
             finally:
-                slots.answered(asked, came)
+                slots.answered(asked, came or 0)
+            if came is None:
+                # What there is is unknown; outcomes that have come go before the next try.
+                is_dry, was_refused = False, True
+                break
             found += came
             is_dry = is_dry and came < least
         self._is_dry = is_dry
         self._has_news = bool(found)
-        if not self._has_fetched:
+        if not self._has_fetched and not was_refused:
             self._has_fetched = True
             self._heartbeat.on_first_fetch()
         if found:
@@ -332,8 +350,11 @@ class Fetcher:
         found_at = self._found_at
         return len(found_at) == STREAM_FINDS and found_at[-1] - found_at[0] < STREAM_SECONDS
 
-    async def _exchange(self, slots: Slots | None, max_jobs: int, ahead: int) -> int:
-        """Send the outcomes, and ask for jobs, of which some start later; in one round trip."""
+    async def _exchange(self, slots: Slots | None, max_jobs: int, ahead: int) -> int | None:
+        """Send the outcomes, and ask for jobs, of which some start later; in one round trip.
+
+        Return how many came; None if the database has refused the call.
+        """
         worker = self._state.registered()
         rows: list[tuple[Any, ...]] = []
         asked: dict[str, object] = {}
@@ -353,7 +374,7 @@ class Fetcher:
                 await self._completer.send(self._connection, sending)
                 sending = []
             if not sending:
-                rows = await self._ask(sql.FETCH, **asked)
+                rows = await self._connection.call(sql.FETCH, **asked)
             elif asked:
                 ended = outcomes_json(sending)
                 rows = await self._connection.call(sql.FINISH_AND_FETCH, outcomes=ended, **asked)
@@ -364,11 +385,14 @@ class Fetcher:
             self._completer.put_back(sending)
             raise
         except psycopg.Error as error:
-            log.warning("outcomes were refused: %s", describe(error))
-            await self._completer.send_apart(self._connection, sending)
-            if is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}:
+            if sending:
+                log.warning("outcomes were refused: %s", describe(error))
+                await self._completer.send_apart(self._connection, sending)
+            may_help = is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}
+            if may_help or not sending:
                 await self._registration.try_again(error, self._refusals)
             self._state.hint()
+            return None
         # Given up for dead meanwhile, these claims are others' by now.
         if slots is None or self._state.id != worker:
             return 0
@@ -402,12 +426,16 @@ class Fetcher:
     async def _release_lost_claims(self) -> None:
         """Give back claims whose answer was lost: the database holds them, and nobody runs them."""
         del self._lost_claim_checks[0]
-        worker = self._state.registered()
         try:
-            rows = await self._connection.call(sql.CLAIMS, worker=worker)
+            await self._release_unknown_claims(self._state.registered())
         except psycopg.Error as error:
-            log.warning("claims whose answer was lost can't be looked for: %s", describe(error))
-            return
+            log.warning("claims whose answer was lost can't be given back: %s", describe(error))
+            again = asyncio.get_running_loop().time() + LOST_CLAIM_AGAIN
+            bisect.insort(self._lost_claim_checks, again)
+
+    async def _release_unknown_claims(self, worker: int) -> None:
+        """Give back what the database has claimed for the worker, and the worker does not know."""
+        rows = await self._connection.call(sql.CLAIMS, worker=worker)
         claims = [*self._executor.running, *self._executor.waiting]
         claims += [claim for claim, _ in self._completer.unsent]
         known = {(claim.job.id, claim.job.claim) for claim in claims}

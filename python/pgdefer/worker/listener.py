@@ -64,6 +64,8 @@ class SleepListener(NotifyConnection):
         self._backoff = Backoff()
         self._not_before = 0.0
         self.holds_sleep_lock = False
+        # While `after_sleep` is under way: what comes next waits for that, in the lock's order.
+        self._is_leaving = False
         #: Whether it fetches as soon as producers notify; otherwise `_look_after` so many seconds.
         self.is_first = False
         self._look_after = 0.0
@@ -79,7 +81,7 @@ class SleepListener(NotifyConnection):
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
             return Sleep(1.0)
-        if self._lock.locked():
+        if self._lock.locked() and not self._is_leaving:
             # The connection is busy, and hears nothing until it is not.
             return Sleep(0.05)
         try:
@@ -120,6 +122,7 @@ class SleepListener(NotifyConnection):
         self.is_first = False
         if self.holds_sleep_lock:
             self.holds_sleep_lock = False
+            self._is_leaving = True
             try:
                 await self.exchange(sql.AFTER_SLEEP, worker=worker)
             except ConnectionLost:
@@ -129,6 +132,8 @@ class SleepListener(NotifyConnection):
                 log.warning("the listening connection is closed: %s", describe(error))
                 self.close()
                 self._lost()
+            finally:
+                self._is_leaving = False
 
     def _opened(self, connection: AsyncPsycopgConnection) -> None:
         super()._opened(connection)

@@ -9,7 +9,14 @@ import queue
 import threading
 from collections.abc import Callable
 
+from pgdefer._text import logger
+
 __all__ = ["Threads"]
+
+log = logger("pgdefer.worker")
+
+# How long to wait, in seconds, after the system has refused a thread.
+AGAIN = 1.0
 
 
 class Threads:
@@ -27,18 +34,21 @@ class Threads:
         self._is_called = False
         self._unfinished = 0
         self._threads = 0
+        # The system refuses threads: when to try again, and whether the log tells it already.
+        self._again: asyncio.TimerHandle | None = None
+        self._is_short = False
 
     def submit(self, work: Callable[[], Callable[[], None]]) -> None:
         """Run `work` in a thread, then call its return value in the loop. `work` must not raise."""
         self._unfinished += 1
-        if self._threads < min(self._unfinished, self._max_threads):
-            self._threads += 1
-            name = f"pgdefer-{self._threads}"
-            threading.Thread(target=self._run, name=name, daemon=True).start()
         self._work.put(work)
+        if self._again is None:
+            self._grow()
 
     def close(self) -> None:
         """Let the threads end once they have done their work."""
+        if self._again is not None:
+            self._again.cancel()
         for _ in range(self._threads):
             self._work.put(None)
 
@@ -46,6 +56,22 @@ class Threads:
     def is_busy(self) -> bool:
         """Whether a submitted function has not returned yet."""
         return self._unfinished > 0
+
+    def _grow(self) -> None:
+        """Start the threads that are missing; if the system refuses one, try again later."""
+        self._again = None
+        while self._threads < min(self._unfinished, self._max_threads):
+            name = f"pgdefer-{self._threads + 1}"
+            try:
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+            except RuntimeError as error:
+                if not self._is_short:
+                    log.warning("jobs wait until a thread can be started: %s", error)
+                self._is_short = True
+                self._again = self._loop.call_later(AGAIN, self._grow)
+                return
+            self._threads += 1
+        self._is_short = False
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

@@ -13,6 +13,8 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, current_job
+from pgdefer.database import connection
+from pgdefer.database.source import Source
 
 from .conftest import Jobs, running, until
 
@@ -156,3 +158,11 @@ async def test_whether_a_session_is_busy(narrow: str, conn: Connection) -> None:
         assert not any(map(is_busy, (idle, talking, conn)))
         conn.execute("select pg_advisory_unlock(4711)")
         await until(lambda: not is_busy(waiting))
+
+
+async def test_two_that_open_a_connection_at_once(dsn: str) -> None:
+    """A second session would take the place of the one that listens."""
+    shared = connection.Connection(Source(dsn))
+    one, other = await asyncio.gather(shared.open(), shared.open())
+    assert one is other
+    shared.close()

@@ -24,8 +24,11 @@ from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, JobEvent, MultiWorker, PgDeferError, current_job
 from pgdefer.cli import Exit
+from pgdefer.database.connection import ConnectionLost
 from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.sql import FETCH, Statement
 from pgdefer.worker.heartbeat import Heartbeat
+from pgdefer.worker.listener import OnlyConnection
 from pgdefer.worker.shared_slots import Share, SharedSlots
 from support import install
 
@@ -311,6 +314,41 @@ async def test_one_that_refuses_connections_comes_back(
     assert any("/tenant_c: the connection was lost" in text for text in said)
     assert not any("/tenant_a: the connection was lost" in text for text in said)
     assert "secret" not in "\n".join(said)
+
+
+async def test_a_session_that_may_not_listen(
+    dsns: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker polls."""
+    app, (dsn, *_) = App(), dsns
+
+    @app.task
+    async def task() -> None: ...
+
+    cuts = []
+    real = OnlyConnection.call
+
+    async def call(self: OnlyConnection, statement: Statement, **given: Any) -> Any:
+        if statement is FETCH and not cuts:
+            cuts.append(statement)
+            self.close()
+            raise ConnectionLost("cut")
+        return await real(self, statement, **given)
+
+    async def listen(*_: Any) -> None:
+        raise psycopg.errors.LockNotAvailable("not now")
+
+    async with working(app, [dsn]) as worker:
+        await registered(worker, dsn)
+        (one,) = worker.workers.values()
+        await until(lambda: one.listener.is_first and one.state.is_waiting)
+        monkeypatch.setattr(OnlyConnection, "listen", listen)
+        monkeypatch.setattr(OnlyConnection, "call", call)
+        defer_in(app, dsn, task, [{}])
+        await until(lambda: states(dsn) == {"succeeded": 1})
+        assert list(worker.workers.values()) == [one]
+    assert "the worker polls: not now" in caplog.text
+    assert "no jobs are run there" not in caplog.text
 
 
 async def test_databases_that_cannot_be_served(

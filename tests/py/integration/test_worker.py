@@ -496,6 +496,20 @@ async def test_an_idle_worker_is_woken(app: App, jobs: Jobs) -> None:
     assert sorted(delays)[2] < 0.25
 
 
+async def test_a_worker_that_sleeps_again_at_once(app: App, conn: Connection) -> None:
+    """It does not leave the line after it has entered it anew."""
+    async with running(app) as worker:
+        await until(lambda: worker.id is not None)
+        listener = worker.listener
+        await until(lambda: listener.holds_sleep_lock and worker.state.is_waiting)
+        leaving = asyncio.create_task(listener.after_sleep(worker.state.registered()))
+        sleep = await worker.fetcher._before_sleep()
+        await leaving
+        assert listener.holds_sleep_lock
+        assert sleep.is_drained
+        assert conn.execute("select worker_id from queue.sleeper").fetchall() == [(worker.id,)]
+
+
 async def test_a_schedule_starts_in_time(app: App, jobs: Jobs) -> None:
     late = []
 

@@ -25,6 +25,7 @@ from sqlalchemy import orm
 
 from pgdefer import App, Job, JobTimeout, Retry, Worker, WorkerOptions, current_job
 from pgdefer.client.client import Client
+from pgdefer.database import connection, sql
 from pgdefer.database.server import EmbeddedServer, temporary_server
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker import outcomes
@@ -244,6 +245,31 @@ async def test_a_worker_that_stops_wakes_those_that_sleep_beside_it(
         await until(lambda: conn.execute(lead).fetchall() == [(connection.info.backend_pid,)])
         await task.defer_async()
         await jobs.end()
+
+
+async def test_a_worker_that_stops_while_it_goes_to_sleep(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not fetch once more."""
+    fetches: list[bool] = []
+    real = connection.Connection.call
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        if statement is sql.FETCH:
+            fetches.append(worker.state.is_stopping)
+        return await real(self, statement, **given)
+
+    async def before_sleep(*_: Any) -> Sleep:
+        if fetches:
+            worker.stop()
+        return Sleep(60.0)
+
+    monkeypatch.setattr(connection.Connection, "call", call)
+    monkeypatch.setattr(SleepListener, "before_sleep", before_sleep)
+    worker = Worker(app)
+    await worker.run_async()
+    await app.close_async()
+    assert fetches == [False]
 
 
 @pytest.mark.parametrize("how", ["timeout", "at once", "cancelled"])
@@ -994,6 +1020,37 @@ async def test_claims_whose_answer_was_lost_go_back(
     assert [row["attempts"] for row in jobs()] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("refused", ["CLAIMS", "FINISH_MANY"])
+async def test_lost_claims_that_cannot_be_given_back_at_once(
+    app: App, jobs: Jobs, conn: Connection, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker tries again, and does not end."""
+    monkeypatch.setattr("pgdefer.worker.fetcher.LOST_CLAIM_CHECKS", (0.0,))
+    monkeypatch.setattr("pgdefer.worker.fetcher.LOST_CLAIM_AGAIN", 0.05)
+    real = connection.Connection.call
+    refusals = []
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        if statement is getattr(sql, refused) and len(refusals) < 2:
+            refusals.append(statement)
+            raise psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
+        return await real(self, statement, **given)
+
+    async with running(app, ["a"], poll_every=0.05) as worker:
+        await until(lambda: worker.id is not None)
+        conn.execute("select queue.defer('t', queue => 'b')")
+        # As for a fetch whose answer was lost.
+        conn.execute("select queue.fetch(%s, '{b}', 1)", [worker.id])
+        monkeypatch.setattr(connection.Connection, "call", call)
+        conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and pid <> pg_backend_pid()"
+        )
+        await until(lambda: list(jobs.states().values()) == ["ready"])
+        assert worker.id is not None
+    assert len(refusals) == 2
+
+
 async def test_a_half_open_connection(
     jobs: Jobs,
     line: Line,
@@ -1477,3 +1534,35 @@ async def test_an_outcome_that_is_refused_for_ever(
         conn.execute("drop trigger refuse on queue.finished")
         (row,) = await jobs.end()
     assert row["state"] == "succeeded"
+
+
+async def test_outcomes_are_sent_while_fetches_are_refused(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that stops meanwhile ends, too."""
+    release = asyncio.Event()
+    refused: list[float] = []
+
+    @app.task(name="t")
+    async def task() -> None:
+        await release.wait()
+
+    real = connection.Connection.call
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        if statement in (sql.FETCH, sql.FINISH_AND_FETCH):
+            refused.append(clock())
+            raise psycopg.errors.QueryCanceled("canceling statement due to statement timeout")
+        return await real(self, statement, **given)
+
+    app.defer("t")
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: worker.executor.running and worker.state.is_waiting)
+        monkeypatch.setattr(connection.Connection, "call", call)
+        app.defer("t")
+        await until(lambda: len(refused) > 8)
+        # The last three waited for the longest delay.
+        assert refused[8] - refused[5] > 1.5
+        release.set()
+        await until(lambda: "succeeded" in jobs.states().values())
+    assert list(jobs.states().values()) == ["succeeded", "ready"]

@@ -1,8 +1,10 @@
-"""Exceptions raised in another thread: in the call that they are for, or nowhere."""
+"""Threads for handlers; exceptions raised in them: in the call that they are for, or nowhere."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +13,8 @@ import pytest
 
 from pgdefer import JobTimeout
 from pgdefer.tasks.interruptible import Interruptible
+from pgdefer.worker.threads import Threads
+from workers import until
 
 
 def spin() -> None:
@@ -89,3 +93,40 @@ def test_never_after_the_call() -> None:
     for thread in threads:
         thread.join(60)
     assert spared == [True]
+
+
+@pytest.mark.parametrize("there_are", [0, 1])
+async def test_threads_that_the_system_refuses(
+    there_are: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The work of a pool waits for threads, also where there is none."""
+    monkeypatch.setattr("pgdefer.worker.threads.AGAIN", 0.01)
+    pool = Threads(asyncio.get_running_loop(), there_are + 2)
+    release = threading.Event()
+    done: list[int] = []
+    refused = []
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if len(refused) < 5:
+            refused.append(self.name)
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    def work(n: int) -> Callable[[], None]:
+        release.wait(60)
+        return functools.partial(done.append, n)
+
+    for n in range(there_are):
+        pool.submit(functools.partial(work, n))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for n in range(there_are, 5):
+        pool.submit(functools.partial(work, n))
+    await until(lambda: pool._threads == there_are + 2)
+    release.set()
+    await until(lambda: sorted(done) == [0, 1, 2, 3, 4])
+    assert not pool.is_busy
+    assert [record.message for record in caplog.records] == [
+        "jobs wait until a thread can be started: can't start new thread"
+    ]
+    pool.close()
