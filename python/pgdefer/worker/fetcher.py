@@ -288,21 +288,26 @@ class Fetcher:
         return self._slots[-1].sleep_options(is_busy=not self._executor.is_idle)
 
     async def _is_drained(self, sleep: Sleep) -> bool | None:
-        """Ask on the main connection whether nothing is left, where the other one is of no use.
-
-        That session would be the one to be woken, so it says at once that it is busy.
-        """
+        """Ask on the main connection whether nothing is left, where the other one is of no use."""
         if sleep.is_drained is None:
-            sleep = await self._ask_before_sleep()
-            await self._ask(sql.AFTER_SLEEP, worker=self._state.registered())
+            sleep = await self._ask_before_sleep(stays_awake=True)
         return sleep.is_drained
 
-    async def _ask_before_sleep(self) -> Sleep:
-        """Ask on the main connection whether, and how long, to sleep."""
+    async def _ask_before_sleep(self, *, stays_awake: bool = False) -> Sleep:
+        """Ask on the main connection whether, and how long, to sleep; poll if that is refused.
+
+        With `stays_awake`, say at once that the worker is busy: that session would be woken.
+        """
         worker, options = self._state.registered(), self._sleep_options()
-        rows = await self._ask(
-            sql.BEFORE_SLEEP, worker=worker, queues=self._queues, options=options
-        )
+        try:
+            rows = await self._connection.call(
+                sql.BEFORE_SLEEP, worker=worker, queues=self._queues, options=options
+            )
+            if stays_awake:
+                await self._connection.call(sql.AFTER_SLEEP, worker=worker)
+        except psycopg.Error as error:
+            self._on_no_sleep(error)
+            return Sleep(1.0)
         return Sleep.of(rows[0])
 
     # Claiming
@@ -444,9 +449,6 @@ class Fetcher:
             log.warning("%d claims whose answer was lost are given back", len(lost))
             released = ",".join(outcomes.released(id, number) for id, number in lost)
             await self._connection.call(sql.FINISH_MANY, outcomes=f"[{released}]")
-
-    async def _ask(self, statement: sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
-        return await self._registration.ask(statement, **parameters)
 
     # The end
 

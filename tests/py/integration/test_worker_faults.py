@@ -1566,3 +1566,33 @@ async def test_outcomes_are_sent_while_fetches_are_refused(
         release.set()
         await until(lambda: "succeeded" in jobs.states().values())
     assert list(jobs.states().values()) == ["succeeded", "ready"]
+
+
+async def test_outcomes_are_sent_while_a_worker_may_not_sleep(
+    dsn: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without notifications it asks on the connection of the outcomes."""
+    release = asyncio.Event()
+    app = App(dsn, pgbouncer=True)
+    refused: list[float] = []
+
+    @app.task(name="t")
+    async def task() -> None:
+        await release.wait()
+
+    real = connection.Connection.call
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        if statement is sql.BEFORE_SLEEP:
+            refused.append(clock())
+            raise psycopg.errors.QueryCanceled("canceling statement due to statement timeout")
+        return await real(self, statement, **given)
+
+    app.defer("t")
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: bool(worker.executor.running))
+        monkeypatch.setattr(connection.Connection, "call", call)
+        await until(lambda: len(refused) > 2)
+        release.set()
+        await until(lambda: list(jobs.states().values()) == ["succeeded"])
+    app.close()
