@@ -3450,20 +3450,6 @@ end $$;
 -- base/install.sql
 -- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
 
--- SQL_ASCII stores any bytes, but workers read UTF-8: one job with other bytes would make every fetch fail. So
--- the tables that jobs come from refuse them (22021), at the call and not at its admission.
-create or replace function queue._require_utf8()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_table text;
-begin
-  foreach v_table in array '{log,job_override,task,schedule,job_group,pending_settlement,step,received_signal,
-    event}'::text[] loop
-    execute format('alter table queue.%1$I add constraint %1$s_utf8_check'
-      ' check (convert_from(convert_to(%1$I::text, ''SQL_ASCII''), ''UTF8'') is not null)', v_table);
-  end loop;
-end $$;
-
 -- Locks: if there are tables, as migrate. Else only the owner's sessions can hold it up: the first table,
 -- whose name both want, makes it wait for another installer, and it then finds the tables.
 create or replace function queue.install()
@@ -3570,6 +3556,20 @@ comment on function queue.uninstall(boolean) is
   'Removes the tables, the views and every job, and revokes what grant_access granted. Objects that'
     ' depend on the views are dropped too; what else the schema holds stays. Needs force => true. Waits for'
     ' running sessions (55P03 if that takes too long); later calls get QJ090.';
+
+-- SQL_ASCII stores any bytes, but workers read UTF-8: one job with other bytes would make every fetch fail.
+-- So the tables that jobs come from refuse them (22021), at the call and not at its admission.
+create or replace function queue._require_utf8()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_table text;
+begin
+  foreach v_table in array '{log,job_override,task,schedule,job_group,pending_settlement,step,received_signal,
+    event}'::text[] loop
+    execute format('alter table queue.%1$I add constraint %1$s_utf8_check'
+      ' check (convert_from(convert_to(%1$I::text, ''SQL_ASCII''), ''UTF8'') is not null)', v_table);
+  end loop;
+end $$;
 
 -- Whether clients or tables of a release work with this code: it is of the same series (first two numbers) or
 -- the one before.
@@ -11672,8 +11672,8 @@ begin
     where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
 end $$;
 
--- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it; two of these
--- wait for each other here, as they would be deadlocked where they end it.
+-- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it; two such
+-- transactions wait for each other here, as they would be deadlocked where they end it.
 -- Locks: see the top. Raises: QJ001, QJ002.
 create or replace function queue._lock_claim(p_id bigint, p_claim bigint, p_may_end boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -17640,31 +17640,6 @@ comment on function queue.configure_share(text, jsonb) is
 -- Limits and rates of concurrency keys, changed while jobs run.
 -- Tests: operate/keys.sql, operate/keys.fetch.spec, admit/rates.sql.
 
--- Forgets which job has set the limit and the rate of a key, if that job is gone: any other may set them.
--- Returns jobs that may do so at once: of each such key the newest that waits for a slot, and all that are
--- ready in the key's lanes. The others set them when they come to the slots.
--- Locks: the caller holds the admission lock.
-create or replace function queue._forget_gone_limits(p_pattern text)
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_gone record;
-begin
-  with gone as (
-    update queue.semaphore s set limit_id = 0
-    where left(s.key, 1) = 'k' and queue._matches(substr(s.key, 2), p_pattern)
-      and not exists (select from queue.job j where j.id = s.limit_id)
-    returning s.key, s.lanes)
-  select array_agg(g.key) as keys, array(select distinct l from gone g cross join unnest(g.lanes) l) as lanes
-  into v_gone from gone g;
-  return array(
-    select max(w.id) from unnest(v_gone.keys) u (key)
-    join queue.waiting w on w.reason = 'slot' and w.key = u.key group by u.key
-    union
-    select aj.id from unnest(v_gone.lanes) u (lane)
-    join queue.active_job aj on aj.lane = u.lane
-    where aj.claim is null and aj.flags & 4/* keys */ <> 0);
-end $$;
-
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 -- Why it takes effect at its commit: jobs with keys are claimed only under the admission lock, and the claim
 -- reads limits and rates then; a ready job whose key is full goes back to queue.waiting. Running jobs count;
@@ -17748,6 +17723,31 @@ comment on function queue.configure_key(text, jsonb) is
     ' longest pattern applies. They override the limits and rates of jobs at once, also for running and'
     ' waiting jobs. Absent options keep their value; null removes a limit or rate. To remove a rate and set'
     ' it again forgets earlier starts, unless the jobs have a rate of their own. See queue.semaphores.';
+
+-- Forgets which job has set the limit and the rate of a key, if that job is gone: any other may set them.
+-- Returns jobs that may do so at once: of each such key the newest that waits for a slot, and all that are
+-- ready in the key's lanes. The others set them when they come to the slots.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._forget_gone_limits(p_pattern text)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_gone record;
+begin
+  with gone as (
+    update queue.semaphore s set limit_id = 0
+    where left(s.key, 1) = 'k' and queue._matches(substr(s.key, 2), p_pattern)
+      and not exists (select from queue.job j where j.id = s.limit_id)
+    returning s.key, s.lanes)
+  select array_agg(g.key) as keys, array(select distinct l from gone g cross join unnest(g.lanes) l) as lanes
+  into v_gone from gone g;
+  return array(
+    select max(w.id) from unnest(v_gone.keys) u (key)
+    join queue.waiting w on w.reason = 'slot' and w.key = u.key group by u.key
+    union
+    select aj.id from unnest(v_gone.lanes) u (lane)
+    join queue.active_job aj on aj.lane = u.lane
+    where aj.claim is null and aj.flags & 4/* keys */ <> 0);
+end $$;
 
 -- inspect/results.sql
 -- Results: the outcome of a job, and waiting for it. succeed stores a result (work/finish.sql); it is kept as
