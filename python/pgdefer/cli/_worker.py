@@ -20,7 +20,7 @@ from pgdefer import App, MultiWorker, Worker, WorkerOptions
 from pgdefer.database import sql
 from pgdefer.logs import JsonFormatter
 from pgdefer.worker.options import check_options
-from pgdefer.worker.prefetch import MOST
+from pgdefer.worker.prefetch import MOST, MOST_OF_MANY
 from pgdefer.worker.supervisor import Supervisor, SupervisorChannel
 
 from . import _show
@@ -124,10 +124,11 @@ SlotTexts = Annotated[
     ),
 ]
 Prefetch = Annotated[
-    int,
+    int | None,
     typer.Option(
         min=0,
-        help="How many jobs to claim ahead at most: as many as start within 50 ms. 0: none.",
+        help="How many jobs to claim ahead at most: as many as start within 50 ms. 0: none. By "
+        f"default {MOST}; {MOST_OF_MANY} for each of many databases.",
     ),
 ]
 Processes = Annotated[
@@ -240,7 +241,7 @@ def worker(
     max_running: MaxRunning = None,
     concurrency: Concurrency = None,
     slots: SlotTexts = None,
-    prefetch: Prefetch = MOST,
+    prefetch: Prefetch = None,
     processes: Processes = None,
     jobs_per_process: JobsPerProcess = 100,
     name: Name = None,
@@ -284,9 +285,10 @@ def worker(
         "max_jobs": max_jobs,
         "prune_schedules": prune_schedules,
         "jobs_per_process": jobs_per_process,
-        "prefetch": prefetch,
         "http": http,
     }
+    if prefetch is not None:
+        options["prefetch"] = prefetch
     _slots(options, concurrency, slots)
     _choose(options, queues, tasks, max_running, strict=strict)
     with _checked():

@@ -137,7 +137,7 @@ class Executor:
                 left -= 1
         for slots, ahead in list(self._ahead.items()):
             while left and ahead and not slots.is_full:
-                self._start(ahead.popleft())
+                self._start_ahead(slots, ahead)
                 left -= 1
             if ahead:
                 slots.waits()
@@ -163,8 +163,13 @@ class Executor:
         ahead = self._ahead[slots]
         if not ahead or self._must_hold():
             return False
-        self._context.run(self._start, ahead.popleft())
+        self._context.run(self._start_ahead, slots, ahead)
         return bool(ahead)
+
+    def _start_ahead(self, slots: Slots, ahead: collections.deque[Claim]) -> None:
+        claim = ahead.popleft()
+        self._start(claim)
+        slots.prefetch.waited(claim.started_at - claim.came_at)
 
     def _start_soon(self) -> None:
         asyncio.get_running_loop().call_soon(self._start_some, context=self._context)

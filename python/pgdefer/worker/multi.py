@@ -23,7 +23,7 @@ from pgdefer.worker.databases import Database, DsnFile, read_dsns
 from pgdefer.worker.gate import Gate
 from pgdefer.worker.heartbeat import HeartbeatThread, clock
 from pgdefer.worker.options import WorkerOptions, check_options
-from pgdefer.worker.prefetch import MOST
+from pgdefer.worker.prefetch import MOST_OF_MANY
 from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.shared_slots import Share, SharedSlots
 from pgdefer.worker.threads import Threads
@@ -84,7 +84,7 @@ class MultiWorker:
             )
         self.http = options.pop("http", None)
         self.drain = options.get("drain", False)
-        self._prefetch = options.pop("prefetch", MOST)
+        self._prefetch = options.pop("prefetch", MOST_OF_MANY)
         self._queues = queues
         self._options = options
         Worker(app, queues, **options)  # checks the rest

@@ -35,9 +35,10 @@ class WorkerOptions(TypedDict, total=False):
     run only jobs of these tasks. `max_running={"reports": 2, "tenant*": 1}`: of each such queue
     this worker runs at most so many jobs at once; the longest pattern applies.
 
-    `prefetch`: how many jobs the worker may claim ahead of need (100), so that a job is there when
-    a slot becomes free: as many as start within about 50 ms, and only jobs without a limit. They
-    are given back when the worker stops, at a pause, and after 200 ms. 0: none.
+    `prefetch`: how many jobs the worker may claim ahead of need (500; of each of many databases
+    100), so that a job is there when a slot becomes free: as many as start within about 50 ms, and
+    only jobs without a limit. They are given back when the worker stops, at a pause, and after 200
+    ms. 0: none.
 
     `shutdown_timeout`: how many seconds running jobs may take to end after `stop`; None, the
     default: no limit. `drain`: exit when no job is left that would start by itself, according to

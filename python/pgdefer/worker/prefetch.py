@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["MOST", "WAIT", "Filling", "Prefetch"]
+__all__ = ["MOST", "MOST_OF_MANY", "WAIT", "Filling", "Prefetch"]
 
-# How many jobs are claimed ahead at most, unless the worker's options say otherwise: small ones fit
-# into one answer of queue.fetch.
-MOST = 100
+# How many jobs are claimed ahead at most, unless the worker's options say otherwise: about as many
+# small ones as fit into one answer of queue.fetch (64 kB).
+MOST = 500
+# The same for each of many databases, whose turns come sooner then.
+MOST_OF_MANY = 100
 # Claimed ahead are those jobs that start within this time if they run as long as the last ones did;
 # none where those ran longer than that. Given back are those that have waited for longer than WAIT:
 # a slow job came before them. In seconds.
@@ -14,6 +16,8 @@ AHEAD = 0.05
 WAIT = 0.2
 # How many jobs to ask for at most where these are to fill batches.
 MOST_IN_BATCHES = 1000
+# An answer with fewer jobs is not cut to 64 kB for their number, only where some are large.
+FIT = 30
 # What the last job counts for in the mean of their run times.
 WEIGHT = 1 / 8
 
@@ -21,17 +25,21 @@ WEIGHT = 1 / 8
 class Prefetch:
     """How many jobs may be claimed ahead for some slots.
 
-    That begins with none and doubles with each answer that was full. An answer that was not means
+    That begins with none and doubles with each answer that was full. It halves where jobs waited
+    longer than AHEAD, as handlers may keep the event loop busy, however many slots there are; and
+    where an answer may have held all that fitted into it. Any other answer that was not full means
     that other workers may have nothing to do: then it begins anew. So it does where jobs were given
     back, as they had waited too long.
     """
 
-    __slots__ = ("_mean", "_most", "_slots", "_window")
+    __slots__ = ("_is_late", "_mean", "_most", "_slots", "_window")
 
     def __init__(self, slots: int, most: int) -> None:
         self._slots = slots
         self._most = most
         self._window = 0
+        # Whether a job has waited for longer than AHEAD since the last answer.
+        self._is_late = False
         # How long the last jobs ran, in seconds; below 0: none has yet.
         self._mean = -1.0
 
@@ -49,9 +57,20 @@ class Prefetch:
         mean = self._mean
         self._mean = duration if mean < 0 else mean + (duration - mean) * WEIGHT
 
-    def answered(self, *, is_full: bool) -> None:
-        """Take in whether an answer held as many jobs as were asked for."""
-        self._window = min(max(self._slots, 2 * self._window), self._most) if is_full else 0
+    def answered(self, asked: int, came: int) -> None:
+        """Take in how many jobs an answer held of those that were asked for."""
+        if came == asked and not self._is_late:
+            self._window = min(max(self._slots, 2 * self._window), self._most)
+        elif came == asked or came >= FIT:
+            self._window //= 2
+        else:
+            self._window = 0
+        self._is_late = False
+
+    def waited(self, seconds: float) -> None:
+        """Take in how long a job waited for its slot."""
+        if seconds > AHEAD:
+            self._is_late = True
 
     def waited_too_long(self) -> None:
         """Take in that jobs were given back."""

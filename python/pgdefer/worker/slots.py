@@ -75,7 +75,7 @@ class Slots:
 
     def answered(self, asked: int, came: int) -> None:
         """Take note of how many jobs have come; none where the call has failed."""
-        self.prefetch.answered(is_full=came == asked)
+        self.prefetch.answered(asked, came)
 
     def claimed(self, jobs: int) -> None:
         """Take note that so many jobs are claimed."""

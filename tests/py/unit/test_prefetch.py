@@ -1,0 +1,75 @@
+"""How many jobs a worker claims ahead: it grows while that pays, and shrinks where jobs wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from pgdefer.worker.prefetch import AHEAD, FIT, Prefetch
+
+
+def grown(answers: int, slots: int = 20, most: int = 500) -> Prefetch:
+    """Return what allows jobs ahead after so many full answers, with jobs that took no time."""
+    prefetch = Prefetch(slots, most)
+    prefetch.ended(0.0)
+    for _ in range(answers):
+        prefetch.answered(100, 100)
+    return prefetch
+
+
+def test_none_at_first() -> None:
+    prefetch = Prefetch(20, 500)
+    assert prefetch.allowed == 0
+    prefetch.answered(20, 20)
+    assert prefetch.allowed == 0  # how long jobs run is not known
+    prefetch.ended(0.0)
+    assert prefetch.allowed == 20
+
+
+def test_each_full_answer_doubles_it_up_to_the_most() -> None:
+    assert [grown(n).allowed for n in range(7)] == [0, 20, 40, 80, 160, 320, 500]
+    assert grown(9).allowed == 500
+    assert grown(9, most=0).allowed == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "allowed"), [(0.002, 500), (0.01, 100), (AHEAD, 20), (AHEAD * 1.01, 0)]
+)
+def test_only_jobs_that_start_soon(seconds: float, allowed: int) -> None:
+    prefetch = Prefetch(20, 500)
+    prefetch.ended(seconds)
+    for _ in range(9):
+        prefetch.answered(100, 100)
+    assert prefetch.allowed == allowed
+
+
+def test_it_halves_once_for_each_answer_whose_jobs_waited_long() -> None:
+    prefetch = grown(5)
+    for _ in range(50):
+        prefetch.waited(AHEAD * 1.01)
+    assert prefetch.allowed == 320
+    prefetch.answered(100, 100)
+    assert prefetch.allowed == 160
+    prefetch.waited(AHEAD)
+    prefetch.answered(100, 100)
+    assert prefetch.allowed == 320
+
+
+def test_it_halves_where_the_answer_may_be_as_long_as_it_can_be() -> None:
+    prefetch = grown(5)
+    prefetch.answered(100, FIT)
+    assert prefetch.allowed == 160
+
+
+@pytest.mark.parametrize("came", [0, 1, FIT - 1])
+def test_it_begins_anew_where_others_may_have_nothing_to_do(came: int) -> None:
+    prefetch = grown(5)
+    prefetch.answered(100, came)
+    assert prefetch.allowed == 0
+    prefetch.answered(20, 20)
+    assert prefetch.allowed == 20
+
+
+def test_it_begins_anew_where_jobs_were_given_back() -> None:
+    prefetch = grown(5)
+    prefetch.waited_too_long()
+    assert prefetch.allowed == 0
