@@ -17,10 +17,12 @@ from typing import Any
 
 import httpx
 import psycopg
+import pytest
 import uvicorn
 from psycopg.conninfo import conninfo_to_dict
 
 from pgdefer.contrib import web
+from pgdefer.contrib.web import database
 from pgdefer.database.server import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
@@ -117,10 +119,22 @@ def served(environment: Mapping[str, str]) -> Iterator[tuple[str, subprocess.Pop
             process.send_signal(signal.SIGINT)
 
 
+def visitor(site: str, **options: Any) -> httpx.Client:
+    """Return a client that waits as long as a busy machine may take."""
+    return httpx.Client(base_url=site, timeout=300, **options)
+
+
+def lift_time_limits(patch: pytest.MonkeyPatch) -> None:
+    """Let the page's statements take as long as a busy machine may take."""
+    for name in database.SETTINGS:
+        if name.endswith("_timeout"):
+            patch.setitem(database.SETTINGS, name, "300000")
+
+
 @contextlib.contextmanager
 def logged_in(site: str, role: str, password: str = PASSWORD) -> Iterator[httpx.Client]:
     """Give a client of a visitor."""
-    with httpx.Client(base_url=site, timeout=60) as client:
+    with visitor(site) as client:
         form = {"role": role, "password": password, "token": token(client.get("/login"))}
         answer = client.post("/login", data=form)
         assert answer.status_code == 303, answer.text

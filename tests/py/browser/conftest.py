@@ -12,9 +12,16 @@ from playwright.sync_api import Browser, Page
 
 from chromium import PATIENCE, open_chromium
 from pgdefer.contrib import web
-from pgdefer.contrib.web import database
 from pgdefer.database.server import EmbeddedServer
-from web_page import PASSWORD, ask_for_passwords, grant, location, server_of_pages, serving
+from web_page import (
+    PASSWORD,
+    ask_for_passwords,
+    grant,
+    lift_time_limits,
+    location,
+    server_of_pages,
+    serving,
+)
 from web_shop import open_shop
 
 # The page causes these on purpose: answers to a wrong form, a job that is gone, and no answer.
@@ -47,9 +54,7 @@ def site(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[str]:
     """The page's address. On a busy machine its time limits are no part of these tests."""
-    limits = [name for name in database.SETTINGS if name.endswith("_timeout")]
-    for name in limits:
-        monkeypatch.setitem(database.SETTINGS, name, str(PATIENCE))
+    lift_time_limits(monkeypatch)
     ask_for_passwords(server)
     grant(conn)
     with serving(web.asgi(location(dsn))) as address:

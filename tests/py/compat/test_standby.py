@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from failover import Connection, Pair, folder_of_servers, refused, until
 from pgdefer.cli import Exit
 from pgdefer.contrib import web
 from pgdefer.database.server import EmbeddedServer
-from web_page import fill, server_of_pages, serving, token
+from web_page import fill, lift_time_limits, server_of_pages, serving, token, visitor
 
 pytestmark = pytest.mark.client
 
@@ -158,7 +157,7 @@ def test_commands(pair: Pair, ids: dict[str, int], tmp_path: Path) -> None:
     def run(dsn: str, *arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "pgdefer", *arguments, "--dsn", dsn]
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60,
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300,
             env=os.environ | {"COLUMNS": "200"},
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
@@ -178,8 +177,9 @@ def test_commands(pair: Pair, ids: dict[str, int], tmp_path: Path) -> None:
     assert "recovery" in said or "read-only" in said, said
 
 
-def test_the_page(pair: Pair, ids: dict[str, int]) -> None:
+def test_the_page(pair: Pair, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that it only reads, and goes on in full when the standby is promoted."""
+    lift_time_limits(monkeypatch)
     places = ["/", "/jobs", f"/jobs/{ids['ready']}", "/queues", "/locks", "/groups", "/workers"]
     places += ["/schedules", "/tasks", "/audit"]
     dsn = f"host={pair.folder} port={pair.standby.port} dbname=postgres"
@@ -187,7 +187,7 @@ def test_the_page(pair: Pair, ids: dict[str, int]) -> None:
     with (
         server_of_pages(),
         serving(web.asgi(dsn, needs_password=False)) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        visitor(address) as client,
     ):
         form = {"role": "shop_operator", "password": "any", "token": token(client.get("/login"))}
         assert client.post("/login", data=form).status_code == 303

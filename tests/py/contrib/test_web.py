@@ -29,6 +29,7 @@ from web_page import (
     server_of_pages,
     serving,
     token,
+    visitor,
 )
 
 pytestmark = pytest.mark.client
@@ -63,7 +64,7 @@ def login(site: str) -> Iterator[Login]:
     opened: list[httpx.Client] = []
 
     def log_in(role: str, password: str = PASSWORD) -> httpx.Client:
-        opened.append(httpx.Client(base_url=site, timeout=60))
+        opened.append(visitor(site))
         client = opened[-1]
         form = {"role": role, "password": password, "token": token(client.get("/login"))}
         answer = client.post("/login", data=form)
@@ -105,7 +106,7 @@ def state(conn: Connection, id: int) -> str:
 
 def test_nobody_sees_anything_without_a_login(site: str, conn: Connection) -> None:
     fill(conn)
-    with httpx.Client(base_url=site) as client:
+    with visitor(site) as client:
         for path in [*PLACES, "/jobs/1", "/schedule?name=daily"]:
             answer = client.get(path)
             assert answer.status_code == 303
@@ -118,7 +119,7 @@ def test_nobody_sees_anything_without_a_login(site: str, conn: Connection) -> No
 
 def test_a_login_that_is_refused(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGPASSWORD", PASSWORD)  # nobody logs in with the page's own password
-    with httpx.Client(base_url=site) as client:
+    with visitor(site) as client:
         for role, password in [
             ("page_reader", "wrong"),
             ("page_reader", ""),
@@ -137,7 +138,7 @@ def test_a_login_that_is_refused(site: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_passwords_cannot_be_guessed(site: str) -> None:
-    with httpx.Client(base_url=site) as client:
+    with visitor(site) as client:
         seen = []
         for _ in range(22):
             form = {"role": "page_reader", "password": "x", "token": token(client.get("/login"))}
@@ -146,7 +147,7 @@ def test_passwords_cannot_be_guessed(site: str) -> None:
 
 
 def test_a_login_leads_to_the_page_that_was_asked_for(site: str) -> None:
-    with httpx.Client(base_url=site) as client:
+    with visitor(site) as client:
         for asked, given in [("/jobs?state=failed", "/jobs?state=failed"), ("//evil.example", "/")]:
             form = {"role": "page_reader", "password": PASSWORD, "next": asked}
             answer = client.post("/login", data=form | {"token": token(client.get("/login"))})
@@ -647,7 +648,7 @@ def test_under_a_path_of_another_application(dsn: str, conn: Connection, granted
     application = Starlette(routes=[Mount("/queue", pages)])
     with (
         serving(pages, application) as site,
-        httpx.Client(base_url=site, follow_redirects=True) as client,
+        visitor(site, follow_redirects=True) as client,
     ):
         answer = client.get("/queue/jobs")
         assert answer.url.path == "/queue/login"
@@ -666,7 +667,7 @@ def test_under_a_path_of_another_application(dsn: str, conn: Connection, granted
 def test_behind_a_proxy_that_names_the_role(dsn: str, conn: Connection, granted: None) -> None:
     ids = fill(conn)
     application = web.asgi(dsn, role_header="x-role")
-    with serving(application) as site, httpx.Client(base_url=site) as client:
+    with serving(application) as site, visitor(site) as client:
         assert client.get("/jobs").status_code == 403
         for role in ("none", "", "page_unknown", "x'y"):
             assert client.get("/jobs", headers={"x-role": role}).status_code in (400, 403)
@@ -698,14 +699,14 @@ def test_the_server_goes_and_comes(dsn: str, granted: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     away = f"host=127.0.0.1 port={port} dbname=test user=x"
-    with serving(web.asgi(away)) as site, httpx.Client(base_url=site) as client:
+    with serving(web.asgi(away)) as site, visitor(site) as client:
         form = {"role": "page_reader", "password": "x", "token": token(client.get("/login"))}
         answer = client.post("/login", data=form)
         assert answer.status_code == 503
         assert str(port) not in answer.text
     with (
         serving(web.asgi(away, role_header="x-role")) as site,
-        httpx.Client(base_url=site, headers={"x-role": "page_reader"}) as client,
+        visitor(site, headers={"x-role": "page_reader"}) as client,
     ):
         answer = client.get("/jobs")
         assert answer.status_code == 503

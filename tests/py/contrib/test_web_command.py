@@ -6,11 +6,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pgdefer.database.server import EmbeddedServer
-from web_page import COMMAND, plain_environment, served, token
+from web_page import COMMAND, plain_environment, served, token, visitor
 
 pytestmark = pytest.mark.client
 
@@ -22,7 +21,7 @@ def environment() -> dict[str, str]:
 
 def log_in(address: str) -> str:
     """Log in as the superuser; return the page that comes first."""
-    with httpx.Client(base_url=address, follow_redirects=True, timeout=60) as client:
+    with visitor(address, follow_redirects=True) as client:
         form = {"role": "postgres", "password": "any", "token": token(client.get("/login"))}
         answer = client.post("/login", data=form)
     assert answer.status_code == 200

@@ -12,7 +12,7 @@ import httpx
 import psycopg
 import pytest
 
-from web_page import logged_in, plain_environment, served, token
+from web_page import logged_in, plain_environment, served, token, visitor
 from workers import wait_for
 
 pytestmark = pytest.mark.client
@@ -87,7 +87,7 @@ def test_killed_in_the_middle(
     assert changed() == 500 if call == "set_priority" else 500 <= changed() < JOBS
 
     with served(environment) as (address, _):
-        with httpx.Client(base_url=address) as old:
+        with visitor(address) as old:
             answer = old.post("/jobs/act", data=form)
             assert answer.headers["location"] == "/login", "its session ended with it"
         with logged_in(address, "postgres", "any") as client:

@@ -520,12 +520,17 @@ async def test_a_schedule_starts_in_time(app: App, jobs: Jobs) -> None:
         late.append((dt.datetime.now(dt.UTC) - due).total_seconds())
 
     async with running(app):
-        await asyncio.sleep(0.1)
-        for delay in (0.3, 0.7, 1.2):
-            await task.configure(delay=dt.timedelta(seconds=delay)).defer_async()
-        await jobs.end()
-    assert sorted(late)[1] < 0.5  # a worker that looks each second: 0.7
-    assert all(0 <= seconds < 4 for seconds in late)
+        # On a busy machine all of them may be late for another reason, now and then.
+        for _ in range(20):
+            late.clear()
+            for delay in (0.3, 0.7, 1.2):
+                await task.configure(delay=dt.timedelta(seconds=delay)).defer_async()
+            await jobs.end()
+            assert min(late) >= 0
+            if max(late) < 0.45:  # a worker that looks each second: at least 0.5
+                break
+        else:
+            pytest.fail(f"late by {late} s")
 
 
 async def test_draining(app: App, jobs: Jobs) -> None:
