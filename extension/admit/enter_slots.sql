@@ -77,13 +77,15 @@ begin
     array_agg(x.weight order by x.n) as weights,
     array_agg(x.key order by x.pair) filter (where x.is_first) as keys,
     array_agg(x.lane order by x.pair) filter (where x.is_first) as lanes,
+    array_agg(x.newest order by x.pair) filter (where x.is_first) as newest,
     array_agg(x.id) filter (where x.discards and not p_is_refill and queue._try_lock_queueing_lock(x.id))
       as discards
   into v_keys
   from (
     select x.n, x.id, x.key, x.slots, x.discards, x.lane, x.weight, x.rate_limit, x.rate_per,
       dense_rank() over (order by x.key, x.lane)::integer as pair,
-      row_number() over (partition by x.key, x.lane) = 1 as is_first
+      row_number() over (partition by x.key, x.lane) = 1 as is_first,
+      max(x.id) over (partition by x.key, x.lane) as newest
     from (select x.n, x.id, x.key, x.slots, x.discards, x.weight, x.rate_limit, x.rate_per,
         p_lanes[x.n] as lane
       from queue._keys_of(p_ids, p_flags) x) x) x;
@@ -162,7 +164,7 @@ begin
       having count(*) > 0;
   end if;
   perform queue._add_slots(v_keys.keys, v_keys.lanes, null, v_ready, v_waiting, v_lows,
-    v_low_deadlines);
+    v_low_deadlines, v_keys.newest);
   if v_counts.have_rates and v_wait <> '{}' then
     perform queue._await_rates(v_wait_keys);
   end if;

@@ -46,8 +46,7 @@ declare
 begin
   with asked as materialized (
     select distinct on (u.key) u.key, coalesce(c.slots, u.slots) as slots, u.id,
-      coalesce(c.rate_limit, u.rate_limit) as rate_limit, coalesce(c.rate_per, u.rate_per) as rate_per,
-      num_nonnulls(c.slots, c.rate_limit) > 0 as is_configured
+      coalesce(c.rate_limit, u.rate_limit) as rate_limit, coalesce(c.rate_per, u.rate_per) as rate_per
     from unnest(p_keys, p_slots, p_ids, p_rate_limits, p_rate_pers) u (key, slots, id, rate_limit, rate_per)
     left join lateral (
       select c.* from queue._key_config(substr(u.key, 2)) c
@@ -64,7 +63,7 @@ begin
       from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true
     where o.slots is null or o.limit_id <= a.id
       and (o.slots <> a.slots or o.rate_limit is distinct from a.rate_limit
-           or o.rate_per is distinct from a.rate_per or a.is_configured and o.limit_id < a.id)),
+           or o.rate_per is distinct from a.rate_per)),
   gone as (
     delete from queue.semaphore s where s.ctid = any (array(select o.tid from old o))),
   made as (
@@ -128,23 +127,25 @@ end $$;
 -- Adds to the counts of keys: slots in use, and per lane ready and waiting jobs. Keys and lanes may repeat;
 -- an array that is NULL adds nothing. (p_low_deadlines, p_lows): for lanes with fewer waiting jobs,
 -- the point below which none waits (one for each lane); for others, a job that has begun to wait.
+-- p_newest: the newest jobs with these keys whose limits have been read (_set_slots).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._add_slots(
   p_keys text[], p_lanes integer[], p_used integer[], p_ready integer[], p_waiting integer[], p_lows bigint[],
-  p_low_deadlines timestamptz[] default null)
+  p_low_deadlines timestamptz[] default null, p_newest bigint[] default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with added as (
     select u.key, coalesce(sum(u.used), 0)::integer as used, array_agg(u.lane) as lanes,
       array_agg(u.ready) as ready,
-      array_agg(u.waiting) as waiting, array_agg(u.low) as lows, array_agg(u.low_deadline) as low_deadlines
-    from unnest(p_keys, p_lanes, p_used, p_ready, p_waiting, p_lows, p_low_deadlines)
-      u (key, lane, used, ready, waiting, low, low_deadline)
+      array_agg(u.waiting) as waiting, array_agg(u.low) as lows, array_agg(u.low_deadline) as low_deadlines,
+      max(u.newest) as newest
+    from unnest(p_keys, p_lanes, p_used, p_ready, p_waiting, p_lows, p_low_deadlines, p_newest)
+      u (key, lane, used, ready, waiting, low, low_deadline, newest)
     group by u.key
     having count(*) filter (where u.used <> 0 or u.ready <> 0 or u.waiting <> 0 or u.low is not null) > 0),
   old as materialized (
-    select a.key, a.used, a.lanes, a.ready, a.waiting, a.lows, a.low_deadlines, o.tid, o.slots, o.limit_id,
-      o.rate_limit, o.rate_per,
+    select a.key, a.used, a.lanes, a.ready, a.waiting, a.lows, a.low_deadlines, o.tid, o.slots,
+      greatest(o.limit_id, a.newest) as limit_id, o.rate_limit, o.rate_per,
       o.used as old_used, o.lanes as old_lanes, o.ready as old_ready, o.waiting as old_waiting,
       o.lows as old_lows, o.low_deadlines as old_low_deadlines
     from added a
