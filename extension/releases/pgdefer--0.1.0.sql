@@ -624,7 +624,8 @@ create index lock_member_turn_idx on queue.lock_member (lock) where has_turn;
 -- ready and how many wait for a slot; no waiting job has a (deadline, id) below (low_deadlines, lows). A
 -- newer row replaces the row, and reads begin with the newest (see queue.cursor). used, ready: a job with a
 -- weight counts that many times. slots: 2147483647 means no limit. The key's first letter is its kind: k for
--- a concurrency key, m for a lock with mutex jobs, q for a queue. limit_id: the job that has set slots.
+-- a concurrency key, m for a lock with mutex jobs, q for a queue. limit_id: the newest of the key's jobs,
+-- whose limits apply unless others are configured.
 create table queue.semaphore (
   key text collate "C" not null,
   tick bigint not null,
@@ -6906,8 +6907,7 @@ declare
 begin
   with asked as materialized (
     select distinct on (u.key) u.key, coalesce(c.slots, u.slots) as slots, u.id,
-      coalesce(c.rate_limit, u.rate_limit) as rate_limit, coalesce(c.rate_per, u.rate_per) as rate_per,
-      num_nonnulls(c.slots, c.rate_limit) > 0 as is_configured
+      coalesce(c.rate_limit, u.rate_limit) as rate_limit, coalesce(c.rate_per, u.rate_per) as rate_per
     from unnest(p_keys, p_slots, p_ids, p_rate_limits, p_rate_pers) u (key, slots, id, rate_limit, rate_per)
     left join lateral (
       select c.* from queue._key_config(substr(u.key, 2)) c
@@ -6924,7 +6924,7 @@ begin
       from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true
     where o.slots is null or o.limit_id <= a.id
       and (o.slots <> a.slots or o.rate_limit is distinct from a.rate_limit
-           or o.rate_per is distinct from a.rate_per or a.is_configured and o.limit_id < a.id)),
+           or o.rate_per is distinct from a.rate_per)),
   gone as (
     delete from queue.semaphore s where s.ctid = any (array(select o.tid from old o))),
   made as (
@@ -6988,23 +6988,25 @@ end $$;
 -- Adds to the counts of keys: slots in use, and per lane ready and waiting jobs. Keys and lanes may repeat;
 -- an array that is NULL adds nothing. (p_low_deadlines, p_lows): for lanes with fewer waiting jobs,
 -- the point below which none waits (one for each lane); for others, a job that has begun to wait.
+-- p_newest: the newest jobs with these keys whose limits have been read (_set_slots).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._add_slots(
   p_keys text[], p_lanes integer[], p_used integer[], p_ready integer[], p_waiting integer[], p_lows bigint[],
-  p_low_deadlines timestamptz[] default null)
+  p_low_deadlines timestamptz[] default null, p_newest bigint[] default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with added as (
     select u.key, coalesce(sum(u.used), 0)::integer as used, array_agg(u.lane) as lanes,
       array_agg(u.ready) as ready,
-      array_agg(u.waiting) as waiting, array_agg(u.low) as lows, array_agg(u.low_deadline) as low_deadlines
-    from unnest(p_keys, p_lanes, p_used, p_ready, p_waiting, p_lows, p_low_deadlines)
-      u (key, lane, used, ready, waiting, low, low_deadline)
+      array_agg(u.waiting) as waiting, array_agg(u.low) as lows, array_agg(u.low_deadline) as low_deadlines,
+      max(u.newest) as newest
+    from unnest(p_keys, p_lanes, p_used, p_ready, p_waiting, p_lows, p_low_deadlines, p_newest)
+      u (key, lane, used, ready, waiting, low, low_deadline, newest)
     group by u.key
     having count(*) filter (where u.used <> 0 or u.ready <> 0 or u.waiting <> 0 or u.low is not null) > 0),
   old as materialized (
-    select a.key, a.used, a.lanes, a.ready, a.waiting, a.lows, a.low_deadlines, o.tid, o.slots, o.limit_id,
-      o.rate_limit, o.rate_per,
+    select a.key, a.used, a.lanes, a.ready, a.waiting, a.lows, a.low_deadlines, o.tid, o.slots,
+      greatest(o.limit_id, a.newest) as limit_id, o.rate_limit, o.rate_per,
       o.used as old_used, o.lanes as old_lanes, o.ready as old_ready, o.waiting as old_waiting,
       o.lows as old_lows, o.low_deadlines as old_low_deadlines
     from added a
@@ -8041,13 +8043,15 @@ begin
     array_agg(x.weight order by x.n) as weights,
     array_agg(x.key order by x.pair) filter (where x.is_first) as keys,
     array_agg(x.lane order by x.pair) filter (where x.is_first) as lanes,
+    array_agg(x.newest order by x.pair) filter (where x.is_first) as newest,
     array_agg(x.id) filter (where x.discards and not p_is_refill and queue._try_lock_queueing_lock(x.id))
       as discards
   into v_keys
   from (
     select x.n, x.id, x.key, x.slots, x.discards, x.lane, x.weight, x.rate_limit, x.rate_per,
       dense_rank() over (order by x.key, x.lane)::integer as pair,
-      row_number() over (partition by x.key, x.lane) = 1 as is_first
+      row_number() over (partition by x.key, x.lane) = 1 as is_first,
+      max(x.id) over (partition by x.key, x.lane) as newest
     from (select x.n, x.id, x.key, x.slots, x.discards, x.weight, x.rate_limit, x.rate_per,
         p_lanes[x.n] as lane
       from queue._keys_of(p_ids, p_flags) x) x) x;
@@ -8126,7 +8130,7 @@ begin
       having count(*) > 0;
   end if;
   perform queue._add_slots(v_keys.keys, v_keys.lanes, null, v_ready, v_waiting, v_lows,
-    v_low_deadlines);
+    v_low_deadlines, v_keys.newest);
   if v_counts.have_rates and v_wait <> '{}' then
     perform queue._await_rates(v_wait_keys);
   end if;

@@ -48,8 +48,8 @@ create index lock_member_turn_idx on queue.lock_member (lock) where has_turn;
 -- ready and how many wait for a slot; no waiting job has a (deadline, id) below (low_deadlines, lows). A
 -- newer row replaces the row, and reads begin with the newest (see queue.cursor). used, ready: a job with a
 -- weight counts that many times. slots: 2147483647 means no limit. The key's first letter is its kind: k for
--- a concurrency key, m for a lock with mutex jobs, q for a queue. limit_id: the newest of the key's jobs, whose
--- limits apply unless others are configured.
+-- a concurrency key, m for a lock with mutex jobs, q for a queue. limit_id: the newest of the key's jobs,
+-- whose limits apply unless others are configured.
 create table queue.semaphore (
   key text collate "C" not null,
   tick bigint not null,
