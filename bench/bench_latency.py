@@ -4,7 +4,8 @@
     bench/bench_latency.py [--runs N] [--samples N]
 
 Each moment is the time since the call began, in ms. Beside it, in turn: the same with nothing but an INSERT
-and a NOTIFY in one transaction, and a listening session.
+and a NOTIFY in one transaction, and a listening session; and what calls take alone, in sessions that were idle
+before: `select 1`, `defer` and `fetch`, also without waiting for the disk.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psycopg
 from common import Bench, arguments, bench, percentile
@@ -26,6 +28,7 @@ BARE = (
 )
 PAUSE = 0.04  # s between jobs; the worker sleeps by then
 Moments = dict[str, list[float]]
+Client = psycopg.Connection[Any]
 
 
 def note(found: Moments, begun: float, moments: dict[str, float]) -> None:
@@ -33,11 +36,11 @@ def note(found: Moments, begun: float, moments: dict[str, float]) -> None:
         found.setdefault(name, []).append((at - begun) * 1e3)
 
 
-def defer(client: psycopg.Connection[tuple[object, ...]], call: str) -> tuple[float, float]:
-    """Return when the call began and ended."""
+def timed(client: Client, call: str, *parameters: object) -> tuple[float, float]:
+    """Make a call after a pause; return when it began and ended."""
     time.sleep(PAUSE)
     begun = time.time()
-    client.execute(call.encode(), prepare=True)
+    client.execute(call.encode(), parameters or None, prepare=True)
     return begun, time.time()
 
 
@@ -53,7 +56,7 @@ def ours(on: Bench, found: Moments, samples: int) -> None:
                 time.sleep(0.1)
             written = Path(file.name)
             for n in range(samples + 20):
-                begun, ended = defer(client, "select queue.defer('stamp')")
+                begun, ended = timed(client, "select queue.defer('stamp')")
                 while len(lines := written.read_text().splitlines()) <= n:
                     time.sleep(0.001)
                 if n >= 20:  # the sessions' first calls compile and plan
@@ -76,17 +79,43 @@ with psycopg.connect(sys.argv[1], autocommit=True) as connection:
             assert process.stdout is not None
             process.stdout.readline()
             for _ in range(samples):
-                begun, ended = defer(client, BARE)
+                begun, ended = timed(client, BARE)
                 heard = float(process.stdout.readline())
                 note(found, begun, {"the INSERT has returned": ended, "heard": heard})
             process.terminate()
+
+
+def calls(on: Bench, found: Moments, samples: int) -> None:
+    with (
+        on.fresh("ours") as database,
+        on.connect(database) as client,
+        on.connect(database) as other,
+    ):
+        row = client.execute("select queue.register_worker('w')").fetchone()
+        assert row is not None
+        for n in range(samples + 20):
+            for sync, said in (("on", ""), ("off", ", no sync")):
+                for session in (client, other):
+                    session.execute(f"set synchronous_commit = {sync}".encode())
+                moments = {
+                    f"defer{said}": timed(other, "select queue.defer('stamp')"),
+                    f"fetch{said}": timed(client, "select * from queue.fetch(%s)", *row),
+                    "select 1": timed(client, "select 1"),
+                }
+                for name, (begun, ended) in moments.items():
+                    if n >= 20:
+                        note(found, begun, {name: ended})
 
 
 def main() -> None:
     parser = arguments(__doc__, runs=3)
     parser.add_argument("--samples", type=int, default=200, help="of each kind in a run (200)")
     options = parser.parse_args()
-    kinds: dict[str, Callable[[Bench, Moments, int], None]] = {"pgdefer": ours, "bare": bare}
+    kinds: dict[str, Callable[[Bench, Moments, int], None]] = {
+        "pgdefer": ours,
+        "bare": bare,
+        "calls alone": calls,
+    }
     found: dict[str, Moments] = {kind: {} for kind in kinds}
     with bench(options) as on:
         for _ in range(options.runs):
