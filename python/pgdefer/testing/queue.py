@@ -51,6 +51,12 @@ _DEFERS = (
 # These only read, and are not refused: they need no savepoint.
 _READS = (sql.DEFERRED, sql.CLOCK)
 
+_WORKER = {
+    "name": "test",
+    "queues": None,
+    "info": json.dumps({"test": True, "dead_after": "1 day"}),
+}
+
 
 class TestQueue(AskingQueue):
     """The queue as one test sees it: all calls of the App use the test's own connection.
@@ -272,10 +278,6 @@ class TestQueue(AskingQueue):
 
     async def _run_some(self, queues: list[str] | None, *, waits: bool) -> list[RanJob]:
         """Run the next job, or those of the next batch; return how they ended."""
-        if self._worker is None:
-            info = json.dumps({"test": True, "dead_after": "1 day"})
-            new = {"name": "test", "queues": None, "info": info}
-            ((self._worker,),) = await self._call(sql.REGISTER_WORKER, new)
         rows = await self._fetch(queues, 1, None)
         if not rows:
             return []
@@ -297,13 +299,17 @@ class TestQueue(AskingQueue):
         return ran
 
     async def _fetch(self, queues: list[str] | None, max_jobs: int, options: str | None) -> Rows:
-        asked = {"worker": self._worker, "queues": queues, "max_jobs": max_jobs, "options": options}
         used = self._direct()
+        worker = self._worker
         async with savepoint(used):
+            if worker is None:
+                ((worker,),) = await self._execute(used, sql.REGISTER_WORKER, _WORKER)
             await self._execute(used, sql.REHEARSE, {})
+            asked = {"worker": worker, "queues": queues, "max_jobs": max_jobs, "options": options}
             rows = await self._execute(used, sql.FETCH, asked)
             if rows:  # The handler may ask for the states of jobs.
                 await self._execute(used, sql.REHEARSE, {})
+        self._worker = worker
         return rows
 
     async def _finish(self, id: int, ended: Ended) -> str:
