@@ -32,6 +32,7 @@ Client = psycopg.Connection[Any]
 
 
 def note(found: Moments, begun: float, moments: dict[str, float]) -> None:
+    """Add how long after `begun` each moment was, in ms."""
     for name, at in moments.items():
         found.setdefault(name, []).append((at - begun) * 1e3)
 
@@ -45,6 +46,7 @@ def timed(client: Client, call: str, *parameters: object) -> tuple[float, float]
 
 
 def ours(on: Bench, found: Moments, samples: int) -> None:
+    """Defer jobs, one at a time, and let a worker say when it did what."""
     with (
         on.fresh("ours") as database,
         on.connect(database) as client,
@@ -65,6 +67,7 @@ def ours(on: Bench, found: Moments, samples: int) -> None:
 
 
 def bare(on: Bench, found: Moments, samples: int) -> None:
+    """Insert rows, one at a time, and let a listener say when it heard of them."""
     listener = """
 import json, psycopg, sys, time
 with psycopg.connect(sys.argv[1], autocommit=True) as connection:
@@ -86,6 +89,7 @@ with psycopg.connect(sys.argv[1], autocommit=True) as connection:
 
 
 def calls(on: Bench, found: Moments, samples: int) -> None:
+    """Make the two calls alone, with and without waiting for the disk."""
     with (
         on.fresh("ours") as database,
         on.connect(database) as client,

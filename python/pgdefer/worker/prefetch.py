@@ -16,7 +16,7 @@ AHEAD = 0.05
 WAIT = 0.2
 # How many jobs to ask for at most where these are to fill batches.
 MOST_IN_BATCHES = 1000
-# An answer with fewer jobs is not cut to 64 kB for their number, only where some are large.
+# An answer that was not full, but holds at least so many jobs, may have been cut to 64 kB.
 FIT = 30
 # What the last job counts for in the mean of their run times.
 WEIGHT = 1 / 8
@@ -26,10 +26,10 @@ class Prefetch:
     """How many jobs may be claimed ahead for some slots.
 
     That begins with none and doubles with each answer that was full. It halves where jobs waited
-    longer than AHEAD, as handlers may keep the event loop busy, however many slots there are; and
-    where an answer may have held all that fitted into it. Any other answer that was not full means
-    that other workers may have nothing to do: then it begins anew. So it does where jobs were given
-    back, as they had waited too long.
+    longer than AHEAD, because handlers that compute in the event loop end one at a time, however
+    many slots there are. It halves, too, where an answer may have been cut. Any other answer that
+    was not full means that other workers may have nothing to do: then it begins anew. So it does
+    where jobs were given back, as they had waited too long.
     """
 
     __slots__ = ("_is_late", "_mean", "_most", "_slots", "_window")
