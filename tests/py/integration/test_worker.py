@@ -493,7 +493,8 @@ async def test_an_idle_worker_is_woken(app: App, jobs: Jobs) -> None:
             job = await task.defer_async()
             await until(lambda job=job: job.id in started)
             delays.append(started[job.id] - begun)
-    assert sorted(delays)[2] < 0.25
+    # Five seconds if nothing wakes it.
+    assert sorted(delays)[2] < 2.5
 
 
 async def test_a_worker_that_sleeps_again_at_once(app: App, conn: Connection) -> None:

@@ -330,12 +330,20 @@ async def test_jobs_that_do_not_end_go_back(app: App, jobs: Jobs, how: str) -> N
 
 
 PROGRAM = """
-import asyncio, ctypes, json, os, sys, time
+import asyncio, ctypes, json, logging, os, sys, time
 from pgdefer import App, Retry
 app = App({dsn!r})
 
 def say(what: str) -> None:
     os.write(1, what.encode() + b"\\n")  # at once, whatever other threads say
+
+class Stopping(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("stopping"):
+            say("stopping")
+
+logging.getLogger("pgdefer").addHandler(Stopping())
+logging.getLogger("pgdefer").setLevel("INFO")
 
 @app.task(name="slow")
 async def slow(seconds: float) -> None:
@@ -404,6 +412,7 @@ def test_a_signal_stops_gracefully(
     app.defer("slow", {"seconds": 0.4})
     assert process.stdout.readline() == "started\n"
     process.send_signal(number)
+    assert process.stdout.readline() == "stopping\n"
     assert process.stdout.readline() == "ended\n"
     assert process.wait(300) == 0
     assert list(jobs.states().values()) == ["succeeded"]
@@ -429,9 +438,11 @@ def test_signals_that_stop_at_once(
     assert process.stdout is not None
     app.defer(task, {"seconds": 3600} if task == "slow" else {})
     assert process.stdout.readline() == "started\n"
-    for number in numbers:
+    first, *others = numbers
+    process.send_signal(first)
+    assert process.stdout.readline() == "stopping\n"  # or the kernel may merge the two
+    for number in others:
         process.send_signal(number)
-        time.sleep(0.1)  # or the kernel merges the two
     assert process.wait(300) == 0  # the job would take an hour
     assert list(jobs.states().values()) == ["ready"]
 
