@@ -57,6 +57,8 @@ class Executor:
             collections.defaultdict(collections.deque)
         )
         self._look: asyncio.TimerHandle | None = None
+        # When the look was asked for.
+        self._looked_at = 0.0
         # What jobs start in: not that of the job whose end has made room.
         self._context = contextvars.copy_context()
         self.running: set[Claim] = set()
@@ -194,6 +196,7 @@ class Executor:
 
     def _look_later(self, seconds: float) -> None:
         if self._look is None:
+            self._looked_at = clock()
             loop = asyncio.get_running_loop()
             self._look = loop.call_later(seconds, self._give_back_late)
 
@@ -204,17 +207,21 @@ class Executor:
             # No heartbeat is answered: others may use these slots meanwhile.
             self._is_held = self._is_starting = False
             self.give_back_waiting()
-        latest = clock() - WAIT
+        now = clock()
+        latest = now - WAIT
         earliest = math.inf
         for slots, ahead in self._ahead.items():
-            late = [claim for claim in ahead if claim.came_at <= latest]
+            soon = slots.prefetch.soon(now - self._looked_at)
+            late = {
+                claim for claim in itertools.islice(ahead, soon, None) if claim.came_at <= latest
+            }
             if late:
                 slots.prefetch.waited_too_long()
-                self._ahead[slots] = collections.deque(c for c in ahead if c.came_at > latest)
+                self._ahead[slots] = collections.deque(c for c in ahead if c not in late)
                 self._give_back_unstarted(each for claim in late for each in claim.members)
             earliest = min([earliest, *(claim.came_at for claim in self._ahead[slots])])
         if earliest < math.inf:
-            self._look_later(max(earliest - latest, 0.01))
+            self._look_later(max(earliest - latest, WAIT / 2))
 
     def _start(self, claim: Claim) -> None:
         """Start a job, or all of a batch, as far as they are still to run."""

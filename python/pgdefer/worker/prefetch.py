@@ -10,8 +10,9 @@ MOST = 500
 # The same for each of many databases, whose turns come sooner then.
 MOST_OF_MANY = 100
 # Claimed ahead are those jobs that start within this time if they run as long as the last ones did;
-# none where those ran longer than that. Given back are those that have waited for longer than WAIT:
-# a slow job came before them. In seconds.
+# none where those ran longer than that. Given back are those that have waited for longer than WAIT
+# and would do so once more, at the pace at which others have started: a slow job came before them.
+# In seconds.
 AHEAD = 0.05
 WAIT = 0.2
 # How many jobs to ask for at most where these are to fill batches.
@@ -32,12 +33,14 @@ class Prefetch:
     where jobs were given back, as they had waited too long.
     """
 
-    __slots__ = ("_is_late", "_mean", "_most", "_slots", "_window")
+    __slots__ = ("_is_late", "_mean", "_most", "_slots", "_started", "_window")
 
     def __init__(self, slots: int, most: int) -> None:
         self._slots = slots
         self._most = most
         self._window = 0
+        # How many jobs that waited for a slot have started since `pace` was asked.
+        self._started = 0
         # Whether a job has waited for longer than AHEAD since the last answer.
         self._is_late = False
         # How long the last jobs ran, in seconds; below 0: none has yet.
@@ -68,9 +71,18 @@ class Prefetch:
         self._is_late = False
 
     def waited(self, seconds: float) -> None:
-        """Take in how long a job waited for its slot."""
+        """Take in that a job starts, and how long it waited for its slot."""
+        self._started += 1
         if seconds > AHEAD:
             self._is_late = True
+
+    def soon(self, seconds: float) -> int:
+        """Return how many jobs start within WAIT if so many do as since the last call.
+
+        That was so many seconds ago.
+        """
+        started, self._started = self._started, 0
+        return int(started * WAIT / seconds)
 
     def waited_too_long(self) -> None:
         """Take in that jobs were given back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgdefer.worker.prefetch import AHEAD, FIT, Prefetch
+from pgdefer.worker.prefetch import AHEAD, FIT, WAIT, Prefetch
 
 
 def grown(answers: int, slots: int = 20, most: int = 500) -> Prefetch:
@@ -73,3 +73,12 @@ def test_it_begins_anew_where_jobs_were_given_back() -> None:
     prefetch = grown(5)
     prefetch.waited_too_long()
     assert prefetch.allowed == 0
+
+
+def test_those_are_kept_that_start_soon_at_the_pace_of_the_others() -> None:
+    prefetch = grown(5)
+    assert prefetch.soon(WAIT) == 0
+    for _ in range(30):
+        prefetch.waited(0.0)
+    assert prefetch.soon(WAIT / 2) == 60
+    assert prefetch.soon(WAIT) == 0
