@@ -1336,7 +1336,7 @@ def test_a_worker_that_wakes_starts_nothing_that_others_have_done(
     wait_for(lambda: set(jobs.states().values()) == {"succeeded"})
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=300)
-    assert said.split() == ["started", "ended"]
+    assert said.split() == ["started", "stopping", "ended"]
 
 
 async def test_what_was_claimed_waits_for_a_heartbeat(
