@@ -15,6 +15,7 @@ import pytest
 
 from pgdefer import App
 from pgdefer.worker import executor, prefetch
+from pgdefer.worker.heartbeat import clock
 
 from .conftest import Jobs, Program, give_up, running, until, wait_for
 
@@ -115,6 +116,29 @@ async def test_none_waits_for_long_while_another_worker_is_idle(
     assert sorted(blocked.ran + helper.ran) == list(range(320))
 
 
+async def test_those_are_kept_that_start_soon(
+    app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "WAIT", 1.0)
+    monkeypatch.setattr(prefetch, "AHEAD", 3600.0)
+    monkeypatch.setattr(prefetch, "WAIT", 3600.0)  # at any pace all start within this
+    longest = 0.0
+
+    @app.task
+    async def quick() -> None:
+        nonlocal longest
+        now = clock()
+        longest = max([longest, *(now - claim.came_at for claim in worker.executor.waiting)])
+        await asyncio.sleep(0.02)
+
+    quick.defer_many([{}] * 150)
+    async with running(app, concurrency=1) as worker:
+        await jobs.end()
+    assert longest > 1
+    released = conn.execute("select count(*) from queue.attempts where outcome = 'released'")
+    assert released.fetchone() == (0,)
+
+
 async def test_none_where_jobs_are_slow(app: App, jobs: Jobs) -> None:
     most = 0
 
@@ -183,6 +207,7 @@ PROGRAM = """
 import json, os, sys, time
 from pgdefer import App, current_job
 from pgdefer.worker import executor, prefetch
+from pgdefer.worker.heartbeat import clock
 executor.WAIT = prefetch.AHEAD = 3600.0
 app = App({dsn!r})
 
