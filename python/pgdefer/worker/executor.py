@@ -57,7 +57,7 @@ class Executor:
             collections.defaultdict(collections.deque)
         )
         self._look: asyncio.TimerHandle | None = None
-        # When the look was asked for.
+        # When that timer was set.
         self._looked_at = 0.0
         # What jobs start in: not that of the job whose end has made room.
         self._context = contextvars.copy_context()
@@ -211,15 +211,17 @@ class Executor:
         latest = now - WAIT
         earliest = math.inf
         for slots, ahead in self._ahead.items():
-            soon = slots.prefetch.soon(now - self._looked_at)
-            late = {
-                claim for claim in itertools.islice(ahead, soon, None) if claim.came_at <= latest
-            }
+            start_soon = slots.prefetch.take_pace(now - self._looked_at)
+            kept: collections.deque[Claim] = collections.deque()
+            late: list[Claim] = []
+            for place, claim in enumerate(ahead):
+                is_kept = place < start_soon or claim.came_at > latest
+                (kept if is_kept else late).append(claim)
             if late:
                 slots.prefetch.waited_too_long()
-                self._ahead[slots] = collections.deque(c for c in ahead if c not in late)
+                self._ahead[slots] = kept
                 self._give_back_unstarted(each for claim in late for each in claim.members)
-            earliest = min([earliest, *(claim.came_at for claim in self._ahead[slots])])
+            earliest = min([earliest, *(claim.came_at for claim in kept)])
         if earliest < math.inf:
             self._look_later(max(earliest - latest, WAIT / 2))
 

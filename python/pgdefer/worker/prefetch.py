@@ -11,8 +11,8 @@ MOST = 500
 MOST_OF_MANY = 100
 # Claimed ahead are those jobs that start within this time if they run as long as the last ones did;
 # none where those ran longer than that. Given back are those that have waited for longer than WAIT
-# and would do so once more, at the pace at which others have started: a slow job came before them.
-# In seconds.
+# and, at the pace of the last starts, would wait that long again: a slow job came before them. In
+# seconds.
 AHEAD = 0.05
 WAIT = 0.2
 # How many jobs to ask for at most where these are to fill batches.
@@ -39,7 +39,7 @@ class Prefetch:
         self._slots = slots
         self._most = most
         self._window = 0
-        # How many jobs that waited for a slot have started since `pace` was asked.
+        # How many jobs that waited for a slot have started since the last `take_pace`.
         self._started = 0
         # Whether a job has waited for longer than AHEAD since the last answer.
         self._is_late = False
@@ -71,16 +71,13 @@ class Prefetch:
         self._is_late = False
 
     def waited(self, seconds: float) -> None:
-        """Take in that a job starts, and how long it waited for its slot."""
+        """Take in that a job has started, and how long it had waited for its slot."""
         self._started += 1
         if seconds > AHEAD:
             self._is_late = True
 
-    def soon(self, seconds: float) -> int:
-        """Return how many jobs start within WAIT if so many do as since the last call.
-
-        That was so many seconds ago.
-        """
+    def take_pace(self, seconds: float) -> int:
+        """Return how many jobs start within WAIT at the pace of the last `seconds`; count anew."""
         started, self._started = self._started, 0
         return int(started * WAIT / seconds)
 

@@ -77,8 +77,8 @@ def test_it_begins_anew_where_jobs_were_given_back() -> None:
 
 def test_those_are_kept_that_start_soon_at_the_pace_of_the_others() -> None:
     prefetch = grown(5)
-    assert prefetch.soon(WAIT) == 0
+    assert prefetch.take_pace(WAIT) == 0
     for _ in range(30):
         prefetch.waited(0.0)
-    assert prefetch.soon(WAIT / 2) == 60
-    assert prefetch.soon(WAIT) == 0
+    assert prefetch.take_pace(WAIT / 2) == 60
+    assert prefetch.take_pace(WAIT) == 0
