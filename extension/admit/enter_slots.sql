@@ -91,12 +91,12 @@ begin
       from queue._keys_of(p_ids, p_flags) x) x) x;
   grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
     v_keys.set_rate_pers);
-  select array_agg(queue._key_room(u.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
-        clock_timestamp())
-      order by u.n) as free,
-    array_agg(least(s.slots, s.rate_limit) order by u.n) as most,
-    bool_or(s.rate_limit is not null) as have_rates, array_agg(coalesce(s.ready[s.at], 0)
-    order by u.n) as ready,
+  select array_agg(s.slots order by u.n) as slots, array_agg(s.rate_limit order by u.n) as rates,
+    array_agg(least(s.slots, {{most_slots}}) - s.used order by u.n) as free,
+    array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
+      order by u.n) as rate_room,
+    bool_or(s.rate_limit is not null) as have_rates,
+    array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
   into v_counts
   from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
@@ -114,7 +114,10 @@ begin
     while v_keys.ns[v_row] = n loop
       v_pair := v_keys.pairs[v_row];
       if v_shut is null and (v_counts.ready[v_pair] + v_ready[v_pair]
-                               > v_counts.free[v_pair] - least(v_keys.weights[v_row], v_counts.most[v_pair])
+                               > least(v_counts.free[v_pair]
+                                   - least(v_keys.weights[v_row], v_counts.slots[v_pair]),
+                                 v_counts.rate_room[v_pair]
+                                   - least(v_keys.weights[v_row], v_counts.rates[v_pair]))
                              or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill) then
         v_shut := v_pair;
         v_weight := v_keys.weights[v_row];
@@ -130,8 +133,9 @@ begin
     elsif p_ids[n] = any (v_keys.discards) then
       discarded := discarded || p_ids[n];
     else
-      if v_counts.ready[v_shut] + v_ready[v_shut] <= v_counts.free[v_shut]
-        - least(v_weight, v_counts.most[v_shut]) then
+      if v_counts.ready[v_shut] + v_ready[v_shut]
+        <= least(v_counts.free[v_shut] - least(v_weight, v_counts.slots[v_shut]),
+          v_counts.rate_room[v_shut] - least(v_weight, v_counts.rates[v_shut])) then
         -- those that wait are too heavy, or this job comes before them
         grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
@@ -187,18 +191,18 @@ declare
 begin
   loop
     with room as materialized (
-      select s.key, l.lane, l.low, l.low_deadline,
-        s.free - l.ready as room, least(s.slots, s.rate_limit) as most,
-        greatest(least(s.free - l.ready, l.waiting), v_extra) as look
+      select s.key, l.lane, l.low, l.low_deadline, s.slots, s.rate_limit,
+        s.free - l.ready as room, s.rate_room - l.ready as rate_room,
+        greatest(least(s.free - l.ready, s.rate_room - l.ready, l.waiting), v_extra) as look
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (
         select s.key, s.slots, s.rate_limit, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines,
-          queue._key_room(u.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
-            clock_timestamp()) as free
+          least(s.slots, {{most_slots}}) - s.used as free,
+          queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and s.free > l.ready),
+      where l.waiting > 0 and least(s.free, s.rate_room) > l.ready),
     let as (
       delete from queue.waiting w
       where w.ctid = any (array(
@@ -207,16 +211,19 @@ begin
           -- in order: a job whose weight does not fit holds up the jobs behind it
           select w.ctid
           from (
-            select w.tid as ctid, sum(w.weight) over o as total,
-              bool_or(w.weight > r.room) over o as is_stopped
+            select w.tid as ctid,
+              greatest(sum(w.weight) over o - r.room, sum(w.rate_weight) over o - r.rate_room) > 0
+                as is_beyond,
+              bool_or(greatest(w.weight - r.room, w.rate_weight - r.rate_room) > 0) over o as is_stopped
             from (
-              select w.ctid as tid, w.deadline, w.id, least(coalesce(w.weight, 1), r.most) as weight
+              select w.ctid as tid, w.deadline, w.id, least(coalesce(w.weight, 1), r.slots) as weight,
+                least(coalesce(w.weight, 1), r.rate_limit) as rate_weight
               from queue.waiting w
               where w.reason = 'slot' and w.key = r.key and w.lane = r.lane
                 and (w.deadline, w.id) >= (r.low_deadline, r.low)
               order by w.deadline, w.id limit r.look) w
             window o as (order by w.deadline, w.id rows unbounded preceding)) w
-          where not w.is_stopped and w.total <= greatest(r.room, r.look)) w))
+          where not w.is_stopped and (v_extra > 0 or not w.is_beyond)) w))
       returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.has_several, w.weight)
     select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg(l.id) as ids,
       array_agg(case when l.is_last then l.id + 1 end) as lows,

@@ -23,10 +23,10 @@ begin
   return v_next.at;
 end $$;
 
--- How many more jobs may start at p_now under a key's rate: at most p_n.
+-- How many more jobs may start at p_now under a key's rate: at most p_n. NULL: the key has no rate.
 create or replace function queue._rate_room(p_key text, p_limit integer, p_per interval, p_n integer,
   p_now timestamptz)
-returns integer language plpgsql stable parallel safe security invoker as $$
+returns integer language plpgsql stable strict parallel safe security invoker as $$
 declare
   v_last record;
   v_room integer := least(p_n, p_limit);

@@ -78,7 +78,8 @@ begin
   return v_changed;
 end $$;
 
--- How much of a key is free at p_now: of its slots, and of its rate.
+-- How many jobs with a key could start at p_now, at most: by its free slots, and by its rate. A heavy job needs
+-- room in both by itself: its weight counts as at most the limit in one, and at most the rate in the other.
 create or replace function queue._key_room(p_key text, p_free integer, p_rate_limit integer,
   p_rate_per interval, p_now timestamptz)
 returns integer language plpgsql stable parallel safe security invoker as $$
@@ -101,7 +102,7 @@ begin
   with shut as materialized (
     select w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)),
-        case when l.ready + least(coalesce(w.weight, 1), s.slots, s.rate_limit)
+        case when l.ready + least(coalesce(w.weight, 1), s.slots)
             <= least(s.slots, {{most_slots}}) - s.used
           then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
@@ -138,11 +139,12 @@ begin
     select u.key, coalesce(sum(u.used), 0)::integer as used, array_agg(u.lane) as lanes,
       array_agg(u.ready) as ready,
       array_agg(u.waiting) as waiting, array_agg(u.low) as lows, array_agg(u.low_deadline) as low_deadlines,
-      max(u.newest) as newest
+      max(u.newest) as newest,
+      count(*) filter (where u.used <> 0 or u.ready <> 0 or u.waiting <> 0 or u.low is not null) > 0
+        as has_counts
     from unnest(p_keys, p_lanes, p_used, p_ready, p_waiting, p_lows, p_low_deadlines, p_newest)
       u (key, lane, used, ready, waiting, low, low_deadline, newest)
-    group by u.key
-    having count(*) filter (where u.used <> 0 or u.ready <> 0 or u.waiting <> 0 or u.low is not null) > 0),
+    group by u.key),
   old as materialized (
     select a.key, a.used, a.lanes, a.ready, a.waiting, a.lows, a.low_deadlines, o.tid, o.slots,
       greatest(o.limit_id, a.newest) as limit_id, o.rate_limit, o.rate_per,
@@ -152,7 +154,8 @@ begin
     left join lateral (
       select s.ctid as tid, s.slots, s.limit_id, s.rate_limit, s.rate_per, s.used, s.lanes, s.ready,
         s.waiting, s.lows, s.low_deadlines
-      from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true),
+      from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true
+    where a.has_counts or a.newest > o.limit_id),
   gone as (
     delete from queue.semaphore s where s.ctid = any (array(select o.tid from old o)))
   insert into queue.semaphore (key, tick, slots, limit_id, rate_limit, rate_per, used, lanes, ready, waiting,
@@ -252,12 +255,16 @@ end $$;
 create or replace function queue._forget_semaphores()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  delete from queue.semaphore s
-  where s.ctid = any (array(
-    select s.ctid from queue.semaphore s
-    where s.used = 0 and s.lanes = '{}' and s.tick < (select q.last_value - 1000000 from queue.tick_seq q)
-      and (s.rate_limit is null or not exists (select from queue.rate_start r where r.key = s.key))
-    order by s.tick limit 1000));
+  with gone as (
+    delete from queue.semaphore s
+    where s.ctid = any (array(
+      select s.ctid from queue.semaphore s
+      where s.used = 0 and s.lanes = '{}' and s.tick < (select q.last_value - 1000000 from queue.tick_seq q)
+        and (s.rate_limit is null or not exists (select from queue.rate_start r where r.key = s.key))
+      order by s.tick limit 1000))
+    returning s.key)
+  -- they had a rate before
+  delete from queue.rate_start r using gone g where r.key = g.key;
   -- starts that no window can contain any more
   delete from queue.rate_start r
   where r.key = any (array(
@@ -306,9 +313,10 @@ begin
                   when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
                     then 'waits for a slot below the low mark'
                   when s.waiting > 0
-                    and s.ready + coalesce(w.weight, 1) <= least(s.slots, {{most_slots}}) - s.used
-                    and (s.rate_limit is null or queue._rate_room(s.key, s.rate_limit, s.rate_per,
-                      s.ready + coalesce(w.weight, 1), clock_timestamp()) >= s.ready + coalesce(w.weight, 1))
+                    and s.ready + least(coalesce(w.weight, 1), s.slots)
+                      <= least(s.slots, {{most_slots}}) - s.used
+                    and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
+                      >= s.ready + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked
                     and not exists (select from queue.pending_settlement h
                     where h.kind = 'refill' and h.payload ? s.key)

@@ -51,7 +51,7 @@ begin
   elsif v_job.gate = 'moving' then
     return 'its key is moving to another shard';
   elsif v_job.gate = 'slot' then
-    return queue._why_no_slot(v_job.key);
+    return queue._why_no_slot(why.id, v_job.key);
   elsif v_job.state = 'blocked' then
     return queue._why_no_turn(why.id, v_job.lock);
   elsif v_job.active_id is null then
@@ -293,15 +293,17 @@ begin
     where l.expires_at > t.at + interval '10 s';
 end $$;
 
--- The jobs that keep a key full, for queue.why().
-create or replace function queue._why_no_slot(p_key text)
+-- The jobs that keep a key full, or its rate, for queue.why() of a job that waits for it.
+create or replace function queue._why_no_slot(p_id bigint, p_key text)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
   v_key constant text := substr(p_key, 2);
   v_text text;
   v_rate record;
 begin
-  select s.rate_limit, s.rate_per, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per) as at into v_rate
+  select s.rate_limit, s.rate_per, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per,
+      coalesce((select w.weight from queue.waiting w where w.id = p_id), 1)) as at
+  into v_rate
   from queue.semaphore s where s.key = p_key order by s.tick desc limit 1;
   if v_rate.rate_limit is not null and v_rate.at is not null then
     return format('its concurrency key %s has used up its rate of %s per %s; it may start at %s at the'

@@ -6771,10 +6771,10 @@ begin
   return v_next.at;
 end $$;
 
--- How many more jobs may start at p_now under a key's rate: at most p_n.
+-- How many more jobs may start at p_now under a key's rate: at most p_n. NULL: the key has no rate.
 create or replace function queue._rate_room(p_key text, p_limit integer, p_per interval, p_n integer,
   p_now timestamptz)
-returns integer language plpgsql stable parallel safe security invoker as $$
+returns integer language plpgsql stable strict parallel safe security invoker as $$
 declare
   v_last record;
   v_room integer := least(p_n, p_limit);
@@ -6939,7 +6939,8 @@ begin
   return v_changed;
 end $$;
 
--- How much of a key is free at p_now: of its slots, and of its rate.
+-- How many jobs with a key could start at p_now, at most: by its free slots, and by its rate. A heavy job needs
+-- room in both by itself: its weight counts as at most the limit in one, and at most the rate in the other.
 create or replace function queue._key_room(p_key text, p_free integer, p_rate_limit integer,
   p_rate_per interval, p_now timestamptz)
 returns integer language plpgsql stable parallel safe security invoker as $$
@@ -6962,7 +6963,7 @@ begin
   with shut as materialized (
     select w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)),
-        case when l.ready + least(coalesce(w.weight, 1), s.slots, s.rate_limit)
+        case when l.ready + least(coalesce(w.weight, 1), s.slots)
             <= least(s.slots, 1000000000/* most_slots */) - s.used
           then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
@@ -6999,11 +7000,12 @@ begin
     select u.key, coalesce(sum(u.used), 0)::integer as used, array_agg(u.lane) as lanes,
       array_agg(u.ready) as ready,
       array_agg(u.waiting) as waiting, array_agg(u.low) as lows, array_agg(u.low_deadline) as low_deadlines,
-      max(u.newest) as newest
+      max(u.newest) as newest,
+      count(*) filter (where u.used <> 0 or u.ready <> 0 or u.waiting <> 0 or u.low is not null) > 0
+        as has_counts
     from unnest(p_keys, p_lanes, p_used, p_ready, p_waiting, p_lows, p_low_deadlines, p_newest)
       u (key, lane, used, ready, waiting, low, low_deadline, newest)
-    group by u.key
-    having count(*) filter (where u.used <> 0 or u.ready <> 0 or u.waiting <> 0 or u.low is not null) > 0),
+    group by u.key),
   old as materialized (
     select a.key, a.used, a.lanes, a.ready, a.waiting, a.lows, a.low_deadlines, o.tid, o.slots,
       greatest(o.limit_id, a.newest) as limit_id, o.rate_limit, o.rate_per,
@@ -7013,7 +7015,8 @@ begin
     left join lateral (
       select s.ctid as tid, s.slots, s.limit_id, s.rate_limit, s.rate_per, s.used, s.lanes, s.ready,
         s.waiting, s.lows, s.low_deadlines
-      from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true),
+      from queue.semaphore s where s.key = a.key order by s.tick desc limit 1) o on true
+    where a.has_counts or a.newest > o.limit_id),
   gone as (
     delete from queue.semaphore s where s.ctid = any (array(select o.tid from old o)))
   insert into queue.semaphore (key, tick, slots, limit_id, rate_limit, rate_per, used, lanes, ready, waiting,
@@ -7113,12 +7116,16 @@ end $$;
 create or replace function queue._forget_semaphores()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  delete from queue.semaphore s
-  where s.ctid = any (array(
-    select s.ctid from queue.semaphore s
-    where s.used = 0 and s.lanes = '{}' and s.tick < (select q.last_value - 1000000 from queue.tick_seq q)
-      and (s.rate_limit is null or not exists (select from queue.rate_start r where r.key = s.key))
-    order by s.tick limit 1000));
+  with gone as (
+    delete from queue.semaphore s
+    where s.ctid = any (array(
+      select s.ctid from queue.semaphore s
+      where s.used = 0 and s.lanes = '{}' and s.tick < (select q.last_value - 1000000 from queue.tick_seq q)
+        and (s.rate_limit is null or not exists (select from queue.rate_start r where r.key = s.key))
+      order by s.tick limit 1000))
+    returning s.key)
+  -- they had a rate before
+  delete from queue.rate_start r using gone g where r.key = g.key;
   -- starts that no window can contain any more
   delete from queue.rate_start r
   where r.key = any (array(
@@ -7167,9 +7174,10 @@ begin
                   when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
                     then 'waits for a slot below the low mark'
                   when s.waiting > 0
-                    and s.ready + coalesce(w.weight, 1) <= least(s.slots, 1000000000/* most_slots */) - s.used
-                    and (s.rate_limit is null or queue._rate_room(s.key, s.rate_limit, s.rate_per,
-                      s.ready + coalesce(w.weight, 1), clock_timestamp()) >= s.ready + coalesce(w.weight, 1))
+                    and s.ready + least(coalesce(w.weight, 1), s.slots)
+                      <= least(s.slots, 1000000000/* most_slots */) - s.used
+                    and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
+                      >= s.ready + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked
                     and not exists (select from queue.pending_settlement h
                     where h.kind = 'refill' and h.payload ? s.key)
@@ -8057,12 +8065,12 @@ begin
       from queue._keys_of(p_ids, p_flags) x) x) x;
   grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
     v_keys.set_rate_pers);
-  select array_agg(queue._key_room(u.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
-        clock_timestamp())
-      order by u.n) as free,
-    array_agg(least(s.slots, s.rate_limit) order by u.n) as most,
-    bool_or(s.rate_limit is not null) as have_rates, array_agg(coalesce(s.ready[s.at], 0)
-    order by u.n) as ready,
+  select array_agg(s.slots order by u.n) as slots, array_agg(s.rate_limit order by u.n) as rates,
+    array_agg(least(s.slots, 1000000000/* most_slots */) - s.used order by u.n) as free,
+    array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
+      order by u.n) as rate_room,
+    bool_or(s.rate_limit is not null) as have_rates,
+    array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
   into v_counts
   from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
@@ -8080,7 +8088,10 @@ begin
     while v_keys.ns[v_row] = n loop
       v_pair := v_keys.pairs[v_row];
       if v_shut is null and (v_counts.ready[v_pair] + v_ready[v_pair]
-                               > v_counts.free[v_pair] - least(v_keys.weights[v_row], v_counts.most[v_pair])
+                               > least(v_counts.free[v_pair]
+                                   - least(v_keys.weights[v_row], v_counts.slots[v_pair]),
+                                 v_counts.rate_room[v_pair]
+                                   - least(v_keys.weights[v_row], v_counts.rates[v_pair]))
                              or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill) then
         v_shut := v_pair;
         v_weight := v_keys.weights[v_row];
@@ -8096,8 +8107,9 @@ begin
     elsif p_ids[n] = any (v_keys.discards) then
       discarded := discarded || p_ids[n];
     else
-      if v_counts.ready[v_shut] + v_ready[v_shut] <= v_counts.free[v_shut]
-        - least(v_weight, v_counts.most[v_shut]) then
+      if v_counts.ready[v_shut] + v_ready[v_shut]
+        <= least(v_counts.free[v_shut] - least(v_weight, v_counts.slots[v_shut]),
+          v_counts.rate_room[v_shut] - least(v_weight, v_counts.rates[v_shut])) then
         -- those that wait are too heavy, or this job comes before them
         grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
@@ -8153,18 +8165,18 @@ declare
 begin
   loop
     with room as materialized (
-      select s.key, l.lane, l.low, l.low_deadline,
-        s.free - l.ready as room, least(s.slots, s.rate_limit) as most,
-        greatest(least(s.free - l.ready, l.waiting), v_extra) as look
+      select s.key, l.lane, l.low, l.low_deadline, s.slots, s.rate_limit,
+        s.free - l.ready as room, s.rate_room - l.ready as rate_room,
+        greatest(least(s.free - l.ready, s.rate_room - l.ready, l.waiting), v_extra) as look
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (
         select s.key, s.slots, s.rate_limit, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines,
-          queue._key_room(u.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
-            clock_timestamp()) as free
+          least(s.slots, 1000000000/* most_slots */) - s.used as free,
+          queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and s.free > l.ready),
+      where l.waiting > 0 and least(s.free, s.rate_room) > l.ready),
     let as (
       delete from queue.waiting w
       where w.ctid = any (array(
@@ -8173,16 +8185,19 @@ begin
           -- in order: a job whose weight does not fit holds up the jobs behind it
           select w.ctid
           from (
-            select w.tid as ctid, sum(w.weight) over o as total,
-              bool_or(w.weight > r.room) over o as is_stopped
+            select w.tid as ctid,
+              greatest(sum(w.weight) over o - r.room, sum(w.rate_weight) over o - r.rate_room) > 0
+                as is_beyond,
+              bool_or(greatest(w.weight - r.room, w.rate_weight - r.rate_room) > 0) over o as is_stopped
             from (
-              select w.ctid as tid, w.deadline, w.id, least(coalesce(w.weight, 1), r.most) as weight
+              select w.ctid as tid, w.deadline, w.id, least(coalesce(w.weight, 1), r.slots) as weight,
+                least(coalesce(w.weight, 1), r.rate_limit) as rate_weight
               from queue.waiting w
               where w.reason = 'slot' and w.key = r.key and w.lane = r.lane
                 and (w.deadline, w.id) >= (r.low_deadline, r.low)
               order by w.deadline, w.id limit r.look) w
             window o as (order by w.deadline, w.id rows unbounded preceding)) w
-          where not w.is_stopped and w.total <= greatest(r.room, r.look)) w))
+          where not w.is_stopped and (v_extra > 0 or not w.is_beyond)) w))
       returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.has_several, w.weight)
     select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg(l.id) as ids,
       array_agg(case when l.is_last then l.id + 1 end) as lows,
@@ -14115,16 +14130,16 @@ begin
   if v_jobs.all_flags & 6/* slots */ <> 0 then
     select array_agg(x.n order by x.n) as ns, array_agg(x.no order by x.n) as nos,
       array_agg(x.weight order by x.n) as weights,
-      array_agg(x.most order by x.no) filter (where x.is_first) as most,
-      array_agg(x.rate order by x.no) filter (where x.is_first) as rates,
+      array_agg(x.slots order by x.no) filter (where x.is_first) as slots,
+      array_agg(x.rate_limit order by x.no) filter (where x.is_first) as rates,
       array_agg(x.key order by x.no) filter (where x.is_first) as keys,
-      array_agg(x.free order by x.no) filter (where x.is_first) as free
+      array_agg(x.free order by x.no) filter (where x.is_first) as free,
+      array_agg(x.rate_room order by x.no) filter (where x.is_first) as rate_room
     into v_keys
     from (
-      select x.n, x.key, x.no, x.is_first, x.weight, least(s.slots, s.rate_limit) as most,
-        s.rate_limit as rate,
-        queue._key_room(x.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
-          v_now) as free
+      select x.n, x.key, x.no, x.is_first, x.weight, s.slots, s.rate_limit,
+        least(s.slots, 1000000000/* most_slots */) - s.used as free,
+        queue._rate_room(x.key, s.rate_limit, s.rate_per, s.rate_limit, v_now) as rate_room
       from (
         select x.n, x.key, x.weight, dense_rank() over (order by x.key)::integer as no,
           row_number() over (partition by x.key) = 1 as is_first
@@ -14141,8 +14156,11 @@ begin
     v_queue := null;
     if v_jobs.flags[n] & 6/* slots */ <> 0 then
       while v_keys.ns[v_row] = n loop
-        if v_taken[v_keys.nos[v_row]] > v_keys.free[v_keys.nos[v_row]]
-          - least(v_keys.weights[v_row], v_keys.most[v_keys.nos[v_row]]) then
+        if v_taken[v_keys.nos[v_row]]
+          > least(v_keys.free[v_keys.nos[v_row]]
+              - least(v_keys.weights[v_row], v_keys.slots[v_keys.nos[v_row]]),
+            v_keys.rate_room[v_keys.nos[v_row]]
+              - least(v_keys.weights[v_row], v_keys.rates[v_keys.nos[v_row]])) then
           v_weight := case when v_shut is null then v_keys.weights[v_row] else v_weight end;
           v_shut := coalesce(v_shut, v_keys.nos[v_row]);
         end if;
@@ -17988,7 +18006,7 @@ begin
   elsif v_job.gate = 'moving' then
     return 'its key is moving to another shard';
   elsif v_job.gate = 'slot' then
-    return queue._why_no_slot(v_job.key);
+    return queue._why_no_slot(why.id, v_job.key);
   elsif v_job.state = 'blocked' then
     return queue._why_no_turn(why.id, v_job.lock);
   elsif v_job.active_id is null then
@@ -18230,15 +18248,17 @@ begin
     where l.expires_at > t.at + interval '10 s';
 end $$;
 
--- The jobs that keep a key full, for queue.why().
-create or replace function queue._why_no_slot(p_key text)
+-- The jobs that keep a key full, or its rate, for queue.why() of a job that waits for it.
+create or replace function queue._why_no_slot(p_id bigint, p_key text)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
   v_key constant text := substr(p_key, 2);
   v_text text;
   v_rate record;
 begin
-  select s.rate_limit, s.rate_per, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per) as at into v_rate
+  select s.rate_limit, s.rate_per, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per,
+      coalesce((select w.weight from queue.waiting w where w.id = p_id), 1)) as at
+  into v_rate
   from queue.semaphore s where s.key = p_key order by s.tick desc limit 1;
   if v_rate.rate_limit is not null and v_rate.at is not null then
     return format('its concurrency key %s has used up its rate of %s per %s; it may start at %s at the'

@@ -133,16 +133,16 @@ begin
   if v_jobs.all_flags & {{slots}} <> 0 then
     select array_agg(x.n order by x.n) as ns, array_agg(x.no order by x.n) as nos,
       array_agg(x.weight order by x.n) as weights,
-      array_agg(x.most order by x.no) filter (where x.is_first) as most,
-      array_agg(x.rate order by x.no) filter (where x.is_first) as rates,
+      array_agg(x.slots order by x.no) filter (where x.is_first) as slots,
+      array_agg(x.rate_limit order by x.no) filter (where x.is_first) as rates,
       array_agg(x.key order by x.no) filter (where x.is_first) as keys,
-      array_agg(x.free order by x.no) filter (where x.is_first) as free
+      array_agg(x.free order by x.no) filter (where x.is_first) as free,
+      array_agg(x.rate_room order by x.no) filter (where x.is_first) as rate_room
     into v_keys
     from (
-      select x.n, x.key, x.no, x.is_first, x.weight, least(s.slots, s.rate_limit) as most,
-        s.rate_limit as rate,
-        queue._key_room(x.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
-          v_now) as free
+      select x.n, x.key, x.no, x.is_first, x.weight, s.slots, s.rate_limit,
+        least(s.slots, {{most_slots}}) - s.used as free,
+        queue._rate_room(x.key, s.rate_limit, s.rate_per, s.rate_limit, v_now) as rate_room
       from (
         select x.n, x.key, x.weight, dense_rank() over (order by x.key)::integer as no,
           row_number() over (partition by x.key) = 1 as is_first
@@ -159,8 +159,11 @@ begin
     v_queue := null;
     if v_jobs.flags[n] & {{slots}} <> 0 then
       while v_keys.ns[v_row] = n loop
-        if v_taken[v_keys.nos[v_row]] > v_keys.free[v_keys.nos[v_row]]
-          - least(v_keys.weights[v_row], v_keys.most[v_keys.nos[v_row]]) then
+        if v_taken[v_keys.nos[v_row]]
+          > least(v_keys.free[v_keys.nos[v_row]]
+              - least(v_keys.weights[v_row], v_keys.slots[v_keys.nos[v_row]]),
+            v_keys.rate_room[v_keys.nos[v_row]]
+              - least(v_keys.weights[v_row], v_keys.rates[v_keys.nos[v_row]])) then
           v_weight := case when v_shut is null then v_keys.weights[v_row] else v_weight end;
           v_shut := coalesce(v_shut, v_keys.nos[v_row]);
         end if;

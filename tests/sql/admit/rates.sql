@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(130);
+select plan(151);
 
 set pgdefer.notify = off;
 
@@ -99,8 +99,66 @@ select is(pg_temp.claim(), 'a b', 'in a rate too');
 select pg_temp.finish_all();
 select is(pg_temp.claim(), null, 'as it has no room for a third');
 select is((select t.next_due - now() > interval '55 minutes' from queue.tick() t), true, 'nobody looks again before there is room for all of its weight');
+select matches(queue.why(max(j.id)), 'has used up its rate of 5 per 01:00:00; it may start at .* at the earliest', 'why says until when') from queue.jobs j;
 select pg_temp.pass('61 minutes');
 select is(pg_temp.claim(), 'c', 'until later');
+select pg_temp.end_all();
+
+-- A weight above the rate counts in the limit as it is, and the other way round.
+create function pg_temp.room_of(key text) returns text language sql as $$ select row (s.used, s.ready, s.waiting)::text from queue.semaphores s where s.key = room_of.key $$;
+select pg_temp.defer('a b c', '[{"key": "two", "limit": 12, "weight": 4}]') \g /dev/null
+select is(pg_temp.claim(2), 'a b', 'a limit for three');
+select queue.configure_key('two', '{"limit": 10, "rate": {"limit": 1, "per": "1 hour"}}');
+select is(pg_temp.claim(), null, 'the third was ready, but has no slots now, whatever its rate');
+select pg_temp.defer('d', '[{"key": "two", "limit": 10, "weight": 4}]', '{"priority": 1}') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.room_of('two'), '(8,0,2)', 'another one waits at once');
+select pg_temp.pass('61 minutes');
+select queue.tick() \g /dev/null
+select is(pg_temp.room_of('two'), '(8,0,2)', 'as long as two run');
+select is((select count(w.at) from queue.waiting w where w.key = 'ktwo'), 0::bigint, 'and time alone changes nothing');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), 'd', 'then by the rate');
+select queue.configure_key('two', '{"limit": null, "rate": null}');
+select pg_temp.end_all();
+select pg_temp.defer('a b', '[{"key": "two", "limit": 5, "rate": {"limit": 5, "per": "1 hour"}}]'), pg_temp.defer('c', '[{"key": "two", "limit": 5, "rate": {"limit": 5, "per": "1 hour"}, "weight": 3}]') \g /dev/null
+select is(pg_temp.claim(2), 'a b', 'a rate for all three');
+select pg_temp.finish_all();
+select queue.configure_key('two', '{"limit": 1, "rate": {"limit": 3, "per": "1 hour"}}');
+select is(pg_temp.claim(), null, 'the third was ready, but its rate has no room now, whatever its limit');
+select pg_temp.defer('d', '[{"key": "two", "limit": 5, "weight": 3}]', '{"priority": 1}') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.room_of('two'), '(0,0,2)', 'another one waits at once');
+select queue.configure_key('two', '{"limit": 2}');
+select is(pg_temp.room_of('two'), '(0,0,2)', 'also with more slots');
+select is((select t.next_due - now() > interval '55 minutes' from queue.tick() t), true, 'until the rate has room for all of its weight');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.pass('61 minutes');
+select is(pg_temp.claim(), 'd', 'then one starts');
+select queue.configure_key('two', '{"limit": null, "rate": null}');
+select pg_temp.end_all();
+
+-- Jobs that wait become ready as far as their weights have room together.
+select pg_temp.defer('a b c', '[{"key": "two", "limit": 3, "weight": 2}]') \g /dev/null
+select is(pg_temp.claim(), 'a', 'one at a time');
+select pg_temp.finish_all();
+select queue.tick() \g /dev/null
+select is(pg_temp.room_of('two'), '(0,2,1)', 'then the next, but not both');
+select pg_temp.end_all();
+
+-- The newest job decides, also if it waits for another key, or is discarded.
+select pg_temp.defer('a', '[{"key": "A", "limit": 1}]'), pg_temp.defer('b', '[{"key": "B", "limit": 4}]') \g /dev/null
+select is(pg_temp.claim(), 'a b', 'both start');
+select pg_temp.defer('c', '[{"key": "B", "limit": 2}]'), pg_temp.defer('d', '[{"key": "A", "limit": 1}, {"key": "B", "limit": 2}]') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer('e', '[{"key": "A", "limit": 1}, {"key": "B", "limit": 2}]') as newest \gset
+select queue.tick() \g /dev/null
+select is((select s.limit_id from queue.semaphore s where s.key = 'kB' order by s.tick desc limit 1), :newest::bigint, 'the queue knows it by both keys');
+select pg_temp.defer('f', '[{"key": "A", "limit": 1}]', '{"options": {"on_limit": "discard", "concurrency": [{"key": "A", "limit": 1}]}}') as newest \gset
+select queue.tick() \g /dev/null
+select is((select s.limit_id from queue.semaphore s where s.key = 'kA' order by s.tick desc limit 1), :newest::bigint, 'and by the key at which it is discarded');
+select is_empty('select * from queue.check()', 'in order');
 select pg_temp.end_all();
 
 -- A heavy job that waits first holds the others up for as long as it is the first: until it leaves, or another comes before it.
