@@ -58,7 +58,8 @@ begin
   return case when v_at >= clock_timestamp() then v_at end;
 end $$;
 
--- Records p_n starts under a key's rate, and deletes those that no window can contain any more.
+-- Records p_n starts under a key's rate, and deletes those that no window can contain any more. It keeps all of
+-- the new ones, also if a heavy job counts more often than the rate allows: a greater rate may come.
 -- Locks: the caller holds the admission lock. No wake-up can be lost: jobs that the rate holds back wait for
 -- a time (_rate_opens_at).
 create or replace function queue._count_rate_starts(p_key text, p_limit integer, p_n integer,
@@ -72,7 +73,7 @@ begin
   v_no := coalesce(v_no, 0);
   insert into queue.rate_start (key, no, at)
   select p_key, n, greatest(v_at, p_now) from (select v_no + 1 union select v_no + p_n) n (n);
-  perform queue._forget_rate_starts(p_key, v_no - p_limit, v_no + p_n - p_limit);
+  perform queue._forget_rate_starts(p_key, v_no - p_limit, v_no + p_n - greatest(p_limit, p_n));
 end $$;
 
 -- Deletes a key's starts up to a number. Of several at one time it keeps the first row while the last remains

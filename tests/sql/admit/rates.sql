@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(151);
+select plan(154);
 
 set pgdefer.notify = off;
 
@@ -324,6 +324,8 @@ select is(pg_temp.room('R2', '2000-01-01 00:10Z'), 1, 'and its window ends there
 select now() as now \gset
 select queue._count_rate_starts('R3', 2, 1, :'now'::timestamptz - interval '30 minutes'), queue._count_rate_starts('R3', 2, 1, :'now');
 select is(array(select queue._rate_opens_at('R3', 2, '1 hour', n) - :'now' from generate_series(1, 3) n), '{30 minutes,1 hour,1 hour}', 'when there is room for one, for two, and for more than ever');
+select queue._count_rate_starts('R4', 1, 2, '2000-01-01 00:00Z');
+select is(pg_temp.room('R4', '2000-01-01 00:10Z'), 0, 'all starts of a job that is heavier than its rate count in a greater one that comes');
 delete from queue.rate_start;
 
 -- Several keys
@@ -396,4 +398,17 @@ select is((select count(*) from queue.jobs j where j.finished_at is null), 0::bi
 select is((select max(n) from (select count(*) over (order by f.started_at range between interval '0.1 s' preceding and current row) as n
   from queue.finished f join queue.job j on j.id = f.id where j.keys = '{fast}') x), 4::bigint, 'never more than four in a window');
 select is_empty('select * from queue.check()', 'sound');
+
+-- A key that nobody uses is forgotten, with the starts of a rate that it had before.
+select pg_temp.defer('a', '[{"key": "old", "rate": {"limit": 1, "per": "1 hour"}}]') \g /dev/null
+select pg_temp.claim() \g /dev/null
+select pg_temp.finish_all();
+select pg_temp.defer('b', '[{"key": "old", "limit": 1}]') \g /dev/null
+select pg_temp.claim() \g /dev/null
+select pg_temp.finish_all();
+select queue.tick() \g /dev/null
+select is((select count(*) from queue.rate_start r where r.key = 'kold'), 1::bigint, 'the start is known still');
+select setval('queue.tick_seq', q.last_value + 1000001) from queue.tick_seq q \g /dev/null
+select queue._forget_semaphores();
+select is((select count(*) from queue.rate_start r where r.key = 'kold'), 0::bigint, 'then no more');
 select * from finish();
