@@ -27,12 +27,19 @@ class BatchRunner:
     """Runs batches: coroutines in the worker's event loop, functions in threads.
 
     Each method takes any claim of a batch. A call is told to end once every job in it is: the jobs
-    that are not could not go on without it.
+    that are not could not go on without it. `may_begin`: as in LoopRunner.
     """
 
-    def __init__(self, threads: Threads, thread_runner: ThreadRunner, on_end: OnEnd) -> None:
+    def __init__(
+        self,
+        threads: Threads,
+        thread_runner: ThreadRunner,
+        may_begin: Callable[[Claim], bool],
+        on_end: OnEnd,
+    ) -> None:
         self._threads = threads
         self._thread_runner = thread_runner
+        self._may_begin = may_begin
         self._on_end = on_end
 
     def start(self, claim: Claim) -> None:
@@ -50,6 +57,8 @@ class BatchRunner:
         self._threads.submit(functools.partial(self._work, claims, claim.call.run))
 
     async def _run(self, task: Task[..., Any], claims: Sequence[Claim]) -> None:
+        if not self._may_begin(claims[0]):
+            return
         try:
             outcomes = await run_batch_async(task, jobs_of(claims), decode_args_async)
         except Exception as error:

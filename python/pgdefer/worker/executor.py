@@ -271,6 +271,20 @@ class Executor:
             return False
         return True
 
+    def may_begin(self, claim: Claim) -> bool:
+        """Whether the coroutine of a started claim may begin.
+
+        If not, the process was frozen since it was made, maybe: the claim is given back.
+        """
+        assert self._heartbeat is not None
+        if not self._heartbeat.is_overdue:
+            return True
+        log.warning("%r waits for a heartbeat before it starts, and is given back", claim)
+        for each in claim.members:
+            self.give_back(each)
+            self.ended(each, None)
+        return False
+
     # Claims that end
 
     def ended(self, claim: Claim, outcome: str | None) -> None:
@@ -285,9 +299,8 @@ class Executor:
         log.debug("%r has ended", job)
         claim.duration = clock() - claim.started_at
         self._reporter.ended(claim, outcome)
-        if claim.slots is not None and claim in self.running:
-            share = 1 if claim.batch is None else len(claim.batch.claims)
-            claim.slots.prefetch.ended(claim.duration / share)
+        if claim.slots is not None and claim in self.running and claim is claim.members[0]:
+            claim.slots.prefetch.ended(claim.duration / len(claim.members))
         self._leave(claim)
         if outcome is not None:
             self._completer.add(claim, outcome)

@@ -30,15 +30,18 @@ class Prefetch:
     longer than AHEAD, because handlers that compute in the event loop end one at a time, however
     many slots there are. It halves, too, where an answer may have been cut. Any other answer that
     was not full means that other workers may have nothing to do: then it begins anew. So it does
-    where jobs were given back, as they had waited too long.
+    where jobs were given back, as they had waited too long; from half of what it was then it only
+    grows by the slots with each answer (as the congestion window of TCP does, RFC 5681), so that
+    slow jobs which come again and again make few others go back.
     """
 
-    __slots__ = ("_is_late", "_mean", "_most", "_slots", "_started", "_window")
+    __slots__ = ("_doubles_to", "_is_late", "_mean", "_most", "_slots", "_started", "_window")
 
     def __init__(self, slots: int, most: int) -> None:
         self._slots = slots
         self._most = most
         self._window = 0
+        self._doubles_to = most
         # How many jobs that waited for a slot have started since the last `take_pace`.
         self._started = 0
         # Whether a job has waited for longer than AHEAD since the last answer.
@@ -63,7 +66,8 @@ class Prefetch:
     def answered(self, asked: int, came: int) -> None:
         """Take in how many jobs an answer held of those that were asked for."""
         if came == asked and not self._is_late:
-            self._window = min(max(self._slots, 2 * self._window), self._most)
+            doubled = min(2 * self._window, self._doubles_to)
+            self._window = min(max(self._window + self._slots, doubled), self._most)
         elif came == asked or came >= FIT:
             self._window //= 2
         else:
@@ -83,6 +87,8 @@ class Prefetch:
 
     def waited_too_long(self) -> None:
         """Take in that jobs were given back."""
+        if self._window:
+            self._doubles_to = self._window // 2
         self._window = 0
 
 

@@ -67,11 +67,21 @@ class ThreadRunner:
 
 
 class LoopRunner:
-    """Runs coroutines in the worker's event loop."""
+    """Runs coroutines in the worker's event loop.
 
-    def __init__(self, pool: AsyncPool, thread_runner: ThreadRunner, on_end: OnEnd) -> None:
+    `may_begin`: asked before a coroutine begins; if it says no, it has ended the claim.
+    """
+
+    def __init__(
+        self,
+        pool: AsyncPool,
+        thread_runner: ThreadRunner,
+        may_begin: Callable[[Claim], bool],
+        on_end: OnEnd,
+    ) -> None:
         self._pool = pool
         self._thread_runner = thread_runner
+        self._may_begin = may_begin
         self._on_end = on_end
 
     def start(self, claim: Claim) -> None:
@@ -79,6 +89,8 @@ class LoopRunner:
         claim.coroutine = asyncio.get_running_loop().create_task(self._run(claim))
 
     async def _run(self, claim: Claim) -> None:
+        if not self._may_begin(claim):
+            return
         try:
             ended: str | Call | None = await run_async(claim.job, task_of(claim), self._pool)
         except Exception as error:

@@ -274,10 +274,10 @@ class Worker:
         self._async_pool = AsyncPool(source, kept)
         self._pool.partner, self._async_pool.partner = self._async_pool, self._pool
         self._threads = shared.threads if shared else Threads(self._loop, self.concurrency)
-        ended = self.executor.ended
+        ended, may_begin = self.executor.ended, self.executor.may_begin
         self._thread_runner = ThreadRunner(self._threads, self._pool, ended)
-        self._loop_runner = LoopRunner(self._async_pool, self._thread_runner, ended)
-        self._batch_runner = BatchRunner(self._threads, self._thread_runner, ended)
+        self._loop_runner = LoopRunner(self._async_pool, self._thread_runner, may_begin, ended)
+        self._batch_runner = BatchRunner(self._threads, self._thread_runner, may_begin, ended)
         self._processes = Processes(source, self.jobs_per_process)
         self._function_runner = FunctionRunner(self._threads, self._pool, ended)
         self._process_runner = ProcessRunner(self._threads, self._processes, ended)

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from pgdefer import App
+from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext
+from pgdefer.worker.batch_runner import BatchRunner
 from pgdefer.worker.claim import Claim, gather
 from pgdefer.worker.completer import Completer
 from pgdefer.worker.ending import STOPPED, TIMED_OUT
 from pgdefer.worker.executor import Executor
 from pgdefer.worker.heartbeat import Heartbeat, clock
 from pgdefer.worker.reporting import Reporter
+from pgdefer.worker.runners import LoopRunner, ThreadRunner
 from pgdefer.worker.slots import Slots
 from pgdefer.worker.state import WorkerState
 
@@ -74,6 +77,16 @@ class Bench:
         )
         self.slots.used += 1
         return Claim(JobContext(self.app.client, row), self.slots, clock())
+
+    def use_coroutines(self) -> None:
+        """Run the handlers, which use neither threads nor connections."""
+        source, executor = self.app.source, self.executor
+        threads: Any = None
+        thread_runner = ThreadRunner(threads, SyncPool(source, 0), executor.ended)
+        calls = (executor.may_begin, executor.ended)
+        loop_runner = LoopRunner(AsyncPool(source, 0), thread_runner, *calls)
+        batch_runner = BatchRunner(threads, thread_runner, *calls)
+        executor.attach(self.heartbeat, lambda claim: batch_runner if claim.batch else loop_runner)
 
     def outcomes(self) -> list[tuple[int, str]]:
         texts = [json.loads(text) for _, text in self.completer.unsent]
@@ -220,3 +233,32 @@ async def test_a_hint_is_kept_until_somebody_waits() -> None:
     await until(lambda: state.is_waiting)
     state.hint()
     assert await waiting
+
+
+async def test_a_coroutine_does_not_begin_after_a_freeze() -> None:
+    began = []
+
+    async def single() -> None:
+        began.append("single")
+
+    async def batch(jobs: list[Any]) -> None:
+        began.append("batch")
+
+    for size in (None, 2):
+        for is_frozen in (False, True):
+            bench = Bench()
+            if size is None:
+                bench.app.task(name="t")(single)
+            else:
+                bench.app.task(name="t", batch=size)(batch)
+            bench.use_coroutines()
+            began.clear()
+            claims = [bench.claim(id, dt.timedelta(hours=1)) for id in (1, 2)]
+            bench.executor.take(gather(claims, bench.app.tasks))
+            if is_frozen:
+                bench.heartbeat.beat_at -= 3600
+            await until(lambda bench=bench: bench.executor.is_idle)
+            assert bool(began) is not is_frozen, (size, is_frozen)
+            outcome = "released" if is_frozen else "succeeded"
+            assert bench.outcomes() == [(1, outcome), (2, outcome)]
+            assert [claim.timer for claim in claims] == [None, None]

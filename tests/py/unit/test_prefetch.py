@@ -82,3 +82,14 @@ def test_those_are_kept_that_start_soon_at_the_pace_of_the_others() -> None:
         prefetch.waited(0.0)
     assert prefetch.take_pace(WAIT / 2) == 60
     assert prefetch.take_pace(WAIT) == 0
+
+
+def test_it_grows_slowly_from_half_of_what_was_given_back() -> None:
+    prefetch = grown(5)  # 320
+    prefetch.waited_too_long()
+    prefetch.waited_too_long()
+    sizes = []
+    for _ in range(7):
+        prefetch.answered(100, 100)
+        sizes.append(prefetch.allowed)
+    assert sizes == [20, 40, 80, 160, 180, 200, 220]
