@@ -159,7 +159,7 @@ begin
   return case when isfinite(p_at) then format(' until %s', p_at) else '' end;
 end $$;
 
--- The locks and concurrency keys of a ready job whose slots are all taken; NULL if there are none.
+-- The locks and concurrency keys of a ready job that have no room for it now; NULL if there are none.
 create or replace function queue._why_no_slot_left(p_id bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
@@ -169,11 +169,13 @@ begin
     from queue.active_job aj
     cross join lateral queue._keys_of(array[aj.id], array[aj.flags]) k
     cross join lateral (
-      select s.slots, s.used
+      select s.slots, s.rate_limit, least(s.slots, {{most_slots}}) - s.used as free,
+        queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
       from queue.semaphore s
       where s.key = k.key
       order by s.tick desc limit 1) s
-    where aj.id = p_id and s.used >= s.slots);
+    where aj.id = p_id
+      and least(s.free - least(k.weight, s.slots), s.rate_room - least(k.weight, s.rate_limit)) < 0);
 end $$;
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(): of at most 10,000

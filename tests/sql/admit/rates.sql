@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(154);
+select plan(156);
 
 set pgdefer.notify = off;
 
@@ -109,6 +109,7 @@ create function pg_temp.room_of(key text) returns text language sql as $$ select
 select pg_temp.defer('a b c', '[{"key": "two", "limit": 12, "weight": 4}]') \g /dev/null
 select is(pg_temp.claim(2), 'a b', 'a limit for three');
 select queue.configure_key('two', '{"limit": 10, "rate": {"limit": 1, "per": "1 hour"}}');
+select is(queue.why(max(j.id)), 'no slot is free: concurrency key two', 'why says so') from queue.jobs j where j.state = 'ready';
 select is(pg_temp.claim(), null, 'the third was ready, but has no slots now, whatever its rate');
 select pg_temp.defer('d', '[{"key": "two", "limit": 10, "weight": 4}]', '{"priority": 1}') \g /dev/null
 select queue.tick() \g /dev/null
@@ -126,6 +127,7 @@ select pg_temp.defer('a b', '[{"key": "two", "limit": 5, "rate": {"limit": 5, "p
 select is(pg_temp.claim(2), 'a b', 'a rate for all three');
 select pg_temp.finish_all();
 select queue.configure_key('two', '{"limit": 1, "rate": {"limit": 3, "per": "1 hour"}}');
+select is(queue.why(max(j.id)), 'no slot is free: concurrency key two', 'why says so') from queue.jobs j where j.state = 'ready';
 select is(pg_temp.claim(), null, 'the third was ready, but its rate has no room now, whatever its limit');
 select pg_temp.defer('d', '[{"key": "two", "limit": 5, "weight": 3}]', '{"priority": 1}') \g /dev/null
 select queue.tick() \g /dev/null
