@@ -75,14 +75,18 @@ begin
   tagged as materialized (
     select f.*, greatest(f.at, max(f.last) over s) as start, max(f.step) over s as step_of_share
     from first f window s as (partition by f.queue, f.priority, f.key, f.share)),
+  advanced as materialized (
+    select t.queue, t.priority, t.key, t.share, t.tid, t.next
+    from (
+      select t.*, least(t.start + t.n_of_share * t.step_of_share * interval '1 microsecond', t.end) as next
+      from tagged t where t.no = 1) t
+    where t.next is distinct from t.last),
   gone as (
     delete from queue.share_tag t
-    where t.ctid = any (array(select t.tid from tagged t where t.tid is not null))),
+    where t.ctid = any (array(select t.tid from advanced t where t.tid is not null))),
   kept as (
     insert into queue.share_tag (queue, priority, key, share, tag)
-    select t.queue, t.priority, t.key, t.share,
-      least(t.start + t.n_of_share * t.step_of_share * interval '1 microsecond', t.end)
-    from tagged t where t.no = 1)
+    select t.queue, t.priority, t.key, t.share, t.next from advanced t)
   select array_agg(x.tag order by x.n) into v_tags
   from (
     select t.n, least(t.start + (t.no - 1) * t.step_of_share * interval '1 microsecond', t.end) as tag
@@ -116,13 +120,14 @@ begin
 end $$;
 
 -- The tag of the first job that is ready in a queue and priority, or that waits for a slot of a key there. If
--- there is no such job, the greatest tag of any of its shares, so that all shares start again together.
+-- there is no such job, the greatest tag of any of its shares, so that all shares start again together. It
+-- begins a day after tag_base: before that lie the tags of jobs that return to the front (_front_tag).
 create or replace function queue._virtual_time(p_queue text, p_priority integer, p_key text)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
   v_at timestamptz;
 begin
-  select greatest(max(l.tag_base), coalesce(min(f.deadline), (
+  select greatest(max(l.tag_base) + interval '1 day', coalesce(min(f.deadline), (
       select t.tag from queue.share_tag t
       where t.queue = p_queue and t.priority = p_priority and t.key = p_key order by t.tag desc limit 1)))
   into v_at
@@ -170,11 +175,11 @@ begin
     return p_place;
   end if;
   return (
-    select least(
+    select greatest(l.tag_base, least(
       (select w.deadline from queue.waiting w
        where w.reason = 'slot' and w.key = p_key and w.lane = p_lane order by w.deadline, w.id limit 1)
         - interval '1 microsecond',
-      queue._virtual_time(l.queue, l.priority, p_key))
+      queue._virtual_time(l.queue, l.priority, p_key)))
     from queue.lane l where l.lane = p_lane);
 end $$;
 

@@ -1535,7 +1535,7 @@ comment on view queue.locks is
 create view queue.semaphores as
 select case left(s.key, 1) when 'k' then 'concurrency_key' when 'm' then 'lock' else 'queue' end as kind,
   substr(s.key, 2) as key, nullif(s.slots, 2147483647) as "limit", s.used,
-  (select coalesce(sum(r), 0) from unnest(s.ready) r)::integer as ready,
+  (select least(coalesce(sum(r), 0), 2147483647) from unnest(s.ready) r)::integer as ready,
   (select coalesce(sum(w), 0) from unnest(s.waiting) w)::integer as waiting, s.rate_limit, s.rate_per
 from (select distinct on (s.key) s.key, s.slots, s.used, s.ready, s.waiting, s.rate_limit, s.rate_per
   from queue.semaphore s order by s.key, s.tick desc) s;
@@ -6372,14 +6372,18 @@ begin
   tagged as materialized (
     select f.*, greatest(f.at, max(f.last) over s) as start, max(f.step) over s as step_of_share
     from first f window s as (partition by f.queue, f.priority, f.key, f.share)),
+  advanced as materialized (
+    select t.queue, t.priority, t.key, t.share, t.tid, t.next
+    from (
+      select t.*, least(t.start + t.n_of_share * t.step_of_share * interval '1 microsecond', t.end) as next
+      from tagged t where t.no = 1) t
+    where t.next is distinct from t.last),
   gone as (
     delete from queue.share_tag t
-    where t.ctid = any (array(select t.tid from tagged t where t.tid is not null))),
+    where t.ctid = any (array(select t.tid from advanced t where t.tid is not null))),
   kept as (
     insert into queue.share_tag (queue, priority, key, share, tag)
-    select t.queue, t.priority, t.key, t.share,
-      least(t.start + t.n_of_share * t.step_of_share * interval '1 microsecond', t.end)
-    from tagged t where t.no = 1)
+    select t.queue, t.priority, t.key, t.share, t.next from advanced t)
   select array_agg(x.tag order by x.n) into v_tags
   from (
     select t.n, least(t.start + (t.no - 1) * t.step_of_share * interval '1 microsecond', t.end) as tag
@@ -6413,13 +6417,14 @@ begin
 end $$;
 
 -- The tag of the first job that is ready in a queue and priority, or that waits for a slot of a key there. If
--- there is no such job, the greatest tag of any of its shares, so that all shares start again together.
+-- there is no such job, the greatest tag of any of its shares, so that all shares start again together. It
+-- begins a day after tag_base: before that lie the tags of jobs that return to the front (_front_tag).
 create or replace function queue._virtual_time(p_queue text, p_priority integer, p_key text)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
   v_at timestamptz;
 begin
-  select greatest(max(l.tag_base), coalesce(min(f.deadline), (
+  select greatest(max(l.tag_base) + interval '1 day', coalesce(min(f.deadline), (
       select t.tag from queue.share_tag t
       where t.queue = p_queue and t.priority = p_priority and t.key = p_key order by t.tag desc limit 1)))
   into v_at
@@ -6467,11 +6472,11 @@ begin
     return p_place;
   end if;
   return (
-    select least(
+    select greatest(l.tag_base, least(
       (select w.deadline from queue.waiting w
        where w.reason = 'slot' and w.key = p_key and w.lane = p_lane order by w.deadline, w.id limit 1)
         - interval '1 microsecond',
-      queue._virtual_time(l.queue, l.priority, p_key))
+      queue._virtual_time(l.queue, l.priority, p_key)))
     from queue.lane l where l.lane = p_lane);
 end $$;
 
@@ -14224,9 +14229,11 @@ begin
       v_started := array(select v_jobs.ids[n] from generate_series(1, cardinality(v_jobs.ids)) n
                          where v_jobs.are_limited[n] and v_jobs.queues[n] = v_queues[i]
                            and v_jobs.ids[n] = any (won));
-      v_counted := v_counted || queue._count_starts(v_queues[i], v_started, v_now);
-      if p_limits is not null then
-        perform queue._count_worker_claims(p_worker, p_limits, v_queues[i], v_started, v_claim);
+      if v_started <> '{}' then
+        v_counted := v_counted || queue._count_starts(v_queues[i], v_started, v_now);
+        if p_limits is not null then
+          perform queue._count_worker_claims(p_worker, p_limits, v_queues[i], v_started, v_claim);
+        end if;
       end if;
       if v_room[i] <= 0 then
         full_queues := full_queues || v_queues[i];
@@ -14441,7 +14448,7 @@ end $$;
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
--- match: at the first 200 of each key and lane.
+-- match: at the first 200 of each key and lane, as far as their weights have room; none passes a heavier one.
 -- Locks: as _claim_limited.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
@@ -14459,8 +14466,9 @@ begin
     v_ids := array(
       select w.id
       from (
-        select s.key, l.lane, l.low, l.low_deadline, s.free
+        select s.key, l.lane, l.low, l.low_deadline, s.free, s.most
         from (select distinct on (s.key) s.key, s.lanes, s.waiting, s.lows, s.low_deadlines,
+            least(s.slots, s.rate_limit) as most,
             queue._key_room(s.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
               clock_timestamp()) as free
           from queue.semaphore s
@@ -14470,27 +14478,42 @@ begin
         where s.free > 0 and l.waiting > 0 and l.lane = any (p_lanes) offset 0) s
       cross join lateral (
         select w.id
-        from (select w.id, w.deadline from queue.waiting w
-              where w.reason = 'slot' and w.key = s.key and w.lane = s.lane
-                and (w.deadline, w.id) >= (s.low_deadline, s.low)
-              order by w.deadline, w.id limit 200) w
-        where (p_before is null or queue._deadline_of(w.id, w.deadline) < p_before)
-          and (p_tasks is null or exists (select from queue.job j
-            where j.id = w.id and j.task = any (p_tasks)))
-        limit s.free) w);
+        from (
+          select w.id, sum(w.weight) over (order by w.deadline, w.id) as total
+          from (
+            select w.id, w.deadline, w.weight
+            from (
+              select w.id, w.deadline, w.weight,
+                max(w.weight) over (order by w.deadline, w.id rows unbounded preceding) as heaviest
+              from (
+                select w.id, w.deadline, least(coalesce(w.weight, 1), s.most) as weight from queue.waiting w
+                where w.reason = 'slot' and w.key = s.key and w.lane = s.lane
+                  and (w.deadline, w.id) >= (s.low_deadline, s.low)
+                order by w.deadline, w.id limit 200) w) w
+            where w.heaviest <= s.free
+              and (p_before is null or queue._deadline_of(w.id, w.deadline) < p_before)
+              and (p_tasks is null or exists (select from queue.job j
+                where j.id = w.id and j.task = any (p_tasks)))
+            limit s.free) w) w
+        where w.total <= s.free) w);
   else
     v_ids := array(
-      select w.id from unnest(p_only) u (id)
-      cross join lateral (
-        select w.id, w.key from queue.waiting w where w.id = u.id and w.reason || '' = 'slot'
-          and w.lane = any (p_lanes) offset 0) w
-      cross join lateral (
-        select queue._key_room(s.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
-          clock_timestamp()) as free
-        from queue.semaphore s
-        where s.key = w.key
-        order by s.tick desc limit 1) s
-      where s.free > 0);
+      select w.id
+      from (
+        select w.id, s.free,
+          sum(least(coalesce(w.weight, 1), s.most)) over (partition by w.key order by w.deadline, w.id) as total
+        from (select distinct u.id from unnest(p_only) u (id)) u
+        cross join lateral (
+          select w.id, w.key, w.deadline, w.weight from queue.waiting w
+          where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes) offset 0) w
+        cross join lateral (
+          select least(s.slots, s.rate_limit) as most,
+            queue._key_room(s.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
+              clock_timestamp()) as free
+          from queue.semaphore s
+          where s.key = w.key
+          order by s.tick desc limit 1) s) w
+      where w.total <= w.free);
   end if;
   perform queue._make_ready_early(v_ids);
   if p_only is not null then

@@ -4,7 +4,7 @@
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
--- match: at the first 200 of each key and lane.
+-- match: at the first 200 of each key and lane, as far as their weights have room; none passes a heavier one.
 -- Locks: as _claim_limited.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
@@ -22,8 +22,9 @@ begin
     v_ids := array(
       select w.id
       from (
-        select s.key, l.lane, l.low, l.low_deadline, s.free
+        select s.key, l.lane, l.low, l.low_deadline, s.free, s.most
         from (select distinct on (s.key) s.key, s.lanes, s.waiting, s.lows, s.low_deadlines,
+            least(s.slots, s.rate_limit) as most,
             queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
               clock_timestamp()) as free
           from queue.semaphore s
@@ -33,27 +34,42 @@ begin
         where s.free > 0 and l.waiting > 0 and l.lane = any (p_lanes) offset 0) s
       cross join lateral (
         select w.id
-        from (select w.id, w.deadline from queue.waiting w
-              where w.reason = 'slot' and w.key = s.key and w.lane = s.lane
-                and (w.deadline, w.id) >= (s.low_deadline, s.low)
-              order by w.deadline, w.id limit 200) w
-        where (p_before is null or queue._deadline_of(w.id, w.deadline) < p_before)
-          and (p_tasks is null or exists (select from queue.job j
-            where j.id = w.id and j.task = any (p_tasks)))
-        limit s.free) w);
+        from (
+          select w.id, sum(w.weight) over (order by w.deadline, w.id) as total
+          from (
+            select w.id, w.deadline, w.weight
+            from (
+              select w.id, w.deadline, w.weight,
+                max(w.weight) over (order by w.deadline, w.id rows unbounded preceding) as heaviest
+              from (
+                select w.id, w.deadline, least(coalesce(w.weight, 1), s.most) as weight from queue.waiting w
+                where w.reason = 'slot' and w.key = s.key and w.lane = s.lane
+                  and (w.deadline, w.id) >= (s.low_deadline, s.low)
+                order by w.deadline, w.id limit 200) w) w
+            where w.heaviest <= s.free
+              and (p_before is null or queue._deadline_of(w.id, w.deadline) < p_before)
+              and (p_tasks is null or exists (select from queue.job j
+                where j.id = w.id and j.task = any (p_tasks)))
+            limit s.free) w) w
+        where w.total <= s.free) w);
   else
     v_ids := array(
-      select w.id from unnest(p_only) u (id)
-      cross join lateral (
-        select w.id, w.key from queue.waiting w where w.id = u.id and w.reason || '' = 'slot'
-          and w.lane = any (p_lanes) offset 0) w
-      cross join lateral (
-        select queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
-          clock_timestamp()) as free
-        from queue.semaphore s
-        where s.key = w.key
-        order by s.tick desc limit 1) s
-      where s.free > 0);
+      select w.id
+      from (
+        select w.id, s.free,
+          sum(least(coalesce(w.weight, 1), s.most)) over (partition by w.key order by w.deadline, w.id) as total
+        from (select distinct u.id from unnest(p_only) u (id)) u
+        cross join lateral (
+          select w.id, w.key, w.deadline, w.weight from queue.waiting w
+          where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes) offset 0) w
+        cross join lateral (
+          select least(s.slots, s.rate_limit) as most,
+            queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
+              clock_timestamp()) as free
+          from queue.semaphore s
+          where s.key = w.key
+          order by s.tick desc limit 1) s) w
+      where w.total <= w.free);
   end if;
   perform queue._make_ready_early(v_ids);
   if p_only is not null then

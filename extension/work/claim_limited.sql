@@ -226,9 +226,11 @@ begin
       v_started := array(select v_jobs.ids[n] from generate_series(1, cardinality(v_jobs.ids)) n
                          where v_jobs.are_limited[n] and v_jobs.queues[n] = v_queues[i]
                            and v_jobs.ids[n] = any (won));
-      v_counted := v_counted || queue._count_starts(v_queues[i], v_started, v_now);
-      if p_limits is not null then
-        perform queue._count_worker_claims(p_worker, p_limits, v_queues[i], v_started, v_claim);
+      if v_started <> '{}' then
+        v_counted := v_counted || queue._count_starts(v_queues[i], v_started, v_now);
+        if p_limits is not null then
+          perform queue._count_worker_claims(p_worker, p_limits, v_queues[i], v_started, v_claim);
+        end if;
       end if;
       if v_room[i] <= 0 then
         full_queues := full_queues || v_queues[i];

@@ -196,7 +196,7 @@ comment on view queue.locks is
 create view queue.semaphores as
 select case left(s.key, 1) when 'k' then 'concurrency_key' when 'm' then 'lock' else 'queue' end as kind,
   substr(s.key, 2) as key, nullif(s.slots, 2147483647) as "limit", s.used,
-  (select coalesce(sum(r), 0) from unnest(s.ready) r)::integer as ready,
+  (select least(coalesce(sum(r), 0), 2147483647) from unnest(s.ready) r)::integer as ready,
   (select coalesce(sum(w), 0) from unnest(s.waiting) w)::integer as waiting, s.rate_limit, s.rate_per
 from (select distinct on (s.key) s.key, s.slots, s.used, s.ready, s.waiting, s.rate_limit, s.rate_per
   from queue.semaphore s order by s.key, s.tick desc) s;

@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(156);
+select plan(167);
 
 set pgdefer.notify = off;
 
@@ -148,6 +148,43 @@ select pg_temp.finish_all();
 select queue.tick() \g /dev/null
 select is(pg_temp.room_of('two'), '(0,2,1)', 'then the next, but not both');
 select pg_temp.end_all();
+
+-- A worker with tasks takes no more than fits, however many wait, and lets none pass a heavier one.
+select pg_temp.defer('a b c d e f g h i j k', '[{"key": "two", "limit": 900000000, "weight": 400000000}]') as a \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(20, '{"tasks": ["t"]}'), 'a b', 'two of eleven');
+select is(pg_temp.claim(20, '{"tasks": ["t"]}'), null, 'no sum exceeds an integer');
+select pg_temp.finish_all();
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(20, jsonb_build_object('ids', (select jsonb_agg(n) from generate_series(:a + 3, :a + 10) n))), 'd e', 'nor of those that are named');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+select pg_temp.defer('ready', '[{"key": "two", "limit": 999999999, "weight": 999999999}]', '{"task": "other"}'),
+  pg_temp.defer('a b c', '[{"key": "two", "limit": 999999999, "weight": 800000000}]') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(20, '{"tasks": ["t"]}'), 'a', 'nor beside a ready job of another task');
+select pg_temp.end_all();
+select pg_temp.defer('used', '[{"key": "two", "limit": 4, "weight": 2}]') \g /dev/null
+select is(pg_temp.claim(), 'used', 'half of the slots');
+select pg_temp.defer('heavy', '[{"key": "two", "limit": 4, "weight": 4}]', '{"task": "other"}'), pg_temp.defer('light', '[{"key": "two", "limit": 4}]') \g /dev/null
+select is(pg_temp.claim(10, '{"tasks": ["t"]}'), null, 'the light one does not pass the heavy one');
+select pg_temp.end_all();
+select queue.defer('t', queue => 'w' || n, options => '{"concurrency": [{"key": "wide", "limit": 900000000, "weight": 800000000}]}') from generate_series(1, 3) n \g /dev/null
+select queue.tick() \g /dev/null
+select is((select s.ready from queue.semaphores s where s.key = 'wide'), 2147483647, 'the view says at least as many as an integer can');
+select pg_temp.end_all();
+
+-- A queue whose rate or max_running is full counts no start when a job of another queue starts.
+select queue.configure_queue('shut', '{"rate": {"limit": 2, "per": "1 hour"}, "max_running": 1}');
+select pg_temp.defer('a', '[{"key": "two", "limit": 5}]', '{"queue": "shut"}') \g /dev/null
+select is(pg_temp.claim(), 'a', 'its first start');
+select pg_temp.defer('b', '[{"key": "two", "limit": 5}]', '{"queue": "shut"}') as b \gset
+select pg_temp.defer('c', '[{"key": "two", "limit": 5}]') as c \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(10, jsonb_build_object('ids', jsonb_build_array(:b, :c))), 'c', 'the other starts');
+select is((select count(*) from queue.rate_start r where r.key = 'qshut'), 1::bigint, 'and one start is counted');
+select pg_temp.end_all();
+select queue.configure_queue('shut', '{"rate": null, "max_running": null}');
 
 -- The newest job decides, also if it waits for another key, or is discarded.
 select pg_temp.defer('a', '[{"key": "A", "limit": 1}]'), pg_temp.defer('b', '[{"key": "B", "limit": 4}]') \g /dev/null

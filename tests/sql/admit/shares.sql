@@ -1,6 +1,6 @@
 -- Shares: turns by weight within a queue and priority.
 
-select plan(90);
+select plan(98);
 
 set pgdefer.notify = off;
 
@@ -292,4 +292,37 @@ select is(pg_temp.starts(4, 1, '{full}'), 'a1 b1 a2 b2', 'in turns');
 select pg_temp.finish_all();
 select queue.configure_share('A', '{"weight": null}');
 select is_empty('select * from queue.check()', 'sound');
+
+-- A ready job that meets a full key comes before the first that waits, and keeps that place when weights change.
+\set key '{"concurrency": [{"key": "front", "limit": 1}]}'
+select pg_temp.defer('lower', 'P', '{"queue": "lower"}') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer('a', 'P', '{"queue": "front"}', :'key') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer('b', 'P', '{"queue": "front"}', :'key') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.defer('t', '{"name": "holds"}', queue => 'holder', options => :'key') \g /dev/null
+select is(pg_temp.starts(1, 1, '{holder}'), 'holds', 'another queue takes the slot');
+select is(pg_temp.starts(1, 1, '{front}'), null, 'so a ready job has to wait');
+select is((select bool_and(w.deadline >= l.tag_base) from queue.waiting w join queue.lane l on l.lane = w.lane and l.queue = 'front'), true, 'all tags are of now');
+select queue.configure_share('P', '{"weight": 3}');
+select pg_temp.defer('c d', 'P', '{"queue": "front"}', :'key') \g /dev/null
+select lives_ok('select queue.tick() from generate_series(1, 5)', 'the tags go on');
+select is((select count(*) from queue.lane l where l.retag_from is not null), 0::bigint, 'all have new ones');
+select is_empty('select * from queue.check()', 'sound');
+create function pg_temp.in_turn(n integer) returns text language plpgsql as $$
+declare
+  v_names text[];
+begin
+  for i in 1 .. in_turn.n loop
+    perform pg_temp.finish_all();
+    v_names := v_names || pg_temp.starts(1, 1, '{front}');
+  end loop;
+  return array_to_string(v_names, ' ');
+end $$;
+select is(array(select n from regexp_split_to_table(pg_temp.in_turn(4), ' ') n order by n), '{a,b,c,d}', 'and each starts');
+select queue.configure_share('P', '{"weight": null}');
+-- A share whose tag can advance no further keeps it.
+update queue.lane l set retag_from = l.tag_base + interval '1 day 1 microsecond' where l.queue = 'front';
+select lives_ok($$select queue._tags(array[j.id], array[l.lane], array['infinity'::timestamptz]) from queue.job j join queue.lane l on l.queue = j.queue where j.queue = 'front'$$, 'four times');
 select * from finish();
