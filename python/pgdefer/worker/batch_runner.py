@@ -12,7 +12,7 @@ from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import JobContext, JobTimeout
 from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.task import Task
-from pgdefer.worker.claim import Claim, OnEnd
+from pgdefer.worker.claim import Claim, Keeper
 from pgdefer.worker.ending import outcome_of
 from pgdefer.worker.handler import decode_args, decode_args_async
 from pgdefer.worker.invoke_batch import run_batch
@@ -27,23 +27,16 @@ class BatchRunner:
     """Runs batches: coroutines in the worker's event loop, functions in threads.
 
     Each method takes any claim of a batch. A call is told to end once every job in it is: the jobs
-    that are not could not go on without it. `may_begin`: as in LoopRunner.
+    that are not could not go on without it.
     """
 
-    def __init__(
-        self,
-        threads: Threads,
-        thread_runner: ThreadRunner,
-        may_begin: Callable[[Claim], bool],
-        on_end: OnEnd,
-    ) -> None:
+    def __init__(self, threads: Threads, thread_runner: ThreadRunner, keeper: Keeper) -> None:
         self._threads = threads
         self._thread_runner = thread_runner
-        self._may_begin = may_begin
-        self._on_end = on_end
+        self._keeper = keeper
 
     def start(self, claim: Claim) -> None:
-        """Start the handler; when it has ended, call OnEnd for each claim."""
+        """Start the handler; when it has ended, tell the keeper the outcome of each claim."""
         task = task_of(claim)
         claims = claim.members
         loop = asyncio.get_running_loop()
@@ -57,7 +50,8 @@ class BatchRunner:
         self._threads.submit(functools.partial(self._work, claims, claim.call.run))
 
     async def _run(self, task: Task[..., Any], claims: Sequence[Claim]) -> None:
-        if not self._may_begin(claims[0]):
+        if self._keeper.is_too_late(claims[0]):
+            self._keeper.give_back_unbegun(claims[0])
             return
         try:
             outcomes = await run_batch_async(task, jobs_of(claims), decode_args_async)
@@ -67,6 +61,8 @@ class BatchRunner:
 
     def _work(self, claims: Sequence[Claim], call: Callable[[], list[str]]) -> Callable[[], None]:
         """Call the handler, in a thread; return what the loop is to call then."""
+        if self._keeper.is_too_late(claims[0]):
+            return functools.partial(self._keeper.give_back_unbegun, claims[0])
         try:
             outcomes = call()
         except JobTimeout as error:
@@ -78,7 +74,7 @@ class BatchRunner:
 
     def _end(self, claims: Sequence[Claim], outcomes: Sequence[str]) -> None:
         for claim, outcome in zip(claims, outcomes, strict=True):
-            self._on_end(claim, outcome)
+            self._keeper.ended(claim, outcome)
 
     def abort(self, claim: Claim, reason: str) -> None:
         """Cancel a coroutine if all its jobs are told to end."""

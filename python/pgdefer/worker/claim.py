@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pgdefer.tasks.batch import BatchJob
@@ -14,7 +14,7 @@ from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.task import Task
 from pgdefer.worker.slots import Slots
 
-__all__ = ["Batch", "Claim", "OnEnd", "Runner", "gather"]
+__all__ = ["Batch", "Claim", "Keeper", "Runner", "gather"]
 
 
 class Claim:
@@ -129,15 +129,24 @@ def gather(claims: Iterable[Claim], tasks: Mapping[str, Task[..., Any]]) -> list
     return starts
 
 
-# Called in the worker's loop when a handler has ended; the outcome is None if it has been written.
-OnEnd = Callable[[Claim, str | None], None]
+class Keeper(Protocol):
+    """What runners tell about their claims."""
+
+    def ended(self, claim: Claim, outcome: str | None) -> None:
+        """Take in the outcome of a handler, in the worker's loop; None: it has been written."""
+
+    def is_too_late(self, claim: Claim) -> bool:
+        """Whether others may have run the job by now. Asked just before the handler begins."""
+
+    def give_back_unbegun(self, claim: Claim) -> None:
+        """Release a claim, or its batch, whose handler must not begin, in the worker's loop."""
 
 
 class Runner(Protocol):
     """Runs claims of one kind. Each method is called in the worker's loop."""
 
     def start(self, claim: Claim) -> None:
-        """Start the handler; call OnEnd when it has ended."""
+        """Start the handler; tell the keeper when it has ended."""
 
     def abort(self, claim: Claim, reason: str) -> None:
         """Tell the handler to end. `JobContext.should_abort` is true already."""

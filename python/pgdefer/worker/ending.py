@@ -79,7 +79,8 @@ def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException)
     if isinstance(error, RetryLater) and policy is not None:
         return _yielded(job, policy, error)
     if isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout):
-        if job._abort_reason == STOPPED:
+        if job._abort_reason in (STOPPED, LOST):
+            # A claim that was believed lost may be valid still: then the job runs again.
             return outcomes.released(job.id, job.claim)
         if job._abort_reason is not None:
             log.info("%r was aborted: %s", job, job._abort_reason)

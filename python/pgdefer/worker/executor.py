@@ -262,28 +262,35 @@ class Executor:
         if job._abort_reason is not None:
             self.ended(claim, outcome_of(job, None, JobAborted(job._abort_reason)))
             return False
-        if job.timeout is None:
-            return True
-        # It may have waited here for so long that others have ended its claim by now.
-        if claim.asked_at + job.timeout.total_seconds() + TOO_LATE <= clock():
+        if self._is_past_timeout(claim):
             log.warning("%r was claimed too long ago, and is given back", claim)
-            self.give_back(claim)
+            self._give_back_unstarted([claim])
             return False
         return True
 
-    def may_begin(self, claim: Claim) -> bool:
-        """Whether the coroutine of a started claim may begin.
+    def _is_past_timeout(self, claim: Claim) -> bool:
+        """Whether it has waited here for so long that others may have ended its claim by now."""
+        timeout = claim.job.timeout
+        return timeout is not None and (
+            claim.asked_at + timeout.total_seconds() + TOO_LATE <= clock()
+        )
 
-        If not, the process was frozen since it was made, maybe: the claim is given back.
+    def is_too_late(self, claim: Claim) -> bool:
+        """Whether others may have run the job of a started claim by now: the process was frozen.
+
+        Asked just before the handler begins, also in threads.
         """
         assert self._heartbeat is not None
-        if not self._heartbeat.is_overdue:
-            return True
-        log.warning("%r waits for a heartbeat before it starts, and is given back", claim)
+        return self._heartbeat.is_overdue or self._is_past_timeout(claim)
+
+    def give_back_unbegun(self, claim: Claim) -> None:
+        """Release a started claim, or its batch, whose handler has not begun."""
         for each in claim.members:
-            self.give_back(each)
+            if not each.is_released:
+                log.info("%r has not begun in time, and is given back", each)
+                self._state.jobs_left += 1
+                self._release(each)
             self.ended(each, None)
-        return False
 
     # Claims that end
 
@@ -330,11 +337,14 @@ class Executor:
     def give_back(self, claim: Claim) -> None:
         """Release a claim, whatever its handler does."""
         if not claim.is_released:
-            claim.is_released = True
             self.given_back += claim in self.running
-            self._leave(claim)
-            self._completer.add(claim, outcomes.released(claim.job.id, claim.job.claim))
-            self._state.hint()
+            self._release(claim)
+
+    def _release(self, claim: Claim) -> None:
+        claim.is_released = True
+        self._leave(claim)
+        self._completer.add(claim, outcomes.released(claim.job.id, claim.job.claim))
+        self._state.hint()
 
     def give_back_waiting(self) -> None:
         """Release the claims that have not started."""

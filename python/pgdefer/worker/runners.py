@@ -14,7 +14,7 @@ from pgdefer.tasks.context import JobTimeout
 from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.task import Task
 from pgdefer.worker import outcomes
-from pgdefer.worker.claim import Claim, OnEnd
+from pgdefer.worker.claim import Claim, Keeper
 from pgdefer.worker.ending import outcome_of
 from pgdefer.worker.handler import Call, run, run_async, run_function
 from pgdefer.worker.processes import Processes
@@ -33,10 +33,10 @@ AGAIN = 10.0
 class ThreadRunner:
     """Runs functions in threads, in which a timeout can raise an exception."""
 
-    def __init__(self, threads: Threads, pool: SyncPool, on_end: OnEnd) -> None:
+    def __init__(self, threads: Threads, pool: SyncPool, keeper: Keeper) -> None:
         self._threads = threads
         self._pool = pool
-        self._on_end = on_end
+        self._keeper = keeper
 
     def start(self, claim: Claim) -> None:
         """Call the handler, with arguments that are decoded in its thread."""
@@ -48,7 +48,7 @@ class ThreadRunner:
         function = functools.partial(context.run, run, claim.job, task_of(claim), self._pool, call)
         claim.runner = self
         claim.call = Interruptible(function)
-        submit(self._threads, claim, claim.call.run, self._on_end)
+        submit(self._threads, claim, claim.call.run, self._keeper)
 
     def abort(self, claim: Claim, reason: str) -> None:
         """Do nothing: the handler sees it in `should_abort`."""
@@ -67,29 +67,20 @@ class ThreadRunner:
 
 
 class LoopRunner:
-    """Runs coroutines in the worker's event loop.
+    """Runs coroutines in the worker's event loop."""
 
-    `may_begin`: asked before a coroutine begins; if it says no, it has ended the claim.
-    """
-
-    def __init__(
-        self,
-        pool: AsyncPool,
-        thread_runner: ThreadRunner,
-        may_begin: Callable[[Claim], bool],
-        on_end: OnEnd,
-    ) -> None:
+    def __init__(self, pool: AsyncPool, thread_runner: ThreadRunner, keeper: Keeper) -> None:
         self._pool = pool
         self._thread_runner = thread_runner
-        self._may_begin = may_begin
-        self._on_end = on_end
+        self._keeper = keeper
 
     def start(self, claim: Claim) -> None:
         """Run a coroutine. For an ordinary function decode the arguments; a thread calls it."""
         claim.coroutine = asyncio.get_running_loop().create_task(self._run(claim))
 
     async def _run(self, claim: Claim) -> None:
-        if not self._may_begin(claim):
+        if self._keeper.is_too_late(claim):
+            self._keeper.give_back_unbegun(claim)
             return
         try:
             ended: str | Call | None = await run_async(claim.job, task_of(claim), self._pool)
@@ -99,7 +90,7 @@ class LoopRunner:
             claim.coroutine = None
             self._thread_runner.start_call(claim, ended)
         else:
-            self._on_end(claim, ended)
+            self._keeper.ended(claim, ended)
 
     def abort(self, claim: Claim, reason: str) -> None:
         """Cancel the coroutine."""
@@ -111,7 +102,7 @@ class LoopRunner:
     def _never_began(self, claim: Claim, coroutine: asyncio.Task[None]) -> None:
         if not claim.has_left and claim.coroutine is coroutine:
             error = asyncio.CancelledError()
-            self._on_end(claim, outcome_of(claim.job, claim.failure_policy, error))
+            self._keeper.ended(claim, outcome_of(claim.job, claim.failure_policy, error))
 
     def interrupt(self, claim: Claim) -> None:
         """Do nothing: a coroutine is cancelled once."""
@@ -123,16 +114,16 @@ class LoopRunner:
 class FunctionRunner:
     """Lets the database run tasks that the app does not know, if it has functions for them."""
 
-    def __init__(self, threads: Threads, pool: SyncPool, on_end: OnEnd) -> None:
+    def __init__(self, threads: Threads, pool: SyncPool, keeper: Keeper) -> None:
         self._threads = threads
         self._pool = pool
-        self._on_end = on_end
+        self._keeper = keeper
 
     def start(self, claim: Claim) -> None:
         """Let a thread call the function."""
         context = contextvars.copy_context()
         function = functools.partial(context.run, run_function, claim.job, self._pool)
-        submit(self._threads, claim, function, self._on_end)
+        submit(self._threads, claim, function, self._keeper)
 
     def abort(self, claim: Claim, reason: str) -> None:
         """Do nothing: the claim is lost, so the function's transaction will be rolled back."""
@@ -147,16 +138,16 @@ class FunctionRunner:
 class ProcessRunner:
     """Runs functions in child processes, and kills those that do not end when told to."""
 
-    def __init__(self, threads: Threads, processes: Processes, on_end: OnEnd) -> None:
+    def __init__(self, threads: Threads, processes: Processes, keeper: Keeper) -> None:
         self._threads = threads
         self._processes = processes
-        self._on_end = on_end
+        self._keeper = keeper
 
     def start(self, claim: Claim) -> None:
         """Let a process call the handler; a thread waits for it."""
         context = contextvars.copy_context()
         function = functools.partial(context.run, self._processes.run, claim.job, task_of(claim))
-        submit(self._threads, claim, function, self._on_end)
+        submit(self._threads, claim, function, self._keeper)
 
     def abort(self, claim: Claim, reason: str) -> None:
         """Tell the process to end its job; kill it if the handler has not ended a moment later."""
@@ -190,11 +181,13 @@ def submit(
     threads: Threads,
     claim: Claim,
     function: Callable[[], str | None],
-    on_end: OnEnd,
+    keeper: Keeper,
 ) -> None:
     """Run a function in a thread; it returns a job's outcome."""
 
     def work() -> Callable[[], None]:
+        if keeper.is_too_late(claim):
+            return functools.partial(keeper.give_back_unbegun, claim)
         try:
             ended = function()
         except JobTimeout as error:
@@ -202,7 +195,7 @@ def submit(
             ended = outcome_of(claim.job, claim.failure_policy, error)
         except Exception as error:
             ended = internal_error(claim, error)
-        return functools.partial(on_end, claim, ended)
+        return functools.partial(keeper.ended, claim, ended)
 
     threads.submit(work)
 

@@ -274,13 +274,13 @@ class Worker:
         self._async_pool = AsyncPool(source, kept)
         self._pool.partner, self._async_pool.partner = self._async_pool, self._pool
         self._threads = shared.threads if shared else Threads(self._loop, self.concurrency)
-        ended, may_begin = self.executor.ended, self.executor.may_begin
-        self._thread_runner = ThreadRunner(self._threads, self._pool, ended)
-        self._loop_runner = LoopRunner(self._async_pool, self._thread_runner, may_begin, ended)
-        self._batch_runner = BatchRunner(self._threads, self._thread_runner, may_begin, ended)
+        keeper = self.executor
+        self._thread_runner = ThreadRunner(self._threads, self._pool, keeper)
+        self._loop_runner = LoopRunner(self._async_pool, self._thread_runner, keeper)
+        self._batch_runner = BatchRunner(self._threads, self._thread_runner, keeper)
         self._processes = Processes(source, self.jobs_per_process)
-        self._function_runner = FunctionRunner(self._threads, self._pool, ended)
-        self._process_runner = ProcessRunner(self._threads, self._processes, ended)
+        self._function_runner = FunctionRunner(self._threads, self._pool, keeper)
+        self._process_runner = ProcessRunner(self._threads, self._processes, keeper)
 
     def _runner_of(self, claim: Claim) -> Runner:
         """Return what runs a claim."""

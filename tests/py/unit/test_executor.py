@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from pgdefer import App
 from pgdefer.database.pool import AsyncPool, SyncPool
@@ -14,13 +17,14 @@ from pgdefer.tasks.context import JobContext
 from pgdefer.worker.batch_runner import BatchRunner
 from pgdefer.worker.claim import Claim, gather
 from pgdefer.worker.completer import Completer
-from pgdefer.worker.ending import STOPPED, TIMED_OUT
+from pgdefer.worker.ending import STOPPED, TIMED_OUT, outcome_of
 from pgdefer.worker.executor import Executor
 from pgdefer.worker.heartbeat import Heartbeat, clock
 from pgdefer.worker.reporting import Reporter
 from pgdefer.worker.runners import LoopRunner, ThreadRunner
 from pgdefer.worker.slots import Slots
 from pgdefer.worker.state import WorkerState
+from pgdefer.worker.threads import Threads
 
 
 class Runner:
@@ -78,15 +82,20 @@ class Bench:
         self.slots.used += 1
         return Claim(JobContext(self.app.client, row), self.slots, clock())
 
-    def use_coroutines(self) -> None:
-        """Run the handlers, which use neither threads nor connections."""
-        source, executor = self.app.source, self.executor
-        threads: Any = None
-        thread_runner = ThreadRunner(threads, SyncPool(source, 0), executor.ended)
-        calls = (executor.may_begin, executor.ended)
-        loop_runner = LoopRunner(AsyncPool(source, 0), thread_runner, *calls)
-        batch_runner = BatchRunner(threads, thread_runner, *calls)
-        executor.attach(self.heartbeat, lambda claim: batch_runner if claim.batch else loop_runner)
+    def use_runners(self, threads: Threads) -> None:
+        """Run the handlers, which use no connections."""
+        source, keeper = self.app.source, self.executor
+        thread_runner = ThreadRunner(threads, SyncPool(source, 0), keeper)
+        loop_runner = LoopRunner(AsyncPool(source, 0), thread_runner, keeper)
+        batch_runner = BatchRunner(threads, thread_runner, keeper)
+
+        def runner_of(claim: Claim) -> ThreadRunner | LoopRunner | BatchRunner:
+            if claim.batch:
+                return batch_runner
+            assert claim.task is not None
+            return loop_runner if claim.task.is_async else thread_runner
+
+        keeper.attach(self.heartbeat, runner_of)
 
     def outcomes(self) -> list[tuple[int, str]]:
         texts = [json.loads(text) for _, text in self.completer.unsent]
@@ -235,30 +244,60 @@ async def test_a_hint_is_kept_until_somebody_waits() -> None:
     assert await waiting
 
 
-async def test_a_coroutine_does_not_begin_after_a_freeze() -> None:
+@pytest.mark.parametrize("freeze", [None, "of all", "of jobs with a timeout"])
+@pytest.mark.parametrize("is_batch", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_no_handler_begins_after_a_freeze(
+    freeze: str | None, is_batch: bool, is_async: bool
+) -> None:
+    bench = Bench()
+    threads = Threads(asyncio.get_running_loop(), 1)
+    bench.use_runners(threads)
     began = []
+    is_thawed = threading.Event()
 
-    async def single() -> None:
-        began.append("single")
+    async def coroutine(*jobs: Any) -> None:
+        began.append(jobs)
 
-    async def batch(jobs: list[Any]) -> None:
-        began.append("batch")
+    def function(*jobs: Any) -> None:
+        began.append(jobs)
 
-    for size in (None, 2):
-        for is_frozen in (False, True):
-            bench = Bench()
-            if size is None:
-                bench.app.task(name="t")(single)
-            else:
-                bench.app.task(name="t", batch=size)(batch)
-            bench.use_coroutines()
-            began.clear()
-            claims = [bench.claim(id, dt.timedelta(hours=1)) for id in (1, 2)]
-            bench.executor.take(gather(claims, bench.app.tasks))
-            if is_frozen:
-                bench.heartbeat.beat_at -= 3600
-            await until(lambda bench=bench: bench.executor.is_idle)
-            assert bool(began) is not is_frozen, (size, is_frozen)
-            outcome = "released" if is_frozen else "succeeded"
-            assert bench.outcomes() == [(1, outcome), (2, outcome)]
-            assert [claim.timer for claim in claims] == [None, None]
+    options: dict[str, Any] = {"batch": 2} if is_batch else {}
+    bench.app.task(name="t", **options)(coroutine if is_async else function)
+    second = dt.timedelta(seconds=1)
+    claims = [bench.claim(id, second) for id in (1, 2)]
+    if is_batch:
+        bench.slots.used = 1
+    bench.state.jobs_left = 8
+
+    def freezes() -> Callable[[], None]:
+        is_thawed.wait(300)
+        return bench.state.hint
+
+    threads.submit(freezes)  # the only thread is busy meanwhile, as the loop is
+    bench.executor.take(gather(claims, bench.app.tasks))
+    if freeze == "of all":
+        bench.heartbeat.beat_at -= 3600
+    elif freeze:
+        for claim in claims:
+            claim.asked_at -= 11
+    is_thawed.set()
+    await until(lambda: bench.executor.is_idle)
+    threads.close()
+    assert bool(began) is (freeze is None)
+    outcome = "released" if freeze else "succeeded"
+    assert bench.outcomes() == [(1, outcome), (2, outcome)]
+    assert [claim.timer for claim in claims] == [None, None]
+    assert (bench.slots.used, bench.slots.running, bench.executor.given_back) == (0, 0, 0)
+    assert bench.state.jobs_left == (10 if freeze else 8)
+
+
+async def test_a_claim_that_was_lost_goes_back() -> None:
+    bench = Bench()
+    (claim,) = claims = [bench.claim(1)]
+    bench.executor.take(claims)
+    bench.executor.on_worker_gone()
+    outcome = outcome_of(claim.job, claim.failure_policy, asyncio.CancelledError())
+    bench.executor.ended(claim, outcome)
+    assert bench.outcomes() == [(1, "released")]
+    assert bench.executor.given_back == 0
