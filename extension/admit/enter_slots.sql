@@ -182,6 +182,7 @@ end $$;
 -- Returns keys whose limit has grown by that.
 -- Why no wake-up is lost: it is called in the admission that frees the slots.
 -- Locks: the caller holds the admission lock.
+-- In one piece: the loop is one query, and what its result needs.
 create or replace function queue._refill(p_keys text[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare

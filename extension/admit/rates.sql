@@ -58,8 +58,8 @@ begin
   return case when v_at >= clock_timestamp() then v_at end;
 end $$;
 
--- Records p_n starts under a key's rate, and deletes those that no window can contain any more. It keeps all of
--- the new ones, also if a heavy job counts more often than the rate allows: a greater rate may come.
+-- Records p_n starts under a key's rate, and deletes those that no window can contain any more. It keeps all
+-- of the new ones, also if a heavy job counts more often than the rate allows: a greater rate may come.
 -- Locks: the caller holds the admission lock. No wake-up can be lost: jobs that the rate holds back wait for
 -- a time (_rate_opens_at).
 create or replace function queue._count_rate_starts(p_key text, p_limit integer, p_n integer,

@@ -21,6 +21,7 @@
 -- sort. Of the lanes of a queue and priority only some may have jobs that still have to get new tags (_retag
 -- takes one lane after the other), but their shares have the same tags.
 -- Locks: the caller holds the admission lock. No wake-up can be lost: the caller makes the jobs ready.
+-- In one piece: one query, whose parts pass on whole rows.
 create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],
   p_keys text[] default null)
 returns timestamptz[] language plpgsql volatile parallel unsafe security invoker as $$

@@ -78,8 +78,8 @@ begin
   return v_changed;
 end $$;
 
--- How many jobs with a key could start at p_now, at most: by its free slots, and by its rate. A heavy job needs
--- room in both by itself: its weight counts as at most the limit in one, and at most the rate in the other.
+-- How many jobs with a key could start at p_now, at most: by its free slots, and by its rate. A heavy job
+-- needs room in both by itself: its weight counts as at most the limit in one, the rate in the other.
 create or replace function queue._key_room(p_key text, p_free integer, p_rate_limit integer,
   p_rate_per interval, p_now timestamptz)
 returns integer language plpgsql stable parallel safe security invoker as $$

@@ -6,6 +6,7 @@
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
 -- match: at the first 200 of each key and lane, as far as their weights have room; none passes a heavier one.
 -- Locks: as _claim_limited.
+-- In one piece: two queries, of waiting jobs in order and of named ones, and one claim.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
   p_limits jsonb default null)
@@ -57,7 +58,8 @@ begin
       select w.id
       from (
         select w.id, s.free,
-          sum(least(coalesce(w.weight, 1), s.most)) over (partition by w.key order by w.deadline, w.id) as total
+          sum(least(coalesce(w.weight, 1), s.most)) over (partition by w.key order by w.deadline, w.id)
+            as total
         from (select distinct u.id from unnest(p_only) u (id)) u
         cross join lateral (
           select w.id, w.key, w.deadline, w.weight from queue.waiting w
