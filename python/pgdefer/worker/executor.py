@@ -285,11 +285,9 @@ class Executor:
 
     def give_back_unbegun(self, claim: Claim) -> None:
         """Release a started claim, or its batch, whose handler has not begun."""
+        log.info("%r has not begun in time, and is given back", claim)
+        self._give_back_unstarted(each for each in claim.members if not each.is_released)
         for each in claim.members:
-            if not each.is_released:
-                log.info("%r has not begun in time, and is given back", each)
-                self._state.jobs_left += 1
-                self._release(each)
             self.ended(each, None)
 
     # Claims that end
@@ -336,15 +334,15 @@ class Executor:
 
     def give_back(self, claim: Claim) -> None:
         """Release a claim, whatever its handler does."""
-        if not claim.is_released:
-            self.given_back += claim in self.running
-            self._release(claim)
+        self.given_back += claim in self.running
+        self._release(claim)
 
     def _release(self, claim: Claim) -> None:
-        claim.is_released = True
-        self._leave(claim)
-        self._completer.add(claim, outcomes.released(claim.job.id, claim.job.claim))
-        self._state.hint()
+        if not claim.is_released:
+            claim.is_released = True
+            self._leave(claim)
+            self._completer.add(claim, outcomes.released(claim.job.id, claim.job.claim))
+            self._state.hint()
 
     def give_back_waiting(self) -> None:
         """Release the claims that have not started."""
@@ -359,7 +357,7 @@ class Executor:
     def _give_back_unstarted(self, claims: Iterable[Claim]) -> None:
         for claim in claims:
             self._state.jobs_left += 1
-            self.give_back(claim)
+            self._release(claim)
 
     def give_back_all(self) -> None:
         """Release all claims."""

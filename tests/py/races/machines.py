@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import psycopg
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test
 
 from pgdefer.database.server import EmbeddedServer
@@ -46,3 +46,14 @@ def short(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> No
     """Run the machine, each time with the same choices."""
     chosen = settings(PROFILE, derandomize=True, max_examples=examples, stateful_step_count=steps)
     get_state_machine_test(machine, settings=chosen)()
+
+
+def thorough(machine: type[RuleBasedStateMachine], number: int, steps: int = 80) -> None:
+    """Run the machine 100 times, with the choices of this number."""
+    chosen = settings(PROFILE, max_examples=100, stateful_step_count=steps)
+    seed(number)(get_state_machine_test(machine, settings=chosen))()
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern is this name, or prefix* of it."""
+    return pattern == name or (pattern[-1] == "*" and name.startswith(pattern[:-1]))

@@ -15,11 +15,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
-    get_state_machine_test,
     invariant,
     precondition,
     rule,
@@ -27,7 +25,7 @@ from hypothesis.stateful import (
 
 from pgdefer.database.server import EmbeddedServer
 
-from .machines import PROFILE, short, with_databases
+from .machines import short, thorough, with_databases
 
 Connection = psycopg.Connection[Any]
 NAMES = ["a", "b"]
@@ -512,7 +510,4 @@ def test_model(machine: type[RuleBasedStateMachine]) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(5))
 def test_model_long(machine: type[RuleBasedStateMachine], number: int) -> None:
-    test = get_state_machine_test(
-        machine, settings=settings(PROFILE, max_examples=100, stateful_step_count=80)
-    )
-    seed(number)(test)()
+    thorough(machine, number)

@@ -34,6 +34,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pgdefer.database.install import install
 from pgdefer.database.server import EmbeddedServer
 
+from .machines import matches
+
 Connection = psycopg.Connection[Any]
 NEVER = float("inf")
 FREEZE = 3.0  # s
@@ -218,10 +220,6 @@ class Judge:
             if last - first < PER:
                 self.fault(f"{RATE + 1} starts within {last - first} s")
         self.ledger.counts["rated"] = len(starts)
-
-
-def matches(queue: str, pattern: str) -> bool:
-    return queue == pattern or (pattern[-1] == "*" and queue.startswith(pattern[:-1]))
 
 
 class Storm:

@@ -20,11 +20,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
-    get_state_machine_test,
     invariant,
     precondition,
     rule,
@@ -32,7 +30,8 @@ from hypothesis.stateful import (
 
 from pgdefer.database.server import EmbeddedServer
 
-from .machines import PROFILE, short, with_databases
+from . import machines
+from .machines import short, thorough, with_databases
 
 QUEUES = ["a", "b", "b.limited", "rated"]
 PATTERNS = ["a", "b", "b*", "*", None]
@@ -45,11 +44,7 @@ Connection = psycopg.Connection[Any]
 
 
 def matches(queue: str, pattern: str | None) -> bool:
-    return (
-        pattern is None
-        or pattern == queue
-        or (pattern[-1] == "*" and queue.startswith(pattern[:-1]))
-    )
+    return pattern is None or machines.matches(queue, pattern)
 
 
 # The model
@@ -1357,7 +1352,4 @@ def test_model(machine: type[RuleBasedStateMachine]) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(10))
 def test_model_long(machine: type[RuleBasedStateMachine], number: int) -> None:
-    test = get_state_machine_test(
-        machine, settings=settings(PROFILE, max_examples=100, stateful_step_count=80)
-    )
-    seed(number)(test)()
+    thorough(machine, number)

@@ -16,11 +16,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
-    get_state_machine_test,
     invariant,
     precondition,
     rule,
@@ -28,7 +26,7 @@ from hypothesis.stateful import (
 
 from pgdefer.database.server import EmbeddedServer
 
-from .machines import PROFILE, short, with_databases
+from .machines import matches, short, thorough, with_databases
 
 NONE = 10**9
 WINDOW, PASSES = 60, 25  # minutes
@@ -114,14 +112,9 @@ class Semaphores(RuleBasedStateMachine):
     def terms(self, key: str) -> tuple[int, int]:
         """Return the limit and the rate that hold for a key."""
         own = next(e for e in self.jobs[self.newest[key]].entries if e.key == key)
-        patterns = [
-            p
-            for p in self.configured
-            if p == key or (key.startswith(p.rstrip("*")) and p[-1] == "*")
-        ]
-        config = (
-            self.configured[max(patterns, key=lambda p: (p == key, len(p)))] if patterns else {}
-        )
+        patterns = [p for p in self.configured if matches(key, p)]
+        best = max(patterns, key=lambda p: (p == key, len(p)), default="")
+        config = self.configured.get(best, {})
         return config.get("limit", own.limit or NONE), config.get("rate", own.rate or NONE)
 
     def used(self, key: str) -> int:
@@ -205,7 +198,7 @@ class Semaphores(RuleBasedStateMachine):
                 self.starts[e.key].append((self.minute, e.weight))
         return len(rows)
 
-    @precondition(lambda self: any(job.state == "running" for job in self.jobs.values()))
+    @precondition(lambda self: self.in_state("running"))
     @rule(data=st.data(), way=st.sampled_from(["succeed", "succeed", "release"]))
     def end(self, data: st.DataObject, way: str) -> None:
         job_id = data.draw(st.sampled_from(self.in_state("running")))
@@ -308,5 +301,4 @@ def test_no_limit_or_rate_is_exceeded_and_none_idles(machine: type[RuleBasedStat
 @pytest.mark.soak
 @pytest.mark.parametrize("n", range(4))
 def test_the_same_with_other_choices(machine: type[RuleBasedStateMachine], n: int) -> None:
-    many = settings(PROFILE, max_examples=100, stateful_step_count=100)
-    seed(n)(get_state_machine_test(machine, settings=many))()
+    thorough(machine, n, steps=100)
