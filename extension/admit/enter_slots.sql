@@ -67,6 +67,7 @@ declare
   v_wait_pairs integer[] := '{}'::integer[];
   v_wait_weights integer[] := '{}'::integer[];
   v_weight integer;
+  v_fits boolean;
   v_wait_keys text[] := '{}'::text[];
   v_wait_several boolean[] := '{}'::boolean[];
   v_places timestamptz[];
@@ -113,14 +114,14 @@ begin
     v_shut := null;
     while v_keys.ns[v_row] = n loop
       v_pair := v_keys.pairs[v_row];
-      if v_shut is null and (v_counts.ready[v_pair] + v_ready[v_pair]
-                               > least(v_counts.free[v_pair]
-                                   - least(v_keys.weights[v_row], v_counts.slots[v_pair]),
-                                 v_counts.rate_room[v_pair]
-                                   - least(v_keys.weights[v_row], v_counts.rates[v_pair]))
-                             or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill) then
-        v_shut := v_pair;
+      if v_shut is null then
         v_weight := v_keys.weights[v_row];
+        v_fits := v_counts.ready[v_pair] + v_ready[v_pair]
+          <= least(v_counts.free[v_pair] - least(v_weight, v_counts.slots[v_pair]),
+            v_counts.rate_room[v_pair] - least(v_weight, v_counts.rates[v_pair]));
+        if not v_fits or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill then
+          v_shut := v_pair;
+        end if;
       end if;
       v_row := v_row + 1;
     end loop;
@@ -133,9 +134,7 @@ begin
     elsif p_ids[n] = any (v_keys.discards) then
       discarded := discarded || p_ids[n];
     else
-      if v_counts.ready[v_shut] + v_ready[v_shut]
-        <= least(v_counts.free[v_shut] - least(v_weight, v_counts.slots[v_shut]),
-          v_counts.rate_room[v_shut] - least(v_weight, v_counts.rates[v_shut])) then
+      if v_fits then
         -- those that wait are too heavy, or this job comes before them
         grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;

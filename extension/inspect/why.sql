@@ -295,7 +295,7 @@ begin
     where l.expires_at > t.at + interval '10 s';
 end $$;
 
--- The jobs that keep a key full, or its rate, for queue.why() of a job that waits for it.
+-- What a waiting job's key lacks, for queue.why(): its rate, or the slots that running jobs use.
 create or replace function queue._why_no_slot(p_id bigint, p_key text)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare

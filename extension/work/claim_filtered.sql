@@ -4,9 +4,8 @@
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
--- match: at the first 200 of each key and lane, as far as their weights have room; none passes a heavier one.
+-- match: at the first 200 of each key and lane; none passes a job that is too heavy now.
 -- Locks: as _claim_limited.
--- In one piece: two queries, of waiting jobs in order and of named ones, and one claim.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
   p_limits jsonb default null)
@@ -36,42 +35,24 @@ begin
       cross join lateral (
         select w.id
         from (
-          select w.id, sum(w.weight) over (order by w.deadline, w.id) as total
+          select w.id, w.deadline,
+            max(w.weight) over (order by w.deadline, w.id rows unbounded preceding) as heaviest
           from (
-            select w.id, w.deadline, w.weight
-            from (
-              select w.id, w.deadline, w.weight,
-                max(w.weight) over (order by w.deadline, w.id rows unbounded preceding) as heaviest
-              from (
-                select w.id, w.deadline, least(coalesce(w.weight, 1), s.most) as weight from queue.waiting w
-                where w.reason = 'slot' and w.key = s.key and w.lane = s.lane
-                  and (w.deadline, w.id) >= (s.low_deadline, s.low)
-                order by w.deadline, w.id limit 200) w) w
-            where w.heaviest <= s.free
-              and (p_before is null or queue._deadline_of(w.id, w.deadline) < p_before)
-              and (p_tasks is null or exists (select from queue.job j
-                where j.id = w.id and j.task = any (p_tasks)))
-            limit s.free) w) w
-        where w.total <= s.free) w);
+            select w.id, w.deadline, least(coalesce(w.weight, 1), s.most) as weight from queue.waiting w
+            where w.reason = 'slot' and w.key = s.key and w.lane = s.lane
+              and (w.deadline, w.id) >= (s.low_deadline, s.low)
+            order by w.deadline, w.id limit 200) w) w
+        where w.heaviest <= s.free
+          and (p_before is null or queue._deadline_of(w.id, w.deadline) < p_before)
+          and (p_tasks is null or exists (select from queue.job j
+            where j.id = w.id and j.task = any (p_tasks)))
+        limit s.free) w);
   else
     v_ids := array(
-      select w.id
-      from (
-        select w.id, s.free,
-          sum(least(coalesce(w.weight, 1), s.most)) over (partition by w.key order by w.deadline, w.id)
-            as total
-        from (select distinct u.id from unnest(p_only) u (id)) u
-        cross join lateral (
-          select w.id, w.key, w.deadline, w.weight from queue.waiting w
-          where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes) offset 0) w
-        cross join lateral (
-          select least(s.slots, s.rate_limit) as most,
-            queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
-              clock_timestamp()) as free
-          from queue.semaphore s
-          where s.key = w.key
-          order by s.tick desc limit 1) s) w
-      where w.total <= w.free);
+      select w.id from unnest(p_only) u (id)
+      cross join lateral (
+        select w.id from queue.waiting w where w.id = u.id and w.reason || '' = 'slot'
+          and w.lane = any (p_lanes) offset 0) w);
   end if;
   perform queue._make_ready_early(v_ids);
   if p_only is not null then

@@ -1,0 +1,50 @@
+-- Making jobs ready that wait for a slot, for a claim that would not come to them in their order.
+-- Tests: admit/rates.sql, work/fetch.sql.
+
+-- Moves jobs that wait for slots to queue.active_job, although others are ready before them: the caller
+-- claims them. Of each key and lane it moves the first ones, as far as their weights have room together.
+-- Locks: the caller holds the admission lock.
+-- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them.
+-- Two sessions: defer/unique.replace_fetch.spec.
+create or replace function queue._make_ready_early(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_moved record;
+begin
+  with asked as materialized (
+    select w.id, w.key, w.lane, w.deadline, coalesce(w.weight, 1) as weight
+    from queue.waiting w where w.id = any (p_ids)),
+  room as materialized (
+    select s.key, least(s.slots, s.rate_limit) as most,
+      queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
+        clock_timestamp()) as free
+    from (select distinct a.key from asked a) a
+    cross join lateral (
+      select s.key, s.slots, s.used, s.rate_limit, s.rate_per from queue.semaphore s where s.key = a.key
+      order by s.tick desc limit 1) s),
+  gone as (
+    delete from queue.waiting w
+    where w.id = any (array(
+      select x.id
+      from (
+        select a.id, r.free,
+          sum(least(a.weight, r.most)) over (partition by a.key, a.lane order by a.deadline, a.id) as total
+        from asked a join room r on r.key = a.key) x
+      where x.total <= x.free))
+    returning w.id, w.key, w.lane, w.at)
+  select array_agg(g.id) as ids, array_agg(g.key) as keys, array_agg(g.lane) as lanes,
+    array_agg(g.key) filter (where g.at is not null) as rated
+  into v_moved
+  from gone g;
+  if v_moved.ids is null then
+    return;
+  end if;
+  perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
+    array_fill(-1, array[cardinality(v_moved.ids)]), null);
+  perform queue._await_rates(v_moved.rated);
+  select x.* into v_moved from queue._queue_entries(v_moved.ids) x;
+  perform queue._add_slots(array_agg(k.key), array_agg(v_moved.lanes[k.n]), null, array_agg(k.weight), null,
+    null)
+    from queue._keys_of(v_moved.ids, v_moved.flags) k;
+  perform queue._make_ready(v_moved.ids, v_moved.lanes, v_moved.deadlines, v_moved.flags, v_moved.attempts);
+end $$;
