@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(87);
+select plan(95);
 
 set pgdefer.notify = off;
 
@@ -157,6 +157,39 @@ select matches(queue.why(:id), '; its worker has been told to abort it: cancelle
 select queue.fail(:id, :claim, 'aborted') \g /dev/null
 select is(test.refusal('select queue.why(999999)'), 'QJ001', 'no such job');
 select is(test.refusal('select queue.why(null)'), 'QJ001', 'nor is NULL one');
+
+-- of what waits for a slot, also what keeps its whole queue from starting, and the job before it
+create function pg_temp.slot(task text, weight integer default 1, limits integer default 3) returns bigint language sql as $$
+  select queue.defer(slot.task, queue => 's', options => jsonb_build_object('concurrency', jsonb_build_array(jsonb_build_object('key', 'W', 'limit', slot.limits, 'weight', slot.weight))))
+$$;
+select max(w.id) as w from queue.workers w \gset
+select pg_temp.slot('one', 2) as one \gset
+select pg_temp.slot('two', 2) as two \gset
+select pg_temp.slot('three') as three \gset
+select queue.tick() \g /dev/null
+select is(queue.why(:three), format('its concurrency key W goes first to job %s (ready)', :one), 'a ready job takes the slots first');
+select queue.fetch(:w, '{s}', 1) \g /dev/null
+select is(queue.why(:two), format('its concurrency key W has too few free slots for its weight 2: job %s', :one), 'a slot is free, but not two');
+select is(queue.why(:three), format('its concurrency key W goes first to job %s (weight 2)', :two), 'the one before it needs more than are free');
+select queue.pause('s', '2999-01-01Z') \g /dev/null
+select matches(queue.why(:two), '^its queue s is paused until 2999-01-01[^;]*; its concurrency key W has too few ', 'its queue is paused as well');
+select queue.resume('s') \g /dev/null
+select queue.configure_queue('s', '{"max_running": 1}') \g /dev/null
+select alike(queue.why(:two), 'its queue s has reached max_running 1; its concurrency key W has%', 'or full');
+select queue.configure_queue('s', '{"max_running": null}') \g /dev/null
+begin;
+update queue.worker set queues = '{other}';
+select alike(queue.why(:three), 'no live worker serves its queue s; its concurrency key W goes%', 'or nobody serves it');
+rollback;
+begin;
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.id = :one \g /dev/null
+select is(queue.why(:two), 'its concurrency key W is free; the next fetch or tick passes it on', 'one that has ended uses none');
+rollback;
+select queue.defer('m', queue => 's', lock => 'M', options => '{"lock_mode": "mutex"}') as m1, queue.defer('m', queue => 's', lock => 'M', options => '{"lock_mode": "mutex"}') as m2 \gset
+select queue.tick() \g /dev/null
+select is(queue.why(:m2), format('its lock M goes first to job %s (ready)', :m1), 'a mutex lock likewise');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.id = :one \g /dev/null
+select queue.cancel(id) from unnest(array[:two, :three, :m1, :m2]) id \g /dev/null
 
 -- peek
 select queue.fetch(:worker, array['none']) \g /dev/null
