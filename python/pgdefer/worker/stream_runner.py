@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -98,24 +97,31 @@ class StreamRunner:
             error = JobAborted(str(claim.job._abort_reason))
             self.finish(claim, outcome_of(claim.job, RETRY_POLICY_ONLY, error))
             return False
+        if self._executor.is_too_late(claim):
+            self._call_soon(self._executor.give_back_unbegun, claim)
+            return False
         self.handed_out[claim] = reader()
         return True
 
     def finish(self, claim: Claim, outcome: str) -> None:
         """Record how a job has ended."""
         self.handed_out[claim] = None
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(self._take_end, claim, outcome)
-        except RuntimeError:
+        if not self._call_soon(self._take_end, claim, outcome):
             log.warning("%r: its end comes too late, the worker has ended", claim)
 
     def drop(self, claim: Claim) -> None:
         """Record that nobody has the job any more. Called wherever Python collects garbage."""
         self.handed_out[claim] = None
+        self._call_soon(self._fail, claim, "it was dropped without an outcome")
+
+    def _call_soon(self, function: Callable[..., None], *args: object) -> bool:
+        """Call in the worker's loop; return whether that has not ended."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._fail, claim, "it was dropped without an outcome")
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            return False
+        return True
 
 
 def reader() -> object:

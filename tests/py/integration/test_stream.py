@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import datetime as dt
 import itertools
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -24,7 +26,7 @@ from pgdefer import (
     current_job,
 )
 
-from .conftest import Jobs, until, wait_for
+from .conftest import Jobs, Program, until, wait_for
 
 pytestmark = pytest.mark.client
 
@@ -494,6 +496,50 @@ async def test_a_cancelled_coroutine_gives_its_job_back(app: App, jobs: Jobs) ->
         await task
     assert states(jobs) == ["ready"]
     await app.close_async()
+
+
+PROGRAM = """
+import json, logging, os, sys, time
+from pgdefer import App
+logging.basicConfig(filename={ran!r} + ".log", level="INFO")
+
+if __name__ == "__main__":
+    with App({dsn!r}).stream_jobs(**json.loads(sys.argv[1])) as stream:
+        for job in stream:
+            with job, open({ran!r}, "a") as file:
+                file.write(f"{{job.id}}\\n")
+                file.flush()
+                if not os.path.exists({release!r}):
+                    os.write(1, b"started\\n")
+                while not os.path.exists({release!r}):
+                    time.sleep(0.005)
+"""
+
+
+@pytest.fixture
+def program(dsn: str, tmp_path: Path) -> Iterator[Program]:
+    with contextlib.closing(Program(PROGRAM, dsn, tmp_path)) as found:
+        yield found
+
+
+def test_what_others_may_run_by_now_is_not_handed_out(
+    app: App, jobs: Jobs, connect: Callable[..., Connection], program: Program, tmp_path: Path
+) -> None:
+    """The process was frozen, and no heartbeat tells it that its jobs are lost."""
+    for _ in range(3):
+        app.defer("any")
+    frozen = program.start(lines=1, concurrency=3, heartbeat_every=0.3, dead_after=1.5)
+    wait_for(lambda: states(jobs) == ["running"] * 3)
+    frozen.send_signal(signal.SIGSTOP)
+    with connect(autocommit=False) as silence:
+        reap = "select from queue.reap() r where r.reaped > 0"
+        wait_for(lambda: silence.execute(reap).fetchall() or silence.rollback())
+        silence.execute("lock table queue.worker")
+        program.release.touch()
+        frozen.send_signal(signal.SIGCONT)
+        log = tmp_path / "ran.log"
+        wait_for(lambda: len(program.ran()) == 3 or log.read_text().count("is given back") == 2)
+        assert program.ran() == [1]
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
