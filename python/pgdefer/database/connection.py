@@ -191,6 +191,11 @@ class NotifyConnection(Connection):
             self._descriptor = self._connection.pgconn.socket
             loop.add_reader(self._descriptor, self._readable)
 
+    def hear(self) -> None:
+        """Handle the notifications that have come, unless a statement is under way."""
+        if self._descriptor is not None:
+            self._readable()
+
     def _readable(self) -> None:
         assert self._connection is not None
         pgconn = self._connection.pgconn

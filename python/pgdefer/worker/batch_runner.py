@@ -50,8 +50,7 @@ class BatchRunner:
         self._threads.submit(functools.partial(self._work, claims, claim.call.run))
 
     async def _run(self, task: Task[..., Any], claims: Sequence[Claim]) -> None:
-        if self._keeper.is_too_late(claims[0]):
-            self._keeper.give_back_unbegun(claims[0])
+        if not self._keeper.may_begin(claims[0]):
             return
         try:
             outcomes = await run_batch_async(task, jobs_of(claims), decode_args_async)

@@ -135,8 +135,11 @@ class Keeper(Protocol):
     def ended(self, claim: Claim, outcome: str | None) -> None:
         """Take in the outcome of a handler, in the worker's loop; None: it has been written."""
 
+    def may_begin(self, claim: Claim) -> bool:
+        """Whether the handler may begin; else give back the claim. Asked in the worker's loop."""
+
     def is_too_late(self, claim: Claim) -> bool:
-        """Whether others may have run the job by now. Asked just before the handler begins."""
+        """Whether the handler must not begin any more. Asked just before, in threads."""
 
     def give_back_unbegun(self, claim: Claim) -> None:
         """Release a claim, or its batch, whose handler must not begin, in the worker's loop."""

@@ -33,6 +33,9 @@ LATE = 2.0
 # How long past its timeout, counted from the claim, a job may still start: 10 s past it others may
 # end its claim.
 TOO_LATE = 5.0
+# How old the last look for messages may be when a job begins, in seconds: a handler that blocks the
+# loop keeps a pause from being heard, while other jobs wait to begin.
+DEAF = 0.05
 
 
 class Executor:
@@ -51,6 +54,9 @@ class Executor:
         self._reporter = reporter
         self._heartbeat: Heartbeat | None = None
         self._runner_of: Callable[[Claim], Runner] | None = None
+        self._hear: Callable[[], None] | None = None
+        # When the worker has last looked for messages, and when the last pause was heard.
+        self._heard_at = self._paused_at = 0.0
         self.claimed: collections.deque[Claim] = collections.deque()
         # Claims that wait for a slot, by the slots that they are for.
         self._ahead: collections.defaultdict[Slots, collections.deque[Claim]] = (
@@ -76,12 +82,14 @@ class Executor:
         self,
         heartbeat: Heartbeat,
         runner_of: Callable[[Claim], Runner],
+        hear: Callable[[], None],
         *,
         makes_batches: bool = False,
     ) -> None:
-        """Use this heartbeat, and these runners."""
+        """Use this heartbeat, and these runners; `hear` takes in the messages that have come."""
         self._heartbeat = heartbeat
         self._runner_of = runner_of
+        self._hear = hear
         self._makes_batches = makes_batches
         self._context = contextvars.copy_context()
 
@@ -126,7 +134,16 @@ class Executor:
             moment = claim.asked_at + timeout.total_seconds() + LATE
             self._heartbeat.keep_after[claim] = moment
 
+    def _hear_first(self) -> None:
+        """Take in what has come while the loop was blocked, before more jobs begin."""
+        now = clock()
+        if now - self._heard_at > DEAF:
+            self._heard_at = now
+            assert self._hear is not None
+            self._hear()
+
     def _start_some(self) -> None:
+        self._hear_first()
         if self._must_hold():
             return
         left = SLICE
@@ -162,6 +179,7 @@ class Executor:
 
     def start_next(self, slots: Slots) -> bool:
         """Start the next claim that waits for these slots; return whether more may start."""
+        self._hear_first()
         ahead = self._ahead[slots]
         if not ahead or self._must_hold():
             return False
@@ -275,13 +293,26 @@ class Executor:
             claim.asked_at + timeout.total_seconds() + TOO_LATE <= clock()
         )
 
-    def is_too_late(self, claim: Claim) -> bool:
-        """Whether others may have run the job of a started claim by now: the process was frozen.
+    def may_begin(self, claim: Claim) -> bool:
+        """Whether the handler of a started claim may begin now; else release the claim."""
+        self._hear_first()
+        if self.is_too_late(claim):
+            self.give_back_unbegun(claim)
+            return False
+        return True
 
-        Asked just before the handler begins, also in threads.
+    def is_too_late(self, claim: Claim) -> bool:
+        """Whether the handler of a started claim must not begin any more.
+
+        The process was frozen, so others may have run the job; or a pause was heard since. Asked
+        just before the handler begins, also in threads.
         """
         assert self._heartbeat is not None
-        return self._heartbeat.is_overdue or self._is_past_timeout(claim)
+        return (
+            claim.asked_at <= self._paused_at
+            or self._heartbeat.is_overdue
+            or self._is_past_timeout(claim)
+        )
 
     def give_back_unbegun(self, claim: Claim) -> None:
         """Release a started claim, or its batch, whose handler has not begun."""
@@ -400,6 +431,11 @@ class Executor:
         if self._is_held:
             self._is_held = False
             self._start_some()
+
+    def on_pause(self) -> None:
+        """Release what has not begun: it may be paused."""
+        self._paused_at = clock()
+        self.give_back_waiting()
 
     def on_claim_lost(self, claim: Claim) -> None:
         """Abort a job that was ended before its claim could be kept: it may run elsewhere."""

@@ -79,8 +79,7 @@ class LoopRunner:
         claim.coroutine = asyncio.get_running_loop().create_task(self._run(claim))
 
     async def _run(self, claim: Claim) -> None:
-        if self._keeper.is_too_late(claim):
-            self._keeper.give_back_unbegun(claim)
+        if not self._keeper.may_begin(claim):
             return
         try:
             ended: str | Call | None = await run_async(claim.job, task_of(claim), self._pool)

@@ -161,7 +161,10 @@ class Worker:
         self.app.import_tasks()
         self._make_parts()
         self.executor.attach(
-            self.heartbeat, self._runner_of, makes_batches=self.only_runner is None
+            self.heartbeat,
+            self._runner_of,
+            self.listener.hear,
+            makes_batches=self.only_runner is None,
         )
         # Until all is reported: a signal more must not kill it before.
         with self._on_signals() if handle_signals else contextlib.nullcontext():
@@ -221,7 +224,7 @@ class Worker:
             source.notify_source or source,
             on_work=self.state.hint,
             on_message=self._on_message,
-            on_pause=self.executor.give_back_waiting,
+            on_pause=self.executor.on_pause,
             on_connection_lost=self._on_connection_lost,
         )
         self._connection = self.listener if is_only else Connection(source)

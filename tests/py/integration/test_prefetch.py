@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer import App
+from pgdefer import App, current_job
 from pgdefer.worker import executor, prefetch
 from pgdefer.worker.heartbeat import clock
 
@@ -96,6 +97,43 @@ async def test_a_pause_gives_them_back(app: App, jobs: Jobs, conn: Connection) -
         conn.execute("select queue.resume('default')")
         await jobs.end()
     assert sorted(blocked.ran) == list(range(320))
+
+
+@pytest.mark.parametrize("how", [(True, 2), (True, 80), (False, 2)])
+async def test_a_pause_is_heard_before_more_begin(
+    app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch, how: tuple[bool, int]
+) -> None:
+    """A handler blocks the loop meanwhile: others are started behind it, or claimed ahead."""
+    is_async, concurrency = how
+    monkeypatch.setattr(executor, "DEAF", 0.0)  # any time counts as long
+    began: list[int] = []
+    may_begin: set[int] = set()
+
+    async def coroutine() -> None:
+        began.append(current_job().id)
+
+    def function() -> None:
+        began.append(current_job().id)
+
+    @app.task
+    async def pause() -> None:
+        conn.execute("select queue.pause('default')")
+        select.select([worker.listener._descriptor], [], [])
+        may_begin.update(began)
+        if not is_async:
+            may_begin.update(claim.job.id for claim in worker.executor.running)  # in threads
+
+    quick = app.task(name="quick")(coroutine if is_async else function)
+    quick.defer_many([{}] * 300)
+    pause.defer()
+    quick.defer_many([{}] * 200)
+    async with running(app, concurrency=concurrency) as worker:
+        await until(lambda: may_begin and "running" not in jobs.states().values())
+        assert set(began) <= may_begin
+        assert {row["attempts"] for row in jobs() if row["state"] == "ready"} == {0}
+        conn.execute("select queue.resume('default')")
+        await jobs.end()
+    assert len(set(began)) == len(began) == 500
 
 
 async def test_none_waits_for_long_while_another_worker_is_idle(

@@ -498,6 +498,21 @@ async def test_a_cancelled_coroutine_gives_its_job_back(app: App, jobs: Jobs) ->
     await app.close_async()
 
 
+def test_what_a_pause_stops_is_not_handed_out(app: App, jobs: Jobs, conn: Connection) -> None:
+    for _ in range(3):
+        app.defer("any")
+    with app.stream_jobs(concurrency=3) as stream:
+        taken = iter(stream)
+        with next(taken):
+            wait_for(lambda: states(jobs) == ["running"] * 3)
+            conn.execute("select queue.pause('default')")
+            wait_for(lambda: stream._worker.executor._paused_at)
+        app.defer("any", queue="other")
+        with next(taken) as job:
+            assert job.queue == "other"
+    assert states(jobs) == ["succeeded", "ready", "ready", "succeeded"]
+
+
 PROGRAM = """
 import json, logging, os, sys, time
 from pgdefer import App

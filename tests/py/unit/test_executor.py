@@ -60,7 +60,7 @@ class Bench:
         ignored: dict[str, Any] = dict.fromkeys(names, lambda _: None)
         self.heartbeat = Heartbeat(self.app.source, 10.0, 30.0, memory=lambda: None, **ignored)
         self.heartbeat.beat_at = clock()
-        self.executor.attach(self.heartbeat, lambda _: self.runner)
+        self.executor.attach(self.heartbeat, lambda _: self.runner, lambda: None)
 
     def claim(self, id: int, timeout: dt.timedelta | None = None) -> Claim:
         row: Any = (
@@ -95,7 +95,7 @@ class Bench:
             assert claim.task is not None
             return loop_runner if claim.task.is_async else thread_runner
 
-        keeper.attach(self.heartbeat, runner_of)
+        keeper.attach(self.heartbeat, runner_of, lambda: None)
 
     def outcomes(self) -> list[tuple[int, str]]:
         texts = [json.loads(text) for _, text in self.completer.unsent]
