@@ -153,9 +153,9 @@ begin
     v_places := queue._tags(array(select p_ids[n] from unnest(v_wait) n),
       array(select p_lanes[n] from unnest(v_wait) n), array(select p_deadlines[n] from unnest(v_wait) n),
       v_wait_keys);
-    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight)
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight, task)
     select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.several,
-      u.weight
+      u.weight, (select j.task from queue.job j where j.id = p_ids[u.n])
     from unnest(v_wait, v_wait_keys, v_places, v_wait_several, v_wait_weights)
       u (n, key, place, several, weight);
     for i in 1 .. cardinality(v_wait) loop

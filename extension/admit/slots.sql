@@ -100,7 +100,7 @@ create or replace function queue._await_rates(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with shut as materialized (
-    select w.id, coalesce(
+    select w.tid, w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)),
         case when l.ready + least(coalesce(w.weight, 1), s.slots)
             <= least(s.slots, {{most_slots}}) - s.used
@@ -113,13 +113,14 @@ begin
     cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
       l (lane, ready, waiting, low, low_deadline)
     cross join lateral (
-      select w.id, w.weight from queue.waiting w
+      select w.ctid as tid, w.id, w.weight from queue.waiting w
       where w.reason = 'slot' and w.key = s.key and w.lane = l.lane
         and (w.deadline, w.id) >= (l.low_deadline, l.low)
       order by w.deadline, w.id limit 1) w
     where s.rate_limit is not null and l.waiting > 0)
-  update queue.waiting w set at = s.at + interval '1 microsecond' from shut s
-  where w.id = s.id and s.at is not null;
+  -- joined to shut, the planner may read all waiting jobs
+  update queue.waiting w set at = (select s.at + interval '1 microsecond' from shut s where s.id = w.id)
+  where w.ctid = any (array(select s.tid from shut s where s.at is not null));
   if found then
     perform queue._rewind_due_mark();
   end if;

@@ -114,9 +114,11 @@ begin
     select 'in a missing lane'::text, aj.id, format('lane %s', aj.lane)
     from queue.active_job aj where not exists (select from queue.lane l where l.lane = aj.lane)
     union all
-    select 'waits for a slot in a missing lane', w.id, format('lane %s', w.lane)
-    from queue.waiting w
-    where w.lane is not null and not exists (select from queue.lane l where l.lane = w.lane);
+    select 'waits for a slot in a missing lane', w.id, format('lane %s', w.lane) from queue.waiting w
+    where w.lane is not null and not exists (select from queue.lane l where l.lane = w.lane)
+    union all
+    select 'waits for a slot without its task', w.id, w.task from queue.waiting w
+    join queue.job j on j.id = w.id where w.lane is not null and j.task is distinct from w.task;
   return query
     select 'in the wrong lane for its queue and priority'::text, aj.id, format('lane %s', aj.lane)
     from queue.active_job aj join queue.lane l on l.lane = aj.lane

@@ -578,7 +578,8 @@ create table queue.rate_start (
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- one of the jobs that wait for a key's rate: when the rate allows more starts; weight: how many slots of the
--- key it takes, NULL for 1; has_several: the job has several keys, and key is the first full one.
+-- key it takes, NULL for 1; has_several: the job has several keys, and key is the first full one; task: the
+-- job's.
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -591,6 +592,7 @@ create table queue.waiting (
   weight integer,
   reason text not null,
   key text collate "C",
+  task text collate "C",
   constraint waiting_pkey primary key (id),
   constraint waiting_reason_check check (reason in ('schedule', 'needs', 'upstream_failed', 'slot', 'held',
     'signal', 'task_paused', 'parked', 'moving'))
@@ -599,6 +601,12 @@ create table queue.waiting (
 create index waiting_due_idx on queue.waiting (at, id) where at is not null;
 
 create index waiting_slot_idx on queue.waiting (key, lane, deadline, id) where reason = 'slot';
+
+-- These two are for workers with tasks (work/claim_filtered.sql).
+create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where reason = 'slot';
+
+create index waiting_weight_idx on queue.waiting (key, lane, weight, deadline, id)
+where reason = 'slot' and weight is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
@@ -6968,7 +6976,7 @@ create or replace function queue._await_rates(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with shut as materialized (
-    select w.id, coalesce(
+    select w.tid, w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)),
         case when l.ready + least(coalesce(w.weight, 1), s.slots)
             <= least(s.slots, 1000000000/* most_slots */) - s.used
@@ -6981,13 +6989,14 @@ begin
     cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
       l (lane, ready, waiting, low, low_deadline)
     cross join lateral (
-      select w.id, w.weight from queue.waiting w
+      select w.ctid as tid, w.id, w.weight from queue.waiting w
       where w.reason = 'slot' and w.key = s.key and w.lane = l.lane
         and (w.deadline, w.id) >= (l.low_deadline, l.low)
       order by w.deadline, w.id limit 1) w
     where s.rate_limit is not null and l.waiting > 0)
-  update queue.waiting w set at = s.at + interval '1 microsecond' from shut s
-  where w.id = s.id and s.at is not null;
+  -- joined to shut, the planner may read all waiting jobs
+  update queue.waiting w set at = (select s.at + interval '1 microsecond' from shut s where s.id = w.id)
+  where w.ctid = any (array(select s.tid from shut s where s.at is not null));
   if found then
     perform queue._rewind_due_mark();
   end if;
@@ -8134,9 +8143,9 @@ begin
     v_places := queue._tags(array(select p_ids[n] from unnest(v_wait) n),
       array(select p_lanes[n] from unnest(v_wait) n), array(select p_deadlines[n] from unnest(v_wait) n),
       v_wait_keys);
-    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight)
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight, task)
     select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.several,
-      u.weight
+      u.weight, (select j.task from queue.job j where j.id = p_ids[u.n])
     from unnest(v_wait, v_wait_keys, v_places, v_wait_several, v_wait_weights)
       u (n, key, place, several, weight);
     for i in 1 .. cardinality(v_wait) loop
@@ -14312,9 +14321,10 @@ begin
     with gone as (
       delete from queue.active_job aj where aj.id = any (array(select v_jobs.ids[n] from unnest(v_wait) n))
       returning aj.id, aj.lane, aj.deadline, aj.flags, aj.attempt)
-    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight)
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight, task)
     select g.id, 'slot', v_wait_keys[u.i], g.lane, queue._front_tag(v_wait_keys[u.i], g.lane, g.deadline),
-      g.flags, g.attempt, v_wait_several[u.i], v_wait_weights[u.i]
+      g.flags, g.attempt, v_wait_several[u.i], v_wait_weights[u.i],
+      (select j.task from queue.job j where j.id = g.id)
     from gone g cross join lateral (select array_position(v_wait, array_position(v_jobs.ids, g.id)) as i) u;
     perform queue._keep_turns(array_agg(v_jobs.ids[n])) from unnest(v_wait) n
       where v_jobs.flags[n] & 1/* ordered */ <> 0 having count(*) > 0;
@@ -14467,12 +14477,12 @@ end $$;
 
 -- work/claim_filtered.sql
 -- Claiming jobs that the options of fetch select.
--- Tests: work/fetch.sql.
+-- Tests: work/claim_filtered.sql, work/fetch.sql.
 
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
--- match: at the first 200 of each key and lane; none passes a job that is too heavy now.
+-- match.
 -- Locks: as _claim_limited.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
@@ -14490,31 +14500,19 @@ begin
     v_ids := array(
       select w.id
       from (
-        select s.key, l.lane, l.low, l.low_deadline, s.free, s.most
-        from (select distinct on (s.key) s.key, s.lanes, s.waiting, s.lows, s.low_deadlines,
-            least(s.slots, s.rate_limit) as most,
-            queue._key_room(s.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
-              clock_timestamp()) as free
-          from queue.semaphore s
-              where s.lanes <> '{}' order by s.key, s.tick desc) s
+        select s.key, l.lane, l.low, l.low_deadline, least(s.free, s.rate_room) as free,
+          least(case when s.free < s.slots then s.free end,
+            case when s.rate_room < s.rate_limit then s.rate_room end) as heaviest
+        from (
+          select distinct on (s.key) s.key, s.lanes, s.waiting, s.lows, s.low_deadlines, s.slots,
+            s.rate_limit, least(s.slots, 1000000000/* most_slots */) - s.used as free,
+            queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
+          from queue.semaphore s where s.lanes <> '{}' order by s.key, s.tick desc) s
         cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)
           l (lane, waiting, low, low_deadline)
-        where s.free > 0 and l.waiting > 0 and l.lane = any (p_lanes) offset 0) s
-      cross join lateral (
-        select w.id
-        from (
-          select w.id, w.deadline,
-            max(w.weight) over (order by w.deadline, w.id rows unbounded preceding) as heaviest
-          from (
-            select w.id, w.deadline, least(coalesce(w.weight, 1), s.most) as weight from queue.waiting w
-            where w.reason = 'slot' and w.key = s.key and w.lane = s.lane
-              and (w.deadline, w.id) >= (s.low_deadline, s.low)
-            order by w.deadline, w.id limit 200) w) w
-        where w.heaviest <= s.free
-          and (p_before is null or queue._deadline_of(w.id, w.deadline) < p_before)
-          and (p_tasks is null or exists (select from queue.job j
-            where j.id = w.id and j.task = any (p_tasks)))
-        limit s.free) w);
+        where least(s.free, s.rate_room) > 0 and l.waiting > 0 and l.lane = any (p_lanes) offset 0) s
+      cross join lateral queue._find_in_line(s.key, s.lane, s.low_deadline, s.low, s.heaviest, s.free,
+        p_tasks, p_before) w (id));
   else
     v_ids := array(
       select w.id from unnest(p_only) u (id)
@@ -14540,6 +14538,62 @@ begin
   end if;
   return v_won || (select c.won
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c);
+end $$;
+
+-- The first jobs that wait for a slot of a key in a lane and match, at most p_n and at most 200: they are of
+-- p_tasks, and have a deadline before p_before, if given. None of them is behind a job that weighs more than
+-- p_heaviest (NULL: every weight fits). No job waits below (p_low_deadline, p_low).
+-- However many others wait, it reads few rows: one index has the tasks, and another one the weights; it reads
+-- the first job of each weight. For p_before it looks at the first 200 jobs of each task: in a lane they are
+-- those with the nearest deadlines, except where shares take turns.
+create or replace function queue._find_in_line(
+  p_key text, p_lane integer, p_low_deadline timestamptz, p_low bigint, p_heaviest integer, p_n integer,
+  p_tasks text[], p_before timestamptz)
+returns setof bigint language plpgsql stable parallel safe security invoker rows 10 as $$
+declare
+  v_end_deadline timestamptz := timestamptz 'infinity';
+  v_end bigint := 9223372036854775807;
+  v_heavy record;
+begin
+  while p_heaviest is not null loop
+    select w.weight, w.deadline, w.id into v_heavy from queue.waiting w
+    where w.reason = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > p_heaviest
+      and (w.deadline, w.id) >= (p_low_deadline, p_low)
+    order by w.weight, w.deadline, w.id limit 1;
+    exit when not found;
+    if (v_heavy.deadline, v_heavy.id) < (v_end_deadline, v_end) then
+      v_end_deadline := v_heavy.deadline;
+      v_end := v_heavy.id;
+    end if;
+    p_heaviest := v_heavy.weight;
+  end loop;
+  if p_tasks is null then
+    return query
+      select w.id
+      from (
+        select w.id, w.deadline from queue.waiting w
+        where w.reason = 'slot' and w.key = p_key and w.lane = p_lane
+          and (w.deadline, w.id) >= (p_low_deadline, p_low) and (w.deadline, w.id) < (v_end_deadline, v_end)
+          and w.deadline <= coalesce(p_before, 'infinity')
+        order by w.deadline, w.id limit 200) w
+      where p_before is null or queue._deadline_of(w.id, w.deadline) < p_before
+      order by w.deadline, w.id limit p_n;
+    return;
+  end if;
+  return query
+    select w.id
+    from (select distinct u.task from unnest(p_tasks) u (task)) u
+    cross join lateral (
+      select w.id, w.deadline
+      from (
+        select w.id, w.deadline from queue.waiting w
+        where w.reason = 'slot' and w.key = p_key and w.lane = p_lane and w.task = u.task
+          and (w.deadline, w.id) >= (p_low_deadline, p_low) and (w.deadline, w.id) < (v_end_deadline, v_end)
+          and w.deadline <= coalesce(p_before, 'infinity')
+        order by w.deadline, w.id limit 200) w
+      where p_before is null or queue._deadline_of(w.id, w.deadline) < p_before
+      order by w.deadline, w.id limit p_n) w
+    order by w.deadline, w.id limit p_n;
 end $$;
 
 -- work/quarantine.sql
@@ -18493,9 +18547,11 @@ begin
     select 'in a missing lane'::text, aj.id, format('lane %s', aj.lane)
     from queue.active_job aj where not exists (select from queue.lane l where l.lane = aj.lane)
     union all
-    select 'waits for a slot in a missing lane', w.id, format('lane %s', w.lane)
-    from queue.waiting w
-    where w.lane is not null and not exists (select from queue.lane l where l.lane = w.lane);
+    select 'waits for a slot in a missing lane', w.id, format('lane %s', w.lane) from queue.waiting w
+    where w.lane is not null and not exists (select from queue.lane l where l.lane = w.lane)
+    union all
+    select 'waits for a slot without its task', w.id, w.task from queue.waiting w
+    join queue.job j on j.id = w.id where w.lane is not null and j.task is distinct from w.task;
   return query
     select 'in the wrong lane for its queue and priority'::text, aj.id, format('lane %s', aj.lane)
     from queue.active_job aj join queue.lane l on l.lane = aj.lane

@@ -2,7 +2,8 @@
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- one of the jobs that wait for a key's rate: when the rate allows more starts; weight: how many slots of the
--- key it takes, NULL for 1; has_several: the job has several keys, and key is the first full one.
+-- key it takes, NULL for 1; has_several: the job has several keys, and key is the first full one; task: the
+-- job's.
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -15,6 +16,7 @@ create table queue.waiting (
   weight integer,
   reason text not null,
   key text collate "C",
+  task text collate "C",
   constraint waiting_pkey primary key (id),
   constraint waiting_reason_check check (reason in ('schedule', 'needs', 'upstream_failed', 'slot', 'held',
     'signal', 'task_paused', 'parked', 'moving'))
@@ -23,6 +25,12 @@ create table queue.waiting (
 create index waiting_due_idx on queue.waiting (at, id) where at is not null;
 
 create index waiting_slot_idx on queue.waiting (key, lane, deadline, id) where reason = 'slot';
+
+-- These two are for workers with tasks (work/claim_filtered.sql).
+create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where reason = 'slot';
+
+create index waiting_weight_idx on queue.waiting (key, lane, weight, deadline, id)
+where reason = 'slot' and weight is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
