@@ -2,7 +2,7 @@
 
 The model knows which job of each key is the newest, what is configured, and which starts a window holds. No
 start may exceed a limit or a rate, whatever the order of admissions, and no job waits that has room by all of
-its keys and nobody before it.
+its keys and nobody before it. Workers with tasks pass the jobs of others that have room.
 
 Time passes only where the test lets it: a window has 60 minutes, of which each step takes 25.
 """
@@ -31,6 +31,7 @@ from .machines import matches, short, thorough, with_databases
 NONE = 10**9
 WINDOW, PASSES = 60, 25  # minutes
 KEYS = ["a1", "a2", "b"]
+TASKS = ["t", "t", "u"]
 PATTERNS = ["a1", "a*", "b"]
 Connection = psycopg.Connection[Any]
 
@@ -56,6 +57,7 @@ class Job:
     entries: list[Entry]
     discards: bool
     priority: int
+    task: str
     state: str = "new"  # waiting, running, done
     claim: int = 0
 
@@ -72,7 +74,8 @@ def jobs(draw: st.DrawFn) -> list[Job]:
     priority = draw(st.sampled_from([0, 0, 0, 5]))
     n = draw(st.integers(1, 4))
     entries = [draw(entry(key)) for key in keys]
-    return [Job(entries, discards, priority) for _ in range(n)]
+    task = draw(st.sampled_from(TASKS))
+    return [Job(entries, discards, priority, task) for _ in range(n)]
 
 
 @st.composite
@@ -157,8 +160,8 @@ class Semaphores(RuleBasedStateMachine):
         if job.discards:
             options["on_limit"] = "discard"
         ((job_id,),) = conn.execute(
-            "select queue.defer('t', priority => %s, options => %s)",
-            [job.priority, json.dumps(options)],
+            "select queue.defer(%s, priority => %s, options => %s)",
+            [job.task, job.priority, json.dumps(options)],
         )
         return int(job_id)
 
@@ -176,18 +179,20 @@ class Semaphores(RuleBasedStateMachine):
     def tick(self) -> None:
         self.admit()
 
-    @rule(n=st.sampled_from([1, 2, 5, 20]))
-    def fetch(self, n: int) -> None:
-        self.fetched(n)
+    @rule(n=st.sampled_from([1, 2, 5, 20]), task=st.none() | st.sampled_from(TASKS))
+    def fetch(self, n: int, task: str | None) -> None:
+        self.fetched(n, task)
 
-    def fetched(self, n: int) -> int:
+    def fetched(self, n: int, task: str | None = None) -> int:
         self.admit()
+        options = None if task is None else json.dumps({"tasks": [task]})
         rows = self.conn.execute(
-            "select id, claim from queue.fetch(%s, null, %s)", [self.worker, n]
+            "select id, claim from queue.fetch(%s, null, %s, %s)", [self.worker, n, options]
         ).fetchall()
         for job_id, claim in rows:
             job = self.jobs[job_id]
             assert job.state == "waiting", (job_id, job)
+            assert task in (None, job.task), (job_id, job)
             for e in job.entries:
                 limit, rate = self.terms(e.key)
                 used, started = self.used(e.key), self.started(e.key, self.rated_since[e.key])
@@ -260,6 +265,21 @@ class Semaphores(RuleBasedStateMachine):
                 why = self.value("select queue.why(%s)", job_id)
                 raise AssertionError(f"{job_id} waits: {self.jobs[job_id]}: {why}")
             seen |= keys
+
+    @rule(task=st.sampled_from(TASKS))
+    def all_of_a_task_start(self, task: str) -> None:
+        """Those of other tasks are passed, unless they have no room."""
+        while self.fetched(20, task):
+            pass
+        shut: set[str] = set()
+        for job_id in sorted(self.in_state("waiting")):
+            job = self.jobs[job_id]
+            keys = {e.key for e in job.entries}
+            if not self.has_room(job_id):
+                shut |= keys
+            elif job.task == task and not keys & shut:
+                why = self.value("select queue.why(%s)", job_id)
+                raise AssertionError(f"{job_id} waits: {job}: {why}")
 
     def has_room(self, job_id: int) -> bool:
         for e in self.jobs[job_id].entries:
