@@ -2,15 +2,16 @@
 -- Tests: admit/slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
--- p_is_refill: they come from the waiting jobs, so they need not queue up behind those. grown: keys whose
+-- p_from, p_places: they come from the first places of the lines of these keys (_refill). grown: keys whose
 -- limit has grown, or for which a job waits that would fit; discarded: jobs in no gate that would have to
 -- wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._enter_slots(p_ids bigint[], p_is_refill boolean, out discarded bigint[],
-  out grown text[])
+create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
+  p_places timestamptz[] default null, out discarded bigint[], out grown text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_entries record;
+  v_froms record;
   v_turns record;
   v_taken record;
 begin
@@ -36,18 +37,48 @@ begin
       v_entries.attempts, v_entries.is_low, v_entries.has_tags);
     return;
   end if;
-  v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
-    v_entries.attempts, p_is_refill);
+  if p_from is not null then
+    -- in the order of their lines
+    select array_agg(x.id) as ids, array_agg(x.lane) as lanes, array_agg(x.deadline) as deadlines,
+      array_agg(x.flags) as flags, array_agg(x.attempt) as attempts, array_agg(p_from[x.n]) as keys,
+      array_agg(x.place) as places
+    into v_froms
+    from (
+      select e.*, x.n, p_places[x.n] as place
+      from unnest(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags, v_entries.attempts)
+        e (id, lane, deadline, flags, attempt)
+      cross join lateral (select array_position(p_ids, e.id) as n offset 0) x
+      order by p_places[x.n], e.id) x;
+    v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
+      v_froms.attempts, true, v_froms.keys, v_froms.places);
+  else
+    v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
+      v_entries.attempts, false);
+  end if;
   discarded := v_taken.discarded;
   grown := grown || v_taken.grown;
 end $$;
 
--- Like _enter_slots, for jobs whose places are known (_queue_entries).
+-- Like _enter_slots, for jobs whose places are known (_queue_entries). p_is_refill: they need not queue up
+-- behind the jobs that wait. But a job from another key's line does so if the first job in this key's line
+-- comes before it, by deadline and id; where shares take turns, by id. So a heavy job that has become the
+-- first is passed only by jobs that come before it, and not for ever by jobs that wait for another key.
+--
+-- Why this ends: suppose that no slot becomes free, and that some jobs change lines for ever. Of these, m is
+-- the first by that order. Room only shrinks, so a job that goes to a line because it does not fit stays in
+-- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
+-- m stands behind h: by the same order, or by tag, because no new tag comes before the first one. _refill
+-- takes jobs out in the line's order, so it takes out m only with h. As h stays, it went back because it did
+-- not fit, or behind one that did not (v_back). That one is not taken out again, nor are h and m behind it.
+-- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
+-- Why no job waits in vain: jobs that wait hold no slot. One that queues up although it would fit names the
+-- key in grown, and _refill looks at the line. So in the end the first job of each line does not fit.
+-- Locks: the caller holds the admission lock.
 -- With a function of its own for the loop, 50 jobs with a key take 0.1 % more instructions.
 -- In one piece: the loop shares its arrays, so that function would take 11 arguments and return 9.
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
-  p_is_refill boolean,
+  p_is_refill boolean, p_from text[] default null, p_places timestamptz[] default null,
   out discarded bigint[], out grown text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -71,6 +102,9 @@ declare
   v_wait_keys text[] := '{}'::text[];
   v_wait_several boolean[] := '{}'::boolean[];
   v_places timestamptz[];
+  v_head_places timestamptz[];                -- the first waiting job of each (key, lane)
+  v_head_ids bigint[];
+  v_back integer[] := '{}'::integer[];        -- lines to which one of their jobs goes back
 begin
   select array_agg(x.n order by x.n) as ns, array_agg(x.pair order by x.n) as pairs,
     array_agg(x.key) as set_keys, array_agg(x.slots) as set_slots, array_agg(x.id) as set_ids,
@@ -105,6 +139,18 @@ begin
     select s.slots, s.used, s.rate_limit, s.rate_per, s.ready, s.waiting,
       array_position(s.lanes, u.lane) as at
     from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s;
+  if p_from is not null then
+    select array_agg(h.deadline order by u.n), array_agg(h.id order by u.n) into v_head_places, v_head_ids
+    from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
+    cross join lateral (
+      select s.lows, s.low_deadlines, array_position(s.lanes, u.lane) as at
+      from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+    left join lateral (
+      select w.deadline, w.id from queue.waiting w
+      where w.reason = 'slot' and w.key = u.key and w.lane = u.lane
+        and (w.deadline, w.id) >= (s.low_deadlines[s.at], s.lows[s.at])
+      order by w.deadline, w.id limit 1) h on true;
+  end if;
   v_ready := array_fill(0, array[cardinality(v_keys.keys)]);
   v_waiting := v_ready;
   v_lows := array_fill(null::bigint, array[cardinality(v_keys.keys)]);
@@ -119,7 +165,11 @@ begin
         v_fits := v_counts.ready[v_pair] + v_ready[v_pair]
           <= least(v_counts.free[v_pair] - least(v_weight, v_counts.slots[v_pair]),
             v_counts.rate_room[v_pair] - least(v_weight, v_counts.rates[v_pair]));
-        if not v_fits or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill then
+        if not v_fits or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
+          or p_from is not null and (v_keys.keys[v_pair] = p_from[n] and v_pair = any (v_back)
+            or v_keys.keys[v_pair] <> p_from[n] and v_head_ids[v_pair] is not null
+              and (greatest(v_head_places[v_pair], '{{end_of_tags}}'), v_head_ids[v_pair])
+                < (greatest(p_places[n], '{{end_of_tags}}'), p_ids[n])) then
           v_shut := v_pair;
         end if;
       end if;
@@ -144,6 +194,9 @@ begin
       v_wait_weights := v_wait_weights || nullif(v_weight, 1);
       v_wait_keys := v_wait_keys || v_keys.keys[v_shut];
       v_wait_several := v_wait_several || (v_row - v_first > 1);
+      if v_keys.keys[v_shut] = p_from[n] then
+        v_back := v_back || v_shut;
+      end if;
     end if;
   end loop;
   perform queue._make_ready(array_agg(p_ids[n]), array_agg(p_lanes[n]), array_agg(p_deadlines[n]),
@@ -174,96 +227,6 @@ begin
   if discarded is not null then
     perform queue._keep_turns(discarded);
   end if;
-end $$;
-
--- Gives free slots of keys to waiting jobs, in each lane by deadline and id. Jobs with several keys may have
--- to wait for another key, so it looks at more jobs, up to some hundreds; the next admission continues.
--- Returns keys whose limit has grown by that.
--- Why no wake-up is lost: it is called in the admission that frees the slots.
--- Locks: the caller holds the admission lock.
--- In one piece: the loop is one query, and what its result needs.
-create or replace function queue._refill(p_keys text[])
-returns text[] language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_moved record;
-  v_extra integer := 0;
-  v_grown text[];
-begin
-  loop
-    with room as materialized (
-      select s.key, l.lane, l.low, l.low_deadline, s.slots, s.rate_limit,
-        s.free - l.ready as room, s.rate_room - l.ready as rate_room,
-        greatest(least(s.free - l.ready, s.rate_room - l.ready, l.waiting), v_extra) as look
-      from (select distinct u.key from unnest(p_keys) u (key)) u
-      cross join lateral (
-        select s.key, s.slots, s.rate_limit, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines,
-          least(s.slots, {{most_slots}}) - s.used as free,
-          queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
-        from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
-      cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
-        l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and least(s.free, s.rate_room) > l.ready),
-    let as (
-      delete from queue.waiting w
-      where w.ctid = any (array(
-        select w.ctid from room r
-        cross join lateral (
-          -- in order: a job whose weight does not fit holds up the jobs behind it
-          select w.ctid
-          from (
-            select w.tid as ctid,
-              greatest(sum(w.weight) over o - r.room, sum(w.rate_weight) over o - r.rate_room) > 0
-                as is_beyond,
-              bool_or(greatest(w.weight - r.room, w.rate_weight - r.rate_room) > 0) over o as is_stopped
-            from (
-              select w.ctid as tid, w.deadline, w.id, least(coalesce(w.weight, 1), r.slots) as weight,
-                least(coalesce(w.weight, 1), r.rate_limit) as rate_weight
-              from queue.waiting w
-              where w.reason = 'slot' and w.key = r.key and w.lane = r.lane
-                and (w.deadline, w.id) >= (r.low_deadline, r.low)
-              order by w.deadline, w.id limit r.look) w
-            window o as (order by w.deadline, w.id rows unbounded preceding)) w
-          where not w.is_stopped and (v_extra > 0 or not w.is_beyond)) w))
-      returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.has_several, w.weight)
-    select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg(l.id) as ids,
-      array_agg(case when l.is_last then l.id + 1 end) as lows,
-      array_agg(case when l.is_last then l.deadline end) as low_deadlines,
-      array_agg(case when l.deadline < '{{end_of_tags}}' then l.deadline
-        else coalesce(n.deadline, l.deadline) end) as deadlines, array_agg(n.flags) as flags,
-      array_agg(l.attempt) as attempts, array_agg(coalesce(l.weight, 1)) as weights,
-      bool_or(l.has_several) as has_several
-    into v_moved
-    from (select l.*, row_number() over (partition by l.key, l.lane order by l.deadline desc, l.id desc) = 1
-        as is_last from let l) l
-    cross join lateral (
-      -- may have changed since
-      select (select s.deadline from queue.job_override s where s.id = l.id) as deadline,
-        (l.flags | case when exists (select from queue.job_override s where s.id = l.id) then {{overridden}}
-          else 0 end
-          | case when (select d.job_id from queue.need d where d.need_id = l.id limit 1) is not null
-            then {{needed}} else 0 end)::smallint as flags) n;
-    exit when v_moved.keys is null;
-    if v_extra > 0 or v_moved.has_several then
-      perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
-        array_fill(-1, array[cardinality(v_moved.ids)]), v_moved.lows, v_moved.low_deadlines);
-      v_grown := v_grown || (select e.grown from queue._enter_slots(v_moved.ids, true) e);
-      v_extra := greatest(2 * v_extra, 10);
-      if v_extra > 300 then
-        insert into queue.pending_settlement (job_id, kind, flags, payload) select v_moved.ids[1], 'refill',
-          0, to_jsonb(p_keys);
-        exit;
-      end if;
-    else
-      perform queue._add_slots(v_moved.keys, v_moved.lanes, null,
-        v_moved.weights, array_fill(-1, array[cardinality(v_moved.ids)]),
-        v_moved.lows, v_moved.low_deadlines);
-      perform queue._make_ready(v_moved.ids, v_moved.lanes, v_moved.deadlines, v_moved.flags,
-        v_moved.attempts);
-      exit;
-    end if;
-  end loop;
-  perform queue._await_rates(p_keys);
-  return v_grown;
 end $$;
 
 -- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another

@@ -48,7 +48,7 @@ begin
       v_changed := v_changed || v_step.failed;
     end if;
     if v_turned <> '{}' then
-      v_step := queue._enter_slots(v_turned, false);
+      v_step := queue._enter_slots(v_turned);
       v_turned := null;
       v_keys := v_keys || v_step.grown;
       if v_step.discarded is not null then

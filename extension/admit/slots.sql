@@ -1,4 +1,4 @@
--- Semaphores. _refill (admit/enter_slots.sql) gives a slot that becomes free to the next job.
+-- Semaphores. _refill (admit/refill.sql) gives a slot that becomes free to the next job.
 -- A slot is a live claim: `used` counts the claims that run under a key. It is written only under
 -- the admission lock, in the transaction that makes or settles the claim. Limited lanes are claimed only
 -- under the admission lock, so that the limit is hard.

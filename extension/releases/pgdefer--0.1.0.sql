@@ -6874,7 +6874,7 @@ begin
 end $$;
 
 -- admit/slots.sql
--- Semaphores. _refill (admit/enter_slots.sql) gives a slot that becomes free to the next job.
+-- Semaphores. _refill (admit/refill.sql) gives a slot that becomes free to the next job.
 -- A slot is a live claim: `used` counts the claims that run under a key. It is written only under
 -- the admission lock, in the transaction that makes or settles the claim. Limited lanes are claimed only
 -- under the admission lock, so that the limit is hard.
@@ -7992,15 +7992,16 @@ end $$;
 -- Tests: admit/slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
--- p_is_refill: they come from the waiting jobs, so they need not queue up behind those. grown: keys whose
+-- p_from, p_places: they come from the first places of the lines of these keys (_refill). grown: keys whose
 -- limit has grown, or for which a job waits that would fit; discarded: jobs in no gate that would have to
 -- wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._enter_slots(p_ids bigint[], p_is_refill boolean, out discarded bigint[],
-  out grown text[])
+create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
+  p_places timestamptz[] default null, out discarded bigint[], out grown text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_entries record;
+  v_froms record;
   v_turns record;
   v_taken record;
 begin
@@ -8026,18 +8027,48 @@ begin
       v_entries.attempts, v_entries.is_low, v_entries.has_tags);
     return;
   end if;
-  v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
-    v_entries.attempts, p_is_refill);
+  if p_from is not null then
+    -- in the order of their lines
+    select array_agg(x.id) as ids, array_agg(x.lane) as lanes, array_agg(x.deadline) as deadlines,
+      array_agg(x.flags) as flags, array_agg(x.attempt) as attempts, array_agg(p_from[x.n]) as keys,
+      array_agg(x.place) as places
+    into v_froms
+    from (
+      select e.*, x.n, p_places[x.n] as place
+      from unnest(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags, v_entries.attempts)
+        e (id, lane, deadline, flags, attempt)
+      cross join lateral (select array_position(p_ids, e.id) as n offset 0) x
+      order by p_places[x.n], e.id) x;
+    v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
+      v_froms.attempts, true, v_froms.keys, v_froms.places);
+  else
+    v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
+      v_entries.attempts, false);
+  end if;
   discarded := v_taken.discarded;
   grown := grown || v_taken.grown;
 end $$;
 
--- Like _enter_slots, for jobs whose places are known (_queue_entries).
+-- Like _enter_slots, for jobs whose places are known (_queue_entries). p_is_refill: they need not queue up
+-- behind the jobs that wait. But a job from another key's line does so if the first job in this key's line
+-- comes before it, by deadline and id; where shares take turns, by id. So a heavy job that has become the
+-- first is passed only by jobs that come before it, and not for ever by jobs that wait for another key.
+--
+-- Why this ends: suppose that no slot becomes free, and that some jobs change lines for ever. Of these, m is
+-- the first by that order. Room only shrinks, so a job that goes to a line because it does not fit stays in
+-- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
+-- m stands behind h: by the same order, or by tag, because no new tag comes before the first one. _refill
+-- takes jobs out in the line's order, so it takes out m only with h. As h stays, it went back because it did
+-- not fit, or behind one that did not (v_back). That one is not taken out again, nor are h and m behind it.
+-- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
+-- Why no job waits in vain: jobs that wait hold no slot. One that queues up although it would fit names the
+-- key in grown, and _refill looks at the line. So in the end the first job of each line does not fit.
+-- Locks: the caller holds the admission lock.
 -- With a function of its own for the loop, 50 jobs with a key take 0.1 % more instructions.
 -- In one piece: the loop shares its arrays, so that function would take 11 arguments and return 9.
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
-  p_is_refill boolean,
+  p_is_refill boolean, p_from text[] default null, p_places timestamptz[] default null,
   out discarded bigint[], out grown text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8061,6 +8092,9 @@ declare
   v_wait_keys text[] := '{}'::text[];
   v_wait_several boolean[] := '{}'::boolean[];
   v_places timestamptz[];
+  v_head_places timestamptz[];                -- the first waiting job of each (key, lane)
+  v_head_ids bigint[];
+  v_back integer[] := '{}'::integer[];        -- lines to which one of their jobs goes back
 begin
   select array_agg(x.n order by x.n) as ns, array_agg(x.pair order by x.n) as pairs,
     array_agg(x.key) as set_keys, array_agg(x.slots) as set_slots, array_agg(x.id) as set_ids,
@@ -8095,6 +8129,18 @@ begin
     select s.slots, s.used, s.rate_limit, s.rate_per, s.ready, s.waiting,
       array_position(s.lanes, u.lane) as at
     from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s;
+  if p_from is not null then
+    select array_agg(h.deadline order by u.n), array_agg(h.id order by u.n) into v_head_places, v_head_ids
+    from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
+    cross join lateral (
+      select s.lows, s.low_deadlines, array_position(s.lanes, u.lane) as at
+      from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+    left join lateral (
+      select w.deadline, w.id from queue.waiting w
+      where w.reason = 'slot' and w.key = u.key and w.lane = u.lane
+        and (w.deadline, w.id) >= (s.low_deadlines[s.at], s.lows[s.at])
+      order by w.deadline, w.id limit 1) h on true;
+  end if;
   v_ready := array_fill(0, array[cardinality(v_keys.keys)]);
   v_waiting := v_ready;
   v_lows := array_fill(null::bigint, array[cardinality(v_keys.keys)]);
@@ -8109,7 +8155,11 @@ begin
         v_fits := v_counts.ready[v_pair] + v_ready[v_pair]
           <= least(v_counts.free[v_pair] - least(v_weight, v_counts.slots[v_pair]),
             v_counts.rate_room[v_pair] - least(v_weight, v_counts.rates[v_pair]));
-        if not v_fits or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill then
+        if not v_fits or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
+          or p_from is not null and (v_keys.keys[v_pair] = p_from[n] and v_pair = any (v_back)
+            or v_keys.keys[v_pair] <> p_from[n] and v_head_ids[v_pair] is not null
+              and (greatest(v_head_places[v_pair], '0001-01-01 00:00+00'), v_head_ids[v_pair])
+                < (greatest(p_places[n], '0001-01-01 00:00+00'), p_ids[n])) then
           v_shut := v_pair;
         end if;
       end if;
@@ -8134,6 +8184,9 @@ begin
       v_wait_weights := v_wait_weights || nullif(v_weight, 1);
       v_wait_keys := v_wait_keys || v_keys.keys[v_shut];
       v_wait_several := v_wait_several || (v_row - v_first > 1);
+      if v_keys.keys[v_shut] = p_from[n] then
+        v_back := v_back || v_shut;
+      end if;
     end if;
   end loop;
   perform queue._make_ready(array_agg(p_ids[n]), array_agg(p_lanes[n]), array_agg(p_deadlines[n]),
@@ -8165,6 +8218,66 @@ begin
     perform queue._keep_turns(discarded);
   end if;
 end $$;
+
+-- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
+-- slot without having used the semaphore. Before a mutex job can become ready, that job must go through the
+-- semaphore, or be counted.
+-- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; late: mutex
+-- jobs that must come back later, because another transaction holds the row of the ordered one.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
+  out keys text[], out late bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_turn record;
+  v_job record;
+begin
+  for v_turn in
+    select k.key, m.id, array_agg(k.id) as mutex_ids
+    from queue._keys_of(p_ids, p_flags) k
+    cross join lateral (
+      select m.id
+      from queue.lock_member m
+      where m.lock = substr(k.key, 2) and m.has_turn offset 0) m
+    where p_flags[k.n] & 3/* lock */ = 2/* mutex */ and left(k.key, 1) = 'm'
+      and ((select aj.flags & 2/* mutex */ from queue.active_job aj where aj.id = m.id) = 0
+        or (select w.flags & 2/* mutex */ from queue.waiting w where w.id = m.id) = 0)
+    group by k.key, m.id
+  loop
+    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at, w.weight into v_job;
+    if found then
+      perform queue._count_unwaiting(v_job.key, v_job.lane);
+      keys := keys || case when num_nonnulls(v_job.at, v_job.weight) > 0 then array[v_job.key] end;
+      asked := asked || v_turn.id;
+      continue;
+    end if;
+    select aj.claim, aj.lane, aj.flags, aj.deadline into v_job from queue.active_job aj
+    where aj.id = v_turn.id for update skip locked;
+    if not found then
+      if exists (select from queue.active_job aj where aj.id = v_turn.id) then
+        late := late || v_turn.mutex_ids;
+      end if;
+    elsif v_job.claim is not null then
+      perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
+      perform queue._add_slots(array[v_turn.key], null, array[1], null, null, null);
+      update queue.active_job aj set flags = aj.flags | 2/* mutex */ where aj.id = v_turn.id;
+    else
+      delete from queue.active_job aj where aj.id = v_turn.id;
+      perform queue._keep_tag(v_turn.id, v_job.deadline);
+      if v_job.flags & 4/* keys */ <> 0 then
+        keys := keys || queue._count_unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
+      end if;
+      asked := asked || v_turn.id;
+    end if;
+  end loop;
+  insert into queue.waiting (id, reason, at, key)
+  select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
+  from queue._keys_of(p_ids, p_flags) k where k.id = any (late) and left(k.key, 1) = 'm';
+end $$;
+
+-- admit/refill.sql
+-- Slots that become free go to the jobs that wait for them.
+-- Tests: admit/slots.sql, admit/rates.sql.
 
 -- Gives free slots of keys to waiting jobs, in each lane by deadline and id. Jobs with several keys may have
 -- to wait for another key, so it looks at more jobs, up to some hundreds; the next admission continues.
@@ -8236,7 +8349,8 @@ begin
     if v_extra > 0 or v_moved.has_several then
       perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
         array_fill(-1, array[cardinality(v_moved.ids)]), v_moved.lows, v_moved.low_deadlines);
-      v_grown := v_grown || (select e.grown from queue._enter_slots(v_moved.ids, true) e);
+      v_grown := v_grown || (select e.grown from queue._enter_slots(v_moved.ids, v_moved.keys,
+        v_moved.deadlines) e);
       v_extra := greatest(2 * v_extra, 10);
       if v_extra > 300 then
         insert into queue.pending_settlement (job_id, kind, flags, payload) select v_moved.ids[1], 'refill',
@@ -8254,62 +8368,6 @@ begin
   end loop;
   perform queue._await_rates(p_keys);
   return v_grown;
-end $$;
-
--- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
--- slot without having used the semaphore. Before a mutex job can become ready, that job must go through the
--- semaphore, or be counted.
--- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; late: mutex
--- jobs that must come back later, because another transaction holds the row of the ordered one.
--- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
-  out keys text[], out late bigint[])
-language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_turn record;
-  v_job record;
-begin
-  for v_turn in
-    select k.key, m.id, array_agg(k.id) as mutex_ids
-    from queue._keys_of(p_ids, p_flags) k
-    cross join lateral (
-      select m.id
-      from queue.lock_member m
-      where m.lock = substr(k.key, 2) and m.has_turn offset 0) m
-    where p_flags[k.n] & 3/* lock */ = 2/* mutex */ and left(k.key, 1) = 'm'
-      and ((select aj.flags & 2/* mutex */ from queue.active_job aj where aj.id = m.id) = 0
-        or (select w.flags & 2/* mutex */ from queue.waiting w where w.id = m.id) = 0)
-    group by k.key, m.id
-  loop
-    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at, w.weight into v_job;
-    if found then
-      perform queue._count_unwaiting(v_job.key, v_job.lane);
-      keys := keys || case when num_nonnulls(v_job.at, v_job.weight) > 0 then array[v_job.key] end;
-      asked := asked || v_turn.id;
-      continue;
-    end if;
-    select aj.claim, aj.lane, aj.flags, aj.deadline into v_job from queue.active_job aj
-    where aj.id = v_turn.id for update skip locked;
-    if not found then
-      if exists (select from queue.active_job aj where aj.id = v_turn.id) then
-        late := late || v_turn.mutex_ids;
-      end if;
-    elsif v_job.claim is not null then
-      perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
-      perform queue._add_slots(array[v_turn.key], null, array[1], null, null, null);
-      update queue.active_job aj set flags = aj.flags | 2/* mutex */ where aj.id = v_turn.id;
-    else
-      delete from queue.active_job aj where aj.id = v_turn.id;
-      perform queue._keep_tag(v_turn.id, v_job.deadline);
-      if v_job.flags & 4/* keys */ <> 0 then
-        keys := keys || queue._count_unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
-      end if;
-      asked := asked || v_turn.id;
-    end if;
-  end loop;
-  insert into queue.waiting (id, reason, at, key)
-  select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
-  from queue._keys_of(p_ids, p_flags) k where k.id = any (late) and left(k.key, 1) = 'm';
 end $$;
 
 -- admit/deadlines.sql
@@ -9633,7 +9691,7 @@ begin
       v_changed := v_changed || v_step.failed;
     end if;
     if v_turned <> '{}' then
-      v_step := queue._enter_slots(v_turned, false);
+      v_step := queue._enter_slots(v_turned);
       v_turned := null;
       v_keys := v_keys || v_step.grown;
       if v_step.discarded is not null then

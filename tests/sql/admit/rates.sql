@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(167);
+select plan(186);
 
 set pgdefer.notify = off;
 
@@ -16,6 +16,10 @@ begin
   perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', finish_all.outcome)))
   from queue.active_job v where v.claim is not null having count(*) > 0;
 end $$;
+create function pg_temp.finish(name text) returns text language sql as $$
+  select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' and j.args ->> 'name' = finish.name;
+  select null::text
+$$;
 create function pg_temp.defer(names text, concurrency jsonb, more jsonb default '{}') returns bigint language plpgsql as $$
 declare
   v_id bigint;
@@ -305,6 +309,53 @@ select is(pg_temp.claim(), null, 'the heavy one does not fit, nor pass its turn 
 select is_empty('select * from queue.check()', 'in order');
 select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' and j.args ->> 'name' = 'r' \g /dev/null
 select is(pg_temp.claim(), 'heavy light', 'then both start');
+select pg_temp.end_all();
+
+-- Nor by jobs that have waited for another key, unless they come before it: those wait for its key behind it.
+\set jk '[{"key": "J", "limit": 1}, {"key": "K", "limit": 3}]'
+select pg_temp.defer('one', '[{"key": "K", "limit": 3}]', '{"queue": "q"}'), pg_temp.defer('x', :'jk', '{"queue": "q"}') \g /dev/null
+select is(pg_temp.claim(), 'one x', 'two of three slots are taken');
+select pg_temp.defer('early', :'jk', '{"queue": "q", "deadline": "2980-01-01Z"}'), pg_temp.defer('a b c', :'jk', '{"queue": "q"}') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer('heavy', '[{"key": "K", "limit": 3, "weight": 3}]', '{"queue": "q", "deadline": "2990-01-01Z"}') \g /dev/null
+select is(pg_temp.claim(), null, 'no slot of J, and too few of K');
+select pg_temp.finish('x');
+select is(pg_temp.claim(), 'early', 'one that comes before the heavy one starts');
+select pg_temp.finish('early');
+select is(pg_temp.claim(), null, 'none behind it');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.defer('other', '[{"key": "J", "limit": 1}]', '{"queue": "q"}') \g /dev/null
+select is(pg_temp.claim(), 'other', 'the slot of J is free for others');
+select pg_temp.defer('urgent', :'jk', '{"queue": "q", "deadline": "2970-01-01Z"}') \g /dev/null
+select is(pg_temp.claim(), null, 'which others have to wait for');
+select pg_temp.finish('other');
+select is(pg_temp.claim(), 'urgent', 'one that is more urgent than the heavy one starts');
+select pg_temp.finish('urgent'), pg_temp.finish('one');
+select is(pg_temp.claim(), 'heavy', 'when all slots are free, the heavy one');
+select pg_temp.finish('heavy');
+select is(pg_temp.claim(), 'a', 'then the others, one by one');
+select pg_temp.finish('a');
+select is(pg_temp.claim(), 'b', 'the next');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+-- Where shares take turns, the ids say which comes before.
+select pg_temp.defer('one', '[{"key": "K", "limit": 3}]'), pg_temp.defer('x', :'jk') \g /dev/null
+select is(pg_temp.claim(), 'one x', 'two of three slots are taken again');
+select pg_temp.defer('a', :'jk') \g /dev/null
+select pg_temp.defer('heavy', '[{"key": "K", "limit": 3, "weight": 3}]', '{"options": {"held": true, "concurrency": [{"key": "K", "limit": 3, "weight": 3}]}}') as heavy \gset
+select pg_temp.defer('b', :'jk') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.unhold(:heavy) \g /dev/null
+select is(pg_temp.claim(), null, 'it is blocked');
+select pg_temp.finish('x');
+select is(pg_temp.claim(), 'a', 'one that was deferred before');
+select pg_temp.finish('a');
+select is(pg_temp.claim(), null, 'none that was deferred later');
+select pg_temp.finish('one');
+select is(pg_temp.claim(), 'heavy', 'the heavy one');
+select pg_temp.finish('heavy');
+select is(pg_temp.claim(), 'b', 'the last');
+select is_empty('select * from queue.check()', 'in order');
 select pg_temp.end_all();
 
 -- However heavy, a job is claimed at once, and no sum exceeds an integer. A fault would stop every worker.

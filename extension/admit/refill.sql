@@ -1,0 +1,93 @@
+-- Slots that become free go to the jobs that wait for them.
+-- Tests: admit/slots.sql, admit/rates.sql.
+
+-- Gives free slots of keys to waiting jobs, in each lane by deadline and id. Jobs with several keys may have
+-- to wait for another key, so it looks at more jobs, up to some hundreds; the next admission continues.
+-- Returns keys whose limit has grown by that.
+-- Why no wake-up is lost: it is called in the admission that frees the slots.
+-- Locks: the caller holds the admission lock.
+-- In one piece: the loop is one query, and what its result needs.
+create or replace function queue._refill(p_keys text[])
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_moved record;
+  v_extra integer := 0;
+  v_grown text[];
+begin
+  loop
+    with room as materialized (
+      select s.key, l.lane, l.low, l.low_deadline, s.slots, s.rate_limit,
+        s.free - l.ready as room, s.rate_room - l.ready as rate_room,
+        greatest(least(s.free - l.ready, s.rate_room - l.ready, l.waiting), v_extra) as look
+      from (select distinct u.key from unnest(p_keys) u (key)) u
+      cross join lateral (
+        select s.key, s.slots, s.rate_limit, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines,
+          least(s.slots, {{most_slots}}) - s.used as free,
+          queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
+        from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+      cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
+        l (lane, ready, waiting, low, low_deadline)
+      where l.waiting > 0 and least(s.free, s.rate_room) > l.ready),
+    let as (
+      delete from queue.waiting w
+      where w.ctid = any (array(
+        select w.ctid from room r
+        cross join lateral (
+          -- in order: a job whose weight does not fit holds up the jobs behind it
+          select w.ctid
+          from (
+            select w.tid as ctid,
+              greatest(sum(w.weight) over o - r.room, sum(w.rate_weight) over o - r.rate_room) > 0
+                as is_beyond,
+              bool_or(greatest(w.weight - r.room, w.rate_weight - r.rate_room) > 0) over o as is_stopped
+            from (
+              select w.ctid as tid, w.deadline, w.id, least(coalesce(w.weight, 1), r.slots) as weight,
+                least(coalesce(w.weight, 1), r.rate_limit) as rate_weight
+              from queue.waiting w
+              where w.reason = 'slot' and w.key = r.key and w.lane = r.lane
+                and (w.deadline, w.id) >= (r.low_deadline, r.low)
+              order by w.deadline, w.id limit r.look) w
+            window o as (order by w.deadline, w.id rows unbounded preceding)) w
+          where not w.is_stopped and (v_extra > 0 or not w.is_beyond)) w))
+      returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.has_several, w.weight)
+    select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg(l.id) as ids,
+      array_agg(case when l.is_last then l.id + 1 end) as lows,
+      array_agg(case when l.is_last then l.deadline end) as low_deadlines,
+      array_agg(case when l.deadline < '{{end_of_tags}}' then l.deadline
+        else coalesce(n.deadline, l.deadline) end) as deadlines, array_agg(n.flags) as flags,
+      array_agg(l.attempt) as attempts, array_agg(coalesce(l.weight, 1)) as weights,
+      bool_or(l.has_several) as has_several
+    into v_moved
+    from (select l.*, row_number() over (partition by l.key, l.lane order by l.deadline desc, l.id desc) = 1
+        as is_last from let l) l
+    cross join lateral (
+      -- may have changed since
+      select (select s.deadline from queue.job_override s where s.id = l.id) as deadline,
+        (l.flags | case when exists (select from queue.job_override s where s.id = l.id) then {{overridden}}
+          else 0 end
+          | case when (select d.job_id from queue.need d where d.need_id = l.id limit 1) is not null
+            then {{needed}} else 0 end)::smallint as flags) n;
+    exit when v_moved.keys is null;
+    if v_extra > 0 or v_moved.has_several then
+      perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
+        array_fill(-1, array[cardinality(v_moved.ids)]), v_moved.lows, v_moved.low_deadlines);
+      v_grown := v_grown || (select e.grown from queue._enter_slots(v_moved.ids, v_moved.keys,
+        v_moved.deadlines) e);
+      v_extra := greatest(2 * v_extra, 10);
+      if v_extra > 300 then
+        insert into queue.pending_settlement (job_id, kind, flags, payload) select v_moved.ids[1], 'refill',
+          0, to_jsonb(p_keys);
+        exit;
+      end if;
+    else
+      perform queue._add_slots(v_moved.keys, v_moved.lanes, null,
+        v_moved.weights, array_fill(-1, array[cardinality(v_moved.ids)]),
+        v_moved.lows, v_moved.low_deadlines);
+      perform queue._make_ready(v_moved.ids, v_moved.lanes, v_moved.deadlines, v_moved.flags,
+        v_moved.attempts);
+      exit;
+    end if;
+  end loop;
+  perform queue._await_rates(p_keys);
+  return v_grown;
+end $$;
