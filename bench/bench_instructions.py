@@ -155,7 +155,7 @@ CASES = [
     Case("in one call, a job", ("look", "both50"), 10, 20, 50, first=(NONE,)),
     Case(
         "deferred in thousands and run, a job",
-        ("many", *["look", "both50"] * 20),
+        ("many", *["look", "both50"] * 21),
         2,
         5,
         1000,

@@ -21,8 +21,12 @@
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
--- Locks: the caller holds the admission lock. has_more: another call will find more.
-create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
+-- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). has_more: another call
+-- will find more.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._admit(
+  p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
+  out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_start timestamptz := clock_timestamp();
@@ -68,7 +72,7 @@ begin
     v_gated := v_gated || v_range.gated;
     v_parked := v_parked || v_range.parked;
   end loop;
-  if v_has_backlog then
+  if v_has_backlog and not (p_is_lazy and not v_new.has_pending and queue._has_stock(p_queues)) then
     select b.high_id, admitted + b.n, v_gated || b.gated, v_parked || b.parked, b.is_read, b.retags
     into v_high_id, admitted, v_gated, v_parked, v_is_read, v_retags
     from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause) b;
@@ -97,9 +101,7 @@ begin
   if not v_has_backlog and (v_gated is not null or v_new.has_pending or v_due <> v_new.due_at) then
     v_has_backlog := exists (select from queue.lane l where l.retag_from is not null);
   end if;
-  if v_move then
-    perform queue._move_cursor(v_new.tick, v_new.upto, v_new.own, v_high_id, v_has_backlog, v_due);
-  end if;
+  perform queue._move_cursor(v_new.tick, v_new.upto, v_new.own, v_high_id, v_has_backlog, v_due) where v_move;
   has_more := has_more or v_has_backlog;
 end $$;
 
@@ -140,6 +142,22 @@ begin
   if v_has_jobs then
     ranges := ranges || next_xid;
   end if;
+end $$;
+
+-- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that is no less urgent.
+create or replace function queue._has_stock(p_queues text[])
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  return queue._may_backlog_wait()
+    and exists (
+      select from queue.lane l
+      cross join lateral (
+        select from queue.active_job aj
+        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+        limit 1) r
+      where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
+        and (l.paused_until is null or l.paused_until <= clock_timestamp())
+        and (l.priority >= (select max(p.priority) from queue.backlog_part p)) is not false);
 end $$;
 
 -- Admits a slice of the most urgent parts of the backlog. gated, parked: as _admit_range; is_read: all of it

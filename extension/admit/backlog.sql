@@ -18,10 +18,15 @@ begin
     select b.* into v_range from queue.backlog b order by b.no limit 1;
     exit when not found;
     select count(*) as n, max(s.priority) as high, min(s.priority) as low,
-      (array_agg(s.xid))[count(*)] as to_xid, (array_agg(s.id))[count(*)] as to_id
+      (array_agg(s.xid))[count(*)] as to_xid, (array_agg(s.id))[count(*)] as to_id,
+      case when bool_and(s.is_plain) and min(s.priority) = max(s.priority) and min(s.queue) = max(s.queue)
+        then min(s.queue) end as queue
     into v_seen
     from (
-      select l.xid, l.id, coalesce((l.job_options).priority, 0) as priority
+      select l.xid, l.id, coalesce((l.job_options).priority, 0) as priority,
+        coalesce((l.job_options).queue, 'default') as queue,
+        l.job_options is null or coalesce((l.job_options).flags, 0) & ({{gated}} | {{needed}}) = 0
+          and (l.job_options).deadline is null and ((l.job_options).options ? 'share') is not true as is_plain
       from queue.log l
       where (l.xid, l.id) > (v_range.from_xid, v_range.from_id) and l.xid <= v_range.to_xid
         and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own
@@ -45,10 +50,10 @@ begin
           group by r.n * 8 / greatest(r.total, 8)) b;
       end if;
       insert into queue.backlog_part (no, priority, is_first, is_mixed, from_xid, from_id, to_xid, to_id,
-        upto, own, tops, bottoms)
+        upto, own, queue, tops, bottoms)
       values (nextval('queue.tick_seq'), v_bands.tops[1], v_range.is_first, v_seen.low < v_seen.high,
         v_range.from_xid, v_range.from_id, v_seen.to_xid, v_seen.to_id, v_range.upto, v_range.own,
-        v_bands.tops, v_bands.bottoms);
+        v_seen.queue, v_bands.tops, v_bands.bottoms);
     end if;
     if v_seen.n < p_slice then
       delete from queue.backlog b where b.no = v_range.no;
@@ -86,4 +91,17 @@ begin
     update queue.backlog_part p set priority = p.tops[2], tops = p.tops[2:], bottoms = p.bottoms[2:]
     where p.no = v_no;
   end if;
+end $$;
+
+-- Whether the backlog may stay in the log for now: all of it is scanned, and of the kind that _claim_slice
+-- claims; nothing waits for its end; and only one worker is alive. If there are several, many ready jobs keep
+-- them from waiting for each other.
+create or replace function queue._may_backlog_wait()
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return not exists (select from queue.backlog)
+    and not exists (select from queue.backlog_part p where p.queue is null)
+    and not exists (select from queue.waiting w where w.reason = 'parked')
+    and not exists (select from queue.share_tag)
+    and (select count(*) = 1 from (select from queue.worker w where w.gone_at is null limit 2) w);
 end $$;

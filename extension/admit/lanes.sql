@@ -99,6 +99,17 @@ begin
   return v_lane;
 end $$;
 
+-- The ready and running jobs of a queue.
+create or replace function queue._active_jobs_of(p_queue text)
+returns table (id bigint) language plpgsql stable parallel safe security invoker as $$
+begin
+  return query
+    select aj.id from queue.lane l join queue.active_job aj on aj.lane = l.lane where l.queue = p_queue
+    union all
+    select aj.id from queue.active_job aj
+    where aj.lane is null and (select j.queue from queue.job j where j.id = aj.id) = p_queue;
+end $$;
+
 -- Inserts jobs with their places into queue.active_job and lowers low marks; p_is_low: some of them need
 -- that. p_has_tags: has_tags of _queue_entries; NULL: not known.
 create or replace function queue._make_ready(

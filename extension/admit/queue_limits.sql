@@ -23,8 +23,8 @@ begin
   end if;
   if v_config.max_running is not null then
     v_running := array(
-      select aj.id from queue.lane l join queue.active_job aj on aj.lane = l.lane
-      where l.queue = p_queue and aj.claim is not null and aj.flags & {{queue_slot}} = 0);
+      select aj.id from queue._active_jobs_of(p_queue) q join queue.active_job aj on aj.id = q.id
+      where aj.claim is not null and aj.flags & {{queue_slot}} = 0);
     v_counted := array(select aj.id from queue.active_job aj
       where aj.id = any (v_running) and aj.claim is not null for update skip locked);
     update queue.active_job aj set flags = aj.flags | {{queue_slot}} where aj.id = any (v_counted);

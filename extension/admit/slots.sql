@@ -297,7 +297,7 @@ begin
                     where h.kind in ('ended', 'again') and h.flags & {{slots}} <> 0) aj) a
         cross join lateral queue._keys_of(a.ids, a.flags) k
         union all
-        select 'q' || l.queue, 1 from queue.active_job aj join queue.lane l on l.lane = aj.lane
+        select 'q' || j.queue, 1 from queue.active_job aj join queue.job_now j on j.id = aj.id
         where aj.claim is not null and aj.flags & {{queue_slot}} <> 0
         union all
         select 'q' || j.queue, 1 from queue.pending_settlement h join queue.job_now j on j.id = h.job_id

@@ -101,8 +101,7 @@ begin
     select 'a settlement that the cursor has passed'::text, o.job_id, o.kind
     from queue._orphaned_settlements() o;
   return query
-    select 'due before the due mark'::text, w.id,
-      format('at %s, mark %s', w.at, k.due_at)
+    select 'due before the due mark'::text, w.id, format('at %s, mark %s', w.at, k.due_at)
     from queue.waiting w
     cross join queue.cursor_now k
     where w.at < k.due_at;
@@ -112,7 +111,8 @@ begin
     where aj.claim is null and ((aj.deadline, aj.id) < (l.low_deadline, l.low_id) or l.is_idle);
   return query
     select 'in a missing lane'::text, aj.id, format('lane %s', aj.lane)
-    from queue.active_job aj where not exists (select from queue.lane l where l.lane = aj.lane)
+    from queue.active_job aj
+    where not (aj.lane is null and aj.claim > 0 or exists (select from queue.lane l where l.lane = aj.lane))
     union all
     select 'waits for a slot in a missing lane', w.id, format('lane %s', w.lane) from queue.waiting w
     where w.lane is not null and not exists (select from queue.lane l where l.lane = w.lane)

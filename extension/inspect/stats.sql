@@ -114,9 +114,9 @@ begin
         and u.due_at <= v_now + autoscale_hint.within
       group by u.queue),
     r as (
-      select l.queue, avg(v_now - aj.claimed_at) as run_for
-      from queue.active_job aj join queue.lane l on l.lane = aj.lane where aj.claim is not null
-      group by l.queue),
+      select j.queue, avg(v_now - aj.claimed_at) as run_for
+      from queue.active_job aj join queue.job_now j on j.id = aj.id where aj.claim is not null
+      group by j.queue),
     d as (
       select j.queue, count(*) / 300.0 as rate,
         avg(f.finished_at - f.started_at) as run_for,

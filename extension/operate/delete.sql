@@ -55,7 +55,7 @@ begin
   perform queue._check_isolation();
   perform queue._check_queue(delete_queue.name);
   perform from queue.active_job aj
-  where aj.lane = any (array(select l.lane from queue.lane l where l.queue = delete_queue.name))
+  where aj.id = any (array(select q.id from queue._active_jobs_of(delete_queue.name) q))
   order by aj.id for no key update;
   perform queue._admit_all();
   if not exists (select from queue.queue_config c where c.queue = delete_queue.name)

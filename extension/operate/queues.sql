@@ -58,9 +58,9 @@ begin
   where l.queue = configure_queue.name;
   if v_retain is not null then
     update queue.active_job aj set flags = aj.flags | {{retain}}
-    where aj.id = any (array(select aj.id from queue.lane l join queue.active_job aj on aj.lane = l.lane
-                            where l.queue = configure_queue.name
-                              and aj.flags & {{retain}} = 0 for update of aj skip locked));
+    where aj.id = any (array(
+      select aj.id from queue._active_jobs_of(configure_queue.name) q join queue.active_job aj on aj.id = q.id
+      where aj.flags & {{retain}} = 0 for update of aj skip locked));
     update queue.waiting w set flags = w.flags | {{retain}}
     where w.reason = 'slot'
       and w.lane = any (array(select l.lane from queue.lane l where l.queue = configure_queue.name));

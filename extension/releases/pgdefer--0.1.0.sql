@@ -433,7 +433,8 @@ create table queue.backlog (
 
 -- Parts of such ranges that have been scanned, one slice each; they are read by priority. Rows with a
 -- priority between tops[i] and bottoms[i] are not admitted yet; priority is the first of tops. is_mixed: the
--- part had several of these bands.
+-- part had several of these bands. queue: that of all its jobs, if they are plain, without deadline and
+-- share, and have one queue and priority.
 create table queue.backlog_part (
   no bigint not null,
   priority integer not null,
@@ -445,6 +446,7 @@ create table queue.backlog_part (
   to_id bigint not null,
   upto pg_snapshot not null,
   own xid8,
+  queue text collate "C",
   tops integer[] not null,
   bottoms integer[] not null,
   constraint backlog_part_pkey primary key (no)
@@ -462,13 +464,14 @@ create table queue.rehearsal (
 );
 
 -- tables/admit/run_queue.sql
--- Ready and running jobs. The rows are narrow: a claim is a HOT update (48 bytes before, 72 after). deadline:
--- it orders the jobs of a lane, before their ids; infinity without a deadline, a tag if there are shares
+-- Ready and running jobs. The rows are narrow: a claim is a HOT update (48 bytes before, 72 after). lane:
+-- NULL if the job was claimed as it was admitted, so that no lane has ever listed it. deadline: it orders the
+-- jobs of a lane, before their ids; infinity without a deadline, a tag if there are shares
 -- (admit/shares.sql).
 create table queue.active_job (
   id bigint not null,
   deadline timestamptz not null,
-  lane integer not null,
+  lane integer,
   attempt smallint not null,
   flags smallint not null,
   claim bigint,
@@ -1514,12 +1517,16 @@ left join lateral (
     and (p.queue is null or p.queue = q.queue or right(p.queue, 1) = '*'
     and starts_with(q.queue, left(p.queue, -1)))
   order by p.no desc limit 1) p on true
-left join (select l.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.running)::bigint as running
-           from queue.lane l
-           -- counted before the join, because after it a million jobs take three times as long
-           join (select aj.lane, count(*) as jobs, count(aj.claim) as running
-                 from queue.active_job aj group by aj.lane) a on a.lane = l.lane
-           group by l.queue) x on x.queue = q.queue
+left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.running)::bigint as running
+           from (
+             select l.queue, a.jobs, a.running from queue.lane l
+             -- counted before the join, because after it a million jobs take three times as long
+             join (select aj.lane, count(*) as jobs, count(aj.claim) as running
+                   from queue.active_job aj where aj.lane is not null group by aj.lane) a on a.lane = l.lane
+             union all
+             select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
+             where aj.lane is null) a
+           group by a.queue) x on x.queue = q.queue
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
 comment on view queue.queues is
@@ -6662,6 +6669,17 @@ begin
   return v_lane;
 end $$;
 
+-- The ready and running jobs of a queue.
+create or replace function queue._active_jobs_of(p_queue text)
+returns table (id bigint) language plpgsql stable parallel safe security invoker as $$
+begin
+  return query
+    select aj.id from queue.lane l join queue.active_job aj on aj.lane = l.lane where l.queue = p_queue
+    union all
+    select aj.id from queue.active_job aj
+    where aj.lane is null and (select j.queue from queue.job j where j.id = aj.id) = p_queue;
+end $$;
+
 -- Inserts jobs with their places into queue.active_job and lowers low marks; p_is_low: some of them need
 -- that. p_has_tags: has_tags of _queue_entries; NULL: not known.
 create or replace function queue._make_ready(
@@ -7173,7 +7191,7 @@ begin
                     where h.kind in ('ended', 'again') and h.flags & 6/* slots */ <> 0) aj) a
         cross join lateral queue._keys_of(a.ids, a.flags) k
         union all
-        select 'q' || l.queue, 1 from queue.active_job aj join queue.lane l on l.lane = aj.lane
+        select 'q' || j.queue, 1 from queue.active_job aj join queue.job_now j on j.id = aj.id
         where aj.claim is not null and aj.flags & 16384/* queue_slot */ <> 0
         union all
         select 'q' || j.queue, 1 from queue.pending_settlement h join queue.job_now j on j.id = h.job_id
@@ -7346,8 +7364,8 @@ begin
   end if;
   if v_config.max_running is not null then
     v_running := array(
-      select aj.id from queue.lane l join queue.active_job aj on aj.lane = l.lane
-      where l.queue = p_queue and aj.claim is not null and aj.flags & 16384/* queue_slot */ = 0);
+      select aj.id from queue._active_jobs_of(p_queue) q join queue.active_job aj on aj.id = q.id
+      where aj.claim is not null and aj.flags & 16384/* queue_slot */ = 0);
     v_counted := array(select aj.id from queue.active_job aj
       where aj.id = any (v_running) and aj.claim is not null for update skip locked);
     update queue.active_job aj set flags = aj.flags | 16384/* queue_slot */ where aj.id = any (v_counted);
@@ -10309,10 +10327,15 @@ begin
     select b.* into v_range from queue.backlog b order by b.no limit 1;
     exit when not found;
     select count(*) as n, max(s.priority) as high, min(s.priority) as low,
-      (array_agg(s.xid))[count(*)] as to_xid, (array_agg(s.id))[count(*)] as to_id
+      (array_agg(s.xid))[count(*)] as to_xid, (array_agg(s.id))[count(*)] as to_id,
+      case when bool_and(s.is_plain) and min(s.priority) = max(s.priority) and min(s.queue) = max(s.queue)
+        then min(s.queue) end as queue
     into v_seen
     from (
-      select l.xid, l.id, coalesce((l.job_options).priority, 0) as priority
+      select l.xid, l.id, coalesce((l.job_options).priority, 0) as priority,
+        coalesce((l.job_options).queue, 'default') as queue,
+        l.job_options is null or coalesce((l.job_options).flags, 0) & (8575/* gated */ | 4096/* needed */) = 0
+          and (l.job_options).deadline is null and ((l.job_options).options ? 'share') is not true as is_plain
       from queue.log l
       where (l.xid, l.id) > (v_range.from_xid, v_range.from_id) and l.xid <= v_range.to_xid
         and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own
@@ -10336,10 +10359,10 @@ begin
           group by r.n * 8 / greatest(r.total, 8)) b;
       end if;
       insert into queue.backlog_part (no, priority, is_first, is_mixed, from_xid, from_id, to_xid, to_id,
-        upto, own, tops, bottoms)
+        upto, own, queue, tops, bottoms)
       values (nextval('queue.tick_seq'), v_bands.tops[1], v_range.is_first, v_seen.low < v_seen.high,
         v_range.from_xid, v_range.from_id, v_seen.to_xid, v_seen.to_id, v_range.upto, v_range.own,
-        v_bands.tops, v_bands.bottoms);
+        v_seen.queue, v_bands.tops, v_bands.bottoms);
     end if;
     if v_seen.n < p_slice then
       delete from queue.backlog b where b.no = v_range.no;
@@ -10377,6 +10400,19 @@ begin
     update queue.backlog_part p set priority = p.tops[2], tops = p.tops[2:], bottoms = p.bottoms[2:]
     where p.no = v_no;
   end if;
+end $$;
+
+-- Whether the backlog may stay in the log for now: all of it is scanned, and of the kind that _claim_slice
+-- claims; nothing waits for its end; and only one worker is alive. If there are several, many ready jobs keep
+-- them from waiting for each other.
+create or replace function queue._may_backlog_wait()
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return not exists (select from queue.backlog)
+    and not exists (select from queue.backlog_part p where p.queue is null)
+    and not exists (select from queue.waiting w where w.reason = 'parked')
+    and not exists (select from queue.share_tag)
+    and (select count(*) = 1 from (select from queue.worker w where w.gone_at is null limit 2) w);
 end $$;
 
 -- admit/log.sql
@@ -10553,8 +10589,12 @@ end $$;
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
--- Locks: the caller holds the admission lock. has_more: another call will find more.
-create or replace function queue._admit(p_slice integer, out admitted integer, out has_more boolean)
+-- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). has_more: another call
+-- will find more.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._admit(
+  p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
+  out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_start timestamptz := clock_timestamp();
@@ -10600,7 +10640,7 @@ begin
     v_gated := v_gated || v_range.gated;
     v_parked := v_parked || v_range.parked;
   end loop;
-  if v_has_backlog then
+  if v_has_backlog and not (p_is_lazy and not v_new.has_pending and queue._has_stock(p_queues)) then
     select b.high_id, admitted + b.n, v_gated || b.gated, v_parked || b.parked, b.is_read, b.retags
     into v_high_id, admitted, v_gated, v_parked, v_is_read, v_retags
     from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause) b;
@@ -10629,9 +10669,7 @@ begin
   if not v_has_backlog and (v_gated is not null or v_new.has_pending or v_due <> v_new.due_at) then
     v_has_backlog := exists (select from queue.lane l where l.retag_from is not null);
   end if;
-  if v_move then
-    perform queue._move_cursor(v_new.tick, v_new.upto, v_new.own, v_high_id, v_has_backlog, v_due);
-  end if;
+  perform queue._move_cursor(v_new.tick, v_new.upto, v_new.own, v_high_id, v_has_backlog, v_due) where v_move;
   has_more := has_more or v_has_backlog;
 end $$;
 
@@ -10672,6 +10710,22 @@ begin
   if v_has_jobs then
     ranges := ranges || next_xid;
   end if;
+end $$;
+
+-- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that is no less urgent.
+create or replace function queue._has_stock(p_queues text[])
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  return queue._may_backlog_wait()
+    and exists (
+      select from queue.lane l
+      cross join lateral (
+        select from queue.active_job aj
+        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+        limit 1) r
+      where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
+        and (l.paused_until is null or l.paused_until <= clock_timestamp())
+        and (l.priority >= (select max(p.priority) from queue.backlog_part p)) is not false);
 end $$;
 
 -- Admits a slice of the most urgent parts of the backlog. gated, parked: as _admit_range; is_read: all of it
@@ -13587,7 +13641,7 @@ begin
     admitted := 0;
     pruned := 0;
   else
-    select d.admitted, d.pruned into admitted, pruned from queue._do_duties(interval '1 s') d;
+    select d.admitted, d.pruned into admitted, pruned from queue._do_duties(interval '1 s', 10000) d;
   end if;
   next_due := queue._next_due();
   if not has_function_privilege(case current_setting('role') when 'none' then session_user else current_setting('role')::name end, 'queue.finish_many(jsonb)'::regprocedure, 'execute') then
@@ -13613,7 +13667,7 @@ begin
   end if;
   perform from queue._reap(p_budget);
   if queue._lock_admission(false) then
-    perform from queue._do_duties(p_budget);
+    perform from queue._do_duties(p_budget, 10);
   end if;
 exception when others then
   raise warning 'pgdefer: maintenance failed: % (%)', sqlerrm, sqlstate;
@@ -13643,10 +13697,12 @@ begin
   end if;
 end $$;
 
--- Work that is due besides reaping, for tick and _maintain: admission for p_budget, expiry, repair,
--- counting what ended, pruning.
+-- Work that is due besides reaping, for tick and _maintain: admission, for p_budget and at most p_slices
+-- slices, as fetch admits a backlog at less cost (work/claim_slice.sql); expiry, repair, counting what ended,
+-- pruning.
 -- Locks: the caller holds the admission lock.
-create or replace function queue._do_duties(p_budget interval, out admitted integer, out pruned integer)
+create or replace function queue._do_duties(
+  p_budget interval, p_slices integer, out admitted integer, out pruned integer)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_admit record;
@@ -13654,7 +13710,7 @@ declare
   v_safe_at timestamptz := queue._safe_at();
 begin
   admitted := 0;
-  loop
+  for v_slice in 1 .. p_slices loop
     select a.* into v_admit from queue._admit(1000) a;
     admitted := admitted + v_admit.admitted;
     exit when not v_admit.has_more or clock_timestamp() > v_start + p_budget;
@@ -14969,6 +15025,144 @@ begin
   return p_max_jobs - (p_options ->> 'ahead')::integer;
 end $$;
 
+-- work/claim_slice.sql
+-- Claiming many jobs in the moment of admission, if nothing else is to be done.
+-- Tests: work/claim_slice.sql.
+
+-- Claims up to p_n jobs as they are admitted, if no lane of p_queues (NULL: any) has a ready job, nothing
+-- is due or handed over, no task is paused, and the next jobs are plain and have one queue and priority.
+-- It ends before those that are not. A job saves an update, and its entry in the index of lanes: a third
+-- of the WAL of its run. If more are new than p_n, they go to the backlog, which finds the most urgent
+-- ones. A backlog is read here only if it may wait. first_claim: as for _claim_newcomer. is_all: there is
+-- no other job to claim.
+-- Locks: the caller holds the admission lock.
+-- Why the jobs can be claimed as they are inserted, and why no wake-up is lost: as for _claim_newcomer. The
+-- place in the backlog up to which it has been read commits with the claims.
+-- In one piece: each part of the backlog continues with what the last one left.
+create or replace function queue._claim_slice(
+  p_worker bigint, p_queues text[], p_n integer, out ids bigint[], out first_claim bigint, out is_all boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_look record;
+  v_part record;
+  v_read record;
+  v_lane integer;
+  v_flags integer := 0;
+begin
+  is_all := false;
+  select k.tick, k.next_xid, k.has_backlog, k.high_id, k.due_at, pg_current_snapshot() as upto,
+    pg_current_xact_id_if_assigned() as own,
+    coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id,
+    exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs
+  into v_look
+  from queue.cursor k
+  where k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid
+    and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
+      and w.apart_since is null) is true
+    and exists (select from queue.pending_settlement h
+      where h.xid >= coalesce(k.in_flight[1], k.next_xid)) is false
+    and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false
+    and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false
+    and exists (select from queue.pause p where p.task is not null) is false
+    and exists (select from queue.lane l where l.retag_from is not null) is false
+    and exists (
+      select from unnest(k.in_flight) x (xid)
+      where pg_visible_in_snapshot(x.xid, pg_current_snapshot())
+        and x.xid is distinct from pg_current_xact_id_if_assigned()
+        and exists (select from queue.job j where j.xid = x.xid)) is false
+    and exists (
+      select from queue.lane l
+      cross join lateral (
+        select from queue.active_job aj
+        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id)
+          and aj.claim is null limit 1) r
+      where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
+        and (l.paused_until is null or l.paused_until <= v_now)) is false
+  order by k.tick desc limit 1;
+  if v_look.tick is null or v_look.has_jobs = v_look.has_backlog then
+    return;
+  end if;
+  while p_n > 0 loop
+    if v_look.has_backlog then
+      perform queue._scan_backlog(1000) where exists (select from queue.backlog);
+      exit when not queue._may_backlog_wait();
+      select p.no, p.from_xid, p.from_id, p.to_xid, p.to_id, p.upto, p.own into v_part
+      from queue.backlog_part p order by p.priority desc, p.no limit 1;
+      exit when not found;
+    else
+      select null::bigint as no, v_look.next_xid as from_xid, -9223372036854775808 as from_id,
+        pg_snapshot_xmax(v_look.upto) as to_xid, 9223372036854775807 as to_id, v_look.upto, v_look.own
+      into v_part;
+    end if;
+    first_claim := coalesce(first_claim, nextval('queue.claim_seq'));
+    with fresh as materialized (
+      select j.id, j.xid, j.flags, j.queue, j.priority,
+        j.flags & (8575/* gated */ | 4096/* needed */ | 2048/* overridden */) = 0 and j.deadline is null
+          and (j.options ? 'share') is not true and j.id > v_look.high_need_id as is_plain
+      from queue.job j
+      where (j.xid, j.id) > (v_part.from_xid, v_part.from_id)
+        and (j.xid, j.id) <= (v_part.to_xid, v_part.to_id)
+        and pg_visible_in_snapshot(j.xid, v_part.upto) and j.xid is distinct from v_part.own
+      order by j.xid, j.id limit p_n + case when v_part.no is null then 1 else 0 end),
+    lane as materialized (
+      select l.lane, l.queue, l.priority, l.extra_flags
+      from (select f.queue, f.priority from fresh f limit 1) f
+      cross join lateral (
+        select l.lane, l.queue, l.priority, l.extra_flags from queue.lane l
+        where l.queue = f.queue and l.priority = f.priority and l.kind = 0/* lane_plain */
+          and l.tag_base is null and (l.paused_until is null or l.paused_until <= v_now)
+          and (p_queues is null or l.queue = any (p_queues)) and (v_lane is null or l.lane = v_lane)
+        limit 1) l),
+    slice as materialized (
+      select count(*) as n, array_agg(f.id) as ids, bit_or(f.flags) as flags, min(l.lane) as lane,
+        (array_agg(f.xid))[count(*)] as xid, max(f.id) as high_id,
+        bool_and(f.is_plain and f.queue = l.queue and f.priority = l.priority) and count(*) <= p_n as is_plain
+      from fresh f left join lane l on true),
+    claimed as (
+      insert into queue.active_job (id, deadline, attempt, flags, claim, claimed_at, worker_id)
+      select f.id, 'infinity', 1, f.flags | (select l.extra_flags from lane l), first_claim,
+        (select clock_timestamp()), p_worker
+      from fresh f where (select s.is_plain from slice s))
+    select s.* into v_read from slice s;
+    if v_part.no is null and v_read.n > p_n then
+      insert into queue.backlog (no, from_xid, from_id, to_xid, upto, own, is_first)
+      values (nextval('queue.tick_seq'), v_part.from_xid, v_part.from_id, v_part.to_xid, v_part.upto,
+        v_part.own, true);
+      perform queue._move_cursor(v_look.tick, v_look.upto, v_look.own, v_look.high_id, true, v_look.due_at);
+      v_look.has_backlog := true;
+      continue;
+    end if;
+    exit when v_read.is_plain is not true;
+    ids := ids || v_read.ids;
+    v_lane := v_read.lane;
+    v_flags := v_flags | v_read.flags;
+    p_n := p_n - v_read.n;
+    if v_part.no is null then
+      perform queue._move_cursor(v_look.tick, v_look.upto, v_look.own,
+        greatest(v_look.high_id, v_read.high_id), false, v_look.due_at);
+      is_all := true;
+      exit;
+    elsif (v_read.xid, v_read.ids[v_read.n]) = (v_part.to_xid, v_part.to_id) then
+      delete from queue.backlog_part p where p.no = v_part.no;
+    else
+      update queue.backlog_part p set from_xid = v_read.xid, from_id = v_read.ids[v_read.n]
+      where p.no = v_part.no;
+    end if;
+  end loop;
+  if ids is null then
+    first_claim := null;
+    return;
+  end if;
+  if v_flags < 0 then
+    first_claim := null;
+  end if;
+  if v_flags & 128/* lease */ <> 0 then
+    perform queue._lease_timeouts(ids, aj.claim, aj.claimed_at) from queue.active_job aj where aj.id = ids[1];
+  end if;
+  ids := array(select u.id from unnest(ids) u (id) order by u.id);
+end $$;
+
 -- work/claim.sql
 -- Claiming: one lane, or the full loop; a newcomer: claim_newcomer.sql. finish.sql fences claims; their
 -- numbers: base/era.sql.
@@ -14993,6 +15187,7 @@ declare
   v_is_claimed boolean := false;
   v_max_jobs integer := p_max_jobs;
   v_claimed record;
+  v_slice record;
   v_choice record;
   v_attempt smallint;
   v_flags smallint;
@@ -15011,7 +15206,26 @@ begin
       and queue._lock_admission(false)
   then
     v_has_lock := true;
-    select a.has_more, a.admitted into v_has_more, v_admitted from queue._admit(greatest(1000, p_max_jobs)) a;
+    if p_max_jobs >= 30/* bulk */ and p_queues is not null then
+      v_queues := queue._match_queues(p_queues);
+    end if;
+    if p_max_jobs >= 30/* bulk */ and current_setting('pgdefer.was_dry', true) in ('on', 'slice') then
+      v_slice := queue._claim_slice(p_worker, v_queues, p_max_jobs);
+      ids := v_slice.ids;
+      first_claim := v_slice.first_claim;
+      if ids is not null then
+        if v_slice.is_all or cardinality(ids) = p_max_jobs then
+          perform set_config('pgdefer.was_dry', case when v_slice.is_all then 'on' else 'slice' end, false);
+        else
+          select c.ids, c.first_claim into ids, first_claim
+          from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, true,
+            true, true, false, p_at_once) c;
+        end if;
+        return;
+      end if;
+    end if;
+    select a.has_more, a.admitted into v_has_more, v_admitted
+    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs >= 30/* bulk */, v_queues) a;
     perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
   end if;
   if p_queues is not null then
@@ -15093,7 +15307,7 @@ declare
   v_queues text[] := p_queues;
   v_has_lock boolean := p_has_lock;
   v_has_more boolean := p_has_more;
-  v_is_dry boolean := p_is_dry;
+  v_was_dry text := case when p_is_dry then 'on' else 'off' end;  -- as the setting
   v_max_jobs integer := p_max_jobs;
   v_admit record;
   v_choice record;
@@ -15188,9 +15402,18 @@ begin
       v_has_lock := queue._lock_admission(ids is null and p_may_wait);
       exit when not v_has_lock;
     end if;
+    if p_max_jobs >= 30/* bulk */ then
+      v_claimed := queue._claim_slice(p_worker, v_queues, v_max_jobs - coalesce(cardinality(ids), 0));
+      if v_claimed.ids is not null then
+        first_claim := case when ids is null then v_claimed.first_claim end;
+        ids := ids || v_claimed.ids;
+        v_was_dry := case when v_claimed.is_all then 'on' else 'slice' end;
+        exit when v_claimed.is_all or cardinality(ids) >= v_max_jobs;
+      end if;
+    end if;
     v_admit := queue._admit(greatest(1000, p_max_jobs));
     v_has_more := v_admit.has_more;
-    v_is_dry := v_admit.admitted <= p_max_jobs;
+    v_was_dry := case when v_admit.admitted <= p_max_jobs then 'on' else 'off' end;
     if v_queues is distinct from p_queues then
       v_queues := queue._match_queues(p_queues);  -- admission may have found a new queue
     end if;
@@ -15199,8 +15422,8 @@ begin
     ids := queue._claim_alone(p_worker, v_ready);
     first_claim := null;
   end if;
-  if v_is_dry is distinct from (current_setting('pgdefer.was_dry', true) = 'on') then
-    perform set_config('pgdefer.was_dry', case when v_is_dry then 'on' else 'off' end, false);
+  if v_was_dry is distinct from current_setting('pgdefer.was_dry', true) then
+    perform set_config('pgdefer.was_dry', v_was_dry, false);
   end if;
   if random() * 300 < least(cardinality(ids), 20) and v_lanes is not null
     and (v_has_lock or queue._lock_admission(false)) then
@@ -15291,16 +15514,15 @@ begin
       end if;
     end if;
     if cardinality(ids) = 1 and v_pending is null then
-      insert into queue.active_job (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
-      select j.id, 'infinity', l.lane, 1, j.flags | l.extra_flags, nextval('queue.claim_seq'),
+      insert into queue.active_job (id, deadline, attempt, flags, claim, claimed_at, worker_id)
+      select j.id, 'infinity', 1, j.flags | l.extra_flags, nextval('queue.claim_seq'),
         clock_timestamp(), p_worker
       from queue.job j
       cross join lateral (
-        select l.lane, l.extra_flags from queue.lane l
-        where l.queue = j.queue and l.priority = j.priority and l.kind = 0/* lane_plain */ and not l.is_idle
+        select l.extra_flags from queue.lane l
+        where l.queue = j.queue and l.priority = j.priority and l.kind = 0/* lane_plain */
           and l.paused_until is null and l.tag_base is null
-          and (v_queues is null or l.queue = any (v_queues))
-          and ('infinity', j.id) >= (l.low_deadline, l.low_id) limit 1) l
+          and (v_queues is null or l.queue = any (v_queues)) limit 1) l
       where j.id = ids[1] and j.flags & (8575/* gated */ | 4096/* needed */ | 128/* lease */ | -32768/* large */ | 2048/* overridden */) = 0
         and j.deadline is null and (j.options ? 'share') is not true
         and j.id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
@@ -15311,10 +15533,6 @@ begin
           in_flight = case when pg_snapshot_xmin(v_upto) < pg_snapshot_xmax(v_upto)
             then queue._in_flight(v_upto, v_own) else '{}' end
         where k.tick = v_tick;
-        if first_claim % 300 = 0 then  -- once in a while
-          perform queue._raise_marks(array(select l.lane from queue.lane l
-            where not l.is_idle and l.kind = 0/* lane_plain */));
-        end if;
         return;
       end if;
     elsif v_pending is not null then
@@ -16999,7 +17217,7 @@ begin
   perform queue._check_isolation();
   perform queue._check_queue(delete_queue.name);
   perform from queue.active_job aj
-  where aj.lane = any (array(select l.lane from queue.lane l where l.queue = delete_queue.name))
+  where aj.id = any (array(select q.id from queue._active_jobs_of(delete_queue.name) q))
   order by aj.id for no key update;
   perform queue._admit_all();
   if not exists (select from queue.queue_config c where c.queue = delete_queue.name)
@@ -17702,9 +17920,9 @@ begin
   where l.queue = configure_queue.name;
   if v_retain is not null then
     update queue.active_job aj set flags = aj.flags | 512/* retain */
-    where aj.id = any (array(select aj.id from queue.lane l join queue.active_job aj on aj.lane = l.lane
-                            where l.queue = configure_queue.name
-                              and aj.flags & 512/* retain */ = 0 for update of aj skip locked));
+    where aj.id = any (array(
+      select aj.id from queue._active_jobs_of(configure_queue.name) q join queue.active_job aj on aj.id = q.id
+      where aj.flags & 512/* retain */ = 0 for update of aj skip locked));
     update queue.waiting w set flags = w.flags | 512/* retain */
     where w.reason = 'slot'
       and w.lane = any (array(select l.lane from queue.lane l where l.queue = configure_queue.name));
@@ -18592,8 +18810,7 @@ begin
     select 'a settlement that the cursor has passed'::text, o.job_id, o.kind
     from queue._orphaned_settlements() o;
   return query
-    select 'due before the due mark'::text, w.id,
-      format('at %s, mark %s', w.at, k.due_at)
+    select 'due before the due mark'::text, w.id, format('at %s, mark %s', w.at, k.due_at)
     from queue.waiting w
     cross join queue.cursor_now k
     where w.at < k.due_at;
@@ -18603,7 +18820,8 @@ begin
     where aj.claim is null and ((aj.deadline, aj.id) < (l.low_deadline, l.low_id) or l.is_idle);
   return query
     select 'in a missing lane'::text, aj.id, format('lane %s', aj.lane)
-    from queue.active_job aj where not exists (select from queue.lane l where l.lane = aj.lane)
+    from queue.active_job aj
+    where not (aj.lane is null and aj.claim > 0 or exists (select from queue.lane l where l.lane = aj.lane))
     union all
     select 'waits for a slot in a missing lane', w.id, format('lane %s', w.lane) from queue.waiting w
     where w.lane is not null and not exists (select from queue.lane l where l.lane = w.lane)
@@ -19246,9 +19464,9 @@ begin
         and u.due_at <= v_now + autoscale_hint.within
       group by u.queue),
     r as (
-      select l.queue, avg(v_now - aj.claimed_at) as run_for
-      from queue.active_job aj join queue.lane l on l.lane = aj.lane where aj.claim is not null
-      group by l.queue),
+      select j.queue, avg(v_now - aj.claimed_at) as run_for
+      from queue.active_job aj join queue.job_now j on j.id = aj.id where aj.claim is not null
+      group by j.queue),
     d as (
       select j.queue, count(*) / 300.0 as rate,
         avg(f.finished_at - f.started_at) as run_for,

@@ -21,6 +21,7 @@ declare
   v_is_claimed boolean := false;
   v_max_jobs integer := p_max_jobs;
   v_claimed record;
+  v_slice record;
   v_choice record;
   v_attempt smallint;
   v_flags smallint;
@@ -39,7 +40,26 @@ begin
       and queue._lock_admission(false)
   then
     v_has_lock := true;
-    select a.has_more, a.admitted into v_has_more, v_admitted from queue._admit(greatest(1000, p_max_jobs)) a;
+    if p_max_jobs >= {{bulk}} and p_queues is not null then
+      v_queues := queue._match_queues(p_queues);
+    end if;
+    if p_max_jobs >= {{bulk}} and current_setting('pgdefer.was_dry', true) in ('on', 'slice') then
+      v_slice := queue._claim_slice(p_worker, v_queues, p_max_jobs);
+      ids := v_slice.ids;
+      first_claim := v_slice.first_claim;
+      if ids is not null then
+        if v_slice.is_all or cardinality(ids) = p_max_jobs then
+          perform set_config('pgdefer.was_dry', case when v_slice.is_all then 'on' else 'slice' end, false);
+        else
+          select c.ids, c.first_claim into ids, first_claim
+          from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, true,
+            true, true, false, p_at_once) c;
+        end if;
+        return;
+      end if;
+    end if;
+    select a.has_more, a.admitted into v_has_more, v_admitted
+    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs >= {{bulk}}, v_queues) a;
     perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
   end if;
   if p_queues is not null then
@@ -121,7 +141,7 @@ declare
   v_queues text[] := p_queues;
   v_has_lock boolean := p_has_lock;
   v_has_more boolean := p_has_more;
-  v_is_dry boolean := p_is_dry;
+  v_was_dry text := case when p_is_dry then 'on' else 'off' end;  -- as the setting
   v_max_jobs integer := p_max_jobs;
   v_admit record;
   v_choice record;
@@ -216,9 +236,18 @@ begin
       v_has_lock := queue._lock_admission(ids is null and p_may_wait);
       exit when not v_has_lock;
     end if;
+    if p_max_jobs >= {{bulk}} then
+      v_claimed := queue._claim_slice(p_worker, v_queues, v_max_jobs - coalesce(cardinality(ids), 0));
+      if v_claimed.ids is not null then
+        first_claim := case when ids is null then v_claimed.first_claim end;
+        ids := ids || v_claimed.ids;
+        v_was_dry := case when v_claimed.is_all then 'on' else 'slice' end;
+        exit when v_claimed.is_all or cardinality(ids) >= v_max_jobs;
+      end if;
+    end if;
     v_admit := queue._admit(greatest(1000, p_max_jobs));
     v_has_more := v_admit.has_more;
-    v_is_dry := v_admit.admitted <= p_max_jobs;
+    v_was_dry := case when v_admit.admitted <= p_max_jobs then 'on' else 'off' end;
     if v_queues is distinct from p_queues then
       v_queues := queue._match_queues(p_queues);  -- admission may have found a new queue
     end if;
@@ -227,8 +256,8 @@ begin
     ids := queue._claim_alone(p_worker, v_ready);
     first_claim := null;
   end if;
-  if v_is_dry is distinct from (current_setting('pgdefer.was_dry', true) = 'on') then
-    perform set_config('pgdefer.was_dry', case when v_is_dry then 'on' else 'off' end, false);
+  if v_was_dry is distinct from current_setting('pgdefer.was_dry', true) then
+    perform set_config('pgdefer.was_dry', v_was_dry, false);
   end if;
   if random() * 300 < least(cardinality(ids), 20) and v_lanes is not null
     and (v_has_lock or queue._lock_admission(false)) then

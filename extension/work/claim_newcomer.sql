@@ -80,16 +80,15 @@ begin
       end if;
     end if;
     if cardinality(ids) = 1 and v_pending is null then
-      insert into queue.active_job (id, deadline, lane, attempt, flags, claim, claimed_at, worker_id)
-      select j.id, 'infinity', l.lane, 1, j.flags | l.extra_flags, nextval('queue.claim_seq'),
+      insert into queue.active_job (id, deadline, attempt, flags, claim, claimed_at, worker_id)
+      select j.id, 'infinity', 1, j.flags | l.extra_flags, nextval('queue.claim_seq'),
         clock_timestamp(), p_worker
       from queue.job j
       cross join lateral (
-        select l.lane, l.extra_flags from queue.lane l
-        where l.queue = j.queue and l.priority = j.priority and l.kind = {{lane_plain}} and not l.is_idle
+        select l.extra_flags from queue.lane l
+        where l.queue = j.queue and l.priority = j.priority and l.kind = {{lane_plain}}
           and l.paused_until is null and l.tag_base is null
-          and (v_queues is null or l.queue = any (v_queues))
-          and ('infinity', j.id) >= (l.low_deadline, l.low_id) limit 1) l
+          and (v_queues is null or l.queue = any (v_queues)) limit 1) l
       where j.id = ids[1] and j.flags & ({{gated}} | {{needed}} | {{lease}} | {{large}} | {{overridden}}) = 0
         and j.deadline is null and (j.options ? 'share') is not true
         and j.id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
@@ -100,10 +99,6 @@ begin
           in_flight = case when pg_snapshot_xmin(v_upto) < pg_snapshot_xmax(v_upto)
             then queue._in_flight(v_upto, v_own) else '{}' end
         where k.tick = v_tick;
-        if first_claim % 300 = 0 then  -- once in a while
-          perform queue._raise_marks(array(select l.lane from queue.lane l
-            where not l.is_idle and l.kind = {{lane_plain}}));
-        end if;
         return;
       end if;
     elsif v_pending is not null then

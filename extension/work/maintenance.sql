@@ -19,7 +19,7 @@ begin
     admitted := 0;
     pruned := 0;
   else
-    select d.admitted, d.pruned into admitted, pruned from queue._do_duties(interval '1 s') d;
+    select d.admitted, d.pruned into admitted, pruned from queue._do_duties(interval '1 s', 10000) d;
   end if;
   next_due := queue._next_due();
   {{if_operator}}
@@ -45,7 +45,7 @@ begin
   end if;
   perform from queue._reap(p_budget);
   if queue._lock_admission(false) then
-    perform from queue._do_duties(p_budget);
+    perform from queue._do_duties(p_budget, 10);
   end if;
 exception when others then
   raise warning 'pgdefer: maintenance failed: % (%)', sqlerrm, sqlstate;
@@ -75,10 +75,12 @@ begin
   end if;
 end $$;
 
--- Work that is due besides reaping, for tick and _maintain: admission for p_budget, expiry, repair,
--- counting what ended, pruning.
+-- Work that is due besides reaping, for tick and _maintain: admission, for p_budget and at most p_slices
+-- slices, as fetch admits a backlog at less cost (work/claim_slice.sql); expiry, repair, counting what ended,
+-- pruning.
 -- Locks: the caller holds the admission lock.
-create or replace function queue._do_duties(p_budget interval, out admitted integer, out pruned integer)
+create or replace function queue._do_duties(
+  p_budget interval, p_slices integer, out admitted integer, out pruned integer)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_admit record;
@@ -86,7 +88,7 @@ declare
   v_safe_at timestamptz := queue._safe_at();
 begin
   admitted := 0;
-  loop
+  for v_slice in 1 .. p_slices loop
     select a.* into v_admit from queue._admit(1000) a;
     admitted := admitted + v_admit.admitted;
     exit when not v_admit.has_more or clock_timestamp() > v_start + p_budget;

@@ -41,7 +41,8 @@ create table queue.backlog (
 
 -- Parts of such ranges that have been scanned, one slice each; they are read by priority. Rows with a
 -- priority between tops[i] and bottoms[i] are not admitted yet; priority is the first of tops. is_mixed: the
--- part had several of these bands.
+-- part had several of these bands. queue: that of all its jobs, if they are plain, without deadline and
+-- share, and have one queue and priority.
 create table queue.backlog_part (
   no bigint not null,
   priority integer not null,
@@ -53,6 +54,7 @@ create table queue.backlog_part (
   to_id bigint not null,
   upto pg_snapshot not null,
   own xid8,
+  queue text collate "C",
   tops integer[] not null,
   bottoms integer[] not null,
   constraint backlog_part_pkey primary key (no)

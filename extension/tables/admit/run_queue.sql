@@ -1,10 +1,11 @@
--- Ready and running jobs. The rows are narrow: a claim is a HOT update (48 bytes before, 72 after). deadline:
--- it orders the jobs of a lane, before their ids; infinity without a deadline, a tag if there are shares
+-- Ready and running jobs. The rows are narrow: a claim is a HOT update (48 bytes before, 72 after). lane:
+-- NULL if the job was claimed as it was admitted, so that no lane has ever listed it. deadline: it orders the
+-- jobs of a lane, before their ids; infinity without a deadline, a tag if there are shares
 -- (admit/shares.sql).
 create table queue.active_job (
   id bigint not null,
   deadline timestamptz not null,
-  lane integer not null,
+  lane integer,
   attempt smallint not null,
   flags smallint not null,
   claim bigint,

@@ -167,12 +167,16 @@ left join lateral (
     and (p.queue is null or p.queue = q.queue or right(p.queue, 1) = '*'
     and starts_with(q.queue, left(p.queue, -1)))
   order by p.no desc limit 1) p on true
-left join (select l.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.running)::bigint as running
-           from queue.lane l
-           -- counted before the join, because after it a million jobs take three times as long
-           join (select aj.lane, count(*) as jobs, count(aj.claim) as running
-                 from queue.active_job aj group by aj.lane) a on a.lane = l.lane
-           group by l.queue) x on x.queue = q.queue
+left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.running)::bigint as running
+           from (
+             select l.queue, a.jobs, a.running from queue.lane l
+             -- counted before the join, because after it a million jobs take three times as long
+             join (select aj.lane, count(*) as jobs, count(aj.claim) as running
+                   from queue.active_job aj where aj.lane is not null group by aj.lane) a on a.lane = l.lane
+             union all
+             select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
+             where aj.lane is null) a
+           group by a.queue) x on x.queue = q.queue
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
 comment on view queue.queues is
