@@ -15027,7 +15027,7 @@ end $$;
 
 -- work/claim_slice.sql
 -- Claiming many jobs in the moment of admission, if nothing else is to be done.
--- Tests: work/claim_slice.sql.
+-- Tests: work/claim_slice.sql, work/claim.slices.spec.
 
 -- Claims up to p_n jobs as they are admitted, if no lane of p_queues (NULL: any) has a ready job, nothing
 -- is due or handed over, no task is paused, and the next jobs are plain and have one queue and priority.
