@@ -147,6 +147,8 @@ end $$;
 -- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that is no less urgent.
 create or replace function queue._has_stock(p_queues text[])
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_queues text[] := case when p_queues is not null then queue._match_queues(p_queues) end;
 begin
   return queue._may_backlog_wait()
     and exists (
@@ -155,7 +157,7 @@ begin
         select from queue.active_job aj
         where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
         limit 1) r
-      where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
+      where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
         and (l.paused_until is null or l.paused_until <= clock_timestamp())
         and (l.priority >= (select max(p.priority) from queue.backlog_part p)) is not false);
 end $$;

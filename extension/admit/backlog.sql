@@ -23,14 +23,11 @@ begin
         then min(s.queue) end as queue
     into v_seen
     from (
-      select l.xid, l.id, coalesce((l.job_options).priority, 0) as priority,
-        coalesce((l.job_options).queue, 'default') as queue,
-        l.job_options is null or coalesce((l.job_options).flags, 0) & ({{gated}} | {{needed}}) = 0
-          and (l.job_options).deadline is null and ((l.job_options).options ? 'share') is not true as is_plain
-      from queue.log l
-      where (l.xid, l.id) > (v_range.from_xid, v_range.from_id) and l.xid <= v_range.to_xid
-        and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own
-      order by l.xid, l.id limit p_slice) s;
+      select j.xid, j.id, j.priority, j.queue, {{is_plain}} as is_plain
+      from queue.job j
+      where (j.xid, j.id) > (v_range.from_xid, v_range.from_id) and j.xid <= v_range.to_xid
+        and pg_visible_in_snapshot(j.xid, v_range.upto) and j.xid is distinct from v_range.own
+      order by j.xid, j.id limit p_slice) s;
     if v_seen.n > 0 then
       if v_seen.low = v_seen.high then
         select array[v_seen.high] as tops, array[v_seen.low] as bottoms into v_bands;

@@ -10332,14 +10332,11 @@ begin
         then min(s.queue) end as queue
     into v_seen
     from (
-      select l.xid, l.id, coalesce((l.job_options).priority, 0) as priority,
-        coalesce((l.job_options).queue, 'default') as queue,
-        l.job_options is null or coalesce((l.job_options).flags, 0) & (8575/* gated */ | 4096/* needed */) = 0
-          and (l.job_options).deadline is null and ((l.job_options).options ? 'share') is not true as is_plain
-      from queue.log l
-      where (l.xid, l.id) > (v_range.from_xid, v_range.from_id) and l.xid <= v_range.to_xid
-        and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own
-      order by l.xid, l.id limit p_slice) s;
+      select j.xid, j.id, j.priority, j.queue, j.flags & (8575/* gated */ | 4096/* needed */ | 2048/* overridden */) = 0 and j.deadline is null and (j.options ? 'share') is not true as is_plain
+      from queue.job j
+      where (j.xid, j.id) > (v_range.from_xid, v_range.from_id) and j.xid <= v_range.to_xid
+        and pg_visible_in_snapshot(j.xid, v_range.upto) and j.xid is distinct from v_range.own
+      order by j.xid, j.id limit p_slice) s;
     if v_seen.n > 0 then
       if v_seen.low = v_seen.high then
         select array[v_seen.high] as tops, array[v_seen.low] as bottoms into v_bands;
@@ -10715,6 +10712,8 @@ end $$;
 -- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that is no less urgent.
 create or replace function queue._has_stock(p_queues text[])
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_queues text[] := case when p_queues is not null then queue._match_queues(p_queues) end;
 begin
   return queue._may_backlog_wait()
     and exists (
@@ -10723,7 +10722,7 @@ begin
         select from queue.active_job aj
         where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
         limit 1) r
-      where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
+      where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
         and (l.paused_until is null or l.paused_until <= clock_timestamp())
         and (l.priority >= (select max(p.priority) from queue.backlog_part p)) is not false);
 end $$;
@@ -15044,6 +15043,7 @@ create or replace function queue._claim_slice(
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
+  v_queues text[];
   v_look record;
   v_part record;
   v_read record;
@@ -15051,34 +15051,24 @@ declare
   v_flags integer := 0;
 begin
   is_all := false;
+  if p_queues is not null then
+    v_queues := queue._match_queues(p_queues);
+  end if;
   select k.tick, k.next_xid, k.has_backlog, k.high_id, k.due_at, pg_current_snapshot() as upto,
     pg_current_xact_id_if_assigned() as own,
     coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id,
     exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs
   into v_look
   from queue.cursor k
-  where k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid
-    and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
-      and w.apart_since is null) is true
+  where k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null and w.apart_since is null) is true and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false and exists (select from queue.pause p where p.task is not null) is false and exists (select from queue.lane l cross join lateral (select from queue.active_job aj where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null limit 1) r where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now)) is false
     and exists (select from queue.pending_settlement h
       where h.xid >= coalesce(k.in_flight[1], k.next_xid)) is false
-    and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false
-    and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false
-    and exists (select from queue.pause p where p.task is not null) is false
     and exists (select from queue.lane l where l.retag_from is not null) is false
     and exists (
       select from unnest(k.in_flight) x (xid)
       where pg_visible_in_snapshot(x.xid, pg_current_snapshot())
         and x.xid is distinct from pg_current_xact_id_if_assigned()
         and exists (select from queue.job j where j.xid = x.xid)) is false
-    and exists (
-      select from queue.lane l
-      cross join lateral (
-        select from queue.active_job aj
-        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id)
-          and aj.claim is null limit 1) r
-      where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
-        and (l.paused_until is null or l.paused_until <= v_now)) is false
   order by k.tick desc limit 1;
   if v_look.tick is null or v_look.has_jobs = v_look.has_backlog then
     return;
@@ -15098,8 +15088,7 @@ begin
     first_claim := coalesce(first_claim, nextval('queue.claim_seq'));
     with fresh as materialized (
       select j.id, j.xid, j.flags, j.queue, j.priority,
-        j.flags & (8575/* gated */ | 4096/* needed */ | 2048/* overridden */) = 0 and j.deadline is null
-          and (j.options ? 'share') is not true and j.id > v_look.high_need_id as is_plain
+        j.flags & (8575/* gated */ | 4096/* needed */ | 2048/* overridden */) = 0 and j.deadline is null and (j.options ? 'share') is not true and j.id > v_look.high_need_id as is_plain
       from queue.job j
       where (j.xid, j.id) > (v_part.from_xid, v_part.from_id)
         and (j.xid, j.id) <= (v_part.to_xid, v_part.to_id)
@@ -15112,7 +15101,7 @@ begin
         select l.lane, l.queue, l.priority, l.extra_flags from queue.lane l
         where l.queue = f.queue and l.priority = f.priority and l.kind = 0/* lane_plain */
           and l.tag_base is null and (l.paused_until is null or l.paused_until <= v_now)
-          and (p_queues is null or l.queue = any (p_queues)) and (v_lane is null or l.lane = v_lane)
+          and (v_queues is null or l.queue = any (v_queues)) and (v_lane is null or l.lane = v_lane)
         limit 1) l),
     slice as materialized (
       select count(*) as n, array_agg(f.id) as ids, bit_or(f.flags) as flags, min(l.lane) as lane,
@@ -15169,8 +15158,9 @@ end $$;
 -- Tests: work/fetch.sql, work/claim.two.spec.
 
 -- Claims ready jobs, and admits if that is due: every 10 ms, because newcomers may have a higher priority, or
--- if the admission lock is already held (p_has_lock). This function handles the most common case, one plain
--- lane with enough jobs; the rest is left to _claim_loop.
+-- if the admission lock is already held (p_has_lock). If the last fetch left no job ready (the hint was_dry),
+-- one that asks for many claims them as it admits them (work/claim_slice.sql). This function handles the most
+-- common case, one plain lane with enough jobs; the rest is left to _claim_loop.
 -- Locks: the admission lock by try; rows of queue.active_job by skip locked; the admission lock by try.
 -- For why claims rise, and come after the jobs that they follow, see _claim_plain.
 -- In one piece: with a function that claims one job, defer, fetch and succeed of it cost 1.1 % more.
@@ -15206,11 +15196,8 @@ begin
       and queue._lock_admission(false)
   then
     v_has_lock := true;
-    if p_max_jobs >= 30/* bulk */ and p_queues is not null then
-      v_queues := queue._match_queues(p_queues);
-    end if;
     if p_max_jobs >= 30/* bulk */ and current_setting('pgdefer.was_dry', true) in ('on', 'slice') then
-      v_slice := queue._claim_slice(p_worker, v_queues, p_max_jobs);
+      v_slice := queue._claim_slice(p_worker, p_queues, p_max_jobs);
       ids := v_slice.ids;
       first_claim := v_slice.first_claim;
       if ids is not null then
@@ -15225,7 +15212,7 @@ begin
       end if;
     end if;
     select a.has_more, a.admitted into v_has_more, v_admitted
-    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs >= 30/* bulk */, v_queues) a;
+    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs >= 30/* bulk */, p_queues) a;
     perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
   end if;
   if p_queues is not null then
@@ -15403,7 +15390,7 @@ begin
       exit when not v_has_lock;
     end if;
     if p_max_jobs >= 30/* bulk */ then
-      v_claimed := queue._claim_slice(p_worker, v_queues, v_max_jobs - coalesce(cardinality(ids), 0));
+      v_claimed := queue._claim_slice(p_worker, p_queues, v_max_jobs - coalesce(cardinality(ids), 0));
       if v_claimed.ids is not null then
         first_claim := case when ids is null then v_claimed.first_claim end;
         ids := ids || v_claimed.ids;
@@ -15478,7 +15465,6 @@ begin
     if p_queues is not null then
       v_queues := queue._match_queues(p_queues);
     end if;
-    -- "is true" and "is false" keep the probes subplans; otherwise joins would be set up
     select k.tick, k.in_flight, pg_current_snapshot(), pg_current_xact_id_if_assigned(),
       array(
         select j.id from queue.job j
@@ -15491,20 +15477,7 @@ begin
        from queue.pending_settlement h where h.xid >= coalesce(k.in_flight[1], k.next_xid) limit 1)
     into v_tick, v_in_flight, v_upto, v_own, ids, v_pending
     from queue.cursor k
-    where not k.has_backlog and k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid
-      and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
-        and w.apart_since is null) is true
-      and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false
-      and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false
-      and exists (select from queue.pause p where p.task is not null) is false
-      and exists (
-        select from queue.lane l
-        cross join lateral (
-          select from queue.active_job aj
-          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id)
-            and aj.claim is null limit 1) r
-        where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
-          and (l.paused_until is null or l.paused_until <= v_now)) is false
+    where not k.has_backlog and k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null and w.apart_since is null) is true and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false and exists (select from queue.pause p where p.task is not null) is false and exists (select from queue.lane l cross join lateral (select from queue.active_job aj where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null limit 1) r where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now)) is false
     order by k.tick desc limit 1;
     if v_in_flight <> '{}' then
       if exists (select from unnest(v_in_flight) x (xid)
@@ -15523,8 +15496,7 @@ begin
         where l.queue = j.queue and l.priority = j.priority and l.kind = 0/* lane_plain */
           and l.paused_until is null and l.tag_base is null
           and (v_queues is null or l.queue = any (v_queues)) limit 1) l
-      where j.id = ids[1] and j.flags & (8575/* gated */ | 4096/* needed */ | 128/* lease */ | -32768/* large */ | 2048/* overridden */) = 0
-        and j.deadline is null and (j.options ? 'share') is not true
+      where j.id = ids[1] and j.flags & (8575/* gated */ | 4096/* needed */ | 2048/* overridden */) = 0 and j.deadline is null and (j.options ? 'share') is not true and j.flags & (128/* lease */ | -32768/* large */) = 0
         and j.id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
       returning claim into first_claim;
       if first_claim is not null then

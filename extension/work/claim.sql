@@ -3,8 +3,9 @@
 -- Tests: work/fetch.sql, work/claim.two.spec.
 
 -- Claims ready jobs, and admits if that is due: every 10 ms, because newcomers may have a higher priority, or
--- if the admission lock is already held (p_has_lock). This function handles the most common case, one plain
--- lane with enough jobs; the rest is left to _claim_loop.
+-- if the admission lock is already held (p_has_lock). If the last fetch left no job ready (the hint was_dry),
+-- one that asks for many claims them as it admits them (work/claim_slice.sql). This function handles the most
+-- common case, one plain lane with enough jobs; the rest is left to _claim_loop.
 -- Locks: the admission lock by try; rows of queue.active_job by skip locked; the admission lock by try.
 -- For why claims rise, and come after the jobs that they follow, see _claim_plain.
 -- In one piece: with a function that claims one job, defer, fetch and succeed of it cost 1.1 % more.
@@ -40,11 +41,8 @@ begin
       and queue._lock_admission(false)
   then
     v_has_lock := true;
-    if p_max_jobs >= {{bulk}} and p_queues is not null then
-      v_queues := queue._match_queues(p_queues);
-    end if;
     if p_max_jobs >= {{bulk}} and current_setting('pgdefer.was_dry', true) in ('on', 'slice') then
-      v_slice := queue._claim_slice(p_worker, v_queues, p_max_jobs);
+      v_slice := queue._claim_slice(p_worker, p_queues, p_max_jobs);
       ids := v_slice.ids;
       first_claim := v_slice.first_claim;
       if ids is not null then
@@ -59,7 +57,7 @@ begin
       end if;
     end if;
     select a.has_more, a.admitted into v_has_more, v_admitted
-    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs >= {{bulk}}, v_queues) a;
+    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs >= {{bulk}}, p_queues) a;
     perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
   end if;
   if p_queues is not null then
@@ -237,7 +235,7 @@ begin
       exit when not v_has_lock;
     end if;
     if p_max_jobs >= {{bulk}} then
-      v_claimed := queue._claim_slice(p_worker, v_queues, v_max_jobs - coalesce(cardinality(ids), 0));
+      v_claimed := queue._claim_slice(p_worker, p_queues, v_max_jobs - coalesce(cardinality(ids), 0));
       if v_claimed.ids is not null then
         first_claim := case when ids is null then v_claimed.first_claim end;
         ids := ids || v_claimed.ids;

@@ -44,7 +44,6 @@ begin
     if p_queues is not null then
       v_queues := queue._match_queues(p_queues);
     end if;
-    -- "is true" and "is false" keep the probes subplans; otherwise joins would be set up
     select k.tick, k.in_flight, pg_current_snapshot(), pg_current_xact_id_if_assigned(),
       array(
         select j.id from queue.job j
@@ -57,20 +56,7 @@ begin
        from queue.pending_settlement h where h.xid >= coalesce(k.in_flight[1], k.next_xid) limit 1)
     into v_tick, v_in_flight, v_upto, v_own, ids, v_pending
     from queue.cursor k
-    where not k.has_backlog and k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid
-      and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
-        and w.apart_since is null) is true
-      and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false
-      and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false
-      and exists (select from queue.pause p where p.task is not null) is false
-      and exists (
-        select from queue.lane l
-        cross join lateral (
-          select from queue.active_job aj
-          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id)
-            and aj.claim is null limit 1) r
-        where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
-          and (l.paused_until is null or l.paused_until <= v_now)) is false
+    where not k.has_backlog and {{is_quiet}}
     order by k.tick desc limit 1;
     if v_in_flight <> '{}' then
       if exists (select from unnest(v_in_flight) x (xid)
@@ -89,8 +75,7 @@ begin
         where l.queue = j.queue and l.priority = j.priority and l.kind = {{lane_plain}}
           and l.paused_until is null and l.tag_base is null
           and (v_queues is null or l.queue = any (v_queues)) limit 1) l
-      where j.id = ids[1] and j.flags & ({{gated}} | {{needed}} | {{lease}} | {{large}} | {{overridden}}) = 0
-        and j.deadline is null and (j.options ? 'share') is not true
+      where j.id = ids[1] and {{is_plain}} and j.flags & ({{lease}} | {{large}}) = 0
         and j.id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
       returning claim into first_claim;
       if first_claim is not null then

@@ -16,6 +16,7 @@ create or replace function queue._claim_slice(
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
+  v_queues text[];
   v_look record;
   v_part record;
   v_read record;
@@ -23,34 +24,24 @@ declare
   v_flags integer := 0;
 begin
   is_all := false;
+  if p_queues is not null then
+    v_queues := queue._match_queues(p_queues);
+  end if;
   select k.tick, k.next_xid, k.has_backlog, k.high_id, k.due_at, pg_current_snapshot() as upto,
     pg_current_xact_id_if_assigned() as own,
     coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id,
     exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs
   into v_look
   from queue.cursor k
-  where k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid
-    and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
-      and w.apart_since is null) is true
+  where {{is_quiet}}
     and exists (select from queue.pending_settlement h
       where h.xid >= coalesce(k.in_flight[1], k.next_xid)) is false
-    and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false
-    and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false
-    and exists (select from queue.pause p where p.task is not null) is false
     and exists (select from queue.lane l where l.retag_from is not null) is false
     and exists (
       select from unnest(k.in_flight) x (xid)
       where pg_visible_in_snapshot(x.xid, pg_current_snapshot())
         and x.xid is distinct from pg_current_xact_id_if_assigned()
         and exists (select from queue.job j where j.xid = x.xid)) is false
-    and exists (
-      select from queue.lane l
-      cross join lateral (
-        select from queue.active_job aj
-        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id)
-          and aj.claim is null limit 1) r
-      where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
-        and (l.paused_until is null or l.paused_until <= v_now)) is false
   order by k.tick desc limit 1;
   if v_look.tick is null or v_look.has_jobs = v_look.has_backlog then
     return;
@@ -70,8 +61,7 @@ begin
     first_claim := coalesce(first_claim, nextval('queue.claim_seq'));
     with fresh as materialized (
       select j.id, j.xid, j.flags, j.queue, j.priority,
-        j.flags & ({{gated}} | {{needed}} | {{overridden}}) = 0 and j.deadline is null
-          and (j.options ? 'share') is not true and j.id > v_look.high_need_id as is_plain
+        {{is_plain}} and j.id > v_look.high_need_id as is_plain
       from queue.job j
       where (j.xid, j.id) > (v_part.from_xid, v_part.from_id)
         and (j.xid, j.id) <= (v_part.to_xid, v_part.to_id)
@@ -84,7 +74,7 @@ begin
         select l.lane, l.queue, l.priority, l.extra_flags from queue.lane l
         where l.queue = f.queue and l.priority = f.priority and l.kind = {{lane_plain}}
           and l.tag_base is null and (l.paused_until is null or l.paused_until <= v_now)
-          and (p_queues is null or l.queue = any (p_queues)) and (v_lane is null or l.lane = v_lane)
+          and (v_queues is null or l.queue = any (v_queues)) and (v_lane is null or l.lane = v_lane)
         limit 1) l),
     slice as materialized (
       select count(*) as n, array_agg(f.id) as ids, bit_or(f.flags) as flags, min(l.lane) as lane,
