@@ -144,7 +144,8 @@ begin
   end if;
 end $$;
 
--- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that is no less urgent.
+-- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that comes before it: by
+-- priority, then by id. New jobs are admitted before the backlog, and must not hold it up for ever.
 create or replace function queue._has_stock(p_queues text[])
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -154,12 +155,14 @@ begin
     and exists (
       select from queue.lane l
       cross join lateral (
-        select from queue.active_job aj
+        select aj.id from queue.active_job aj
         where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
-        limit 1) r
+        order by aj.deadline, aj.id limit 1) r
       where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
         and (l.paused_until is null or l.paused_until <= clock_timestamp())
-        and (l.priority >= (select max(p.priority) from queue.backlog_part p)) is not false);
+        and ((-l.priority, r.id) < (
+          select -p.priority, p.from_id from queue.backlog_part p
+          order by p.priority desc, p.no limit 1)) is not false);
 end $$;
 
 -- Admits a slice of the most urgent parts of the backlog. gated, parked: as _admit_range; is_read: all of it

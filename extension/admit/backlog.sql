@@ -23,7 +23,8 @@ begin
         then min(s.queue) end as queue
     into v_seen
     from (
-      select j.xid, j.id, j.priority, j.queue, {{is_plain}} as is_plain
+      select j.xid, j.id, j.priority, j.queue,
+        {{is_plain}} and (j.id > lag(j.id) over (order by j.xid, j.id)) is not false as is_plain
       from queue.job j
       where (j.xid, j.id) > (v_range.from_xid, v_range.from_id) and j.xid <= v_range.to_xid
         and pg_visible_in_snapshot(j.xid, v_range.upto) and j.xid is distinct from v_range.own
@@ -47,10 +48,10 @@ begin
           group by r.n * 8 / greatest(r.total, 8)) b;
       end if;
       insert into queue.backlog_part (no, priority, is_first, is_mixed, from_xid, from_id, to_xid, to_id,
-        upto, own, queue, tops, bottoms)
+        upto, own, queue, jobs, tops, bottoms)
       values (nextval('queue.tick_seq'), v_bands.tops[1], v_range.is_first, v_seen.low < v_seen.high,
         v_range.from_xid, v_range.from_id, v_seen.to_xid, v_seen.to_id, v_range.upto, v_range.own,
-        v_seen.queue, v_bands.tops, v_bands.bottoms);
+        v_seen.queue, v_seen.n, v_bands.tops, v_bands.bottoms);
     end if;
     if v_seen.n < p_slice then
       delete from queue.backlog b where b.no = v_range.no;

@@ -434,7 +434,7 @@ create table queue.backlog (
 -- Parts of such ranges that have been scanned, one slice each; they are read by priority. Rows with a
 -- priority between tops[i] and bottoms[i] are not admitted yet; priority is the first of tops. is_mixed: the
 -- part had several of these bands. queue: that of all its jobs, if they are plain, without deadline and
--- share, and have one queue and priority.
+-- share, of one queue and priority, and in the order of ids; jobs: how many are left of it then.
 create table queue.backlog_part (
   no bigint not null,
   priority integer not null,
@@ -447,6 +447,7 @@ create table queue.backlog_part (
   upto pg_snapshot not null,
   own xid8,
   queue text collate "C",
+  jobs bigint not null,
   tops integer[] not null,
   bottoms integer[] not null,
   constraint backlog_part_pkey primary key (no)
@@ -1525,7 +1526,9 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
                    from queue.active_job aj where aj.lane is not null group by aj.lane) a on a.lane = l.lane
              union all
              select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
-             where aj.lane is null) a
+             where aj.lane is null
+             union all
+             select p.queue, p.jobs, 0 from queue.backlog_part p where p.queue is not null) a
            group by a.queue) x on x.queue = q.queue
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
@@ -10332,7 +10335,8 @@ begin
         then min(s.queue) end as queue
     into v_seen
     from (
-      select j.xid, j.id, j.priority, j.queue, j.flags & (8575/* gated */ | 4096/* needed */ | 2048/* overridden */) = 0 and j.deadline is null and (j.options ? 'share') is not true as is_plain
+      select j.xid, j.id, j.priority, j.queue,
+        j.flags & (8575/* gated */ | 4096/* needed */ | 2048/* overridden */) = 0 and j.deadline is null and (j.options ? 'share') is not true and (j.id > lag(j.id) over (order by j.xid, j.id)) is not false as is_plain
       from queue.job j
       where (j.xid, j.id) > (v_range.from_xid, v_range.from_id) and j.xid <= v_range.to_xid
         and pg_visible_in_snapshot(j.xid, v_range.upto) and j.xid is distinct from v_range.own
@@ -10356,10 +10360,10 @@ begin
           group by r.n * 8 / greatest(r.total, 8)) b;
       end if;
       insert into queue.backlog_part (no, priority, is_first, is_mixed, from_xid, from_id, to_xid, to_id,
-        upto, own, queue, tops, bottoms)
+        upto, own, queue, jobs, tops, bottoms)
       values (nextval('queue.tick_seq'), v_bands.tops[1], v_range.is_first, v_seen.low < v_seen.high,
         v_range.from_xid, v_range.from_id, v_seen.to_xid, v_seen.to_id, v_range.upto, v_range.own,
-        v_seen.queue, v_bands.tops, v_bands.bottoms);
+        v_seen.queue, v_seen.n, v_bands.tops, v_bands.bottoms);
     end if;
     if v_seen.n < p_slice then
       delete from queue.backlog b where b.no = v_range.no;
@@ -10709,7 +10713,8 @@ begin
   end if;
 end $$;
 
--- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that is no less urgent.
+-- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that comes before it: by
+-- priority, then by id. New jobs are admitted before the backlog, and must not hold it up for ever.
 create or replace function queue._has_stock(p_queues text[])
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -10719,12 +10724,14 @@ begin
     and exists (
       select from queue.lane l
       cross join lateral (
-        select from queue.active_job aj
+        select aj.id from queue.active_job aj
         where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
-        limit 1) r
+        order by aj.deadline, aj.id limit 1) r
       where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
         and (l.paused_until is null or l.paused_until <= clock_timestamp())
-        and (l.priority >= (select max(p.priority) from queue.backlog_part p)) is not false);
+        and ((-l.priority, r.id) < (
+          select -p.priority, p.from_id from queue.backlog_part p
+          order by p.priority desc, p.no limit 1)) is not false);
 end $$;
 
 -- Admits a slice of the most urgent parts of the backlog. gated, parked: as _admit_range; is_read: all of it
@@ -15115,6 +15122,7 @@ begin
       from fresh f where (select s.is_plain from slice s))
     select s.* into v_read from slice s;
     if v_part.no is null and v_read.n > p_n then
+      exit when not queue._may_backlog_wait();
       insert into queue.backlog (no, from_xid, from_id, to_xid, upto, own, is_first)
       values (nextval('queue.tick_seq'), v_part.from_xid, v_part.from_id, v_part.to_xid, v_part.upto,
         v_part.own, true);
@@ -15135,7 +15143,8 @@ begin
     elsif (v_read.xid, v_read.ids[v_read.n]) = (v_part.to_xid, v_part.to_id) then
       delete from queue.backlog_part p where p.no = v_part.no;
     else
-      update queue.backlog_part p set from_xid = v_read.xid, from_id = v_read.ids[v_read.n]
+      update queue.backlog_part p
+      set from_xid = v_read.xid, from_id = v_read.ids[v_read.n], jobs = p.jobs - v_read.n
       where p.no = v_part.no;
     end if;
   end loop;

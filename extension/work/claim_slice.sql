@@ -88,6 +88,7 @@ begin
       from fresh f where (select s.is_plain from slice s))
     select s.* into v_read from slice s;
     if v_part.no is null and v_read.n > p_n then
+      exit when not queue._may_backlog_wait();
       insert into queue.backlog (no, from_xid, from_id, to_xid, upto, own, is_first)
       values (nextval('queue.tick_seq'), v_part.from_xid, v_part.from_id, v_part.to_xid, v_part.upto,
         v_part.own, true);
@@ -108,7 +109,8 @@ begin
     elsif (v_read.xid, v_read.ids[v_read.n]) = (v_part.to_xid, v_part.to_id) then
       delete from queue.backlog_part p where p.no = v_part.no;
     else
-      update queue.backlog_part p set from_xid = v_read.xid, from_id = v_read.ids[v_read.n]
+      update queue.backlog_part p
+      set from_xid = v_read.xid, from_id = v_read.ids[v_read.n], jobs = p.jobs - v_read.n
       where p.no = v_part.no;
     end if;
   end loop;

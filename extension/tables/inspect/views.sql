@@ -175,7 +175,9 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
                    from queue.active_job aj where aj.lane is not null group by aj.lane) a on a.lane = l.lane
              union all
              select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
-             where aj.lane is null) a
+             where aj.lane is null
+             union all
+             select p.queue, p.jobs, 0 from queue.backlog_part p where p.queue is not null) a
            group by a.queue) x on x.queue = q.queue
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);

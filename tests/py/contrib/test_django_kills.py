@@ -14,6 +14,7 @@ from pgdefer import Retry
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job
 from support import ROOT
+from workers import wait_for
 
 from .conftest import PROJECT
 
@@ -118,6 +119,13 @@ def test_kill_9_leaves_each_effect_exactly_once(app: DjangoApp, shop: str, kills
         command, env=environment(shop), stderr=subprocess.PIPE, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr[-5000:]
+    # A drain waits for nobody's running jobs: not for those of the killed, until they are given up.
+    with psycopg.connect(shop, autocommit=True) as connection:
+        reap = (
+            "select from queue.reap()"
+            " where not exists (select from queue.jobs where state = 'running')"
+        )
+        wait_for(lambda: connection.execute(reap).fetchall())
     drain = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "worker", "--drain"]
     subprocess.run(drain, env=environment(shop), stderr=subprocess.DEVNULL, check=True)
     states = Job.objects.values_list("state", flat=True)

@@ -1,6 +1,6 @@
 -- Many jobs claimed as they are admitted: the same ones in the same order as by the long way.
 
-select plan(39);
+select plan(42);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.register_task('t', '{}') \g /dev/null
@@ -130,12 +130,24 @@ select queue.deregister_worker(:other) \g /dev/null
 select is(pg_temp.sliced(), 40::bigint, 'once it is gone this is done');
 select pg_temp.end_all() \g /dev/null
 
+-- New jobs do not hold up a backlog that is older.
+select pg_temp.make(2500) \g /dev/null
+create table pg_temp.got (n integer, id bigint);
+select 'select set_config(''pgdefer.looked_at'', '''', false)', 'select pg_temp.make(60)',
+  format('insert into pg_temp.got select %s, f.id from queue.fetch(%s, null, 50) f', n, :worker)
+from generate_series(1, 10) n \gexec
+select is((select count(*) from pg_temp.got), 500::bigint, 'each fetch is full');
+select is((select max(g.id) - min(g.id) from pg_temp.got g), 499::bigint, 'and gets the oldest, though as many are new each time');
+select is_empty('select * from queue.check()', 'check() finds nothing');
+select queue.finish_many(jsonb_agg(jsonb_build_object('id', aj.id, 'claim', aj.claim, 'outcome', 'succeeded'))) from queue.active_job aj where aj.claim is not null \g /dev/null
+select pg_temp.end_all() \g /dev/null
+
 -- What runs so is known to its queue
 select pg_temp.make(60) \g /dev/null
 select set_config('pgdefer.was_dry', 'slice', false), set_config('pgdefer.looked_at', '', false) \g /dev/null
 select f.id, f.claim from queue.fetch(:worker, null, 40) f limit 1 \gset
 select is((select count(*) from queue.active_job aj where aj.lane is null and aj.claim is not null), 40::bigint, '40 jobs run without a lane');
-select results_eq('select q.ready, q.running from queue.queues q where q.name = ''default''', 'values (0::bigint, 40::bigint)', 'queue.queues counts them');
+select results_eq('select q.ready, q.running from queue.queues q where q.name = ''default''', 'values (20::bigint, 40::bigint)', 'queue.queues counts them, and those that are left in the log');
 select queue.configure_queue('default', '{"max_running": 41, "retain": "1 hour"}') \g /dev/null
 select is((select s.used from queue.semaphores s where s.kind = 'queue'), 40, 'so does a limit that is set later');
 select is((select count(*) from queue.fetch(:worker, null, 10)), 1::bigint, 'so one more may start');
