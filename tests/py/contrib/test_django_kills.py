@@ -121,11 +121,12 @@ def test_kill_9_leaves_each_effect_exactly_once(app: DjangoApp, shop: str, kills
     assert ran.returncode == 0, ran.stderr[-5000:]
     # A drain waits for nobody's running jobs: not for those of the killed, until they are given up.
     with psycopg.connect(shop, autocommit=True) as connection:
-        reap = (
-            "select from queue.reap()"
-            " where not exists (select from queue.jobs where state = 'running')"
-        )
-        wait_for(lambda: connection.execute(reap).fetchall())
+
+        def are_given_up() -> bool:
+            connection.execute("select queue.reap()")
+            return not Job.objects.filter(state="running").exists()
+
+        wait_for(are_given_up)
     drain = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "worker", "--drain"]
     subprocess.run(drain, env=environment(shop), stderr=subprocess.DEVNULL, check=True)
     states = Job.objects.values_list("state", flat=True)
