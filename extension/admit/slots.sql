@@ -101,8 +101,9 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with shut as materialized (
     select w.tid, w.id, coalesce(
-        queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, l.ready + coalesce(w.weight, 1)),
-        case when l.ready + least(coalesce(w.weight, 1), s.slots)
+        queue._rate_opens_at(s.key, s.rate_limit, s.rate_per,
+          least(l.ready::bigint + coalesce(w.weight, 1), 2147483647)::integer),
+        case when l.ready::bigint + least(coalesce(w.weight, 1), s.slots)
             <= least(s.slots, {{most_slots}}) - s.used
           then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
@@ -314,10 +315,10 @@ begin
                   when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
                     then 'waits for a slot below the low mark'
                   when s.waiting > 0
-                    and s.ready + least(coalesce(w.weight, 1), s.slots)
+                    and s.ready::bigint + least(coalesce(w.weight, 1), s.slots)
                       <= least(s.slots, {{most_slots}}) - s.used
                     and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
-                      >= s.ready + least(coalesce(w.weight, 1), s.rate_limit)) is not false
+                      >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked
                     and not exists (select from queue.pending_settlement h
                     where h.kind = 'refill' and h.payload ? s.key)

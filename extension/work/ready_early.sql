@@ -2,7 +2,8 @@
 -- Tests: admit/rates.sql, work/fetch.sql.
 
 -- Moves jobs that wait for slots to queue.active_job, although others are ready before them: the caller
--- claims them. Of each key and lane it moves the first ones, as far as their weights have room together.
+-- claims them. Of each key and lane it moves the first ones, as far as their weights have room together, and
+-- the sum of all that are ready is an integer.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them.
 -- Two sessions: defer/unique.replace_fetch.spec.
@@ -15,22 +16,24 @@ begin
     select w.id, w.key, w.lane, w.deadline, coalesce(w.weight, 1) as weight
     from queue.waiting w where w.id = any (p_ids)),
   room as materialized (
-    select s.key, least(s.slots, s.rate_limit) as most,
-      queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
-        clock_timestamp()) as free
-    from (select distinct a.key from asked a) a
+    select s.key, a.lane, s.slots, s.rate_limit, least(s.slots, {{most_slots}}) - s.used as free,
+      queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room,
+      2147483647 - coalesce(s.ready[array_position(s.lanes, a.lane)], 0) as countable
+    from (select distinct a.key, a.lane from asked a) a
     cross join lateral (
-      select s.key, s.slots, s.used, s.rate_limit, s.rate_per from queue.semaphore s where s.key = a.key
-      order by s.tick desc limit 1) s),
+      select s.key, s.slots, s.used, s.rate_limit, s.rate_per, s.lanes, s.ready from queue.semaphore s
+      where s.key = a.key order by s.tick desc limit 1) s),
   gone as (
     delete from queue.waiting w
     where w.id = any (array(
       select x.id
       from (
-        select a.id, r.free,
-          sum(least(a.weight, r.most)) over (partition by a.key, a.lane order by a.deadline, a.id) as total
-        from asked a join room r on r.key = a.key) x
-      where x.total <= x.free))
+        select a.id, sum(least(a.weight, r.slots)) over w <= r.free
+            and (sum(least(a.weight, r.rate_limit)) over w <= r.rate_room) is not false
+            and sum(a.weight) over w <= r.countable as fits
+        from asked a join room r on r.key = a.key and r.lane = a.lane
+        window w as (partition by a.key, a.lane order by a.deadline, a.id)) x
+      where x.fits))
     returning w.id, w.key, w.lane, w.at)
   select array_agg(g.id) as ids, array_agg(g.key) as keys, array_agg(g.lane) as lanes,
     array_agg(g.key) filter (where g.at is not null) as rated

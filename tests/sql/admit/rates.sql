@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(186);
+select plan(192);
 
 set pgdefer.notify = off;
 
@@ -167,6 +167,26 @@ select pg_temp.defer('ready', '[{"key": "two", "limit": 999999999, "weight": 999
   pg_temp.defer('a b c', '[{"key": "two", "limit": 999999999, "weight": 800000000}]') \g /dev/null
 select queue.tick() \g /dev/null
 select is(pg_temp.claim(20, '{"tasks": ["t"]}'), 'a', 'nor beside a ready job of another task');
+select pg_temp.end_all();
+select pg_temp.defer('ready', '[{"key": "two", "limit": 999999999, "weight": 999999999}]', '{"task": "other"}'),
+  pg_temp.defer('a b c d e f', '[{"key": "two", "limit": 999999999, "weight": 400000000}]') as a \gset
+select queue.tick() \g /dev/null
+create function pg_temp.claim_one_of(a bigint, b bigint) returns text language sql
+return pg_temp.claim(1, jsonb_build_object('ids', jsonb_build_array(a, b)));
+select is(pg_temp.claim_one_of(:a, :a + 1), 'a', 'one of two that become ready, beside a ready job');
+select pg_temp.finish_all();
+select is(pg_temp.claim_one_of(:a + 2, :a + 3), 'c', 'and of two more');
+select pg_temp.finish_all();
+select is(pg_temp.claim_one_of(:a + 4, :a + 5), 'e', 'as far as an integer can count them');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+-- weight above the rate but not above the limit: each room cuts it by itself
+select queue.configure_key('two', '{"rate": {"limit": 2, "per": "1 hour"}}');
+select pg_temp.defer('ready', '[{"key": "two", "limit": 4}]', '{"task": "other"}'), pg_temp.defer('a b', '[{"key": "two", "limit": 4, "weight": 4}]') as a \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.claim_one_of(:a, :a + 1), 'a', 'a job that weighs more than the rate starts alone');
+select is(pg_temp.room_of('two'), '(4,1,1)', 'and counts in the limit with all of its weight');
+select queue.configure_key('two', '{"rate": null}');
 select pg_temp.end_all();
 select pg_temp.defer('used', '[{"key": "two", "limit": 4, "weight": 2}]') \g /dev/null
 select is(pg_temp.claim(), 'used', 'half of the slots');

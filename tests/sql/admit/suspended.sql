@@ -108,10 +108,14 @@ select is_empty('select * from queue.check()', 'and all is sound');
 
 -- Of very many it takes an eighth, so that none is handed over more than a few times.
 begin;
-select results_eq($$select k.kind, count(*) from queue._hand_signals_over(array_fill(1::bigint, '{8800}'),
+select string_agg(k.kind || ' ' || k.n, ', ' order by k.kind) as taken
+from (select k.kind, count(*) as n
+  from queue._hand_signals_over(array_fill(1::bigint, '{8800}'),
     array_fill('signal'::text, '{8000}') || array_fill('recheck'::text, '{800}'), array_fill(0::smallint, '{8800}')) h,
-  unnest(h.kinds) k (kind) group by k.kind order by k.kind$$, $$values ('recheck', 800::bigint), ('signal', 1000)$$, 'an eighth');
-select is((select count(*) from queue.pending_settlement where kind = 'signal'), 7000::bigint, 'and hands the others over');
+  unnest(h.kinds) k (kind) group by k.kind) k \gset
+select count(*) as left from queue.pending_settlement where kind = 'signal' \gset
 rollback;
+select is(:'taken'::text, 'recheck 800, signal 1000', 'an eighth');
+select is(:left::integer, 7000, 'and hands the others over');
 
 select * from finish();
