@@ -55,7 +55,7 @@ begin
   elsif v_job.gate = 'slot' then
     return concat_ws('; ', v_no_start, queue._why_no_slot(why.id, v_job.key));
   elsif v_job.state = 'blocked' then
-    return queue._why_no_turn(why.id, v_job.lock);
+    return concat_ws('; ', v_no_start, queue._why_no_turn(why.id, v_job.lock));
   elsif v_job.active_id is null then
     v_job.at := queue._task_paused_until(v_job.task, v_job.queue);
   end if;

@@ -4,7 +4,7 @@
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
--- match.
+-- match. Not in queues that may start no more: there these jobs would become ready and stay so.
 -- Locks: as _claim_limited.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
@@ -19,6 +19,14 @@ begin
     if cardinality(v_won) >= p_n then
       return v_won;
     end if;
+  end if;
+  p_lanes := array(
+    select u.lane
+    from unnest(p_lanes) with ordinality u (lane, n)
+    cross join lateral (select l.kind, l.queue from queue.lane l where l.lane = u.lane offset 0) l
+    where l.kind = {{lane_plain}} or not queue._is_queue_full(l.queue)
+    order by u.n);
+  if p_only is null then
     v_ids := array(
       select w.id
       from (

@@ -177,6 +177,7 @@ async def test_a_trigger_fills_them_too(account_app: App, conn: Connection, jobs
     conn.execute("select queue.tick()")
     assert [row["state"] for row in jobs()] == ["ready", "blocked", "ready"]
     assert conn.execute("select queue.why(%s)", [first.id + 1]).fetchone() == (
+        "no live worker serves its queue default; "
         f"its lock account:7 is held by job {first.id} (ready)",
     )
     # a waiting job prevents the insert of the row; a transaction that must not fail asks first

@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(95);
+select plan(96);
 
 set pgdefer.notify = off;
 
@@ -173,6 +173,10 @@ select is(queue.why(:two), format('its concurrency key W has too few free slots 
 select is(queue.why(:three), format('its concurrency key W goes first to job %s (weight 2)', :two), 'the one before it needs more than are free');
 select queue.pause('s', '2999-01-01Z') \g /dev/null
 select matches(queue.why(:two), '^its queue s is paused until 2999-01-01[^;]*; its concurrency key W has too few ', 'its queue is paused as well');
+select queue.defer('t', queue => 's', lock => 'of s') as holder, queue.defer('t', queue => 's', lock => 'of s') as next \gset
+select queue.tick() \g /dev/null
+select matches(queue.why(:next), format('^its queue s is paused until 2999-01-01[^;]*; its lock of s .*job %s', :holder), 'that of a job that waits for a lock, too');
+select queue.cancel(:holder), queue.cancel(:next) \g /dev/null
 select queue.resume('s') \g /dev/null
 select queue.configure_queue('s', '{"max_running": 1}') \g /dev/null
 select alike(queue.why(:two), 'its queue s has reached max_running 1; its concurrency key W has%', 'or full');

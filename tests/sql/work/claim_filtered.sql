@@ -1,6 +1,6 @@
 -- Fetching some tasks only: jobs that wait for a slot behind any number of jobs of other tasks.
 
-select plan(30);
+select plan(34);
 
 set pgdefer.notify = off;
 
@@ -101,6 +101,16 @@ select is(pg_temp.pick('{a}', 1), 'a', 'one runs');
 select is(pg_temp.pick('{a,b}'), null, 'the others meet a full key');
 select is_empty('select * from queue.check()', 'in order');
 select queue.configure_key('k', '{"limit": null}');
+select pg_temp.end_all();
+
+-- A queue that may start no more keeps its jobs where they wait.
+select queue.configure_queue('full', '{"max_running": 1}');
+select pg_temp.defer(1, 'a', more => '{"queue": "full"}'), pg_temp.defer(9, 'b', '{"limit": 3}', '{"queue": "full"}') \g /dev/null
+select is(pg_temp.pick('{a}'), 'a', 'its one job runs');
+select is(pg_temp.pick('{b}'), null, 'so no other starts');
+select is(pg_temp.pick('{b}'), null, 'nor later');
+select is((select row (s.used, s.ready, s.waiting)::text from queue.semaphores s where s.key = 'k'), '(1,2,7)', 'and no more of them become ready than the key has room for');
+select queue.configure_queue('full', '{"max_running": null}');
 select pg_temp.end_all();
 
 -- However many wait, a fetch reads few of them, whether it finds any or not.
