@@ -31,7 +31,7 @@ begin
           select l.lane, l.queue, l.priority, l.kind, l.low_deadline, l.low_id from queue.lane l
           where l.lane = u.lane offset 0) l
         where l.queue <> all (v_full) and (l.kind = {{lane_plain}} or not queue._is_queue_full(l.queue))
-        group by l.queue, l.priority order by 1 limit 100) g
+        group by l.queue, l.priority order by 1) g
       cross join lateral (
         select aj.id
         from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
@@ -46,7 +46,7 @@ begin
         order by aj.deadline, aj.id limit v_take) c
       -- if the jobs of the first lanes can't start, however many they are, the next round also reads the
       -- first jobs of the others
-      limit case when v_left = '{}' then v_take end);
+      limit case when v_left = '{}' then v_take else 100 * v_take::bigint end);
     exit when v_ids = '{}';
     select c.won, c.rest, c.full_queues into v_round
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;

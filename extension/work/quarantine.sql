@@ -35,6 +35,7 @@ returns text language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
   v_worker record;
+  v_is_free boolean;
   v_waited interval;
 begin
   select w.apart_since, w.apart_until, w.apart_id, w.apart_claim into v_worker
@@ -58,11 +59,13 @@ begin
       perform queue._set_isolation(p_worker, null, null);
     end if;
     return 'others';
-  elsif p_has_lock and queue._runs_nothing(p_worker) then
+  end if;
+  v_is_free := case when p_has_lock then queue._runs_nothing(p_worker) end;
+  if v_is_free then
     return 'alone';
   elsif v_now <= v_worker.apart_until then
     return 'nothing';
-  elsif v_worker.apart_since is not null or not p_has_lock then
+  elsif v_worker.apart_since is not null or v_is_free is null then
     return 'others';
   end if;
   v_waited := v_now - queue._crashed_waits_since(p_worker, p_ready, p_tasks, p_before, p_only);
@@ -99,7 +102,7 @@ begin
 end $$;
 
 -- Whether a worker has no claim. If the search took long, it is not repeated too soon: until then the answer
--- is false. The first search of a session does not count, because it fills the session's caches.
+-- is NULL, and no worker begins to run dry by that. The first search of a session does not count, because it fills the session's caches.
 create or replace function queue._runs_nothing(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker set enable_seqscan = on as $$
 declare
@@ -109,7 +112,7 @@ declare
   v_is_idle boolean;
 begin
   if v_after between v_start and v_start + 60 then
-    return false;
+    return null;
   end if;
   v_is_idle := not exists (select from queue.active_job aj where aj.worker_id = p_worker
     and aj.claim is not null);

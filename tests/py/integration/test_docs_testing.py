@@ -35,7 +35,7 @@ def test_the_page_on_testing(server: EmbeddedServer, tmp_path: Path) -> None:
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=300,
+                timeout=900,
             )
             assert done.returncode == 0, done.stdout + done.stderr
             outputs.append(done.stdout + done.stderr)

@@ -1,6 +1,6 @@
 -- Fetching some tasks only: jobs that wait for a slot behind any number of jobs of other tasks.
 
-select plan(34);
+select plan(37);
 
 set pgdefer.notify = off;
 
@@ -111,6 +111,15 @@ select is(pg_temp.pick('{b}'), null, 'so no other starts');
 select is(pg_temp.pick('{b}'), null, 'nor later');
 select is((select row (s.used, s.ready, s.waiting)::text from queue.semaphores s where s.key = 'k'), '(1,2,7)', 'and no more of them become ready than the key has room for');
 select queue.configure_queue('full', '{"max_running": null}');
+select pg_temp.end_all();
+
+-- Of many queues, those without such a job do not count, however many they are.
+select queue.defer('a', queue => 'many' || n, priority => 1) from generate_series(1, 120) n \g /dev/null
+select queue.defer('b', queue => 'one more') \g /dev/null
+select is(pg_temp.pick('{b}'), 'b', 'one behind 120 queues with jobs of another task');
+select is((select count(*) from queue.fetch(:worker, null, 200)), 120::bigint, 'their jobs run');
+select queue.defer('c', queue => 'one more') \g /dev/null
+select is((select f.task from queue.fetch(:worker, null, 1, '{"order": "listed"}') f), 'c', 'one behind 120 queues without a job');
 select pg_temp.end_all();
 
 -- However many wait, a fetch reads few of them, whether it finds any or not.

@@ -1,6 +1,6 @@
 -- Quarantine: a job that has crashed runs alone, all jobs get their turn, and a worker that is never idle makes room.
 
-select plan(48);
+select plan(50);
 
 -- Fetches for a worker: the tasks, in claim order. A session that looked for long at what a worker runs, as on a
 -- busy machine, does not look again too soon: forget that.
@@ -172,5 +172,19 @@ select pg_temp.finish(:b);
 select pg_temp.got(:a), pg_temp.finish(:a) \g /dev/null
 select queue.tick() \g /dev/null
 select is_empty('select * from queue.lane where kind = 2 and not is_idle', 'lanes of quarantined jobs that are empty are out of sight');
+
+-- A search for what a worker runs took long just now, so nothing is known: that alone keeps no job from it.
+select queue.deregister_worker(w.id) from queue.worker w where w.gone_at is null \g /dev/null
+select queue.delete(array(select j.id from queue.jobs j where j.finished_at is null)) \g /dev/null
+select queue.register_worker('new') as new \gset
+select pg_temp.deferred('r');
+select pg_temp.crash();
+select queue.defer('plain') \g /dev/null
+select pg_temp.later('6 s');
+select set_config('pgdefer.look_after', (extract(epoch from clock_timestamp()) + 50)::text, false) \g /dev/null
+select is((select f.task from queue.fetch(:new) f), 'plain', 'a worker that runs nothing, as far as is known, gets a job');
+select pg_temp.finish(:new);
+select is(pg_temp.got(:new), 'r', 'and the one that crashed once that is known');
+select pg_temp.finish(:new);
 
 select * from finish();
