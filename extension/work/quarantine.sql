@@ -102,7 +102,8 @@ begin
 end $$;
 
 -- Whether a worker has no claim. If the search took long, it is not repeated too soon: until then the answer
--- is NULL, and no worker begins to run dry by that. The first search of a session does not count, because it fills the session's caches.
+-- is NULL, and no worker begins to run dry by that. The first search of a session does not count, because it
+-- fills the session's caches.
 create or replace function queue._runs_nothing(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker set enable_seqscan = on as $$
 declare

@@ -176,9 +176,9 @@ async def test_a_trigger_fills_them_too(account_app: App, conn: Connection, jobs
     assert column(conn, "concurrency_key") == ["bank:x", "bank:x", "bank:y"]
     conn.execute("select queue.tick()")
     assert [row["state"] for row in jobs()] == ["ready", "blocked", "ready"]
+    held = f"its lock account:7 is held by job {first.id} (ready)"
     assert conn.execute("select queue.why(%s)", [first.id + 1]).fetchone() == (
-        "no live worker serves its queue default; "
-        f"its lock account:7 is held by job {first.id} (ready)",
+        f"no live worker serves its queue default; {held}",
     )
     # a waiting job prevents the insert of the row; a transaction that must not fail asks first
     with pytest.raises(psycopg.Error) as caught:
