@@ -134,6 +134,8 @@ def move_under_load(
     producer = threading.Thread(target=produce)
     with workers.working():
         producer.start()
+        # On a busy machine it may take seconds to connect.
+        wait_for(lambda: len(deferred) > count or not producer.is_alive(), seconds=60)
         done = cluster.move(SLOT, "c", patience=patience)
         stop.set()
         producer.join()
