@@ -606,11 +606,12 @@ create index waiting_due_idx on queue.waiting (at, id) where at is not null;
 
 create index waiting_slot_idx on queue.waiting (key, lane, deadline, id) where reason = 'slot';
 
--- These two are for workers with tasks (work/claim_filtered.sql).
-create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where reason = 'slot';
+-- These two are for workers with tasks (work/claim_filtered.sql). Their conditions are written so that no other
+-- index serves such a query: with old statistics, the one above may look as good.
+create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where reason || '' = 'slot';
 
 create index waiting_weight_idx on queue.waiting (key, lane, weight, deadline, id)
-where reason = 'slot' and weight is not null;
+where reason || '' = 'slot' and weight is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
@@ -1501,6 +1502,14 @@ select t.name, t.defaults from queue.task t;
 comment on view queue.tasks is 'Registered tasks and their defaults.';
 
 create view queue.queues as
+with sliced as (
+  -- claimed as they were admitted (work/claim_slice.sql), so perhaps in a queue without lanes
+  select j.queue, count(*) as jobs from queue.active_job aj join queue.job j on j.id = aj.id
+  where aj.lane is null group by j.queue),
+new as (
+  select a.queue, count(*) filter (where a.flags & 32/* held */ = 0 and a.needs is null
+    and (a.scheduled_at > statement_timestamp()) is not true) as ready
+  from queue.unadmitted a group by a.queue)
 select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c.retain,
   coalesce(x.ready, 0) as ready,
   coalesce(x.running, 0) as running,
@@ -1508,7 +1517,7 @@ select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c
 from (select c.queue, c.created_at from queue.queue_config c
       union all
       select u.queue, null as created_at
-      from (select l.queue from queue.lane l union select a.queue from queue.unadmitted a) u
+      from (select l.queue from queue.lane l union select s.queue from sliced s union select n.queue from new n) u
       where not exists (select from queue.queue_config c where c.queue = u.queue)) q
 left join queue.queue_config c on c.queue = q.queue
 left join lateral (
@@ -1525,15 +1534,15 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
              join (select aj.lane, count(*) as jobs, count(aj.claim) as running
                    from queue.active_job aj where aj.lane is not null group by aj.lane) a on a.lane = l.lane
              union all
-             select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
-             where aj.lane is null
+             select s.queue, s.jobs, s.jobs from sliced s
              union all
-             select p.queue, p.jobs, 0 from queue.backlog_part p where p.queue is not null) a
+             select n.queue, n.ready, 0 from new n) a
            group by a.queue) x on x.queue = q.queue
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
 comment on view queue.queues is
-  'Queues that are configured, have had ready jobs, or have jobs that are not admitted yet.';
+  'Queues that are configured, have had ready jobs, or have new jobs. ready: without those that wait for a'
+    ' lock or a limit, except new ones, which no fetch has looked at yet.';
 
 create view queue.locks as
 select m.lock,
@@ -14136,14 +14145,15 @@ end $$;
 -- Tests: admit/rates.sql, work/fetch.sql.
 
 -- Moves jobs that wait for slots to queue.active_job, although others are ready before them: the caller
--- claims them. Of each key and lane it moves the first ones, as far as their weights have room together, and
--- the sum of all that are ready is an integer.
+-- claims them. Returns their ids. Of each key and lane it moves the first ones, as far as their weights have
+-- room together, and the sum of all that are ready is an integer.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them.
 -- Two sessions: defer/unique.replace_fetch.spec.
 create or replace function queue._make_ready_early(p_ids bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_gone bigint[];
   v_moved record;
 begin
   with asked as materialized (
@@ -14174,8 +14184,9 @@ begin
   into v_moved
   from gone g;
   if v_moved.ids is null then
-    return;
+    return null;
   end if;
+  v_gone := v_moved.ids;
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
   perform queue._await_rates(v_moved.rated);
@@ -14184,6 +14195,7 @@ begin
     null)
     from queue._keys_of(v_moved.ids, v_moved.flags) k;
   perform queue._make_ready(v_moved.ids, v_moved.lanes, v_moved.deadlines, v_moved.flags, v_moved.attempts);
+  return v_gone;
 end $$;
 
 -- work/claim_limited.sql
@@ -14606,70 +14618,106 @@ end $$;
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
--- match. Not in queues that may start no more: there these jobs would become ready and stay so.
+-- match. Not in queues that may start no more. Those that it makes ready and does not claim go back to wait, so
+-- that they start in their order. Some only go to the line of another key; if it meets many of these, it hands
+-- the rest over to the next fetch.
 -- Locks: as _claim_limited.
+-- Why no wake-up is lost: the settlement that it leaves keeps workers awake, and each of these fetches moves
+-- jobs to lines that it does not look at again while their keys are full.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
   p_limits jsonb default null)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_until constant timestamptz := clock_timestamp() + interval '100 ms';
   v_won bigint[] := '{}'::bigint[];
+  v_look integer := p_n;
+  v_full text[] := '{}'::text[];
+  v_lanes integer[];  -- of queues that may start more
   v_ids bigint[];
+  v_moved bigint[];
+  v_early bigint[] := '{}'::bigint[];
+  v_round record;
 begin
-  if p_only is null then
-    v_won := queue._claim_limited(p_worker, p_lanes, p_n, p_tasks, p_before, p_limits);
-    if cardinality(v_won) >= p_n then
-      return v_won;
+  loop
+    if p_only is null then
+      v_won := v_won || queue._claim_limited(p_worker, p_lanes, p_n - cardinality(v_won), p_tasks, p_before,
+        p_limits);
+      exit when cardinality(v_won) >= p_n;
     end if;
+    v_lanes := coalesce(v_lanes, array(
+      select u.lane
+      from unnest(p_lanes) with ordinality u (lane, n)
+      cross join lateral (select l.kind, l.queue from queue.lane l where l.lane = u.lane offset 0) l
+      where l.queue <> all (v_full) and (l.kind = 0/* lane_plain */ or not queue._is_queue_full(l.queue))
+      order by u.n));
+    v_ids := queue._find_selected(v_lanes, v_look, p_tasks, p_before, p_only);
+    exit when v_ids = '{}';
+    v_moved := queue._make_ready_early(v_ids);
+    v_early := v_early || v_moved;
+    select c.won, c.full_queues into v_round
+    from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;
+    v_won := v_won || v_round.won;
+    exit when cardinality(v_won) >= p_n or p_only is null and v_moved is null;
+    if clock_timestamp() > v_until then
+      -- it refills nothing, but nobody sleeps while there is one
+      insert into queue.pending_settlement (job_id, kind, flags, payload) values (v_ids[1], 'refill', 0, '[]');
+      exit;
+    end if;
+    v_look := greatest(p_n - cardinality(v_won),
+      case when v_round.won = '{}' then least(2 * v_look::bigint, 1000) end);
+    if v_round.full_queues <> '{}' then
+      v_full := v_full || v_round.full_queues;
+      v_lanes := null;
+    end if;
+    p_only := case when p_only is not null
+      then array(select u.id from unnest(p_only) u (id) where u.id not in (select unnest(v_ids))) end;
+  end loop;
+  v_ids := array(select aj.id from queue.active_job aj where aj.id = any (v_early) and aj.claim is null);
+  if v_ids <> '{}' then
+    perform queue._readmit(v_ids);
   end if;
-  p_lanes := array(
-    select u.lane
-    from unnest(p_lanes) with ordinality u (lane, n)
-    cross join lateral (select l.kind, l.queue from queue.lane l where l.lane = u.lane offset 0) l
-    where l.kind = 0/* lane_plain */ or not queue._is_queue_full(l.queue)
-    order by u.n);
-  if p_only is null then
-    v_ids := array(
-      select w.id
-      from (
-        select s.key, l.lane, l.low, l.low_deadline, least(s.free, s.rate_room) as free,
-          least(case when s.free < s.slots then s.free end,
-            case when s.rate_room < s.rate_limit then s.rate_room end) as heaviest
-        from (
-          select distinct on (s.key) s.key, s.lanes, s.waiting, s.lows, s.low_deadlines, s.slots,
-            s.rate_limit, least(s.slots, 1000000000/* most_slots */) - s.used as free,
-            queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
-          from queue.semaphore s where s.lanes <> '{}' order by s.key, s.tick desc) s
-        cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)
-          l (lane, waiting, low, low_deadline)
-        where least(s.free, s.rate_room) > 0 and l.waiting > 0 and l.lane = any (p_lanes) offset 0) s
-      cross join lateral queue._find_in_line(s.key, s.lane, s.low_deadline, s.low, s.heaviest, s.free,
-        p_tasks, p_before) w (id));
-  else
-    v_ids := array(
-      select w.id from unnest(p_only) u (id)
-      cross join lateral (
-        select w.id from queue.waiting w where w.id = u.id and w.reason || '' = 'slot'
-          and w.lane = any (p_lanes) offset 0) w);
-  end if;
-  perform queue._make_ready_early(v_ids);
+  return v_won;
+end $$;
+
+-- The first jobs of lanes that a fetch may make ready, at most p_n, in the order of p_lanes: they wait for a
+-- slot where slots are free. With p_only: those of these that are ready or wait for a slot. They match p_tasks
+-- and p_before as for _claim_filtered.
+create or replace function queue._find_selected(
+  p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[])
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+begin
   if p_only is not null then
-    v_ids := array(select distinct u.id from unnest(p_only) u (id));
+    return array(
+      select c.id
+      from (select distinct u.id from unnest(p_only) u (id)) u
+      cross join lateral (
+        select w.id, w.lane, w.deadline from queue.waiting w
+        where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes)
+        union all
+        select aj.id, aj.lane, aj.deadline from queue.active_job aj
+        where aj.id = u.id and aj.claim is null and aj.lane = any (p_lanes) offset 0) c
+      where (p_before is null or queue._deadline_of(c.id, c.deadline) < p_before)
+        and (p_tasks is null or exists (select from queue.job j where j.id = c.id and j.task = any (p_tasks)))
+      order by array_position(p_lanes, c.lane), c.deadline, c.id limit p_n);
   end if;
-  v_ids := array(
-    select aj.id
-    from unnest(v_ids) u (id)
-    cross join lateral (
-      select aj.id, aj.lane, aj.deadline from queue.active_job aj
-      where aj.id = u.id and aj.claim is null and aj.lane = any (p_lanes)
-        and (p_before is null or queue._deadline_of(aj.id, aj.deadline) < p_before) offset 0) aj
-    where p_tasks is null or exists (select from queue.job j where j.id = aj.id and j.task = any (p_tasks))
-    order by array_position(p_lanes, aj.lane), aj.deadline, aj.id);
-  if v_ids = '{}' then
-    return v_won;
-  end if;
-  return v_won || (select c.won
-    from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c);
+  return array(
+    select w.id
+    from (
+      select s.key, l.lane, l.low, l.low_deadline, least(s.free, s.rate_room) as free,
+        least(case when s.free < s.slots then s.free end,
+          case when s.rate_room < s.rate_limit then s.rate_room end) as heaviest
+      from (
+        select distinct on (s.key) s.key, s.lanes, s.waiting, s.lows, s.low_deadlines, s.slots,
+          s.rate_limit, least(s.slots, 1000000000/* most_slots */) - s.used as free,
+          queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
+        from queue.semaphore s where s.lanes <> '{}' order by s.key, s.tick desc) s
+      cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)
+        l (lane, waiting, low, low_deadline)
+      where least(s.free, s.rate_room) > 0 and l.waiting > 0 and l.lane = any (p_lanes) offset 0) s
+    cross join lateral queue._find_in_line(s.key, s.lane, s.low_deadline, s.low, s.heaviest,
+      least(s.free, p_n), p_tasks, p_before) w (id, deadline)
+    order by array_position(p_lanes, s.lane), w.deadline, w.id limit p_n);
 end $$;
 
 -- The first jobs that wait for a slot of a key in a lane and match, at most p_n and at most 200: they are of
@@ -14681,7 +14729,8 @@ end $$;
 create or replace function queue._find_in_line(
   p_key text, p_lane integer, p_low_deadline timestamptz, p_low bigint, p_heaviest integer, p_n integer,
   p_tasks text[], p_before timestamptz)
-returns setof bigint language plpgsql stable parallel safe security invoker rows 10 as $$
+returns table (id bigint, deadline timestamptz)
+language plpgsql stable parallel safe security invoker rows 10 as $$
 declare
   v_end_deadline timestamptz := timestamptz 'infinity';
   v_end bigint := 9223372036854775807;
@@ -14689,7 +14738,7 @@ declare
 begin
   while p_heaviest is not null loop
     select w.weight, w.deadline, w.id into v_heavy from queue.waiting w
-    where w.reason = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > p_heaviest
+    where w.reason || '' = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > p_heaviest
       and (w.deadline, w.id) >= (p_low_deadline, p_low)
     order by w.weight, w.deadline, w.id limit 1;
     exit when not found;
@@ -14701,7 +14750,7 @@ begin
   end loop;
   if p_tasks is null then
     return query
-      select w.id
+      select w.id, w.deadline
       from (
         select w.id, w.deadline from queue.waiting w
         where w.reason = 'slot' and w.key = p_key and w.lane = p_lane
@@ -14713,13 +14762,13 @@ begin
     return;
   end if;
   return query
-    select w.id
+    select w.id, w.deadline
     from (select distinct u.task from unnest(p_tasks) u (task)) u
     cross join lateral (
       select w.id, w.deadline
       from (
         select w.id, w.deadline from queue.waiting w
-        where w.reason = 'slot' and w.key = p_key and w.lane = p_lane and w.task = u.task
+        where w.reason || '' = 'slot' and w.key = p_key and w.lane = p_lane and w.task = u.task
           and (w.deadline, w.id) >= (p_low_deadline, p_low) and (w.deadline, w.id) < (v_end_deadline, v_end)
           and w.deadline <= coalesce(p_before, 'infinity')
         order by w.deadline, w.id limit 200) w

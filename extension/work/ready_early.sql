@@ -2,14 +2,15 @@
 -- Tests: admit/rates.sql, work/fetch.sql.
 
 -- Moves jobs that wait for slots to queue.active_job, although others are ready before them: the caller
--- claims them. Of each key and lane it moves the first ones, as far as their weights have room together, and
--- the sum of all that are ready is an integer.
+-- claims them. Returns their ids. Of each key and lane it moves the first ones, as far as their weights have
+-- room together, and the sum of all that are ready is an integer.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them.
 -- Two sessions: defer/unique.replace_fetch.spec.
 create or replace function queue._make_ready_early(p_ids bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_gone bigint[];
   v_moved record;
 begin
   with asked as materialized (
@@ -40,8 +41,9 @@ begin
   into v_moved
   from gone g;
   if v_moved.ids is null then
-    return;
+    return null;
   end if;
+  v_gone := v_moved.ids;
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
   perform queue._await_rates(v_moved.rated);
@@ -50,4 +52,5 @@ begin
     null)
     from queue._keys_of(v_moved.ids, v_moved.flags) k;
   perform queue._make_ready(v_moved.ids, v_moved.lanes, v_moved.deadlines, v_moved.flags, v_moved.attempts);
+  return v_gone;
 end $$;

@@ -1,6 +1,6 @@
 -- Queues: creating, configuring.
 
-select plan(13);
+select plan(15);
 
 \ir queues.helpers.psql
 
@@ -26,6 +26,12 @@ select queue.configure_queue('names "of" any kind ☃', '{"max_running": 5, "pau
 select is((select row (q.max_running, q.retain)::text from queue.queues q where q.name = 'names "of" any kind ☃'), '(5,"1 day")', 'a name of any characters');
 select queue.configure_queue('names "of" any kind ☃', '{"paused": false}');
 select is((select row (q.max_running, q.retain)::text from queue.queues q where q.name = 'names "of" any kind ☃'), '(5,"1 day")', 'absent keys keep their value');
+
+select queue.defer('c', queue => 'new') from generate_series(1, 3) \g /dev/null
+select queue.defer('c', queue => 'new', options => '{"delay": "1 hour"}'), queue.defer('c', queue => 'new', options => '{"held": true}'), queue.defer('c', queue => 'new', needs => array[(select max(j.id) from queue.jobs j)]) \g /dev/null
+select is((select row (q.ready, q.running)::text from queue.queues q where q.name = 'new'), '(3,0)', 'new jobs count as ready, except those that wait');
+select queue.tick() \g /dev/null
+select is((select row (q.ready, q.running)::text from queue.queues q where q.name = 'new'), '(3,0)', 'and no more once they are admitted');
 
 select is_empty('select * from queue.check()', 'sound');
 

@@ -1,6 +1,6 @@
 -- Fetching some tasks only: jobs that wait for a slot behind any number of jobs of other tasks.
 
-select plan(37);
+select plan(53);
 
 set pgdefer.notify = off;
 
@@ -25,6 +25,18 @@ begin
   perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded')))
   from queue.active_job v where v.claim is not null having count(*) > 0;
   perform queue.delete(array(select j.id from queue.jobs j where j.finished_at is null));
+end $$;
+
+-- The rows of jobs that wait, and how many of them have not been moved since.
+create temporary table noted (place tid, version xid);
+create function pg_temp.note_waiting() returns void language plpgsql as $$
+begin
+  truncate noted;
+  insert into noted select w.ctid, w.xmin from queue.waiting w;
+end $$;
+create function pg_temp.left_waiting() returns integer language plpgsql as $$
+begin
+  return (select count(*) from noted n join queue.waiting w on w.ctid = n.place and w.xmin = n.version);
 end $$;
 
 -- Jobs of other tasks
@@ -107,10 +119,63 @@ select pg_temp.end_all();
 select queue.configure_queue('full', '{"max_running": 1}');
 select pg_temp.defer(1, 'a', more => '{"queue": "full"}'), pg_temp.defer(9, 'b', '{"limit": 3}', '{"queue": "full"}') \g /dev/null
 select is(pg_temp.pick('{a}'), 'a', 'its one job runs');
+select pg_temp.note_waiting();
 select is(pg_temp.pick('{b}'), null, 'so no other starts');
 select is(pg_temp.pick('{b}'), null, 'nor later');
+select is(pg_temp.left_waiting(), 7, 'all that waited are left alone');
 select is((select row (s.used, s.ready, s.waiting)::text from queue.semaphores s where s.key = 'k'), '(1,2,7)', 'and no more of them become ready than the key has room for');
 select queue.configure_queue('full', '{"max_running": null}');
+select pg_temp.end_all();
+
+-- It makes no more jobs ready than it claims, so that the others keep their order.
+select pg_temp.defer(5, 'a'), pg_temp.defer(5, 'c'), pg_temp.defer(5, 'b') \g /dev/null
+select is(pg_temp.pick('{b}', 1), 'b', 'the first of another task');
+select is((select row (s.used, s.ready, s.waiting)::text from queue.semaphores s where s.key = 'k'), '(1,5,9)', 'the others of its task wait');
+select is(pg_temp.pick(null, 4), 'a a a a', 'jobs of any task start in their order');
+select is(pg_temp.pick('{b}', 1), null, 'then all slots are taken');
+select queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded'))) from queue.active_job v where v.claim is not null \g /dev/null
+select is(pg_temp.pick('{a,b,c}', 5), 'a c c c c', 'and those before it follow');
+select pg_temp.end_all();
+select pg_temp.defer(5, 'a'), pg_temp.defer(5, 'c'), pg_temp.defer(5, 'b') \g /dev/null
+select queue.tick() \g /dev/null
+select is((select string_agg(f.task, ' ') from queue.fetch(:worker, null, 1, jsonb_build_object('ids', (select jsonb_agg(j.id order by j.id desc) from queue.jobs j where j.task <> 'a' and j.finished_at is null))) f), 'c', 'the first of some ids');
+select is((select row (s.used, s.ready, s.waiting)::text from queue.semaphores s where s.key = 'k'), '(1,5,9)', 'the others of them wait');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+
+-- Jobs that wait for another key do not hide those behind them.
+select pg_temp.defer(1, 'held', '{"key": "full", "limit": 1}') \g /dev/null
+select pg_temp.pick('{held}') \g /dev/null
+select pg_temp.defer(5, 'a') \g /dev/null
+select queue.defer('b', options => '{"concurrency": [{"key": "k", "limit": 5}, {"key": "full", "limit": 1}]}') from generate_series(1, 40) \g /dev/null
+select pg_temp.defer(1, 'b') \g /dev/null
+select is(pg_temp.pick('{b}', 1), 'b', 'one behind jobs that wait for a full key, too');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+select pg_temp.defer(1, 'held', '{"key": "full", "limit": 1}') \g /dev/null
+select pg_temp.pick('{held}') \g /dev/null
+select pg_temp.defer(5, 'a') \g /dev/null
+select queue.defer('b', options => '{"concurrency": [{"key": "k", "limit": 5}, {"key": "full", "limit": 1}]}') from generate_series(1, 900) \g /dev/null
+select pg_temp.defer(1, 'b') \g /dev/null
+create temporary table result (task text);
+do $$
+begin
+  loop
+    insert into result select pg_temp.pick('{b}', 1);
+    commit;
+    exit when (select r.task from result r) is not null or (select s.is_drained from queue.before_sleep((select max(w.id) from queue.workers w), null, '{"tasks": ["b"]}') s);
+    delete from result;
+  end loop;
+end $$;
+select is((select r.task from result r), 'b', 'where they are many, several fetches find it, and the worker does not sleep before');
+select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+select pg_temp.defer(9, 'a'), pg_temp.defer(9, 'b') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.note_waiting();
+select is(pg_temp.pick('{b}', 5, '{"max_running": {"default": 2}}'), 'b b', 'a worker at its own limit');
+select is((select row (s.used, s.ready, s.waiting)::text from queue.semaphores s where s.key = 'k'), '(2,5,11)', 'leaves the others where they wait');
+select cmp_ok(pg_temp.left_waiting(), '>=', 8, 'and does not touch those that it did not try');
 select pg_temp.end_all();
 
 -- Of many queues, those without such a job do not count, however many they are.
@@ -125,6 +190,8 @@ select pg_temp.end_all();
 -- However many wait, a fetch reads few of them, whether it finds any or not.
 analyze;
 set plan_cache_mode = force_generic_plan;
+select pg_temp.defer(1, 'used') \g /dev/null
+select pg_temp.pick('{used}') \g /dev/null
 select pg_temp.defer(20000, 'a', '{"weight": 2}'), pg_temp.defer(100, 'b') \g /dev/null
 do $$ begin
   loop

@@ -1,6 +1,6 @@
 -- Many jobs claimed as they are admitted: the same ones in the same order as by the long way.
 
-select plan(42);
+select plan(43);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.register_task('t', '{}') \g /dev/null
@@ -148,6 +148,11 @@ select set_config('pgdefer.was_dry', 'slice', false), set_config('pgdefer.looked
 select f.id, f.claim from queue.fetch(:worker, null, 40) f limit 1 \gset
 select is((select count(*) from queue.active_job aj where aj.lane is null and aj.claim is not null), 40::bigint, '40 jobs run without a lane');
 select results_eq('select q.ready, q.running from queue.queues q where q.name = ''default''', 'values (20::bigint, 40::bigint)', 'queue.queues counts them, and those that are left in the log');
+begin;
+delete from queue.lane;
+delete from queue.job j where j.id not in (select aj.id from queue.active_job aj);
+select results_eq('select q.ready, q.running from queue.queues q where q.name = ''default''', 'values (0::bigint, 40::bigint)', 'also where it has no lane any more');
+rollback;
 select queue.configure_queue('default', '{"max_running": 41, "retain": "1 hour"}') \g /dev/null
 select is((select s.used from queue.semaphores s where s.kind = 'queue'), 40, 'so does a limit that is set later');
 select is((select count(*) from queue.fetch(:worker, null, 10)), 1::bigint, 'so one more may start');
