@@ -67,7 +67,7 @@ begin
     return case when exists (select from queue.pending_settlement h
       where h.job_id = why.id and h.kind = 'again')
       then 'its last run has just ended; the next fetch or tick admits it again'
-      else 'it has not been admitted yet; the next fetch or tick admits it' end;
+      else 'it has not been admitted yet; the next fetches and ticks admit new jobs in turn' end;
   elsif v_job.kind = {{lane_crashed}} then
     return 'it crashed before, so it runs alone, on a worker that runs nothing else';
   end if;
@@ -127,14 +127,19 @@ begin
          and (peek.queues is null or exists (select from unnest(peek.queues) q
            where queue._matches(a.queue, q)))
          and coalesce(queue._paused_until(a.queue) <= clock_timestamp(), true)
+         and a.queue <> all (array(select c.queue from queue.queue_config c
+           where queue._is_queue_full(c.queue)))
+         and (not exists (select from queue.pause p where p.task is not null)
+           or coalesce(queue._task_paused_until(a.task, a.queue) <= clock_timestamp(), true))
        order by a.priority desc, coalesce(a.deadline, 'infinity'), a.id limit peek.n)
       order by priority desc, first_id, deadline, id limit peek.n) c
     cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
-  'Returns the jobs that fetch would claim next, in order. Changes nothing. Sensitive args read *** for all'
-    ' but the owner.';
+  'Returns the jobs that fetch would claim next, in order. Changes nothing. New jobs are shown even if a'
+    ' fetch will find that they wait for a limit or for other shares. Sensitive args read *** for all but the'
+    ' owner.';
 
 -- When the timeout or lease of a claim ends, or that its timeout has passed; empty text without either.
 create or replace function queue._why_running(p_id bigint, p_claim bigint)

@@ -606,8 +606,8 @@ create index waiting_due_idx on queue.waiting (at, id) where at is not null;
 
 create index waiting_slot_idx on queue.waiting (key, lane, deadline, id) where reason = 'slot';
 
--- These two are for workers with tasks (work/claim_filtered.sql). Their conditions are written so that no other
--- index serves such a query: with old statistics, the one above may look as good.
+-- These two are for workers with tasks (work/claim_filtered.sql). Their conditions are written so that no
+-- other index serves such a query: with old statistics, the one above may look as good.
 create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where reason || '' = 'slot';
 
 create index waiting_weight_idx on queue.waiting (key, lane, weight, deadline, id)
@@ -1315,22 +1315,23 @@ comment on view queue.audit is
 
 -- Committed jobs that admission has not read yet. Private.
 create view queue.unadmitted as
-select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
 from queue.cursor_now k
 cross join lateral (
-  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
   from queue.job j where j.xid >= k.next_xid
   union all
-  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
   from unnest(k.in_flight) x cross join lateral (
-    select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs from queue.job j
-    where j.xid = x offset 0) j
+    select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+    from queue.job j where j.xid = x offset 0) j
   union all
-  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
   from (select b.from_xid, b.from_id, b.to_xid, 9223372036854775807 as to_id from queue.backlog b
         union all select p.from_xid, p.from_id, p.to_xid, p.to_id from queue.backlog_part p) b
   cross join lateral (
-    select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs from queue.job j
+    select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+    from queue.job j
     where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) offset 0) j
   where not exists (select from queue.active_job aj where aj.id = j.id)
     and not exists (select from queue.waiting w where w.id = j.id)
@@ -1517,7 +1518,8 @@ select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c
 from (select c.queue, c.created_at from queue.queue_config c
       union all
       select u.queue, null as created_at
-      from (select l.queue from queue.lane l union select s.queue from sliced s union select n.queue from new n) u
+      from (select l.queue from queue.lane l union select s.queue from sliced s
+        union select n.queue from new n) u
       where not exists (select from queue.queue_config c where c.queue = u.queue)) q
 left join queue.queue_config c on c.queue = q.queue
 left join lateral (
@@ -14618,9 +14620,9 @@ end $$;
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
--- match. Not in queues that may start no more. Those that it makes ready and does not claim go back to wait, so
--- that they start in their order. Some only go to the line of another key; if it meets many of these, it hands
--- the rest over to the next fetch.
+-- match. Not in queues that may start no more. Those that it makes ready and does not claim go back to wait,
+-- so that they start in their order. Some only go to the line of another key; if it meets many of these, it
+-- hands the rest over to the next fetch.
 -- Locks: as _claim_limited.
 -- Why no wake-up is lost: the settlement that it leaves keeps workers awake, and each of these fetches moves
 -- jobs to lines that it does not look at again while their keys are full.
@@ -14661,7 +14663,8 @@ begin
     exit when cardinality(v_won) >= p_n or p_only is null and v_moved is null;
     if clock_timestamp() > v_until then
       -- it refills nothing, but nobody sleeps while there is one
-      insert into queue.pending_settlement (job_id, kind, flags, payload) values (v_ids[1], 'refill', 0, '[]');
+      insert into queue.pending_settlement (job_id, kind, flags, payload)
+      values (v_ids[1], 'refill', 0, '[]');
       exit;
     end if;
     v_look := greatest(p_n - cardinality(v_won),
@@ -14681,8 +14684,8 @@ begin
 end $$;
 
 -- The first jobs of lanes that a fetch may make ready, at most p_n, in the order of p_lanes: they wait for a
--- slot where slots are free. With p_only: those of these that are ready or wait for a slot. They match p_tasks
--- and p_before as for _claim_filtered.
+-- slot where slots are free. With p_only: those of these that are ready or wait for a slot. They match
+-- p_tasks and p_before as for _claim_filtered.
 create or replace function queue._find_selected(
   p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[])
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
@@ -15870,7 +15873,8 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
     ' max_running ({"queue or prefix*": n}: of each such queue this worker runs at most n jobs at once; the'
     ' longest pattern applies);'
     ' ahead: how many of max_jobs the worker starts a moment later; they are claimed only where no option'
-    ' selects jobs and no ready job is under a limit.';
+    ' selects jobs and no ready job is under a limit. Claims that made an earlier answer longer than 64 kB'
+    ' come first, whatever queues and options say now.';
 
 -- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes.
 -- Raises: as finish_many and fetch.
@@ -18546,7 +18550,7 @@ begin
     return case when exists (select from queue.pending_settlement h
       where h.job_id = why.id and h.kind = 'again')
       then 'its last run has just ended; the next fetch or tick admits it again'
-      else 'it has not been admitted yet; the next fetch or tick admits it' end;
+      else 'it has not been admitted yet; the next fetches and ticks admit new jobs in turn' end;
   elsif v_job.kind = 2/* lane_crashed */ then
     return 'it crashed before, so it runs alone, on a worker that runs nothing else';
   end if;
@@ -18606,14 +18610,19 @@ begin
          and (peek.queues is null or exists (select from unnest(peek.queues) q
            where queue._matches(a.queue, q)))
          and coalesce(queue._paused_until(a.queue) <= clock_timestamp(), true)
+         and a.queue <> all (array(select c.queue from queue.queue_config c
+           where queue._is_queue_full(c.queue)))
+         and (not exists (select from queue.pause p where p.task is not null)
+           or coalesce(queue._task_paused_until(a.task, a.queue) <= clock_timestamp(), true))
        order by a.priority desc, coalesce(a.deadline, 'infinity'), a.id limit peek.n)
       order by priority desc, first_id, deadline, id limit peek.n) c
     cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
-  'Returns the jobs that fetch would claim next, in order. Changes nothing. Sensitive args read *** for all'
-    ' but the owner.';
+  'Returns the jobs that fetch would claim next, in order. Changes nothing. New jobs are shown even if a'
+    ' fetch will find that they wait for a limit or for other shares. Sensitive args read *** for all but the'
+    ' owner.';
 
 -- When the timeout or lease of a claim ends, or that its timeout has passed; empty text without either.
 create or replace function queue._why_running(p_id bigint, p_claim bigint)

@@ -4,9 +4,9 @@
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
--- match. Not in queues that may start no more. Those that it makes ready and does not claim go back to wait, so
--- that they start in their order. Some only go to the line of another key; if it meets many of these, it hands
--- the rest over to the next fetch.
+-- match. Not in queues that may start no more. Those that it makes ready and does not claim go back to wait,
+-- so that they start in their order. Some only go to the line of another key; if it meets many of these, it
+-- hands the rest over to the next fetch.
 -- Locks: as _claim_limited.
 -- Why no wake-up is lost: the settlement that it leaves keeps workers awake, and each of these fetches moves
 -- jobs to lines that it does not look at again while their keys are full.
@@ -47,7 +47,8 @@ begin
     exit when cardinality(v_won) >= p_n or p_only is null and v_moved is null;
     if clock_timestamp() > v_until then
       -- it refills nothing, but nobody sleeps while there is one
-      insert into queue.pending_settlement (job_id, kind, flags, payload) values (v_ids[1], 'refill', 0, '[]');
+      insert into queue.pending_settlement (job_id, kind, flags, payload)
+      values (v_ids[1], 'refill', 0, '[]');
       exit;
     end if;
     v_look := greatest(p_n - cardinality(v_won),
@@ -67,8 +68,8 @@ begin
 end $$;
 
 -- The first jobs of lanes that a fetch may make ready, at most p_n, in the order of p_lanes: they wait for a
--- slot where slots are free. With p_only: those of these that are ready or wait for a slot. They match p_tasks
--- and p_before as for _claim_filtered.
+-- slot where slots are free. With p_only: those of these that are ready or wait for a slot. They match
+-- p_tasks and p_before as for _claim_filtered.
 create or replace function queue._find_selected(
   p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[])
 returns bigint[] language plpgsql stable parallel safe security invoker as $$

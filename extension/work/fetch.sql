@@ -93,7 +93,8 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
     ' max_running ({"queue or prefix*": n}: of each such queue this worker runs at most n jobs at once; the'
     ' longest pattern applies);'
     ' ahead: how many of max_jobs the worker starts a moment later; they are claimed only where no option'
-    ' selects jobs and no ready job is under a limit.';
+    ' selects jobs and no ready job is under a limit. Claims that made an earlier answer longer than 64 kB'
+    ' come first, whatever queues and options say now.';
 
 -- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes.
 -- Raises: as finish_many and fetch.

@@ -26,8 +26,8 @@ create index waiting_due_idx on queue.waiting (at, id) where at is not null;
 
 create index waiting_slot_idx on queue.waiting (key, lane, deadline, id) where reason = 'slot';
 
--- These two are for workers with tasks (work/claim_filtered.sql). Their conditions are written so that no other
--- index serves such a query: with old statistics, the one above may look as good.
+-- These two are for workers with tasks (work/claim_filtered.sql). Their conditions are written so that no
+-- other index serves such a query: with old statistics, the one above may look as good.
 create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where reason || '' = 'slot';
 
 create index waiting_weight_idx on queue.waiting (key, lane, weight, deadline, id)

@@ -3,22 +3,23 @@
 
 -- Committed jobs that admission has not read yet. Private.
 create view queue.unadmitted as
-select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
 from queue.cursor_now k
 cross join lateral (
-  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
   from queue.job j where j.xid >= k.next_xid
   union all
-  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
   from unnest(k.in_flight) x cross join lateral (
-    select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs from queue.job j
-    where j.xid = x offset 0) j
+    select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+    from queue.job j where j.xid = x offset 0) j
   union all
-  select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+  select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
   from (select b.from_xid, b.from_id, b.to_xid, 9223372036854775807 as to_id from queue.backlog b
         union all select p.from_xid, p.from_id, p.to_xid, p.to_id from queue.backlog_part p) b
   cross join lateral (
-    select j.id, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs from queue.job j
+    select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+    from queue.job j
     where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) offset 0) j
   where not exists (select from queue.active_job aj where aj.id = j.id)
     and not exists (select from queue.waiting w where w.id = j.id)
@@ -165,7 +166,8 @@ select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c
 from (select c.queue, c.created_at from queue.queue_config c
       union all
       select u.queue, null as created_at
-      from (select l.queue from queue.lane l union select s.queue from sliced s union select n.queue from new n) u
+      from (select l.queue from queue.lane l union select s.queue from sliced s
+        union select n.queue from new n) u
       where not exists (select from queue.queue_config c where c.queue = u.queue)) q
 left join queue.queue_config c on c.queue = q.queue
 left join lateral (

@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(96);
+select plan(98);
 
 set pgdefer.notify = off;
 
@@ -206,6 +206,14 @@ select is((select string_agg(p.task, ', ') from queue.peek(array['p*']) p), null
 select queue.resume('p') \g /dev/null
 select is((select string_agg(f.task, ', ' order by f.n) from queue.fetch(:worker, null, 100) with ordinality
            f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n)), :'peeked'::text, 'fetch gives what peek has shown, in its order');
+select queue.configure_queue('full', '{"max_running": 1}');
+select queue.pause(task => 'stopped', queue => 'new');
+select queue.defer('fills', queue => 'full') \g /dev/null
+select count(*) from queue.fetch(:worker, array['full']) \g /dev/null
+select queue.defer('waits', queue => 'full'), queue.defer('stopped', queue => 'new'), queue.defer('starts', queue => 'new') \g /dev/null
+select is((select string_agg(p.task, ', ') from queue.peek(array['full', 'new']) p), 'starts', 'new jobs of full queues and paused tasks are not shown');
+select queue.tick() \g /dev/null
+select is((select string_agg(p.task, ', ') from queue.peek(array['full', 'new']) p), 'starts', 'nor when they are admitted');
 select is(test.refusal('select queue.peek(n => 0)'), '22023', 'n is at least 1');
 select is(test.refusal('select queue.peek(n => null)'), '22023', 'and not NULL');
 
