@@ -18,13 +18,12 @@ begin
     select b.* into v_range from queue.backlog b order by b.no limit 1;
     exit when not found;
     select count(*) as n, max(s.priority) as high, min(s.priority) as low,
-      (array_agg(s.xid))[count(*)] as to_xid, (array_agg(s.id))[count(*)] as to_id,
+      (array_agg(s.xid))[count(*)] as to_xid, array_agg(s.id) as ids,
       case when bool_and(s.is_plain) and min(s.priority) = max(s.priority) and min(s.queue) = max(s.queue)
         then min(s.queue) end as queue
     into v_seen
     from (
-      select j.xid, j.id, j.priority, j.queue,
-        {{is_plain}} and (j.id > lag(j.id) over (order by j.xid, j.id)) is not false as is_plain
+      select j.xid, j.id, j.priority, j.queue, {{is_plain}} as is_plain
       from queue.job j
       where (j.xid, j.id) > (v_range.from_xid, v_range.from_id) and j.xid <= v_range.to_xid
         and pg_visible_in_snapshot(j.xid, v_range.upto) and j.xid is distinct from v_range.own
@@ -43,20 +42,22 @@ begin
             from (
               select distinct coalesce((l.job_options).priority, 0) as priority from queue.log l
               where (l.xid, l.id) > (v_range.from_xid, v_range.from_id)
-                and (l.xid, l.id) <= (v_seen.to_xid, v_seen.to_id)
+                and (l.xid, l.id) <= (v_seen.to_xid, v_seen.ids[v_seen.n])
                 and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own) p) r
           group by r.n * 8 / greatest(r.total, 8)) b;
       end if;
       insert into queue.backlog_part (no, priority, is_first, is_mixed, from_xid, from_id, to_xid, to_id,
-        upto, own, queue, jobs, tops, bottoms)
+        upto, own, queue, tops, bottoms)
       values (nextval('queue.tick_seq'), v_bands.tops[1], v_range.is_first, v_seen.low < v_seen.high,
-        v_range.from_xid, v_range.from_id, v_seen.to_xid, v_seen.to_id, v_range.upto, v_range.own,
-        v_seen.queue, v_seen.n, v_bands.tops, v_bands.bottoms);
+        v_range.from_xid, v_range.from_id, v_seen.to_xid, v_seen.ids[v_seen.n], v_range.upto, v_range.own,
+        case when v_seen.ids = array(select u.id from unnest(v_seen.ids) u (id) order by u.id)
+          then v_seen.queue end, v_bands.tops, v_bands.bottoms);
     end if;
     if v_seen.n < p_slice then
       delete from queue.backlog b where b.no = v_range.no;
     else
-      update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.to_id where b.no = v_range.no;
+      update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.ids[v_seen.n]
+      where b.no = v_range.no;
     end if;
     v_turns := v_turns + 1;
     exit when v_turns >= 20 and clock_timestamp() > v_until;

@@ -434,7 +434,7 @@ create table queue.backlog (
 -- Parts of such ranges that have been scanned, one slice each; they are read by priority. Rows with a
 -- priority between tops[i] and bottoms[i] are not admitted yet; priority is the first of tops. is_mixed: the
 -- part had several of these bands. queue: that of all its jobs, if they are plain, without deadline and
--- share, of one queue and priority, and in the order of ids; jobs: how many are left of it then.
+-- share, of one queue and priority, and in the order of ids.
 create table queue.backlog_part (
   no bigint not null,
   priority integer not null,
@@ -447,7 +447,6 @@ create table queue.backlog_part (
   upto pg_snapshot not null,
   own xid8,
   queue text collate "C",
-  jobs bigint not null,
   tops integer[] not null,
   bottoms integer[] not null,
   constraint backlog_part_pkey primary key (no)
@@ -10342,13 +10341,12 @@ begin
     select b.* into v_range from queue.backlog b order by b.no limit 1;
     exit when not found;
     select count(*) as n, max(s.priority) as high, min(s.priority) as low,
-      (array_agg(s.xid))[count(*)] as to_xid, (array_agg(s.id))[count(*)] as to_id,
+      (array_agg(s.xid))[count(*)] as to_xid, array_agg(s.id) as ids,
       case when bool_and(s.is_plain) and min(s.priority) = max(s.priority) and min(s.queue) = max(s.queue)
         then min(s.queue) end as queue
     into v_seen
     from (
-      select j.xid, j.id, j.priority, j.queue,
-        j.flags & (8575/* gated */ | 4096/* needed */ | 2048/* overridden */) = 0 and j.deadline is null and (j.options ? 'share') is not true and (j.id > lag(j.id) over (order by j.xid, j.id)) is not false as is_plain
+      select j.xid, j.id, j.priority, j.queue, j.flags & (8575/* gated */ | 4096/* needed */ | 2048/* overridden */) = 0 and j.deadline is null and (j.options ? 'share') is not true as is_plain
       from queue.job j
       where (j.xid, j.id) > (v_range.from_xid, v_range.from_id) and j.xid <= v_range.to_xid
         and pg_visible_in_snapshot(j.xid, v_range.upto) and j.xid is distinct from v_range.own
@@ -10367,20 +10365,22 @@ begin
             from (
               select distinct coalesce((l.job_options).priority, 0) as priority from queue.log l
               where (l.xid, l.id) > (v_range.from_xid, v_range.from_id)
-                and (l.xid, l.id) <= (v_seen.to_xid, v_seen.to_id)
+                and (l.xid, l.id) <= (v_seen.to_xid, v_seen.ids[v_seen.n])
                 and pg_visible_in_snapshot(l.xid, v_range.upto) and l.xid is distinct from v_range.own) p) r
           group by r.n * 8 / greatest(r.total, 8)) b;
       end if;
       insert into queue.backlog_part (no, priority, is_first, is_mixed, from_xid, from_id, to_xid, to_id,
-        upto, own, queue, jobs, tops, bottoms)
+        upto, own, queue, tops, bottoms)
       values (nextval('queue.tick_seq'), v_bands.tops[1], v_range.is_first, v_seen.low < v_seen.high,
-        v_range.from_xid, v_range.from_id, v_seen.to_xid, v_seen.to_id, v_range.upto, v_range.own,
-        v_seen.queue, v_seen.n, v_bands.tops, v_bands.bottoms);
+        v_range.from_xid, v_range.from_id, v_seen.to_xid, v_seen.ids[v_seen.n], v_range.upto, v_range.own,
+        case when v_seen.ids = array(select u.id from unnest(v_seen.ids) u (id) order by u.id)
+          then v_seen.queue end, v_bands.tops, v_bands.bottoms);
     end if;
     if v_seen.n < p_slice then
       delete from queue.backlog b where b.no = v_range.no;
     else
-      update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.to_id where b.no = v_range.no;
+      update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.ids[v_seen.n]
+      where b.no = v_range.no;
     end if;
     v_turns := v_turns + 1;
     exit when v_turns >= 20 and clock_timestamp() > v_until;
@@ -15211,8 +15211,7 @@ begin
     elsif (v_read.xid, v_read.ids[v_read.n]) = (v_part.to_xid, v_part.to_id) then
       delete from queue.backlog_part p where p.no = v_part.no;
     else
-      update queue.backlog_part p
-      set from_xid = v_read.xid, from_id = v_read.ids[v_read.n], jobs = p.jobs - v_read.n
+      update queue.backlog_part p set from_xid = v_read.xid, from_id = v_read.ids[v_read.n]
       where p.no = v_part.no;
     end if;
   end loop;

@@ -109,8 +109,7 @@ begin
     elsif (v_read.xid, v_read.ids[v_read.n]) = (v_part.to_xid, v_part.to_id) then
       delete from queue.backlog_part p where p.no = v_part.no;
     else
-      update queue.backlog_part p
-      set from_xid = v_read.xid, from_id = v_read.ids[v_read.n], jobs = p.jobs - v_read.n
+      update queue.backlog_part p set from_xid = v_read.xid, from_id = v_read.ids[v_read.n]
       where p.no = v_part.no;
     end if;
   end loop;

@@ -42,7 +42,7 @@ create table queue.backlog (
 -- Parts of such ranges that have been scanned, one slice each; they are read by priority. Rows with a
 -- priority between tops[i] and bottoms[i] are not admitted yet; priority is the first of tops. is_mixed: the
 -- part had several of these bands. queue: that of all its jobs, if they are plain, without deadline and
--- share, of one queue and priority, and in the order of ids; jobs: how many are left of it then.
+-- share, of one queue and priority, and in the order of ids.
 create table queue.backlog_part (
   no bigint not null,
   priority integer not null,
@@ -55,7 +55,6 @@ create table queue.backlog_part (
   upto pg_snapshot not null,
   own xid8,
   queue text collate "C",
-  jobs bigint not null,
   tops integer[] not null,
   bottoms integer[] not null,
   constraint backlog_part_pkey primary key (no)
