@@ -6,7 +6,7 @@
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
 -- match. Not in queues that may start no more. Those that it makes ready and does not claim go back to wait,
 -- so that they start in their order. Some only go to the line of another key; if it meets many of these, it
--- hands the rest over to the next fetch.
+-- hands the rest over to the next fetch: after 100 ms and 20 rounds, so that a few never depend on the clock.
 -- Locks: as _claim_limited.
 -- Why no wake-up is lost: the settlement that it leaves keeps workers awake, and each of these fetches moves
 -- jobs to lines that it does not look at again while their keys are full.
@@ -18,6 +18,7 @@ declare
   v_until constant timestamptz := clock_timestamp() + interval '100 ms';
   v_won bigint[] := '{}'::bigint[];
   v_look integer := p_n;
+  v_turns integer := 0;
   v_full text[] := '{}'::text[];
   v_lanes integer[];  -- of queues that may start more
   v_ids bigint[];
@@ -45,7 +46,8 @@ begin
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;
     v_won := v_won || v_round.won;
     exit when cardinality(v_won) >= p_n or p_only is null and v_moved is null;
-    if clock_timestamp() > v_until then
+    v_turns := v_turns + 1;
+    if v_turns >= 20 and clock_timestamp() > v_until then
       -- it refills nothing, but nobody sleeps while there is one
       insert into queue.pending_settlement (job_id, kind, flags, payload)
       values (v_ids[1], 'refill', 0, '[]');
