@@ -51,6 +51,17 @@ begin
       order by p_places[x.n], e.id) x;
     v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
       v_froms.attempts, true, v_froms.keys, v_froms.places);
+  elsif (select min(d) < 'infinity' from unnest(v_entries.deadlines) d) then
+    select array_agg(e.id order by e.deadline, e.id) as ids,
+      array_agg(e.lane order by e.deadline, e.id) as lanes,
+      array_agg(e.deadline order by e.deadline, e.id) as deadlines,
+      array_agg(e.flags order by e.deadline, e.id) as flags,
+      array_agg(e.attempt order by e.deadline, e.id) as attempts
+    into v_froms
+    from unnest(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags, v_entries.attempts)
+      e (id, lane, deadline, flags, attempt);
+    v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
+      v_froms.attempts, false);
   else
     v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
       v_entries.attempts, false);

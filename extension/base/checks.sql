@@ -146,11 +146,9 @@ returns void language plpgsql immutable parallel safe security invoker as $$
 begin
   if not (value >= '0001-01-03 00:00+00' and value < '10000-01-01 00:00+00' or may_be_never
     and value = 'infinity') then
-    if not isfinite(value) then
-      perform queue._invalid(what || ' must be finite',
-        'Pass a time. To put a job on hold without one, use queue.hold.');
-    end if;
-    perform queue._invalid(what || ' is out of range', 'Pass a time in the years 1 to 9999.',
+    perform queue._invalid(what || case when value = 'infinity' then ' must be finite'
+        else ' is out of range' end,
+      'Pass a time in the years 1 to 9999' || case when may_be_never then ', or infinity.' else '.' end,
       format('value: %s', value));
   end if;
 end $$;

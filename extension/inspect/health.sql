@@ -24,6 +24,8 @@ begin
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_workers(p_now) h
     union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_pauses(p_now) h
+    union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_work(p_now) h
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_claims(p_now) h
@@ -109,20 +111,36 @@ begin
     else 'every queue with ready jobs is served, or paused' end;
   fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker --queues NAME' end;
   return next;
+end $$;
 
+-- Checks whether ready jobs wait for the end of a pause.
+create or replace function queue._health_of_pauses(p_now timestamptz)
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security invoker rows 1 as $$
+declare
+  v_queues record;
+  v_tasks text;
+begin
   name := 'paused';
   select count(*) as n, string_agg(l.queue, ', ' order by l.queue) filter (where l.no <= 10) as names
-  into v_facts
+  into v_queues
   from (
     select l.queue, row_number() over (order by l.queue) as no
     from (select distinct l.queue from queue.lane l
           where l.paused_until > p_now
             and exists (select from queue.active_job aj where aj.lane = l.lane
               and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)) l) l;
-  status := case when v_facts.n > 0 then 'warn' else 'ok' end;
-  detail := case when v_facts.n > 0 then format('ready jobs in %s: %s',
-    queue._count_of(v_facts.n, 'paused queue'), v_facts.names) else 'no paused queue holds ready jobs' end;
-  fix := case when v_facts.n > 0 then 'select queue.resume(name)' end;
+  select string_agg(distinct j.task, ', ' order by j.task) into v_tasks
+  from (select w.id from queue.waiting w where w.reason = 'task_paused' order by w.id desc limit 1000) w
+  join queue.job j on j.id = w.id;
+  status := case when v_queues.n > 0 or v_tasks is not null then 'warn' else 'ok' end;
+  detail := coalesce(nullif(concat_ws('; ',
+    case when v_queues.n > 0 then format('ready jobs in %s: %s', queue._count_of(v_queues.n, 'paused queue'),
+      v_queues.names) end,
+    'ready jobs of paused tasks: ' || left(v_tasks, 1000)), ''),
+    'no paused queue or task holds ready jobs');
+  fix := nullif(concat_ws('; ', case when v_queues.n > 0 then 'select queue.resume(name)' end,
+    case when v_tasks is not null then 'select queue.resume(task => name)' end), '');
   return next;
 end $$;
 

@@ -40,7 +40,7 @@ begin
       if v_job.gate = 'signal' or exists (select from queue.suspended w where w.job_id = why.id) then
         return queue._why_suspended(why.id);
       end if;
-      return case v_job.state when 'waiting' then 'it needs ' else 'a need failed; retry it: ' end
+      return case v_job.state when 'waiting' then 'it needs ' else 'a need failed: ' end
         || coalesce(queue._why_needs(why.id, v_job.state = 'upstream_failed'),
           'jobs that are being checked');
     else null;
@@ -141,7 +141,8 @@ comment on function queue.peek(text[], integer) is
     ' fetch will find that they wait for a limit or for other shares. Sensitive args read *** for all but the'
     ' owner.';
 
--- When the timeout or lease of a claim ends, or that its timeout has passed; empty text without either.
+-- When the timeout or lease of a claim ends or has ended, that its timeout has passed, or that its worker has
+-- gone; empty text without any of these.
 create or replace function queue._why_running(p_id bigint, p_claim bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
@@ -149,9 +150,19 @@ begin
       select format('; its timeout passed at %s; its handler could not be ended and still runs', o.timeout_at)
       from queue._overdue() o where o.id = p_id), '')
     || coalesce((
-      select case when l.is_own then format('; its lease ends at %s', l.expires_at)
+      select case when l.is_own and l.expires_at <= clock_timestamp()
+          then format('; its lease ended at %s: the next tick ends the claim', l.expires_at)
+        when l.is_own then format('; its lease ends at %s', l.expires_at)
         else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
-      from queue.lease l where l.id = p_id and l.claim = p_claim), '');
+      from queue.lease l where l.id = p_id and l.claim = p_claim), '')
+    || coalesce((
+      select format('; its worker was last seen at %s and counts as dead: the next tick ends the claim',
+        w.last_seen_at)
+      from queue.active_job aj
+      join queue.worker w on w.id = aj.worker_id
+      where aj.id = p_id and (w.gone_at is not null
+          or greatest(w.last_seen_at, queue._up_since()) + w.dead_after < clock_timestamp())
+        and not exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own)), '');
 end $$;
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(): of at most 10,000
@@ -183,7 +194,7 @@ begin
 end $$;
 
 -- The needs that a job waits for, or that have failed, at most 20; for queue.why(). If some are in queues
--- that the caller may not use, only the ids of all its needs there.
+-- that the caller may not use, only the ids of all its needs there. p_failed: with what to do.
 create or replace function queue._why_needs(p_id bigint, p_failed boolean)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
@@ -193,7 +204,12 @@ begin
   v_texts := array(
     select format('job %s', d.id)
       || case when queue._allows(v_allowed, j.queue) is not false
-      then format(' (%s)', coalesce(j.state, 'deleted')) else '' end
+      then format(' (%s%s)', coalesce(j.state, 'deleted'), case when p_failed then case j.state
+        when 'failed' then ': retry it'
+        when 'cancelled' then ': retry it'
+        when 'held' then ': unhold it'
+        when 'upstream_failed' then ': see why'
+        else ': cancel this job, or end it by queue.done' end end) else '' end
     from (select n.id, d.deleted_state
           from queue._direct_needs(p_id) n
           left join lateral (

@@ -76,8 +76,9 @@ begin
   return 'held';
 end $$;
 comment on function queue.hold(bigint) is
-  'Puts a job that is not running on hold until queue.unhold. It keeps its place at its lock. Returns'
-    ' held.';
+  'Puts a job that is not running on hold until queue.unhold. It keeps its place at its lock. Meanwhile it'
+    ' counts as failed for the jobs that need it: they wait, but those with on_need_failure proceed start.'
+    ' Returns held.';
 
 -- Locks and errors: as hold; QJ003 if the job is not held.
 create or replace function queue.unhold(id bigint)

@@ -1518,7 +1518,11 @@ from (select c.queue, c.created_at from queue.queue_config c
       union all
       select u.queue, null as created_at
       from (select l.queue from queue.lane l union select s.queue from sliced s
-        union select n.queue from new n) u
+        union select n.queue from new n
+        union
+        select p.queue from queue.pause p
+        where p.task is null and p.is_paused and right(p.queue, 1) <> '*'
+          and coalesce(p.until > statement_timestamp(), true)) u
       where not exists (select from queue.queue_config c where c.queue = u.queue)) q
 left join queue.queue_config c on c.queue = q.queue
 left join lateral (
@@ -1542,8 +1546,9 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
 comment on view queue.queues is
-  'Queues that are configured, have had ready jobs, or have new jobs. ready: without those that wait for a'
-    ' lock or a limit, except new ones, which no fetch has looked at yet.';
+  'Queues that are configured or paused, have had ready jobs, or have new jobs. ready: without those that'
+    ' wait for a lock or a limit, or whose task is paused; new jobs, which no fetch has looked at yet,'
+    ' count.';
 
 create view queue.locks as
 select m.lock,
@@ -1562,14 +1567,18 @@ comment on view queue.locks is
 
 create view queue.semaphores as
 select case left(s.key, 1) when 'k' then 'concurrency_key' when 'm' then 'lock' else 'queue' end as kind,
-  substr(s.key, 2) as key, nullif(s.slots, 2147483647) as "limit", s.used,
+  substr(s.key, 2) as key,
+  case when left(s.key, 1) = 'q'
+    then (select c.max_running from queue.queue_config c where c.queue = substr(s.key, 2))
+    else nullif(s.slots, 2147483647) end as "limit", s.used,
   (select least(coalesce(sum(r), 0), 2147483647) from unnest(s.ready) r)::integer as ready,
   (select coalesce(sum(w), 0) from unnest(s.waiting) w)::integer as waiting, s.rate_limit, s.rate_per
 from (select distinct on (s.key) s.key, s.slots, s.used, s.ready, s.waiting, s.rate_limit, s.rate_per
   from queue.semaphore s order by s.key, s.tick desc) s;
 comment on view queue.semaphores is
-  'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs use'
-    ' and ready jobs ask for, and how many jobs wait. The rate is rate_limit starts per rate_per.';
+  'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs'
+    ' use and ready jobs ask for, and how many jobs wait; of a queue, only the limit and how many run. The'
+    ' rate is rate_limit starts per rate_per.';
 
 -- waiting: how far a share's next tag lies ahead of the first ready (or waiting) job, in turns.
 create view queue.shares as
@@ -1993,11 +2002,9 @@ returns void language plpgsql immutable parallel safe security invoker as $$
 begin
   if not (value >= '0001-01-03 00:00+00' and value < '10000-01-01 00:00+00' or may_be_never
     and value = 'infinity') then
-    if not isfinite(value) then
-      perform queue._invalid(what || ' must be finite',
-        'Pass a time. To put a job on hold without one, use queue.hold.');
-    end if;
-    perform queue._invalid(what || ' is out of range', 'Pass a time in the years 1 to 9999.',
+    perform queue._invalid(what || case when value = 'infinity' then ' must be finite'
+        else ' is out of range' end,
+      'Pass a time in the years 1 to 9999' || case when may_be_never then ', or infinity.' else '.' end,
       format('value: %s', value));
   end if;
 end $$;
@@ -8073,6 +8080,17 @@ begin
       order by p_places[x.n], e.id) x;
     v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
       v_froms.attempts, true, v_froms.keys, v_froms.places);
+  elsif (select min(d) < 'infinity' from unnest(v_entries.deadlines) d) then
+    select array_agg(e.id order by e.deadline, e.id) as ids,
+      array_agg(e.lane order by e.deadline, e.id) as lanes,
+      array_agg(e.deadline order by e.deadline, e.id) as deadlines,
+      array_agg(e.flags order by e.deadline, e.id) as flags,
+      array_agg(e.attempt order by e.deadline, e.id) as attempts
+    into v_froms
+    from unnest(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags, v_entries.attempts)
+      e (id, lane, deadline, flags, attempt);
+    v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
+      v_froms.attempts, false);
   else
     v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
       v_entries.attempts, false);
@@ -14638,7 +14656,7 @@ declare
   v_full text[] := '{}'::text[];
   v_lanes integer[];  -- of queues that may start more
   v_ids bigint[];
-  v_moved bigint[];
+  v_left bigint[];  -- found, but without room beside the others
   v_early bigint[] := '{}'::bigint[];
   v_round record;
 begin
@@ -14656,12 +14674,12 @@ begin
       order by u.n));
     v_ids := queue._find_selected(v_lanes, v_look, p_tasks, p_before, p_only);
     exit when v_ids = '{}';
-    v_moved := queue._make_ready_early(v_ids);
-    v_early := v_early || v_moved;
+    v_early := v_early || queue._make_ready_early(v_ids);
+    v_left := array(select w.id from queue.waiting w where w.id = any (v_ids));
     select c.won, c.full_queues into v_round
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;
     v_won := v_won || v_round.won;
-    exit when cardinality(v_won) >= p_n or p_only is null and v_moved is null;
+    exit when cardinality(v_won) >= p_n or cardinality(v_left) = cardinality(v_ids);
     v_turns := v_turns + 1;
     if v_turns >= 20 and clock_timestamp() > v_until then
       -- it refills nothing, but nobody sleeps while there is one
@@ -14676,7 +14694,8 @@ begin
       v_lanes := null;
     end if;
     p_only := case when p_only is not null
-      then array(select u.id from unnest(p_only) u (id) where u.id not in (select unnest(v_ids))) end;
+      then array(select u.id from unnest(p_only) u (id) where u.id not in (
+        select i.id from unnest(v_ids) i (id) where i.id <> all (v_left))) end;
   end loop;
   v_ids := array(select aj.id from queue.active_job aj where aj.id = any (v_early) and aj.claim is null);
   if v_ids <> '{}' then
@@ -14686,23 +14705,36 @@ begin
 end $$;
 
 -- The first jobs of lanes that a fetch may make ready, at most p_n, in the order of p_lanes: they wait for a
--- slot where slots are free. With p_only: those of these that are ready or wait for a slot. They match
--- p_tasks and p_before as for _claim_filtered.
+-- slot where slots are free. With p_only: those of these that are ready, or wait for slots and fit; a job
+-- that is named may pass a heavier one. They match p_tasks and p_before as for _claim_filtered.
 create or replace function queue._find_selected(
   p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[])
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 begin
   if p_only is not null then
     return array(
+      with named as materialized (
+        select c.id, c.lane, c.deadline, c.key, c.weight
+        from (select distinct u.id from unnest(p_only) u (id)) u
+        cross join lateral (
+          select w.id, w.lane, w.deadline, w.key, coalesce(w.weight, 1) as weight from queue.waiting w
+          where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes)
+          union all
+          select aj.id, aj.lane, aj.deadline, null, null from queue.active_job aj
+          where aj.id = u.id and aj.claim is null and aj.lane = any (p_lanes) offset 0) c),
+      room as materialized (
+        select k.key, s.slots, s.rate_limit, least(s.slots, 1000000000/* most_slots */) - s.used as free,
+          queue._rate_room(k.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
+        from (select distinct n.key from named n) k
+        cross join lateral (
+          select s.slots, s.used, s.rate_limit, s.rate_per from queue.semaphore s where s.key = k.key
+          order by s.tick desc limit 1) s)
       select c.id
-      from (select distinct u.id from unnest(p_only) u (id)) u
-      cross join lateral (
-        select w.id, w.lane, w.deadline from queue.waiting w
-        where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes)
-        union all
-        select aj.id, aj.lane, aj.deadline from queue.active_job aj
-        where aj.id = u.id and aj.claim is null and aj.lane = any (p_lanes) offset 0) c
-      where (p_before is null or queue._deadline_of(c.id, c.deadline) < p_before)
+      from named c
+      left join room r on r.key = c.key
+      where (least(c.weight, r.slots) <= r.free) is not false
+        and (least(c.weight, r.rate_limit) <= r.rate_room) is not false
+        and (p_before is null or queue._deadline_of(c.id, c.deadline) < p_before)
         and (p_tasks is null or exists (select from queue.job j where j.id = c.id and j.task = any (p_tasks)))
       order by array_position(p_lanes, c.lane), c.deadline, c.id limit p_n);
   end if;
@@ -16601,8 +16633,9 @@ begin
   return 'held';
 end $$;
 comment on function queue.hold(bigint) is
-  'Puts a job that is not running on hold until queue.unhold. It keeps its place at its lock. Returns'
-    ' held.';
+  'Puts a job that is not running on hold until queue.unhold. It keeps its place at its lock. Meanwhile it'
+    ' counts as failed for the jobs that need it: they wait, but those with on_need_failure proceed start.'
+    ' Returns held.';
 
 -- Locks and errors: as hold; QJ003 if the job is not held.
 create or replace function queue.unhold(id bigint)
@@ -18524,7 +18557,7 @@ begin
       if v_job.gate = 'signal' or exists (select from queue.suspended w where w.job_id = why.id) then
         return queue._why_suspended(why.id);
       end if;
-      return case v_job.state when 'waiting' then 'it needs ' else 'a need failed; retry it: ' end
+      return case v_job.state when 'waiting' then 'it needs ' else 'a need failed: ' end
         || coalesce(queue._why_needs(why.id, v_job.state = 'upstream_failed'),
           'jobs that are being checked');
     else null;
@@ -18625,7 +18658,8 @@ comment on function queue.peek(text[], integer) is
     ' fetch will find that they wait for a limit or for other shares. Sensitive args read *** for all but the'
     ' owner.';
 
--- When the timeout or lease of a claim ends, or that its timeout has passed; empty text without either.
+-- When the timeout or lease of a claim ends or has ended, that its timeout has passed, or that its worker has
+-- gone; empty text without any of these.
 create or replace function queue._why_running(p_id bigint, p_claim bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
@@ -18633,9 +18667,19 @@ begin
       select format('; its timeout passed at %s; its handler could not be ended and still runs', o.timeout_at)
       from queue._overdue() o where o.id = p_id), '')
     || coalesce((
-      select case when l.is_own then format('; its lease ends at %s', l.expires_at)
+      select case when l.is_own and l.expires_at <= clock_timestamp()
+          then format('; its lease ended at %s: the next tick ends the claim', l.expires_at)
+        when l.is_own then format('; its lease ends at %s', l.expires_at)
         else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
-      from queue.lease l where l.id = p_id and l.claim = p_claim), '');
+      from queue.lease l where l.id = p_id and l.claim = p_claim), '')
+    || coalesce((
+      select format('; its worker was last seen at %s and counts as dead: the next tick ends the claim',
+        w.last_seen_at)
+      from queue.active_job aj
+      join queue.worker w on w.id = aj.worker_id
+      where aj.id = p_id and (w.gone_at is not null
+          or greatest(w.last_seen_at, queue._up_since()) + w.dead_after < clock_timestamp())
+        and not exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own)), '');
 end $$;
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(): of at most 10,000
@@ -18667,7 +18711,7 @@ begin
 end $$;
 
 -- The needs that a job waits for, or that have failed, at most 20; for queue.why(). If some are in queues
--- that the caller may not use, only the ids of all its needs there.
+-- that the caller may not use, only the ids of all its needs there. p_failed: with what to do.
 create or replace function queue._why_needs(p_id bigint, p_failed boolean)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
@@ -18677,7 +18721,12 @@ begin
   v_texts := array(
     select format('job %s', d.id)
       || case when queue._allows(v_allowed, j.queue) is not false
-      then format(' (%s)', coalesce(j.state, 'deleted')) else '' end
+      then format(' (%s%s)', coalesce(j.state, 'deleted'), case when p_failed then case j.state
+        when 'failed' then ': retry it'
+        when 'cancelled' then ': retry it'
+        when 'held' then ': unhold it'
+        when 'upstream_failed' then ': see why'
+        else ': cancel this job, or end it by queue.done' end end) else '' end
     from (select n.id, d.deleted_state
           from queue._direct_needs(p_id) n
           left join lateral (
@@ -19880,6 +19929,8 @@ begin
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_workers(p_now) h
     union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_pauses(p_now) h
+    union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_work(p_now) h
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_claims(p_now) h
@@ -19965,20 +20016,36 @@ begin
     else 'every queue with ready jobs is served, or paused' end;
   fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker --queues NAME' end;
   return next;
+end $$;
 
+-- Checks whether ready jobs wait for the end of a pause.
+create or replace function queue._health_of_pauses(p_now timestamptz)
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security invoker rows 1 as $$
+declare
+  v_queues record;
+  v_tasks text;
+begin
   name := 'paused';
   select count(*) as n, string_agg(l.queue, ', ' order by l.queue) filter (where l.no <= 10) as names
-  into v_facts
+  into v_queues
   from (
     select l.queue, row_number() over (order by l.queue) as no
     from (select distinct l.queue from queue.lane l
           where l.paused_until > p_now
             and exists (select from queue.active_job aj where aj.lane = l.lane
               and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)) l) l;
-  status := case when v_facts.n > 0 then 'warn' else 'ok' end;
-  detail := case when v_facts.n > 0 then format('ready jobs in %s: %s',
-    queue._count_of(v_facts.n, 'paused queue'), v_facts.names) else 'no paused queue holds ready jobs' end;
-  fix := case when v_facts.n > 0 then 'select queue.resume(name)' end;
+  select string_agg(distinct j.task, ', ' order by j.task) into v_tasks
+  from (select w.id from queue.waiting w where w.reason = 'task_paused' order by w.id desc limit 1000) w
+  join queue.job j on j.id = w.id;
+  status := case when v_queues.n > 0 or v_tasks is not null then 'warn' else 'ok' end;
+  detail := coalesce(nullif(concat_ws('; ',
+    case when v_queues.n > 0 then format('ready jobs in %s: %s', queue._count_of(v_queues.n, 'paused queue'),
+      v_queues.names) end,
+    'ready jobs of paused tasks: ' || left(v_tasks, 1000)), ''),
+    'no paused queue or task holds ready jobs');
+  fix := nullif(concat_ws('; ', case when v_queues.n > 0 then 'select queue.resume(name)' end,
+    case when v_tasks is not null then 'select queue.resume(task => name)' end), '');
   return next;
 end $$;
 

@@ -22,7 +22,7 @@ declare
   v_full text[] := '{}'::text[];
   v_lanes integer[];  -- of queues that may start more
   v_ids bigint[];
-  v_moved bigint[];
+  v_left bigint[];  -- found, but without room beside the others
   v_early bigint[] := '{}'::bigint[];
   v_round record;
 begin
@@ -40,12 +40,12 @@ begin
       order by u.n));
     v_ids := queue._find_selected(v_lanes, v_look, p_tasks, p_before, p_only);
     exit when v_ids = '{}';
-    v_moved := queue._make_ready_early(v_ids);
-    v_early := v_early || v_moved;
+    v_early := v_early || queue._make_ready_early(v_ids);
+    v_left := array(select w.id from queue.waiting w where w.id = any (v_ids));
     select c.won, c.full_queues into v_round
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;
     v_won := v_won || v_round.won;
-    exit when cardinality(v_won) >= p_n or p_only is null and v_moved is null;
+    exit when cardinality(v_won) >= p_n or cardinality(v_left) = cardinality(v_ids);
     v_turns := v_turns + 1;
     if v_turns >= 20 and clock_timestamp() > v_until then
       -- it refills nothing, but nobody sleeps while there is one
@@ -60,7 +60,8 @@ begin
       v_lanes := null;
     end if;
     p_only := case when p_only is not null
-      then array(select u.id from unnest(p_only) u (id) where u.id not in (select unnest(v_ids))) end;
+      then array(select u.id from unnest(p_only) u (id) where u.id not in (
+        select i.id from unnest(v_ids) i (id) where i.id <> all (v_left))) end;
   end loop;
   v_ids := array(select aj.id from queue.active_job aj where aj.id = any (v_early) and aj.claim is null);
   if v_ids <> '{}' then
@@ -70,23 +71,36 @@ begin
 end $$;
 
 -- The first jobs of lanes that a fetch may make ready, at most p_n, in the order of p_lanes: they wait for a
--- slot where slots are free. With p_only: those of these that are ready or wait for a slot. They match
--- p_tasks and p_before as for _claim_filtered.
+-- slot where slots are free. With p_only: those of these that are ready, or wait for slots and fit; a job
+-- that is named may pass a heavier one. They match p_tasks and p_before as for _claim_filtered.
 create or replace function queue._find_selected(
   p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[])
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 begin
   if p_only is not null then
     return array(
+      with named as materialized (
+        select c.id, c.lane, c.deadline, c.key, c.weight
+        from (select distinct u.id from unnest(p_only) u (id)) u
+        cross join lateral (
+          select w.id, w.lane, w.deadline, w.key, coalesce(w.weight, 1) as weight from queue.waiting w
+          where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes)
+          union all
+          select aj.id, aj.lane, aj.deadline, null, null from queue.active_job aj
+          where aj.id = u.id and aj.claim is null and aj.lane = any (p_lanes) offset 0) c),
+      room as materialized (
+        select k.key, s.slots, s.rate_limit, least(s.slots, {{most_slots}}) - s.used as free,
+          queue._rate_room(k.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
+        from (select distinct n.key from named n) k
+        cross join lateral (
+          select s.slots, s.used, s.rate_limit, s.rate_per from queue.semaphore s where s.key = k.key
+          order by s.tick desc limit 1) s)
       select c.id
-      from (select distinct u.id from unnest(p_only) u (id)) u
-      cross join lateral (
-        select w.id, w.lane, w.deadline from queue.waiting w
-        where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes)
-        union all
-        select aj.id, aj.lane, aj.deadline from queue.active_job aj
-        where aj.id = u.id and aj.claim is null and aj.lane = any (p_lanes) offset 0) c
-      where (p_before is null or queue._deadline_of(c.id, c.deadline) < p_before)
+      from named c
+      left join room r on r.key = c.key
+      where (least(c.weight, r.slots) <= r.free) is not false
+        and (least(c.weight, r.rate_limit) <= r.rate_room) is not false
+        and (p_before is null or queue._deadline_of(c.id, c.deadline) < p_before)
         and (p_tasks is null or exists (select from queue.job j where j.id = c.id and j.task = any (p_tasks)))
       order by array_position(p_lanes, c.lane), c.deadline, c.id limit p_n);
   end if;

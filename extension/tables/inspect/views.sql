@@ -167,7 +167,11 @@ from (select c.queue, c.created_at from queue.queue_config c
       union all
       select u.queue, null as created_at
       from (select l.queue from queue.lane l union select s.queue from sliced s
-        union select n.queue from new n) u
+        union select n.queue from new n
+        union
+        select p.queue from queue.pause p
+        where p.task is null and p.is_paused and right(p.queue, 1) <> '*'
+          and coalesce(p.until > statement_timestamp(), true)) u
       where not exists (select from queue.queue_config c where c.queue = u.queue)) q
 left join queue.queue_config c on c.queue = q.queue
 left join lateral (
@@ -191,8 +195,9 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
 comment on view queue.queues is
-  'Queues that are configured, have had ready jobs, or have new jobs. ready: without those that wait for a'
-    ' lock or a limit, except new ones, which no fetch has looked at yet.';
+  'Queues that are configured or paused, have had ready jobs, or have new jobs. ready: without those that'
+    ' wait for a lock or a limit, or whose task is paused; new jobs, which no fetch has looked at yet,'
+    ' count.';
 
 create view queue.locks as
 select m.lock,
@@ -211,14 +216,18 @@ comment on view queue.locks is
 
 create view queue.semaphores as
 select case left(s.key, 1) when 'k' then 'concurrency_key' when 'm' then 'lock' else 'queue' end as kind,
-  substr(s.key, 2) as key, nullif(s.slots, 2147483647) as "limit", s.used,
+  substr(s.key, 2) as key,
+  case when left(s.key, 1) = 'q'
+    then (select c.max_running from queue.queue_config c where c.queue = substr(s.key, 2))
+    else nullif(s.slots, 2147483647) end as "limit", s.used,
   (select least(coalesce(sum(r), 0), 2147483647) from unnest(s.ready) r)::integer as ready,
   (select coalesce(sum(w), 0) from unnest(s.waiting) w)::integer as waiting, s.rate_limit, s.rate_per
 from (select distinct on (s.key) s.key, s.slots, s.used, s.ready, s.waiting, s.rate_limit, s.rate_per
   from queue.semaphore s order by s.key, s.tick desc) s;
 comment on view queue.semaphores is
-  'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs use'
-    ' and ready jobs ask for, and how many jobs wait. The rate is rate_limit starts per rate_per.';
+  'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs'
+    ' use and ready jobs ask for, and how many jobs wait; of a queue, only the limit and how many run. The'
+    ' rate is rate_limit starts per rate_per.';
 
 -- waiting: how far a share's next tag lies ahead of the first ready (or waiting) job, in turns.
 create view queue.shares as

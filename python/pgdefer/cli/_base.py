@@ -16,6 +16,7 @@ import typer
 from psycopg.abc import Buffer
 from psycopg.rows import dict_row
 from psycopg.types.datetime import IntervalLoader, TimestamptzLoader
+from psycopg.types.json import JsonbLoader
 from rich.console import Console
 
 from pgdefer.database.source import Source
@@ -126,11 +127,27 @@ class _Span(IntervalLoader):
         return _or_text(super().load, data)
 
 
+class _Json(JsonbLoader):
+    """Loads JSON in the same way: it may be too deep for Python, or have too long numbers."""
+
+    def load(self, data: Buffer) -> Any:
+        return _or_text(super().load, data)
+
+
 def _or_text(load: Callable[[Buffer], Any], data: Buffer) -> Any:
     try:
         return load(data)
-    except (psycopg.DataError, NotImplementedError):  # of another style, as well
+    except (psycopg.DataError, NotImplementedError, RecursionError, ValueError):
         return bytes(data).decode()
+
+
+def _row_of(text: str) -> dict[str, Any]:
+    """Read a row that the database wrote as JSON; an empty one if Python can't read it."""
+    try:
+        row: dict[str, Any] = json.loads(text)
+    except (RecursionError, ValueError):
+        return {}
+    return row
 
 
 @dataclasses.dataclass
@@ -159,18 +176,16 @@ class Session:
         self._connection = connection
         connection.adapters.register_loader("timestamptz", _Moment)
         connection.adapters.register_loader("interval", _Span)
+        connection.adapters.register_loader("jsonb", _Json)
 
     def call(self, statement: Statement, parameters: Mapping[str, Any] | None = None) -> Rows:
         """Run a statement."""
         values = dict(parameters or {})
         with _misread(values), self._connection.cursor(row_factory=dict_row) as cursor:
-            try:
-                if not self.as_json:
-                    return Rows(cursor.execute(statement.psycopg, values).fetchall())
-                texts = [row["row"] for row in cursor.execute(statement.json.psycopg, values)]
-                return Rows([json.loads(text) for text in texts], texts)
-            except (RecursionError, ValueError) as error:
-                raise PgDeferError(f"JSON that Python can't read: {error}") from error
+            if not self.as_json:
+                return Rows(cursor.execute(statement.psycopg, values).fetchall())
+            texts = [row["row"] for row in cursor.execute(statement.json.psycopg, values)]
+            return Rows([_row_of(text) for text in texts], texts)
 
     def transaction(self) -> contextlib.AbstractContextManager[object]:
         """Run the statements in the block in one transaction."""
@@ -242,8 +257,8 @@ def reported() -> Iterator[None]:
 
 
 def _fail_for(error: PgDeferError) -> NoReturn:
-    # It shares the SQLSTATE of bad arguments.
-    is_missing = error.message == "no such schedule"
+    # These share the SQLSTATE of bad arguments.
+    is_missing = error.message in {"no such schedule", "no such group", "no such queue"}
     fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), str(error))
 
 

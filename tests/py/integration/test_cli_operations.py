@@ -194,7 +194,7 @@ def test_delete_a_queue(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert len(jobs()) == 3
     assert run("queue", "delete", "q", "--force", "--yes", "--json").json == [{"jobs": 3}]
     assert jobs() == []
-    assert run("queue", "delete", "q", "--yes").code == Exit.USAGE
+    assert run("queue", "delete", "q", "--yes").code == Exit.NOT_FOUND
 
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
@@ -419,6 +419,15 @@ def test_tail_follows(run: Run, conn: PsycopgConnection, claim: Claim) -> None:
             assert process.wait(300) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("args", ['{"a": ' + "[" * 5000 + "]" * 5000 + "}", '{"a": 1e5000}'])
+def test_showing_what_python_cannot_read(run: Run, conn: PsycopgConnection, args: str) -> None:
+    """Values too deep or too long for Python are shown as the text that they are."""
+    conn.execute("select queue.defer('t', %s::jsonb)", [args])
+    shown = run("job", "show", 1)
+    assert (shown.code, "state: ready" in shown.out) == (0, True)
+    assert '"id":1,' in run("job", "show", 1, "--json").out.replace(" ", "")
 
 
 def test_tail_shows_each_end_once(

@@ -121,7 +121,7 @@ async def test_results_async(app: App, conn: Connection) -> None:
         with pytest.raises(TimeoutError, match=r"within 0\.2 s: held, it is held; queue\.unhold"):
             await held.result_async(0.2)
         needy = await tasks.double.configure(needs=[3]).defer_async(1)
-        late = r"within 0\.2 s: upstream_failed, a need failed; retry it: job 3 \(failed\)"
+        late = r"within 0\.2 s: upstream_failed, a need failed: job 3 \(failed: retry it\)"
         with pytest.raises(TimeoutError, match=late):
             await needy.result_async(0.2)
         conn.execute("select queue.cancel(%s)", (held.id,))

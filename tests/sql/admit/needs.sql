@@ -45,7 +45,7 @@ select is(pg_temp.states(), 'a:ready b:ready all_block:waiting all_proceed:waiti
 select is(pg_temp.run('a', 'failed', '{"error": "e"}'), 'failed', 'one need fails');
 select is(pg_temp.states(), 'a:failed b:ready all_block:upstream_failed all_proceed:waiting any_block:waiting any_proceed:ready',
           'under any and block one failure dooms nothing; under any and proceed it lets go');
-select is(queue.why(pg_temp.id('all_block')), format('a need failed; retry it: job %s (failed)', pg_temp.id('a')), 'why says which failed');
+select is(queue.why(pg_temp.id('all_block')), format('a need failed: job %s (failed: retry it)', pg_temp.id('a')), 'why says which failed');
 select is(queue.cancel(pg_temp.id('b')), 'cancelled', 'the other is cancelled');
 select is(pg_temp.states(), 'a:failed b:cancelled all_block:upstream_failed all_proceed:ready any_block:upstream_failed any_proceed:ready', 'all have failed');
 select is((select r.outcome from queue.retry(array[pg_temp.id('b')]) r), 'ready', 'it is retried');
@@ -179,7 +179,7 @@ select is(pg_temp.run('b'), 'succeeded', 'a need ends');
 select is((select string_agg(coalesce(r.error, r.outcome), ' ') from queue.delete(array[pg_temp.id('a'), pg_temp.id('b')]) r), 'QJ003 QJ003', 'a needed job is not deleted');
 select is((select string_agg(coalesce(r.error, r.outcome), ' ') from queue.delete(array[pg_temp.id('a'), pg_temp.id('b')], true) r), 'deleted deleted', 'but by force');
 select is(pg_temp.states(), 'd:upstream_failed e:ready p:ready', 'one that had not succeeded counts as failed');
-select is(queue.why(pg_temp.id('d')) like 'a need failed; retry it: job % (deleted)', true, 'why says so');
+select is(queue.why(pg_temp.id('d')) like 'a need failed: job % (deleted: cancel this job, or end it by queue.done)', true, 'why says so');
 call pg_temp.clear();
 
 -- check() finds errors

@@ -1,6 +1,6 @@
 -- Concurrency: hard limits per key, several keys, discard, max_running, rates.
 
-select plan(65);
+select plan(69);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -48,6 +48,16 @@ select pg_temp.finish_all();
 select is(pg_temp.claim(), array[:high]::bigint[], 'priority first');
 select pg_temp.finish_all();
 select is(pg_temp.claim(), array[:low]::bigint[], 'then id');
+select pg_temp.finish_all();
+
+-- New jobs take slots by deadline, too.
+select queue.defer('later', deadline => '2990-01-01Z', concurrency_key => 'N', concurrency_limit => 1) as later \gset
+select queue.defer('sooner', deadline => '2980-01-01Z', concurrency_key => 'N', concurrency_limit => 1) as sooner, queue.defer('never', concurrency_key => 'N', concurrency_limit => 1) as never \gset
+select is(pg_temp.claim(1), array[:sooner]::bigint[], 'of two new jobs, the one with the near deadline');
+select pg_temp.finish_all();
+select is(pg_temp.claim(1), array[:later]::bigint[], 'then the other');
+select pg_temp.finish_all();
+select is(pg_temp.claim(1), array[:never]::bigint[], 'then the one without');
 select pg_temp.finish_all();
 
 -- Within a priority by deadline, then id: also a late job with a near deadline, or one that gets it while it waits.
@@ -98,6 +108,7 @@ select queue.configure_queue('both', '{"rate": null}');
 select is(cardinality(pg_temp.claim(10, '{both}')), 2, 'without a rate max_running again');
 select pg_temp.finish_all();
 select is((select row (q.max_running, q.rate_limit)::text from queue.queues q where q.name = 'both'), '(2,)', 'the view shows it');
+select is((select s."limit" from queue.semaphores s where s.kind = 'queue' and s.key = 'both'), 2, 'as does that of limits');
 
 -- A key shared by several queues, one of which is paused, still reaches its limit on the others.
 select queue.pause('still') \g /dev/null

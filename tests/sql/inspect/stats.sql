@@ -1,6 +1,6 @@
 -- stats, metrics, autoscale_hint and health: every figure for known jobs, every check seen failing.
 
-select plan(87);
+select plan(88);
 
 set pgdefer.notify = off;
 
@@ -173,6 +173,11 @@ select matches(pg_temp.health('queues'), '^fail\|ready jobs in 1 queue that no l
 update queue.worker set queues = '{win}';
 select matches(pg_temp.health('queues'), '^fail\|ready jobs in 2 queues that no live worker serves: moved, q\|', 'queues that are not');
 rollback;
+select queue.pause(task => 'idle') \g /dev/null
+select queue.defer('idle', queue => 'win') from generate_series(1, 2) \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.health('paused'), 'warn|ready jobs of paused tasks: idle|select queue.resume(task => name)', 'a paused task with ready jobs');
+select queue.resume(task => 'idle'), queue.delete(array(select j.id from queue.jobs j where j.task = 'idle')) \g /dev/null
 begin;
 select queue.pause('win') \g /dev/null
 select is(pg_temp.health('paused'), 'warn|ready jobs in 1 paused queue: win|select queue.resume(name)', 'a paused queue with ready jobs');

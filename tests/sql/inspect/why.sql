@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(98);
+select plan(100);
 
 set pgdefer.notify = off;
 
@@ -120,6 +120,13 @@ select f.claim from queue.fetch((select max(w.id) from queue.workers w), options
 select queue.extend(:extended, :claim, interval '1 hour') as ends \gset
 select is(queue.why(:extended), format('it has been running since %s on worker %s, claim %s; its lease ends at %s', j.started_at, j.worker_id, :claim, :'ends'), 'a lease of its own')
 from queue.jobs j where j.id = :extended;
+begin;
+update queue.lease set expires_at = now() where id = :extended;
+update queue.worker set last_seen_at = now() - interval '31 min', dead_after = '1 us';
+select matches(queue.why(:extended), '; its lease ended at [^;]*: the next tick ends the claim$', 'or that it has ended, whatever the worker does');
+delete from queue.lease where id = :extended;
+select matches(queue.why(:extended), '; its worker was last seen at [^;]* and counts as dead: the next tick ends the claim$', 'a worker that is dead');
+rollback;
 select queue.succeed(:extended, :claim) \g /dev/null
 select queue.pause('p', '2999-01-01Z') \g /dev/null
 select matches(queue.why(pg_temp.id('paused')), '^its queue p is paused until 2999-01-01', 'a pause with an end');

@@ -1,6 +1,6 @@
 -- Queues: creating, configuring.
 
-select plan(15);
+select plan(17);
 
 \ir queues.helpers.psql
 
@@ -32,6 +32,11 @@ select queue.defer('c', queue => 'new', options => '{"delay": "1 hour"}'), queue
 select is((select row (q.ready, q.running)::text from queue.queues q where q.name = 'new'), '(3,0)', 'new jobs count as ready, except those that wait');
 select queue.tick() \g /dev/null
 select is((select row (q.ready, q.running)::text from queue.queues q where q.name = 'new'), '(3,0)', 'and no more once they are admitted');
+
+select queue.pause('typo') \g /dev/null
+select is((select q.paused_until from queue.queues q where q.name = 'typo'), 'infinity'::timestamptz, 'a queue that is only paused is shown');
+select queue.resume('typo') \g /dev/null
+select is_empty('select from queue.queues q where q.name = ''typo'' ', 'until it is resumed');
 
 select is_empty('select * from queue.check()', 'sound');
 

@@ -1,6 +1,6 @@
 -- Fetching some tasks only: jobs that wait for a slot behind any number of jobs of other tasks.
 
-select plan(53);
+select plan(55);
 
 set pgdefer.notify = off;
 
@@ -176,6 +176,23 @@ select pg_temp.note_waiting();
 select is(pg_temp.pick('{b}', 5, '{"max_running": {"default": 2}}'), 'b b', 'a worker at its own limit');
 select is((select row (s.used, s.ready, s.waiting)::text from queue.semaphores s where s.key = 'k'), '(2,5,11)', 'leaves the others where they wait');
 select cmp_ok(pg_temp.left_waiting(), '>=', 8, 'and does not touch those that it did not try');
+select pg_temp.end_all();
+
+-- Of jobs that are named, all are tried, however many are asked for.
+select pg_temp.defer(5, 'a'), pg_temp.defer(1, 'held', '{"key": "full", "limit": 1}') \g /dev/null
+select pg_temp.pick('{a,held}', 6) \g /dev/null
+select pg_temp.defer(5, 'c') \g /dev/null
+select queue.defer('b', options => '{"concurrency": [{"key": "k", "limit": 5}, {"key": "full", "limit": 1}]}') from generate_series(1, 2) \g /dev/null
+select pg_temp.defer(1, 'b') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.task = 'a' and j.state = 'running' limit 1 \g /dev/null
+select is(pg_temp.pick(null, 5, jsonb_build_object('ids', (select jsonb_agg(j.id) from queue.jobs j where j.task = 'b' and j.finished_at is null))), 'b', 'one behind two that wait for a full key, too');
+select pg_temp.end_all();
+select pg_temp.defer(1, 'a') \g /dev/null
+select pg_temp.pick('{a}') \g /dev/null
+select pg_temp.defer(2, 'heavy', '{"weight": 5}'), pg_temp.defer(1, 'b') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.pick(null, 2, jsonb_build_object('ids', (select jsonb_agg(j.id) from queue.jobs j where j.task <> 'a' and j.finished_at is null))), 'b', 'one behind heavy jobs, which do not fit');
 select pg_temp.end_all();
 
 -- Of many queues, those without such a job do not count, however many they are.
