@@ -4,7 +4,8 @@
 -- Claims up to p_n jobs of lanes, in the order of p_lanes, subject to limits: semaphores, a queue's
 -- max_running and rate, expires_at, and queueing locks that a defer is replacing. Lanes of one queue and
 -- priority are read as one. Only jobs of p_tasks, and with a deadline before p_before, if given. p_limits:
--- those of the worker (work/worker_limits.sql).
+-- those of the worker (work/worker_limits.sql). It looks on for 100 ms, and for five rounds however busy the
+-- machine is.
 -- Locks: the caller holds the admission lock; rows of queue.active_job and queue.queueing_lock by skip
 -- locked.
 create or replace function queue._claim_limited(
@@ -17,6 +18,7 @@ declare
   v_left bigint[] := '{}'::bigint[];
   v_full text[] := '{}'::text[];
   v_take integer := p_n;
+  v_turns integer := 0;
   v_ids bigint[];
   v_round record;
 begin
@@ -53,7 +55,9 @@ begin
     v_won := v_won || v_round.won;
     v_left := v_left || v_round.rest;
     v_full := v_full || v_round.full_queues;
-    exit when cardinality(v_won) >= p_n or clock_timestamp() > v_start + interval '100 ms';
+    v_turns := v_turns + 1;
+    exit when cardinality(v_won) >= p_n
+      or v_turns >= 5 and clock_timestamp() > v_start + interval '100 ms';
     if v_round.rest <> '{}' then
       perform queue._fill_behind_replaced(v_left);
     end if;

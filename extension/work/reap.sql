@@ -39,8 +39,8 @@ comment on function queue.worker_died(bigint) is
 -- promotion of its standby. So if the last sign of life was before workers could reach the server
 -- (_up_since), a worker counts as dead dead_after past that at the earliest, and a lease or a timeout ends
 -- 30 s past it.
--- A session looks for claims of removed workers once in 10 s. It stops after a second (_reap: p_budget); the
--- next call continues.
+-- A session looks for claims of removed workers once in 10 s. It stops after a second (_reap: p_budget), but
+-- not before 20 claims; the next call continues.
 create or replace function queue.reap()
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security definer
@@ -60,8 +60,9 @@ comment on function queue.reap() is
     ' server''s start or promotion at the earliest), and those whose lease or timeout has passed. Returns'
     ' their number, and when the next may expire.';
 
--- reap for p_budget, but at least one claim, so that each call makes progress. Locks, in this order: as
--- _mark_dead_workers, _reap_gone, _reap_forgotten, _forget_workers and _reap_leases; none is waited for.
+-- reap for p_budget, but at least 20 claims, so that each call makes progress, and a few end at once however
+-- busy the machine is. Locks, in this order: as _mark_dead_workers, _reap_gone, _reap_forgotten,
+-- _forget_workers and _reap_leases; none is waited for.
 create or replace function queue._reap(p_budget interval)
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
@@ -100,7 +101,7 @@ begin
                             and w.xmin <> pg_current_xact_id()::xid for update skip locked));
 end $$;
 
--- Ends the claims of gone workers until p_until, but at least one; returns their number. A worker of which
+-- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker of which
 -- none is left is clear, and it is over if none can appear any more.
 -- Locks: rows of queue.worker by skip locked; each claim as _reap_claim; rows of queue.worker as before.
 create or replace function queue._reap_gone(p_now timestamptz, p_until timestamptz)
@@ -132,7 +133,7 @@ begin
     order by aj.id
   loop
     v_ended := 0;
-    if v_reaped = 0 or clock_timestamp() < p_until then
+    if v_reaped < 20 or clock_timestamp() < p_until then
       v_ended := queue._reap_claim(v_claim.id,
         v_claim.claim, case when v_claim.has_left then 'released' else 'crashed' end,
         format('worker %s (%s) died: its last heartbeat was at %s', v_claim.worker_id,
@@ -171,7 +172,7 @@ begin
   end if;
 end $$;
 
--- Ends claims whose lease or timeout has passed until p_until, but at least one with those that the caller
+-- Ends claims whose lease or timeout has passed until p_until, but at least 20 with those that the caller
 -- has ended (p_reaped). Returns the number of both.
 -- Locks: for each claim as _renew_in_handler, _reap_claim.
 create or replace function queue._reap_leases(p_now timestamptz, p_until timestamptz, p_reaped integer)
@@ -194,7 +195,7 @@ begin
       where aj.id = l.id and aj.claim = l.claim offset 0) aj on true
     where l.expires_at <= p_now and (v_grace_until <= p_now or l.given_at >= v_up_since) order by l.expires_at
   loop
-    exit when v_reaped > 0 and clock_timestamp() > p_until;
+    exit when v_reaped >= 20 and clock_timestamp() > p_until;
     continue when not v_claim.is_own and queue._renew_in_handler(v_claim.id, v_claim.claim);
     v_reaped := v_reaped + queue._reap_claim(
       v_claim.id, v_claim.claim, case when v_claim.is_timed_out then 'timed_out' else 'crashed' end,

@@ -50,13 +50,13 @@ select is((select crashes from queue.jobs where id = :id), 2, 'which finds nothi
 select id, claim from queue.fetch(:worker) \gset
 select queue.succeed(:id, :claim) \g /dev/null
 
--- A call that has no time left still ends one claim
+-- A call that has no time left still ends twenty claims
 select queue.register_worker('dead') as dead \gset
-select queue.defer('t'), queue.defer('t') \g /dev/null
-select count(*) from queue.fetch(:dead, max_jobs => 10) \g /dev/null
+select queue.defer('t') from generate_series(1, 30) \g /dev/null
+select count(*) from queue.fetch(:dead, max_jobs => 30) \g /dev/null
 select pg_temp.kill(:dead);
-select is((select reaped from queue._reap('0 s')), 1, 'one claim ends, however little time there is');
-select is((select reaped from queue._reap('0 s')), 1, 'then the next');
+select is((select reaped from queue._reap('0 s')), 20, 'twenty claims end, however little time there is');
+select is((select reaped from queue._reap('0 s')), 10, 'then the others');
 select queue.cancel(id) from queue.jobs where task = 't' and state = 'ready' \g /dev/null
 
 -- Cases in which a heartbeat runs no maintenance
