@@ -203,8 +203,9 @@ begin
         perform queue._interval('retry: ' || v_item.key, v_item.value);
       else
         if v_item.type <> 'number' or v_item.value < '0' or v_item.key = 'jitter' and v_item.value > '1' then
-          perform queue._invalid(format('retry: %s must be a number', v_item.key),
-            'jitter is between 0 and 1, the others are at least 0.', 'value: ' || left(v_item.text, 200));
+          perform queue._invalid(format('retry: %s must be a number %s', v_item.key,
+            case when v_item.key = 'jitter' then 'from 0 to 1' else 'of at least 0' end),
+            'Pass a JSON number.', 'value: ' || left(v_item.text, 200));
         end if;
     end case;
   end loop;

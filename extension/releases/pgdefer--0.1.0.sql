@@ -1502,14 +1502,6 @@ select t.name, t.defaults from queue.task t;
 comment on view queue.tasks is 'Registered tasks and their defaults.';
 
 create view queue.queues as
-with sliced as (
-  -- claimed as they were admitted (work/claim_slice.sql), so perhaps in a queue without lanes
-  select j.queue, count(*) as jobs from queue.active_job aj join queue.job j on j.id = aj.id
-  where aj.lane is null group by j.queue),
-new as (
-  select a.queue, count(*) filter (where a.flags & 32/* held */ = 0 and a.needs is null
-    and (a.scheduled_at > statement_timestamp()) is not true) as ready
-  from queue.unadmitted a group by a.queue)
 select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c.retain,
   coalesce(x.ready, 0) as ready,
   coalesce(x.running, 0) as running,
@@ -1517,8 +1509,10 @@ select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c
 from (select c.queue, c.created_at from queue.queue_config c
       union all
       select u.queue, null as created_at
-      from (select l.queue from queue.lane l union select s.queue from sliced s
-        union select n.queue from new n
+      from (select l.queue from queue.lane l
+        union select a.queue from queue.unadmitted a
+        -- claimed as they were admitted (work/claim_slice.sql), so perhaps in a queue without lanes
+        union select j.queue from queue.active_job aj join queue.job j on j.id = aj.id where aj.lane is null
         union
         select p.queue from queue.pause p
         where p.task is null and p.is_paused and right(p.queue, 1) <> '*'
@@ -1539,9 +1533,12 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
              join (select aj.lane, count(*) as jobs, count(aj.claim) as running
                    from queue.active_job aj where aj.lane is not null group by aj.lane) a on a.lane = l.lane
              union all
-             select s.queue, s.jobs, s.jobs from sliced s
+             select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
+             where aj.lane is null
              union all
-             select n.queue, n.ready, 0 from new n) a
+             select a.queue, 1, 0 from queue.unadmitted a
+             where a.flags & 32/* held */ = 0 and a.needs is null
+               and (a.scheduled_at > statement_timestamp()) is not true) a
            group by a.queue) x on x.queue = q.queue
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
@@ -3884,8 +3881,9 @@ begin
         perform queue._interval('retry: ' || v_item.key, v_item.value);
       else
         if v_item.type <> 'number' or v_item.value < '0' or v_item.key = 'jitter' and v_item.value > '1' then
-          perform queue._invalid(format('retry: %s must be a number', v_item.key),
-            'jitter is between 0 and 1, the others are at least 0.', 'value: ' || left(v_item.text, 200));
+          perform queue._invalid(format('retry: %s must be a number %s', v_item.key,
+            case when v_item.key = 'jitter' then 'from 0 to 1' else 'of at least 0' end),
+            'Pass a JSON number.', 'value: ' || left(v_item.text, 200));
         end if;
     end case;
   end loop;
@@ -12387,8 +12385,8 @@ end $$;
 comment on function queue.sleep(bigint, bigint, text, timestamptz) is
   'Ends the claim. The job continues with a new claim at the given time, or at once if that has passed. It'
     ' holds no slot and no worker meanwhile; at an ordered lock it keeps its turn. In its next run the step'
-    ' of this name is finished; its value is the time at which the sleep ended. A sleep counts neither as a'
-    ' failure nor as progress.';
+    ' of this name is finished; its value is that time. A sleep counts neither as a failure nor as'
+    ' progress.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is finished), QJ008.
 create or replace function queue.wait(id bigint, claim bigint, name text, signal text default null,

@@ -151,14 +151,6 @@ select t.name, t.defaults from queue.task t;
 comment on view queue.tasks is 'Registered tasks and their defaults.';
 
 create view queue.queues as
-with sliced as (
-  -- claimed as they were admitted (work/claim_slice.sql), so perhaps in a queue without lanes
-  select j.queue, count(*) as jobs from queue.active_job aj join queue.job j on j.id = aj.id
-  where aj.lane is null group by j.queue),
-new as (
-  select a.queue, count(*) filter (where a.flags & {{held}} = 0 and a.needs is null
-    and (a.scheduled_at > statement_timestamp()) is not true) as ready
-  from queue.unadmitted a group by a.queue)
 select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c.retain,
   coalesce(x.ready, 0) as ready,
   coalesce(x.running, 0) as running,
@@ -166,8 +158,10 @@ select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c
 from (select c.queue, c.created_at from queue.queue_config c
       union all
       select u.queue, null as created_at
-      from (select l.queue from queue.lane l union select s.queue from sliced s
-        union select n.queue from new n
+      from (select l.queue from queue.lane l
+        union select a.queue from queue.unadmitted a
+        -- claimed as they were admitted (work/claim_slice.sql), so perhaps in a queue without lanes
+        union select j.queue from queue.active_job aj join queue.job j on j.id = aj.id where aj.lane is null
         union
         select p.queue from queue.pause p
         where p.task is null and p.is_paused and right(p.queue, 1) <> '*'
@@ -188,9 +182,12 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
              join (select aj.lane, count(*) as jobs, count(aj.claim) as running
                    from queue.active_job aj where aj.lane is not null group by aj.lane) a on a.lane = l.lane
              union all
-             select s.queue, s.jobs, s.jobs from sliced s
+             select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
+             where aj.lane is null
              union all
-             select n.queue, n.ready, 0 from new n) a
+             select a.queue, 1, 0 from queue.unadmitted a
+             where a.flags & {{held}} = 0 and a.needs is null
+               and (a.scheduled_at > statement_timestamp()) is not true) a
            group by a.queue) x on x.queue = q.queue
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
