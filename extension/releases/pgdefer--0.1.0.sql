@@ -607,10 +607,10 @@ create index waiting_slot_idx on queue.waiting (key, lane, deadline, id) where r
 
 -- These two are for workers with tasks (work/claim_filtered.sql). Their conditions are written so that no
 -- other index serves such a query: with old statistics, the one above may look as good.
-create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where reason || '' = 'slot';
+create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where left(reason, 4) = 'slot';
 
 create index waiting_weight_idx on queue.waiting (key, lane, weight, deadline, id)
-where reason || '' = 'slot' and weight is not null;
+where left(reason, 4) = 'slot' and weight is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
@@ -14778,7 +14778,7 @@ declare
 begin
   while p_heaviest is not null loop
     select w.weight, w.deadline, w.id into v_heavy from queue.waiting w
-    where w.reason || '' = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > p_heaviest
+    where left(w.reason, 4) = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > p_heaviest
       and (w.deadline, w.id) >= (p_low_deadline, p_low)
     order by w.weight, w.deadline, w.id limit 1;
     exit when not found;
@@ -14808,7 +14808,7 @@ begin
       select w.id, w.deadline
       from (
         select w.id, w.deadline from queue.waiting w
-        where w.reason || '' = 'slot' and w.key = p_key and w.lane = p_lane and w.task = u.task
+        where left(w.reason, 4) = 'slot' and w.key = p_key and w.lane = p_lane and w.task = u.task
           and (w.deadline, w.id) >= (p_low_deadline, p_low) and (w.deadline, w.id) < (v_end_deadline, v_end)
           and w.deadline <= coalesce(p_before, 'infinity')
         order by w.deadline, w.id limit 200) w

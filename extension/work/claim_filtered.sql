@@ -141,7 +141,7 @@ declare
 begin
   while p_heaviest is not null loop
     select w.weight, w.deadline, w.id into v_heavy from queue.waiting w
-    where w.reason || '' = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > p_heaviest
+    where left(w.reason, 4) = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > p_heaviest
       and (w.deadline, w.id) >= (p_low_deadline, p_low)
     order by w.weight, w.deadline, w.id limit 1;
     exit when not found;
@@ -171,7 +171,7 @@ begin
       select w.id, w.deadline
       from (
         select w.id, w.deadline from queue.waiting w
-        where w.reason || '' = 'slot' and w.key = p_key and w.lane = p_lane and w.task = u.task
+        where left(w.reason, 4) = 'slot' and w.key = p_key and w.lane = p_lane and w.task = u.task
           and (w.deadline, w.id) >= (p_low_deadline, p_low) and (w.deadline, w.id) < (v_end_deadline, v_end)
           and w.deadline <= coalesce(p_before, 'infinity')
         order by w.deadline, w.id limit 200) w

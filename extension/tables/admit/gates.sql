@@ -28,10 +28,10 @@ create index waiting_slot_idx on queue.waiting (key, lane, deadline, id) where r
 
 -- These two are for workers with tasks (work/claim_filtered.sql). Their conditions are written so that no
 -- other index serves such a query: with old statistics, the one above may look as good.
-create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where reason || '' = 'slot';
+create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) where left(reason, 4) = 'slot';
 
 create index waiting_weight_idx on queue.waiting (key, lane, weight, deadline, id)
-where reason || '' = 'slot' and weight is not null;
+where left(reason, 4) = 'slot' and weight is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
