@@ -37,31 +37,21 @@ begin
       v_entries.attempts, v_entries.is_low, v_entries.has_tags);
     return;
   end if;
-  if p_from is not null then
-    -- in the order of their lines
+  if p_from is not null or (select min(d) < 'infinity' from unnest(v_entries.deadlines) d) then
+    -- in the order of their lines, or of their deadlines
     select array_agg(x.id) as ids, array_agg(x.lane) as lanes, array_agg(x.deadline) as deadlines,
       array_agg(x.flags) as flags, array_agg(x.attempt) as attempts, array_agg(p_from[x.n]) as keys,
       array_agg(x.place) as places
     into v_froms
     from (
-      select e.*, x.n, p_places[x.n] as place
+      select e.*, x.n, coalesce(p_places[x.n], e.deadline) as place
       from unnest(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags, v_entries.attempts)
         e (id, lane, deadline, flags, attempt)
       cross join lateral (select array_position(p_ids, e.id) as n offset 0) x
-      order by p_places[x.n], e.id) x;
+      order by coalesce(p_places[x.n], e.deadline), e.id) x;
     v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
-      v_froms.attempts, true, v_froms.keys, v_froms.places);
-  elsif (select min(d) < 'infinity' from unnest(v_entries.deadlines) d) then
-    select array_agg(e.id order by e.deadline, e.id) as ids,
-      array_agg(e.lane order by e.deadline, e.id) as lanes,
-      array_agg(e.deadline order by e.deadline, e.id) as deadlines,
-      array_agg(e.flags order by e.deadline, e.id) as flags,
-      array_agg(e.attempt order by e.deadline, e.id) as attempts
-    into v_froms
-    from unnest(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags, v_entries.attempts)
-      e (id, lane, deadline, flags, attempt);
-    v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
-      v_froms.attempts, false);
+      v_froms.attempts, p_from is not null, case when p_from is not null then v_froms.keys end,
+      v_froms.places);
   else
     v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
       v_entries.attempts, false);

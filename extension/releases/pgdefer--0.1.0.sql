@@ -1314,7 +1314,10 @@ comment on view queue.audit is
 
 -- Committed jobs that admission has not read yet. Private.
 create view queue.unadmitted as
-select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs,
+  case when j.flags & 32/* held */ <> 0 then 'held'
+    when j.scheduled_at > statement_timestamp() then 'scheduled' when j.needs is not null then 'waiting'
+    else 'ready' end as state
 from queue.cursor_now k
 cross join lateral (
   select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
@@ -1536,9 +1539,7 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
              select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
              where aj.lane is null
              union all
-             select a.queue, 1, 0 from queue.unadmitted a
-             where a.flags & 32/* held */ = 0 and a.needs is null
-               and (a.scheduled_at > statement_timestamp()) is not true) a
+             select a.queue, 1, 0 from queue.unadmitted a where a.state = 'ready') a
            group by a.queue) x on x.queue = q.queue
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
@@ -1732,10 +1733,7 @@ from (
   -- by its wait or its time, as in queue.jobs
   select h.job_id, h.payload ->> 'state' as state from queue.pending_settlement h where h.kind = 'again'
   union all
-  select a.id, case when a.flags & 32/* held */ <> 0 then 'held'
-    when a.scheduled_at > statement_timestamp() then 'scheduled' when a.needs is not null then 'waiting'
-    else 'ready' end
-  from queue.unadmitted a) u
+  select a.id, a.state from queue.unadmitted a) u
 join queue.job_now j on j.id = u.id;
 
 create view queue.metrics as
@@ -8064,31 +8062,21 @@ begin
       v_entries.attempts, v_entries.is_low, v_entries.has_tags);
     return;
   end if;
-  if p_from is not null then
-    -- in the order of their lines
+  if p_from is not null or (select min(d) < 'infinity' from unnest(v_entries.deadlines) d) then
+    -- in the order of their lines, or of their deadlines
     select array_agg(x.id) as ids, array_agg(x.lane) as lanes, array_agg(x.deadline) as deadlines,
       array_agg(x.flags) as flags, array_agg(x.attempt) as attempts, array_agg(p_from[x.n]) as keys,
       array_agg(x.place) as places
     into v_froms
     from (
-      select e.*, x.n, p_places[x.n] as place
+      select e.*, x.n, coalesce(p_places[x.n], e.deadline) as place
       from unnest(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags, v_entries.attempts)
         e (id, lane, deadline, flags, attempt)
       cross join lateral (select array_position(p_ids, e.id) as n offset 0) x
-      order by p_places[x.n], e.id) x;
+      order by coalesce(p_places[x.n], e.deadline), e.id) x;
     v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
-      v_froms.attempts, true, v_froms.keys, v_froms.places);
-  elsif (select min(d) < 'infinity' from unnest(v_entries.deadlines) d) then
-    select array_agg(e.id order by e.deadline, e.id) as ids,
-      array_agg(e.lane order by e.deadline, e.id) as lanes,
-      array_agg(e.deadline order by e.deadline, e.id) as deadlines,
-      array_agg(e.flags order by e.deadline, e.id) as flags,
-      array_agg(e.attempt order by e.deadline, e.id) as attempts
-    into v_froms
-    from unnest(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags, v_entries.attempts)
-      e (id, lane, deadline, flags, attempt);
-    v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
-      v_froms.attempts, false);
+      v_froms.attempts, p_from is not null, case when p_from is not null then v_froms.keys end,
+      v_froms.places);
   else
     v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
       v_entries.attempts, false);
@@ -14172,7 +14160,6 @@ end $$;
 create or replace function queue._make_ready_early(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_gone bigint[];
   v_moved record;
 begin
   with asked as materialized (
@@ -14205,7 +14192,6 @@ begin
   if v_moved.ids is null then
     return null;
   end if;
-  v_gone := v_moved.ids;
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
   perform queue._await_rates(v_moved.rated);
@@ -14214,7 +14200,7 @@ begin
     null)
     from queue._keys_of(v_moved.ids, v_moved.flags) k;
   perform queue._make_ready(v_moved.ids, v_moved.lanes, v_moved.deadlines, v_moved.flags, v_moved.attempts);
-  return v_gone;
+  return v_moved.ids;
 end $$;
 
 -- work/claim_limited.sql

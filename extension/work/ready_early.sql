@@ -10,7 +10,6 @@
 create or replace function queue._make_ready_early(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_gone bigint[];
   v_moved record;
 begin
   with asked as materialized (
@@ -43,7 +42,6 @@ begin
   if v_moved.ids is null then
     return null;
   end if;
-  v_gone := v_moved.ids;
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
   perform queue._await_rates(v_moved.rated);
@@ -52,5 +50,5 @@ begin
     null)
     from queue._keys_of(v_moved.ids, v_moved.flags) k;
   perform queue._make_ready(v_moved.ids, v_moved.lanes, v_moved.deadlines, v_moved.flags, v_moved.attempts);
-  return v_gone;
+  return v_moved.ids;
 end $$;

@@ -33,10 +33,7 @@ from (
   -- by its wait or its time, as in queue.jobs
   select h.job_id, h.payload ->> 'state' as state from queue.pending_settlement h where h.kind = 'again'
   union all
-  select a.id, case when a.flags & {{held}} <> 0 then 'held'
-    when a.scheduled_at > statement_timestamp() then 'scheduled' when a.needs is not null then 'waiting'
-    else 'ready' end
-  from queue.unadmitted a) u
+  select a.id, a.state from queue.unadmitted a) u
 join queue.job_now j on j.id = u.id;
 
 create view queue.metrics as

@@ -3,7 +3,10 @@
 
 -- Committed jobs that admission has not read yet. Private.
 create view queue.unadmitted as
-select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
+select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs,
+  case when j.flags & {{held}} <> 0 then 'held'
+    when j.scheduled_at > statement_timestamp() then 'scheduled' when j.needs is not null then 'waiting'
+    else 'ready' end as state
 from queue.cursor_now k
 cross join lateral (
   select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
@@ -185,9 +188,7 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
              select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
              where aj.lane is null
              union all
-             select a.queue, 1, 0 from queue.unadmitted a
-             where a.flags & {{held}} = 0 and a.needs is null
-               and (a.scheduled_at > statement_timestamp()) is not true) a
+             select a.queue, 1, 0 from queue.unadmitted a where a.state = 'ready') a
            group by a.queue) x on x.queue = q.queue
 where (select vis.is_all from queue.visible_queues vis)
   or q.queue like any ((select vis.queues from queue.visible_queues vis)::text[]);
