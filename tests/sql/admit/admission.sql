@@ -135,7 +135,8 @@ select is((select count(*) from queue.active_job), 21::bigint, 'slices that end 
 select is_empty('select no from queue.backlog union all select no from queue.backlog_part', 'leave nothing behind');
 select pg_temp.run() \g /dev/null
 
--- An empty fetch continues while many jobs are not admitted, and tells a sleeper that there are more.
+-- An empty fetch continues while many jobs are not admitted, and tells a sleeper that there are more. Its
+-- maintenance may have admitted the last of them, hence the fetch between before_sleep and the sleep.
 select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'future', 'scheduled_at', '2999-01-01Z')) from generate_series(1, 5000) n)) \g /dev/null
 select queue.defer('now') \g /dev/null
 do $$
@@ -152,6 +153,9 @@ begin
     select s.wait_for into v_wait from queue.before_sleep((select max(w.id) from queue.workers w)) s;
     perform queue.after_sleep((select max(w.id) from queue.workers w));
     if v_wait <> interval '0' then
+      v_n := v_n + 1;
+      v_task := pg_temp.run(1);
+      exit when v_task is not null;
       raise exception 'may sleep for % though there is more', v_wait;
     end if;
   end loop;

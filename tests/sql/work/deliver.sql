@@ -187,27 +187,20 @@ select is(pg_temp.got(), 'headers 2, digits 60008', 'and digits as they are prin
 select pg_temp.finish() \g /dev/null
 select is((select count(*) from queue.jobs j where j.finished_at is null), 0::bigint, 'all are done');
 
--- The server ends a session that idles with the admission lock
-begin;
-select * from queue.tick() \g /dev/null
-select is(current_setting('idle_in_transaction_session_timeout'), '10s', 'a transaction that holds the admission lock must not idle');
-commit;
+-- The server ends a session that idles with the admission lock.
+-- Calls a function in a transaction with such a setting; what is the setting then? In one statement: while it
+-- stands, no session may idle.
+create function pg_temp.timeout_in(setting text, call text) returns text language plpgsql as $$
+begin
+  perform set_config('idle_in_transaction_session_timeout', setting, true);
+  execute call;
+  return current_setting('idle_in_transaction_session_timeout');
+end $$;
+select is(pg_temp.timeout_in('0', 'select queue.tick()'), '10s', 'a transaction that holds the admission lock must not idle');
 select is(current_setting('idle_in_transaction_session_timeout'), '0', 'only that one');
 
-begin;
-set local idle_in_transaction_session_timeout = '7s';
-select * from queue.tick() \g /dev/null
-select is(current_setting('idle_in_transaction_session_timeout'), '7s', 'a stricter setting stays');
-commit;
-begin;
-set local idle_in_transaction_session_timeout = '500ms';
-select * from queue.prune() \g /dev/null
-select is(current_setting('idle_in_transaction_session_timeout'), '500ms', 'also where the lock is waited for');
-commit;
-begin;
-set local idle_in_transaction_session_timeout = '1min';
-select * from queue.tick() \g /dev/null
-select is(current_setting('idle_in_transaction_session_timeout'), '10s', 'a looser one does not');
-commit;
+select is(pg_temp.timeout_in('7s', 'select queue.tick()'), '7s', 'a stricter setting stays');
+select is(pg_temp.timeout_in('500ms', 'select queue.prune()'), '500ms', 'also where the lock is waited for');
+select is(pg_temp.timeout_in('1min', 'select queue.tick()'), '10s', 'a looser one does not');
 
 select * from finish();
