@@ -26,7 +26,8 @@ begin
   into v_ended
   from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload);
   if v_ended.ids is not null
-    and (v_ended.has_more or not queue._pass_slots_on(v_ended.ids, v_ended.flags)) then
+    and (v_ended.has_more or not (queue._pass_slots_on(
+      queue._only_key(v_ended.ids, v_ended.flags), cardinality(v_ended.ids))).is_done) then
     v_keys := queue._release_slots(v_ended.ids, v_ended.flags);
   end if;
   for v_item in

@@ -56,6 +56,29 @@ begin
   return true;
 end $$;
 
+-- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. Returns whether it has it.
+create or replace function queue._wait_for_admission()
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_timeout text;
+  v_has_lock boolean := false;
+begin
+  if queue._lock_admission(false) then
+    return true;
+  end if;
+  v_timeout := current_setting('lock_timeout');
+  if v_timeout = '0' or v_timeout::interval > interval '50 ms' then
+    perform set_config('lock_timeout', '50ms', true);
+  end if;
+  begin
+    v_has_lock := queue._lock_admission(true);
+  exception when lock_not_available then
+    null;
+  end;
+  perform set_config('lock_timeout', v_timeout, true);
+  return v_has_lock;
+end $$;
+
 -- The other session that holds the admission lock, or most likely does; since: when its transaction began,
 -- NULL if its role's sessions are hidden from the owner.
 create or replace function queue._admission_holder(out pid integer, out role text, out state text,

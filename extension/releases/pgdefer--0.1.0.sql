@@ -2983,6 +2983,29 @@ begin
   return true;
 end $$;
 
+-- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. Returns whether it has it.
+create or replace function queue._wait_for_admission()
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_timeout text;
+  v_has_lock boolean := false;
+begin
+  if queue._lock_admission(false) then
+    return true;
+  end if;
+  v_timeout := current_setting('lock_timeout');
+  if v_timeout = '0' or v_timeout::interval > interval '50 ms' then
+    perform set_config('lock_timeout', '50ms', true);
+  end if;
+  begin
+    v_has_lock := queue._lock_admission(true);
+  exception when lock_not_available then
+    null;
+  end;
+  perform set_config('lock_timeout', v_timeout, true);
+  return v_has_lock;
+end $$;
+
 -- The other session that holds the admission lock, or most likely does; since: when its transaction began,
 -- NULL if its role's sessions are hidden from the owner.
 create or replace function queue._admission_holder(out pid integer, out role text, out state text,
@@ -9597,83 +9620,209 @@ end $$;
 -- The common case of a limit, in few statements: all ended claims of a batch have the same one key.
 -- Tests: admit/one_key.sql.
 
--- Gives the slots of ended claims to the jobs that wait for them, as _release_slots and _refill do together,
--- if all of these claims have one and the same key, the key has no rate, and its jobs that are ready or wait
--- are in one lane without shares. Returns whether it did; if not, nothing has changed.
--- Locks: the caller holds the admission lock.
--- Why no wake-up is lost: as many jobs become ready as _refill would take.
-create or replace function queue._pass_slots_on(p_ids bigint[], p_flags smallint[])
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+-- The one key that all of these jobs have, without a weight or a rate, and nothing else that counts: NULL if
+-- that is not so.
+create or replace function queue._only_key(p_ids bigint[], p_flags smallint[])
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select case when bool_and(cardinality(j.keys) = 1 and (j.options ? 'terms') is not true
+      and u.flags & 16390/* counted */ = 4/* keys */) and min(j.keys[1]) = max(j.keys[1]) then 'k' || min(j.keys[1]) end
+    from unnest(p_ids, p_flags) u (id, flags)
+    cross join lateral (select j.keys, j.options from queue.job j where j.id = u.id offset 0) j);
+end $$;
+
+-- p_n claims of jobs with one key have ended (_only_key). Gives their slots to the jobs that wait for them, as
+-- _release_slots and _refill do together, if the key has no rate, and its jobs that are ready or wait are in
+-- one lane without shares. is_done: whether it did; if not, nothing has changed.
+-- With p_max_jobs, it also claims the jobs that the next fetch of p_worker would claim from p_queues (names;
+-- NULL: all), if they are simple: the first ready ones, or if none is ready, those that get the slots. The semaphore is then changed once, and the latter
+-- save an update and their entry in the index of lanes. ids: these jobs, NULL for none. first_claim: as for
+-- _claim_newcomer.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+-- Why no wake-up is lost: as many jobs become ready as _refill would take, or are claimed.
+-- In one piece (ADR 1): it is most of what a job with a key costs.
+create or replace function queue._pass_slots_on(p_key text, p_n integer,
+  p_worker bigint default null, p_queues text[] default null, p_max_jobs integer default 0,
+  out is_done boolean, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_key text;
-  v_is_only boolean;
   v_count record;
   v_room integer;
-  v_next record;
+  v_next record;  -- the jobs that get the slots
+  v_ready record;
+  v_tids tid[];  -- the ready jobs that are claimed
+  v_flags smallint;
+  v_have_deadlines boolean;
+  v_now timestamptz;
 begin
-  select 'k' || min(j.keys[1]),
-    bool_and(cardinality(j.keys) = 1 and (j.options ? 'terms') is not true
-      and u.flags & 16390/* counted */ = 4/* keys */)
-      and min(j.keys[1]) = max(j.keys[1])
-  into v_key, v_is_only
-  from unnest(p_ids, p_flags) u (id, flags)
-  cross join lateral (select j.keys, j.options from queue.job j where j.id = u.id offset 0) j;
-  if not v_is_only then
-    return false;
+  is_done := false;
+  if p_key is null then
+    return;
   end if;
-  select s.ctid as tid, s.slots, s.limit_id, s.used - cardinality(p_ids) as used, s.lanes, s.ready, s.waiting,
+  select s.ctid as tid, s.slots, s.limit_id, s.used - p_n as used, s.lanes, s.ready, s.waiting,
     s.lows, s.low_deadlines, l.low_deadline, l.low_id, l.is_idle,
-    s.rate_limit is null and cardinality(s.lanes) <= 1 and l.tag_base is null as is_plain
+    s.rate_limit is null and cardinality(s.lanes) <= 1 and l.tag_base is null as is_plain,
+    coalesce(pg_sequence_last_value('queue.needed_seq'), 0) as high_need_id
   into v_count
   from queue.semaphore s
   left join lateral (select l.low_deadline, l.low_id, l.is_idle, l.tag_base from queue.lane l
     where l.lane = s.lanes[1] offset 0) l on true
-  where s.key = v_key order by s.tick desc limit 1;
+  where s.key = p_key order by s.tick desc limit 1;
   v_room := least(v_count.slots - v_count.used - v_count.ready[1], v_count.waiting[1]);
   if v_count.is_plain is not true then
-    return false;
+    return;
   elsif v_room > 0 then
     select array_agg(w.tid) as tids, array_agg(w.id) as ids, array_agg(w.attempt) as attempts,
-      array_agg(coalesce(s.deadline, w.deadline)) as deadlines,
-      -- may have changed since
-      array_agg((w.flags | case when s.id is not null then 2048/* overridden */ else 0 end
-        | case when (select d.job_id from queue.need d where d.need_id = w.id limit 1) is not null
-          then 4096/* needed */ else 0 end)::smallint) as flags,
-      max(w.deadline) as last_deadline, (array_agg(w.id order by w.deadline desc, w.id desc))[1] as last_id,
-      bool_or(num_nonnulls(w.weight, w.at) > 0 or w.has_several or w.deadline < '0001-01-01 00:00+00')
-        as are_special,
-      bool_or((coalesce(s.deadline, w.deadline), w.id) < (v_count.low_deadline, v_count.low_id)) as is_low
+      array_agg(w.deadline) as deadlines, array_agg(w.flags) as flags, bit_or(w.flags) as all_flags,
+      max(w.old_deadline) as last_deadline, bool_or(w.is_special) as are_special,
+      bool_or((w.deadline, w.id) < (v_count.low_deadline, v_count.low_id)) as is_low
     into v_next
     from (
-      select w.ctid as tid, w.id, w.deadline, w.attempt, w.flags, w.weight, w.at, w.has_several
+      select w.ctid as tid, w.id, w.deadline as old_deadline, coalesce(s.deadline, w.deadline) as deadline,
+        w.attempt, num_nonnulls(w.weight, w.at) > 0 or w.has_several or w.deadline < '0001-01-01 00:00+00'
+          as is_special,
+        -- may have changed since
+        (w.flags | case when s.id is not null then 2048/* overridden */ else 0 end
+          | case when w.id <= v_count.high_need_id and (select d.job_id from queue.need d
+              where d.need_id = w.id limit 1) is not null then 4096/* needed */ else 0 end)::smallint as flags
       from queue.waiting w
-      where w.reason = 'slot' and w.key = v_key and w.lane = v_count.lanes[1]
+      left join lateral (select s.id, s.deadline from queue.job_override s where s.id = w.id offset 0) s
+        on true
+      where w.reason = 'slot' and w.key = p_key and w.lane = v_count.lanes[1]
         and (w.deadline, w.id) >= (v_count.low_deadlines[1], v_count.lows[1])
-      order by w.deadline, w.id limit v_room) w
-    left join lateral (select s.id, s.deadline from queue.job_override s where s.id = w.id offset 0) s
-      on true;
+      order by w.deadline, w.id limit v_room) w;
     if v_next.are_special is not false then
-      return false;
+      return;
     end if;
+  end if;
+  if v_count.ready[1] = 0 and v_room between 1 and p_max_jobs then
+    v_flags := v_next.all_flags;
+    if v_flags & (2/* mutex */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) = 0
+      and queue._is_next_lane(p_worker, p_queues, v_count.lanes[1], false, v_room = p_max_jobs) then
+      ids := v_next.ids;
+      v_have_deadlines := v_next.deadlines[1] < 'infinity';
+    end if;
+  elsif v_count.ready[1] > 0 and p_max_jobs between 1 and least(v_count.ready[1], v_count.slots - v_count.used) then
+    if queue._is_next_lane(p_worker, p_queues, v_count.lanes[1], true, true) then
+      v_ready := queue._lock_ready(v_count.lanes[1], p_key, p_max_jobs);
+      v_tids := v_ready.tids;
+      ids := v_ready.ids;
+      v_flags := v_ready.flags;
+      v_have_deadlines := v_ready.have_deadlines;
+    end if;
+  end if;
+  if ids is not null then
+    first_claim := nextval('queue.claim_seq');
+    v_now := clock_timestamp();  -- after the snapshot that shows that their turn has come
+    v_count.used := v_count.used + cardinality(ids);
+  end if;
+  if v_room > 0 then
     delete from queue.waiting w where w.ctid = any (v_next.tids);
-    insert into queue.active_job (id, deadline, lane, attempt, flags)
-    select u.id, u.deadline, v_count.lanes[1], u.attempt, u.flags
-    from unnest(v_next.ids, v_next.deadlines, v_next.attempts, v_next.flags) u (id, deadline, attempt, flags);
-    if v_next.is_low or v_count.is_idle then
-      perform queue._lower_marks(array_fill(v_count.lanes[1], array[cardinality(v_next.ids)]),
-        v_next.deadlines, v_next.ids);
+    if ids is not null and v_tids is null then
+      insert into queue.active_job (id, deadline, attempt, flags, claim, claimed_at, worker_id)
+      select u.id, u.deadline, u.attempt + 1, u.flags, first_claim, v_now, p_worker
+      from unnest(v_next.ids, v_next.deadlines, v_next.attempts, v_next.flags)
+        u (id, deadline, attempt, flags);
+    else
+      insert into queue.active_job (id, deadline, lane, attempt, flags)
+      select u.id, u.deadline, v_count.lanes[1], u.attempt, u.flags
+      from unnest(v_next.ids, v_next.deadlines, v_next.attempts, v_next.flags)
+        u (id, deadline, attempt, flags);
+      if v_next.is_low or v_count.is_idle then
+        perform queue._lower_marks(array_fill(v_count.lanes[1], array[cardinality(v_next.ids)]),
+          v_next.deadlines, v_next.ids);
+      end if;
+      v_count.ready[1] := v_count.ready[1] + v_room;
     end if;
-    v_count.ready[1] := v_count.ready[1] + cardinality(v_next.ids);
-    v_count.waiting[1] := v_count.waiting[1] - cardinality(v_next.ids);
-    v_count.lows[1] := v_next.last_id + 1;
+    v_count.waiting[1] := v_count.waiting[1] - v_room;
+    v_count.lows[1] := v_next.ids[v_room] + 1;
     v_count.low_deadlines[1] := v_next.last_deadline;
+  end if;
+  if v_tids is not null then
+    update queue.active_job aj
+    set claim = first_claim, worker_id = p_worker, claimed_at = v_now, attempt = aj.attempt + 1
+    where aj.ctid = any (v_tids);
+    v_count.ready[1] := v_count.ready[1] - cardinality(ids);
+  end if;
+  if v_count.ready[1] = 0 and v_count.waiting[1] = 0 then
+    select '{}', '{}', '{}', '{}', '{}'
+    into v_count.lanes, v_count.ready, v_count.waiting, v_count.lows, v_count.low_deadlines;
   end if;
   with gone as (
     delete from queue.semaphore s where s.ctid = v_count.tid)
   insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows, low_deadlines)
-  values (v_key, nextval('queue.tick_seq'), v_count.slots, v_count.limit_id, v_count.used, v_count.lanes,
+  values (p_key, nextval('queue.tick_seq'), v_count.slots, v_count.limit_id, v_count.used, v_count.lanes,
     v_count.ready, v_count.waiting, v_count.lows, v_count.low_deadlines);
-  return true;
+  if ids is not null then
+    if v_flags & 128/* lease */ <> 0 then
+      perform queue._lease_timeouts(ids, first_claim, v_now);
+    end if;
+    if v_have_deadlines or v_flags & 2048/* overridden */ <> 0 or v_flags < 0 then
+      first_claim := null;
+    end if;
+  end if;
+  is_done := true;
+end $$;
+
+-- Whether the next fetch of a worker would claim from this lane: it is one of p_queues (NULL: all), not paused,
+-- and its queue has no limit; the worker is free; and there is no ready job in other lanes of these queues that
+-- comes first (a crashed one, or one of no lesser priority), nor any at all unless p_is_enough. Without
+-- p_has_ready the lane itself must have none either.
+create or replace function queue._is_next_lane(p_worker bigint, p_queues text[], p_lane integer,
+  p_has_ready boolean, p_is_enough boolean)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+begin
+  return exists (
+    select from queue.lane k
+    where k.lane = p_lane and (p_queues is null or k.queue = any (p_queues))
+      and (k.paused_until is null or k.paused_until <= v_now)
+      and exists (select from queue.queue_config c where c.queue = k.queue
+        and (c.max_running is not null or c.rate_limit is not null)) is false
+      and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
+        and w.apart_since is null) is true
+      and exists (
+        select from queue.lane l
+        cross join lateral (
+          select from queue.active_job aj
+          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+          limit 1) r
+        where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
+          and (l.lane <> k.lane or not p_has_ready)
+          and (not p_is_enough or l.priority >= k.priority or l.kind = 2/* lane_crashed */)
+          and (l.paused_until is null or l.paused_until <= v_now)) is false);
+end $$;
+
+-- Locks the first p_n ready jobs of a lane, if they have p_key alone and nothing that their claim must look at:
+-- else tids and ids are NULL. flags: all of theirs together.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._lock_ready(p_lane integer, p_key text, p_n integer,
+  out tids tid[], out ids bigint[], out flags smallint, out have_deadlines boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_is_simple boolean;
+begin
+  select array_agg(aj.tid), array_agg(aj.id), bit_or(aj.flags), bool_or(aj.deadline < 'infinity'),
+    count(*) = p_n and bool_and(aj.is_simple)
+  into tids, ids, flags, have_deadlines, v_is_simple
+  from (
+    select aj.tid, aj.id, aj.deadline, aj.flags,
+      ('k' || j.keys[1] = p_key and cardinality(j.keys) = 1 and (j.options ? 'terms') is not true
+        and aj.flags & (2/* mutex */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) = 0) is true as is_simple
+    from (
+      select aj.ctid as tid, aj.id, aj.deadline, aj.flags
+      from queue.active_job aj
+      where aj.lane = p_lane and aj.claim is null
+        and (aj.deadline, aj.id) >= (
+          select l.low_deadline, l.low_id from queue.lane l where l.lane = p_lane)
+      order by aj.deadline, aj.id limit p_n for update skip locked) aj
+    cross join lateral (select j.keys, j.options from queue.job j where j.id = aj.id offset 0) j) aj;
+  if v_is_simple is not true then
+    tids := null;
+    ids := null;
+  end if;
 end $$;
 
 -- admit/gates.sql
@@ -10125,7 +10274,8 @@ begin
   into v_ended
   from unnest(p_ids, p_kinds, p_flags, p_payloads) u (id, kind, flags, payload);
   if v_ended.ids is not null
-    and (v_ended.has_more or not queue._pass_slots_on(v_ended.ids, v_ended.flags)) then
+    and (v_ended.has_more or not (queue._pass_slots_on(
+      queue._only_key(v_ended.ids, v_ended.flags), cardinality(v_ended.ids))).is_done) then
     v_keys := queue._release_slots(v_ended.ids, v_ended.flags);
   end if;
   for v_item in
@@ -10913,7 +11063,7 @@ begin
     end if;
     perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
   elsif p_kind = 'ended' and v_all_flags & (3/* lock */ | 4096/* needed */) = 0
-    and queue._pass_slots_on(v_ids, v_flags) then
+    and (queue._pass_slots_on(queue._only_key(v_ids, v_flags), cardinality(v_ids))).is_done then
     null;  -- the claims held nothing else
   else
     perform queue._settle_now(v_ids, array_fill(p_kind, array[cardinality(v_ids)]),
@@ -10961,6 +11111,44 @@ begin
   perform queue._settle(p_ids, p_kinds, p_flags);
 end $$;
 
+-- Settles claims that have ended with slots of concurrency keys. If all have one key, and its next jobs are
+-- those that the next fetch of p_worker would claim, it claims these, at most p_max_jobs: ids is NULL for none.
+-- Workers of one key take turns here. If nothing but limited jobs is ready, each waits a moment for the
+-- admission lock: a settlement that is appended is dearer, and the next fetch would have to wait as well.
+-- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql.
+create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
+  p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_queues text[] := case when p_queues is not null then queue._match_queues(p_queues) end;
+  v_now timestamptz := clock_timestamp();
+  v_key text;
+  v_passed record;
+  v_has_more boolean := false;
+begin
+  if exists (select from queue.lane l where not l.is_idle and l.kind <> 1/* lane_limited */
+    and (v_queues is null or l.queue = any (v_queues))) is false then
+    v_key := queue._only_key(p_ids, p_flags);
+  end if;
+  if v_key is not null and queue._wait_for_admission() then
+    if abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01 then
+      v_has_more := (queue._admit(1000)).has_more;
+      perform set_config('pgdefer.looked_at', date_part('epoch', clock_timestamp())::text, false);
+    end if;
+    v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues,
+      case when v_has_more then 0 when p_max_jobs > 30 then queue._fitting(p_max_jobs) else p_max_jobs end);
+    if v_passed.is_done then
+      ids := v_passed.ids;
+      first_claim := v_passed.first_claim;
+      if ids is null then
+        perform queue._announce();
+      end if;
+      return;
+    end if;
+  end if;
+  perform queue._settle_or_append(p_ids, p_flags, 'ended', true);
+end $$;
+
 -- Cleans up after jobs that have succeeded, according to their flags; p_all_flags: the flags that any of them
 -- has.
 -- Locks: those of _clean_up, on rows of these jobs alone, then as _settle_or_append, which says why no
@@ -10976,12 +11164,14 @@ begin
   perform queue._settle_or_append(p_ids, p_flags, 'ended', p_settle);
 end $$;
 
--- Ends claims as succeeded. Returns the ids whose claim was the current one, NULL for none. p_ids ascend, so
--- that width_bucket finds an id's place in them; p_results NULL: there are no results.
-create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+-- Ends claims as succeeded. done: the ids whose claim was the current one, NULL for none. p_ids ascend, so
+-- that width_bucket finds an id's place in them; p_results NULL: there are no results. p_keeps: if they hold
+-- nothing but slots of keys, they are not settled; the caller must do that with kept_ids and kept_flags
+-- (_settle_and_claim).
+create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[],
+  p_keeps boolean default false, out done bigint[], out kept_ids bigint[], out kept_flags smallint[])
+language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_done bigint[];
   v_special bigint[];
   v_flags smallint[];
   v_all_flags smallint;
@@ -10998,16 +11188,19 @@ begin
   select array_agg(g.id), array_agg(g.id) filter (where g.flags <> 0),
     array_agg(g.flags) filter (where g.flags <> 0), bit_or(g.flags),
     min(g.id) <= coalesce(pg_sequence_last_value('queue.awaited_seq'), 0)
-  into v_done, v_special, v_flags, v_all_flags, v_may_be_awaited
+  into done, v_special, v_flags, v_all_flags, v_may_be_awaited
   from gone g;
   if v_may_be_awaited then
-    perform queue._notify_waiters(v_done);
+    perform queue._notify_waiters(done);
   end if;
-  if v_all_flags <> 0 then
+  if p_keeps and v_all_flags & 4/* keys */ <> 0 and v_all_flags & ~(4/* keys */ | 2048/* overridden */ | -32768/* large */) = 0
+    and cardinality(done) = cardinality(p_ids) and cardinality(p_ids) <= 1000 then
+    kept_ids := v_special;
+    kept_flags := v_flags;
+  elsif v_all_flags <> 0 then
     -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
     perform queue._clean_up_succeeded(v_special, v_flags, v_all_flags, cardinality(p_ids) <= 1000);
   end if;
-  return v_done;
 end $$;
 
 -- Raises: QJ001 or QJ002, always: says why a claim is refused. A job that no longer exists was deleted or
@@ -12159,7 +12352,7 @@ begin
       perform queue._require_outcomes(finish_many.outcomes);
     end if;
   end if;
-  v_ended := queue._finish(finish_many.outcomes);
+  v_ended := queue._finish(finish_many.outcomes, false);
   return query
     select f.id, f.claim, case when v_ended.states is null then 'succeeded' else f.state end, f.error
     from unnest(v_ended.ids, v_ended.claims, v_ended.states, v_ended.errors) f (id, claim, state, error);
@@ -12178,10 +12371,11 @@ comment on function queue.finish_many(jsonb) is
 -- Ends the claims of a list of outcomes and returns their new states; those that succeeded are ended as one
 -- set. Nothing is done unless the whole list is well formed. states and errors stay NULL if all have
 -- succeeded. If not all have, or steps come with them, all rows are locked first, in the order of ids: the
--- first settlement takes the admission lock, and from then on no row may be waited for.
+-- first settlement takes the admission lock, and from then on no row may be waited for. p_keeps, kept_ids,
+-- kept_flags: as for _succeed.
 create or replace function queue._finish(
-  p_outcomes jsonb, out ids bigint[], out claims bigint[], out states text[], out errors text[],
-  out has_refused boolean)
+  p_outcomes jsonb, p_keeps boolean, out ids bigint[], out claims bigint[], out states text[],
+  out errors text[], out has_refused boolean, out kept_ids bigint[], out kept_flags smallint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_outcomes text[];
@@ -12189,6 +12383,7 @@ declare
   v_result_size integer;  -- the largest size, NULL if there are no results
   v_has_others boolean;  -- an outcome is no success, or comes with steps
   v_is_bad boolean;
+  v_ended record;
   v_done bigint[];
 begin
   begin
@@ -12229,7 +12424,11 @@ begin
     where o.outcome = 'succeeded';
   end if;
   if ids is not null then
-    v_done := queue._succeed(ids, claims, case when v_result_size is not null then v_results end);
+    v_ended := queue._succeed(ids, claims, case when v_result_size is not null then v_results end,
+      p_keeps and not v_has_others);
+    v_done := v_ended.done;
+    kept_ids := v_ended.kept_ids;
+    kept_flags := v_ended.kept_flags;
     if v_has_others then
       states := array_fill('succeeded'::text, array[cardinality(ids)]);
       errors := array_fill(null::text, array[cardinality(ids)]);
@@ -15291,9 +15490,7 @@ begin
     return;
   end if;
   if v_has_lock
-    or abs(date_part('epoch',
-      v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01
-      and queue._lock_admission(false)
+    or abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01 and queue._lock_admission(false)
   then
     v_has_lock := true;
     if p_max_jobs >= 30/* bulk */ and current_setting('pgdefer.was_dry', true) in ('on', 'slice') then
@@ -15912,6 +16109,8 @@ declare
   v_ended record;
   v_claimed record;
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
+  v_has_kept boolean := false;  -- ended claims are still to be settled
+  v_has_claimed boolean := false;
   v_at_once integer;
   v_none regclass;
 begin
@@ -15931,7 +16130,9 @@ begin
     perform queue._look_for_undelivered(finish_and_fetch.worker);
   end if;
   if not v_may_wait then
-    v_ended := queue._finish(finish_and_fetch.outcomes);
+    v_ended := queue._finish(finish_and_fetch.outcomes, nullif(options - 'ahead', '{}') is null
+      and current_setting('pgdefer.undelivered', true) is distinct from worker::text);
+    v_has_kept := v_ended.kept_ids is not null;
     if v_ended.has_refused then
       return query
         select f.id, f.claim, null::text, null::jsonb, null::text, null::integer, null::text, null::integer,
@@ -15964,9 +16165,16 @@ begin
     v_at_once := queue._start_at_once(max_jobs, options);
     options := nullif(options - 'ahead', '{}');
   end if;
-  v_claimed := queue._claim_newcomer(
-    finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options,
-    v_may_wait, v_at_once);
+  if v_has_kept then
+    v_claimed := queue._settle_and_claim(v_ended.kept_ids, v_ended.kept_flags, finish_and_fetch.worker,
+      finish_and_fetch.queues, least(finish_and_fetch.max_jobs, v_at_once));
+    v_has_claimed := v_claimed.ids is not null;
+  end if;
+  if not v_has_claimed then
+    v_claimed := queue._claim_newcomer(
+      finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options,
+      v_may_wait, v_at_once);
+  end if;
   if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30 then
     v_claimed.ids := queue._keep_undelivered(finish_and_fetch.worker, v_claimed.ids,
       v_claimed.first_claim is not null);

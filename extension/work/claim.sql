@@ -36,9 +36,7 @@ begin
     return;
   end if;
   if v_has_lock
-    or abs(date_part('epoch',
-      v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01
-      and queue._lock_admission(false)
+    or {{is_look_due}} and queue._lock_admission(false)
   then
     v_has_lock := true;
     if p_max_jobs >= {{bulk}} and current_setting('pgdefer.was_dry', true) in ('on', 'slice') then

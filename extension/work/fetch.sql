@@ -109,6 +109,8 @@ declare
   v_ended record;
   v_claimed record;
   v_may_wait boolean := coalesce(finish_and_fetch.outcomes, '[]') = '[]';
+  v_has_kept boolean := false;  -- ended claims are still to be settled
+  v_has_claimed boolean := false;
   v_at_once integer;
   v_none regclass;
 begin
@@ -128,7 +130,9 @@ begin
     perform queue._look_for_undelivered(finish_and_fetch.worker);
   end if;
   if not v_may_wait then
-    v_ended := queue._finish(finish_and_fetch.outcomes);
+    v_ended := queue._finish(finish_and_fetch.outcomes, nullif(options - 'ahead', '{}') is null
+      and current_setting('pgdefer.undelivered', true) is distinct from worker::text);
+    v_has_kept := v_ended.kept_ids is not null;
     if v_ended.has_refused then
       return query
         select f.id, f.claim, null::text, null::jsonb, null::text, null::integer, null::text, null::integer,
@@ -161,9 +165,16 @@ begin
     v_at_once := queue._start_at_once(max_jobs, options);
     options := nullif(options - 'ahead', '{}');
   end if;
-  v_claimed := queue._claim_newcomer(
-    finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options,
-    v_may_wait, v_at_once);
+  if v_has_kept then
+    v_claimed := queue._settle_and_claim(v_ended.kept_ids, v_ended.kept_flags, finish_and_fetch.worker,
+      finish_and_fetch.queues, least(finish_and_fetch.max_jobs, v_at_once));
+    v_has_claimed := v_claimed.ids is not null;
+  end if;
+  if not v_has_claimed then
+    v_claimed := queue._claim_newcomer(
+      finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options,
+      v_may_wait, v_at_once);
+  end if;
   if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30 then
     v_claimed.ids := queue._keep_undelivered(finish_and_fetch.worker, v_claimed.ids,
       v_claimed.first_claim is not null);

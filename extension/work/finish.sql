@@ -154,7 +154,7 @@ begin
       perform queue._require_outcomes(finish_many.outcomes);
     end if;
   end if;
-  v_ended := queue._finish(finish_many.outcomes);
+  v_ended := queue._finish(finish_many.outcomes, false);
   return query
     select f.id, f.claim, case when v_ended.states is null then 'succeeded' else f.state end, f.error
     from unnest(v_ended.ids, v_ended.claims, v_ended.states, v_ended.errors) f (id, claim, state, error);
@@ -173,10 +173,11 @@ comment on function queue.finish_many(jsonb) is
 -- Ends the claims of a list of outcomes and returns their new states; those that succeeded are ended as one
 -- set. Nothing is done unless the whole list is well formed. states and errors stay NULL if all have
 -- succeeded. If not all have, or steps come with them, all rows are locked first, in the order of ids: the
--- first settlement takes the admission lock, and from then on no row may be waited for.
+-- first settlement takes the admission lock, and from then on no row may be waited for. p_keeps, kept_ids,
+-- kept_flags: as for _succeed.
 create or replace function queue._finish(
-  p_outcomes jsonb, out ids bigint[], out claims bigint[], out states text[], out errors text[],
-  out has_refused boolean)
+  p_outcomes jsonb, p_keeps boolean, out ids bigint[], out claims bigint[], out states text[],
+  out errors text[], out has_refused boolean, out kept_ids bigint[], out kept_flags smallint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_outcomes text[];
@@ -184,6 +185,7 @@ declare
   v_result_size integer;  -- the largest size, NULL if there are no results
   v_has_others boolean;  -- an outcome is no success, or comes with steps
   v_is_bad boolean;
+  v_ended record;
   v_done bigint[];
 begin
   begin
@@ -224,7 +226,11 @@ begin
     where o.outcome = 'succeeded';
   end if;
   if ids is not null then
-    v_done := queue._succeed(ids, claims, case when v_result_size is not null then v_results end);
+    v_ended := queue._succeed(ids, claims, case when v_result_size is not null then v_results end,
+      p_keeps and not v_has_others);
+    v_done := v_ended.done;
+    kept_ids := v_ended.kept_ids;
+    kept_flags := v_ended.kept_flags;
     if v_has_others then
       states := array_fill('succeeded'::text, array[cardinality(ids)]);
       errors := array_fill(null::text, array[cardinality(ids)]);

@@ -25,8 +25,10 @@ Call = tuple[Any, ...]
 Asked = tuple[int, list[str] | None, int, dict[str, int] | None]
 
 ALWAYS_DECLINE = """
-create or replace function queue._pass_slots_on(p_ids bigint[], p_flags smallint[])
-returns boolean language plpgsql as 'begin return false; end';
+create or replace function queue._pass_slots_on(p_key text, p_n integer,
+  p_worker bigint default null, p_queues text[] default null, p_max_jobs integer default 0,
+  out is_done boolean, out ids bigint[], out first_claim bigint)
+language plpgsql as 'begin is_done := false; end';
 create or replace function queue._claim_one_key(
   p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)
 language plpgsql as 'begin end';
@@ -35,17 +37,23 @@ language plpgsql as 'begin end';
 COUNT_USES = """
 create sequence test.passed;
 create sequence test.claimed;
-grant usage on sequence test.passed, test.claimed to public;
-alter function queue._pass_slots_on(bigint[], smallint[]) rename to _pass_slots_on_short;
-create function queue._pass_slots_on(p_ids bigint[], p_flags smallint[])
-returns boolean language plpgsql as $$
-declare
-  v_is_done boolean := queue._pass_slots_on_short(p_ids, p_flags);
+create sequence test.followed;
+grant usage on sequence test.passed, test.claimed, test.followed to public;
+alter function queue._pass_slots_on(text, integer, bigint, text[], integer)
+rename to _pass_slots_on_short;
+create function queue._pass_slots_on(p_key text, p_n integer,
+  p_worker bigint default null, p_queues text[] default null, p_max_jobs integer default 0,
+  out is_done boolean, out ids bigint[], out first_claim bigint)
+language plpgsql as $$
 begin
-  if v_is_done then
+  select p.is_done, p.ids, p.first_claim into is_done, ids, first_claim
+  from queue._pass_slots_on_short(p_key, p_n, p_worker, p_queues, p_max_jobs) p;
+  if is_done then
     perform nextval('test.passed');
   end if;
-  return v_is_done;
+  if ids is not null then
+    perform nextval('test.followed');
+  end if;
 end $$;
 alter function queue._claim_one_key(bigint, integer[], integer) rename to _claim_one_key_short;
 create function queue._claim_one_key(
@@ -59,7 +67,7 @@ begin
   end if;
 end $$;
 """
-# Where nothing waits, a low mark says nothing.
+# Where nothing waits, a low mark says nothing; the lane of a running job may be missing.
 STATE = """
 select id, state, reason, attempts, failures, crashes, queue, priority, deadline, worker_id
 from queue.jobs order by id;
@@ -69,7 +77,8 @@ select s.key, s.slots, s.used, l.lane, l.ready, l.waiting,
 from (select distinct on (key) * from queue.semaphore order by key, tick desc) s
 left join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
   l (lane, ready, waiting, low, low_deadline) on true order by s.key, l.lane;
-select id, deadline, lane, attempt, flags, claim is null, worker_id from queue.active_job order by id;
+select id, deadline, case when claim is null then lane end, attempt, flags, claim is null, worker_id
+from queue.active_job order by id;
 select id, reason, key, lane, deadline, flags, attempt, has_several, weight
 from queue.waiting order by id;
 select id, lock, has_turn from queue.lock_member order by id;
@@ -101,12 +110,12 @@ def some_options(rng: random.Random) -> dict[str, Any]:
     return options
 
 
-def a_defer(rng: random.Random, rare: float) -> Call:
+def a_defer(rng: random.Random, rare: float, keys: str) -> Call:
     given: dict[str, Any] = {"task": rng.choice(["t", "t", "t", "u"])}
     options = some_options(rng) if rng.random() < rare else {}
     if rng.random() < 0.2:
         options["retry"] = {"max_attempts": 3, "base": 0}
-    key = rng.choice("AAAAB ")
+    key = rng.choice(keys)
     if rng.random() < 0.06 * rare:
         options["concurrency"] = [
             {"key": k, "limit": rng.randint(2, 5)} | ({"weight": 2} if rng.random() < 0.5 else {})
@@ -199,11 +208,11 @@ def an_operation(rng: random.Random) -> Call:
             return (kind, {})
 
 
-def a_call(rng: random.Random, rare: float) -> Call:
+def a_call(rng: random.Random, rare: float, keys: str) -> Call:
     number = rng.random()
     queues = rng.choice([None] * 8 + [["default"], ["q", "r"], ["*"]])
     if number < 0.3:
-        return a_defer(rng, rare)
+        return a_defer(rng, rare, keys)
     n = rng.randint(1, 7)
     options = {"ahead": rng.randint(0, n)} if rng.random() < 0.2 else None
     asked = rng.randint(0, 1), queues, n, options
@@ -338,7 +347,7 @@ class Pairs:
                         for one, other in zip(*found, strict=True)
                         if one != other or one is found[0][-1]
                     )
-            for name in "passed", "claimed":
+            for name in "passed", "claimed", "followed":
                 query = f"select case when is_called then last_value else 0 end from test.{name}"
                 uses[name] += short.one(query)
         return None
@@ -361,7 +370,8 @@ class Pairs:
 def compare(pairs: Pairs, seed: int, n: int, uses: Counter[str]) -> None:
     rng = random.Random(seed)
     rare = rng.choice([0, 0.2, 0.5, 1])
-    calls = [a_call(rng, rare) for _ in range(n)]
+    keys = rng.choice(["AAAAB ", "AAAAB ", "AAAAAB", "A"])
+    calls = [a_call(rng, rare, keys) for _ in range(n)]
     if found := pairs.difference(calls, uses):
         fewest = pairs.shrink(calls[: found[0] + 1])
         again = pairs.difference(fewest, Counter()) or found
@@ -379,6 +389,7 @@ def test_the_short_ways_do_the_same(pairs: Pairs) -> None:
     compare(pairs, 3, 80, uses)
     assert uses["passed"] > 3
     assert uses["claimed"] > 3
+    assert uses["followed"] > 3
 
 
 @pytest.mark.long
@@ -388,6 +399,7 @@ def test_the_short_ways_do_the_same_with_all_options(pairs: Pairs) -> None:
         compare(pairs, seed, 100, uses)
     assert uses["passed"] > 30
     assert uses["claimed"] > 30
+    assert uses["followed"] > 30
 
 
 @pytest.mark.soak

@@ -1,7 +1,7 @@
 -- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
 -- way would. Where a batch is not of this kind, the general way decides.
 
-select plan(59);
+select plan(92);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -193,5 +193,94 @@ select is((queue._claim_one_key(:worker, array[:lane], 1)).ids, null, 'nothing i
 select queue.resume('shut') \g /dev/null
 select is((queue._claim_one_key(:worker, array[:lane], 1)).ids, array[:a]::bigint[], 'until it is resumed');
 select is((select count(*)::integer from queue.check()), 0, 'nothing is wrong at the end');
+
+-- Outcomes and the next jobs in one call (_settle_and_claim): it claims what the next fetch would claim. A job
+-- that was claimed as it got its slot has no lane.
+create function pg_temp.turn(n integer, queues text[], variadic ids bigint[] default '{}') returns text language plpgsql as $$
+declare
+  v_ids bigint[];
+begin
+  perform set_config('pgdefer.looked_at', '', false);  -- new jobs are admitted first
+  v_ids := array(select f.id from queue.finish_and_fetch((select max(w.id) from queue.workers w),
+    (select jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', 'succeeded'))
+     from queue.active_job j where j.id = any (turn.ids)), turn.queues, turn.n) f);
+  return (select string_agg(concat_ws(' ', u.id - current_setting('test.a')::bigint + 1,
+      case when aj.lane is null then 'direct' end), ', ' order by u.n)
+    from unnest(v_ids) with ordinality u (id, n) join queue.active_job aj using (id));
+end $$;
+create function pg_temp.ready(queue text, n integer, key text default 'E', "limit" integer default 3, priority integer default 0)
+returns text language plpgsql as $$
+begin
+  return (select set_config('test.a', min(d)::text, false) from queue.defer_many(
+    (select jsonb_agg(jsonb_build_object('task', 't', 'queue', ready.queue, 'priority', ready.priority,
+      'concurrency_key', ready.key, 'concurrency_limit', ready."limit")) from generate_series(1, ready.n))) d);
+end $$;
+
+select pg_temp.ready('full', 10) as a \gset
+select pg_temp.turn(3, '{full}') \g /dev/null
+select is(pg_temp.turn(3, '{full}', :a, :a + 1, :a + 2), '4 direct, 5 direct, 6 direct', 'a full key: three ends, three starts');
+select is(pg_temp.counts('E'), '3 3 0 4', 'no job was made ready');
+select is(pg_temp.turn(1, '{full}', :a + 3), '7 direct', 'one for one');
+select is(pg_temp.turn(1, '{full}', :a + 4, :a + 5), '8', 'fewer than may start: one of those that are ready now');
+select is(pg_temp.counts('E'), '3 2 1 1', 'the other is ready');
+select is(pg_temp.turn(2, '{full}', :a + 6), '9, 10', 'more than are ready: the others are made ready first');
+select is(pg_temp.turn(2, '{full}', :a + 7, :a + 8, :a + 9), null, 'the end');
+select is(pg_temp.counts('E'), '3 0 0 0', 'nothing is left of them');
+
+select pg_temp.ready('spare', 10) as a \gset
+select pg_temp.turn(1, '{spare}') \g /dev/null
+select is(pg_temp.counts('E'), '3 1 2 7', 'slots to spare: two are ready');
+select is(pg_temp.turn(1, '{spare}', :a), '2', 'the oldest ready one');
+select is(pg_temp.counts('E'), '3 1 2 6', 'and one more is ready');
+select is(pg_temp.turn(2, '{spare}', :a + 1), '3, 4', 'all that are ready');
+select is(pg_temp.turn(3, '{spare}', :a + 2, :a + 3), '5, 6, 7', 'more than are ready');
+select is(pg_temp.turn(9, '{spare}', :a + 4, :a + 5, :a + 6), '8 direct, 9 direct, 10 direct', 'the last ones, of nine asked for');
+select is(pg_temp.counts('E'), '3 3 0 0', 'no lane is left');
+select pg_temp.turn(1, '{spare}', :a + 7, :a + 8, :a + 9) \g /dev/null
+
+-- What comes first: a higher priority, an older job without a key, another key. And what comes after.
+select pg_temp.ready('first', 9) as a \gset
+select pg_temp.turn(3, '{first}') \g /dev/null
+select queue.defer('t', queue => 'first', priority => 5, concurrency_key => 'F', concurrency_limit => 3) as high \gset
+select is(pg_temp.turn(1, '{first}', :a), '10', 'a higher priority');
+select is(pg_temp.turn(1, '{first,other}', :high), '4', 'then the job that became ready');
+select queue.defer('t', queue => 'first', concurrency_key => 'F', concurrency_limit => 3) as other \gset
+select is(pg_temp.turn(1, '{first}', :a + 1), '5', 'the older one of two keys');
+select is(pg_temp.turn(2, '{first}', :a + 2), '6, 11', 'and both');
+select queue.defer('t', queue => 'first', priority => -5) as low \gset
+select is(pg_temp.turn(1, '{first}', :a + 3), '7 direct', 'a lower priority comes after');
+select is(pg_temp.turn(2, '{first}', :a + 4), '8, 12', 'but fills what was asked for');
+select pg_temp.turn(1, '{none}', :a + 5, :a + 6, :a + 7, :other, :low) \g /dev/null
+select is(pg_temp.turn(1, '{first}'), '9', 'the last');
+select is(pg_temp.turn(1, '{first}', :a + 8), null, 'is done');
+
+-- A worker of other queues, a paused queue, a limited queue, a worker that is apart or gone
+select pg_temp.ready('kept', 20) as a \gset
+select pg_temp.turn(3, '{kept}') \g /dev/null
+select is(pg_temp.turn(1, '{none}', :a), null, 'not for a worker of another queue');
+select is(pg_temp.turn(1, '{k*}', :a + 1), '4', 'but for one of a pattern');
+select queue.pause('kept') \g /dev/null
+select is(pg_temp.turn(1, '{kept}', :a + 2), null, 'not while the queue is paused');
+select queue.resume('kept') \g /dev/null
+select queue.configure_queue('kept', '{"max_running": 1}') \g /dev/null
+select is(pg_temp.turn(3, '{kept}', :a + 3), '5', 'no more than the queue may run');
+select queue.configure_queue('kept', '{"max_running": null}') \g /dev/null
+select pg_temp.turn(3, '{kept}', :a + 4) \g /dev/null
+select is(pg_temp.counts('E'), '3 3 0 12', 'a full key again');
+select throws_ok(format('select pg_temp.turn(0, %L, %s)', '{kept}', :a + 5), '22023', null, 'max_jobs is checked');
+update queue.worker w set gone_at = now() where w.id = :worker;
+select throws_ok(format('select pg_temp.turn(1, %L, %s)', '{kept}', :a + 5), 'QJ007', null, 'a worker that is gone gets none');
+update queue.worker w set gone_at = null where w.id = :worker;
+select is(pg_temp.turn(1, '{kept}', :a + 5), '9 direct', 'nothing of that was kept');
+
+-- A timeout, and a retry: their rows are read again
+select queue.defer_many((select jsonb_agg('{"task": "t", "queue": "leased", "concurrency_key": "G", "concurrency_limit": 1,
+  "options": {"timeout": "1 hour", "retry": {"max_attempts": 3, "base": 0}}}'::jsonb) from generate_series(1, 3))) \g /dev/null
+select set_config('test.a', min(j.id)::text, false) as a from queue.jobs j where j.queue = 'leased' \gset
+select queue.fail(f.id, f.claim, 'x') from queue.fetch(:worker, '{leased}', 1) f \g /dev/null
+select pg_temp.turn(1, '{leased}') \g /dev/null
+select pg_temp.turn(1, '{leased}', :a) \g /dev/null
+select is((select array_agg(l.id - :a + 1) from queue.lease l join queue.job j on j.id = l.id where j.queue = 'leased'), '{2}', 'a job with a timeout has its lease');
+select is((select count(*)::integer from queue.check()), 0, 'all is right at the end of turns');
 
 select * from finish();
