@@ -8,33 +8,37 @@ returns text language plpgsql stable parallel safe security invoker as $$
 begin
   return (
     select case when bool_and(cardinality(j.keys) = 1 and (j.options ? 'terms') is not true
-      and u.flags & {{counted}} = {{keys}}) and min(j.keys[1]) = max(j.keys[1]) then 'k' || min(j.keys[1]) end
+        and u.flags & {{counted}} = {{keys}})
+      and min(j.keys[1]) = max(j.keys[1]) then 'k' || min(j.keys[1]) end
     from unnest(p_ids, p_flags) u (id, flags)
     cross join lateral (select j.keys, j.options from queue.job j where j.id = u.id offset 0) j);
 end $$;
 
--- p_n claims of jobs with one key have ended (_only_key). Gives their slots to the jobs that wait for them, as
--- _release_slots and _refill do together, if the key has no rate, and its jobs that are ready or wait are in
--- one lane without shares. is_done: whether it did; if not, nothing has changed.
+-- p_n claims of jobs with one key have ended (_only_key). Gives their slots to the jobs that wait for them,
+-- as _release_slots and _refill do together, if the key has no rate, and its jobs that are ready or wait are
+-- in one lane without shares. is_done: whether it did; if not, nothing has changed.
 -- With p_max_jobs, it also claims the jobs that the next fetch of p_worker would claim from p_queues (names;
--- NULL: all), if they are simple: the first ready ones, or if none is ready, those that get the slots. The semaphore is then changed once, and the latter
--- save an update and their entry in the index of lanes. ids: these jobs, NULL for none. first_claim: as for
--- _claim_newcomer.
+-- NULL: all), if they are simple: the first ready ones, or if none is ready, those that get the slots. The
+-- semaphore is then changed once, and the latter save an update and their entry in the index of lanes. ids:
+-- these jobs, NULL for none. first_claim: as for _claim_newcomer. flags: all of theirs together; the caller
+-- records their timeouts.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 -- Why no wake-up is lost: as many jobs become ready as _refill would take, or are claimed.
 -- In one piece (ADR 1): it is most of what a job with a key costs.
 create or replace function queue._pass_slots_on(p_key text, p_n integer,
   p_worker bigint default null, p_queues text[] default null, p_max_jobs integer default 0,
-  out is_done boolean, out ids bigint[], out first_claim bigint)
+  out is_done boolean, out ids bigint[], out first_claim bigint, out flags smallint)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_count record;
   v_room integer;
   v_next record;  -- the jobs that get the slots
+  v_deadline timestamptz;  -- of the first of these
+  v_id bigint;
   v_ready record;
   v_tids tid[];  -- the ready jobs that are claimed
-  v_flags smallint;
   v_have_deadlines boolean;
+  v_stays boolean;  -- its lane has other jobs of the key
   v_now timestamptz;
 begin
   is_done := false;
@@ -76,20 +80,23 @@ begin
     if v_next.are_special is not false then
       return;
     end if;
+    v_deadline := v_next.deadlines[1];
+    v_id := v_next.ids[1];
   end if;
   if v_count.ready[1] = 0 and v_room between 1 and p_max_jobs then
-    v_flags := v_next.all_flags;
-    if v_flags & ({{mutex}} | {{needs}} | {{expires}} | {{queueing_lock}}) = 0
+    flags := v_next.all_flags;
+    if flags & ({{mutex}} | {{needs}} | {{expires}} | {{queueing_lock}}) = 0
       and queue._is_next_lane(p_worker, p_queues, v_count.lanes[1], false, v_room = p_max_jobs) then
       ids := v_next.ids;
-      v_have_deadlines := v_next.deadlines[1] < 'infinity';
+      v_have_deadlines := v_deadline < 'infinity';
     end if;
-  elsif v_count.ready[1] > 0 and p_max_jobs between 1 and least(v_count.ready[1], v_count.slots - v_count.used) then
+  elsif v_count.ready[1] > 0
+    and p_max_jobs between 1 and least(v_count.ready[1], v_count.slots - v_count.used) then
     if queue._is_next_lane(p_worker, p_queues, v_count.lanes[1], true, true) then
-      v_ready := queue._lock_ready(v_count.lanes[1], p_key, p_max_jobs);
+      v_ready := queue._lock_ready(v_count.lanes[1], p_key, p_max_jobs, v_deadline, v_id);
       v_tids := v_ready.tids;
       ids := v_ready.ids;
-      v_flags := v_ready.flags;
+      flags := v_ready.flags;
       v_have_deadlines := v_ready.have_deadlines;
     end if;
   end if;
@@ -126,30 +133,24 @@ begin
     where aj.ctid = any (v_tids);
     v_count.ready[1] := v_count.ready[1] - cardinality(ids);
   end if;
-  if v_count.ready[1] = 0 and v_count.waiting[1] = 0 then
-    select '{}', '{}', '{}', '{}', '{}'
-    into v_count.lanes, v_count.ready, v_count.waiting, v_count.lows, v_count.low_deadlines;
-  end if;
+  v_stays := v_count.ready[1] > 0 or v_count.waiting[1] > 0;
   with gone as (
     delete from queue.semaphore s where s.ctid = v_count.tid)
   insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows, low_deadlines)
-  values (p_key, nextval('queue.tick_seq'), v_count.slots, v_count.limit_id, v_count.used, v_count.lanes,
-    v_count.ready, v_count.waiting, v_count.lows, v_count.low_deadlines);
-  if ids is not null then
-    if v_flags & {{lease}} <> 0 then
-      perform queue._lease_timeouts(ids, first_claim, v_now);
-    end if;
-    if v_have_deadlines or v_flags & {{overridden}} <> 0 or v_flags < 0 then
-      first_claim := null;
-    end if;
+  values (p_key, nextval('queue.tick_seq'), v_count.slots, v_count.limit_id, v_count.used,
+    case when v_stays then v_count.lanes else '{}' end, case when v_stays then v_count.ready else '{}' end,
+    case when v_stays then v_count.waiting else '{}' end, case when v_stays then v_count.lows else '{}' end,
+    case when v_stays then v_count.low_deadlines else '{}' end);
+  if v_have_deadlines or flags & {{overridden}} <> 0 or flags < 0 then
+    first_claim := null;
   end if;
   is_done := true;
 end $$;
 
--- Whether the next fetch of a worker would claim from this lane: it is one of p_queues (NULL: all), not paused,
--- and its queue has no limit; the worker is free; and there is no ready job in other lanes of these queues that
--- comes first (a crashed one, or one of no lesser priority), nor any at all unless p_is_enough. Without
--- p_has_ready the lane itself must have none either.
+-- Whether the next fetch of a worker would claim from this lane: it is one of p_queues (NULL: all), not
+-- paused, and its queue has no limit; the worker is free; and there is no ready job in other lanes of these
+-- queues that comes first (a crashed one, or one of no lesser priority), nor any at all unless p_is_enough.
+-- Without p_has_ready the lane itself must have none either.
 create or replace function queue._is_next_lane(p_worker bigint, p_queues text[], p_lane integer,
   p_has_ready boolean, p_is_enough boolean)
 returns boolean language plpgsql stable parallel safe security invoker as $$
@@ -176,10 +177,12 @@ begin
           and (l.paused_until is null or l.paused_until <= v_now)) is false);
 end $$;
 
--- Locks the first p_n ready jobs of a lane, if they have p_key alone and nothing that their claim must look at:
--- else tids and ids are NULL. flags: all of theirs together.
+-- Locks the first p_n ready jobs of a lane, if they have p_key alone and nothing that their claim must look
+-- at, and come before the job (p_deadline, p_id), which is about to become ready (NULL: none): else tids and
+-- ids are NULL. flags: all of theirs together.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._lock_ready(p_lane integer, p_key text, p_n integer,
+create or replace function queue._lock_ready(
+  p_lane integer, p_key text, p_n integer, p_deadline timestamptz, p_id bigint,
   out tids tid[], out ids bigint[], out flags smallint, out have_deadlines boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -191,7 +194,8 @@ begin
   from (
     select aj.tid, aj.id, aj.deadline, aj.flags,
       ('k' || j.keys[1] = p_key and cardinality(j.keys) = 1 and (j.options ? 'terms') is not true
-        and aj.flags & ({{mutex}} | {{needs}} | {{expires}} | {{queueing_lock}}) = 0) is true as is_simple
+        and aj.flags & ({{mutex}} | {{needs}} | {{expires}} | {{queueing_lock}}) = 0
+        and (p_id is null or (aj.deadline, aj.id) < (p_deadline, p_id))) is true as is_simple
     from (
       select aj.ctid as tid, aj.id, aj.deadline, aj.flags
       from queue.active_job aj

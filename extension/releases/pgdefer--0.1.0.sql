@@ -2983,7 +2983,8 @@ begin
   return true;
 end $$;
 
--- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. Returns whether it has it.
+-- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. Returns whether it got
+-- the lock.
 create or replace function queue._wait_for_admission()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -9627,33 +9628,37 @@ returns text language plpgsql stable parallel safe security invoker as $$
 begin
   return (
     select case when bool_and(cardinality(j.keys) = 1 and (j.options ? 'terms') is not true
-      and u.flags & 16390/* counted */ = 4/* keys */) and min(j.keys[1]) = max(j.keys[1]) then 'k' || min(j.keys[1]) end
+        and u.flags & 16390/* counted */ = 4/* keys */)
+      and min(j.keys[1]) = max(j.keys[1]) then 'k' || min(j.keys[1]) end
     from unnest(p_ids, p_flags) u (id, flags)
     cross join lateral (select j.keys, j.options from queue.job j where j.id = u.id offset 0) j);
 end $$;
 
--- p_n claims of jobs with one key have ended (_only_key). Gives their slots to the jobs that wait for them, as
--- _release_slots and _refill do together, if the key has no rate, and its jobs that are ready or wait are in
--- one lane without shares. is_done: whether it did; if not, nothing has changed.
+-- p_n claims of jobs with one key have ended (_only_key). Gives their slots to the jobs that wait for them,
+-- as _release_slots and _refill do together, if the key has no rate, and its jobs that are ready or wait are
+-- in one lane without shares. is_done: whether it did; if not, nothing has changed.
 -- With p_max_jobs, it also claims the jobs that the next fetch of p_worker would claim from p_queues (names;
--- NULL: all), if they are simple: the first ready ones, or if none is ready, those that get the slots. The semaphore is then changed once, and the latter
--- save an update and their entry in the index of lanes. ids: these jobs, NULL for none. first_claim: as for
--- _claim_newcomer.
+-- NULL: all), if they are simple: the first ready ones, or if none is ready, those that get the slots. The
+-- semaphore is then changed once, and the latter save an update and their entry in the index of lanes. ids:
+-- these jobs, NULL for none. first_claim: as for _claim_newcomer. flags: all of theirs together; the caller
+-- records their timeouts.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 -- Why no wake-up is lost: as many jobs become ready as _refill would take, or are claimed.
 -- In one piece (ADR 1): it is most of what a job with a key costs.
 create or replace function queue._pass_slots_on(p_key text, p_n integer,
   p_worker bigint default null, p_queues text[] default null, p_max_jobs integer default 0,
-  out is_done boolean, out ids bigint[], out first_claim bigint)
+  out is_done boolean, out ids bigint[], out first_claim bigint, out flags smallint)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_count record;
   v_room integer;
   v_next record;  -- the jobs that get the slots
+  v_deadline timestamptz;  -- of the first of these
+  v_id bigint;
   v_ready record;
   v_tids tid[];  -- the ready jobs that are claimed
-  v_flags smallint;
   v_have_deadlines boolean;
+  v_stays boolean;  -- its lane has other jobs of the key
   v_now timestamptz;
 begin
   is_done := false;
@@ -9695,20 +9700,23 @@ begin
     if v_next.are_special is not false then
       return;
     end if;
+    v_deadline := v_next.deadlines[1];
+    v_id := v_next.ids[1];
   end if;
   if v_count.ready[1] = 0 and v_room between 1 and p_max_jobs then
-    v_flags := v_next.all_flags;
-    if v_flags & (2/* mutex */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) = 0
+    flags := v_next.all_flags;
+    if flags & (2/* mutex */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) = 0
       and queue._is_next_lane(p_worker, p_queues, v_count.lanes[1], false, v_room = p_max_jobs) then
       ids := v_next.ids;
-      v_have_deadlines := v_next.deadlines[1] < 'infinity';
+      v_have_deadlines := v_deadline < 'infinity';
     end if;
-  elsif v_count.ready[1] > 0 and p_max_jobs between 1 and least(v_count.ready[1], v_count.slots - v_count.used) then
+  elsif v_count.ready[1] > 0
+    and p_max_jobs between 1 and least(v_count.ready[1], v_count.slots - v_count.used) then
     if queue._is_next_lane(p_worker, p_queues, v_count.lanes[1], true, true) then
-      v_ready := queue._lock_ready(v_count.lanes[1], p_key, p_max_jobs);
+      v_ready := queue._lock_ready(v_count.lanes[1], p_key, p_max_jobs, v_deadline, v_id);
       v_tids := v_ready.tids;
       ids := v_ready.ids;
-      v_flags := v_ready.flags;
+      flags := v_ready.flags;
       v_have_deadlines := v_ready.have_deadlines;
     end if;
   end if;
@@ -9745,30 +9753,24 @@ begin
     where aj.ctid = any (v_tids);
     v_count.ready[1] := v_count.ready[1] - cardinality(ids);
   end if;
-  if v_count.ready[1] = 0 and v_count.waiting[1] = 0 then
-    select '{}', '{}', '{}', '{}', '{}'
-    into v_count.lanes, v_count.ready, v_count.waiting, v_count.lows, v_count.low_deadlines;
-  end if;
+  v_stays := v_count.ready[1] > 0 or v_count.waiting[1] > 0;
   with gone as (
     delete from queue.semaphore s where s.ctid = v_count.tid)
   insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows, low_deadlines)
-  values (p_key, nextval('queue.tick_seq'), v_count.slots, v_count.limit_id, v_count.used, v_count.lanes,
-    v_count.ready, v_count.waiting, v_count.lows, v_count.low_deadlines);
-  if ids is not null then
-    if v_flags & 128/* lease */ <> 0 then
-      perform queue._lease_timeouts(ids, first_claim, v_now);
-    end if;
-    if v_have_deadlines or v_flags & 2048/* overridden */ <> 0 or v_flags < 0 then
-      first_claim := null;
-    end if;
+  values (p_key, nextval('queue.tick_seq'), v_count.slots, v_count.limit_id, v_count.used,
+    case when v_stays then v_count.lanes else '{}' end, case when v_stays then v_count.ready else '{}' end,
+    case when v_stays then v_count.waiting else '{}' end, case when v_stays then v_count.lows else '{}' end,
+    case when v_stays then v_count.low_deadlines else '{}' end);
+  if v_have_deadlines or flags & 2048/* overridden */ <> 0 or flags < 0 then
+    first_claim := null;
   end if;
   is_done := true;
 end $$;
 
--- Whether the next fetch of a worker would claim from this lane: it is one of p_queues (NULL: all), not paused,
--- and its queue has no limit; the worker is free; and there is no ready job in other lanes of these queues that
--- comes first (a crashed one, or one of no lesser priority), nor any at all unless p_is_enough. Without
--- p_has_ready the lane itself must have none either.
+-- Whether the next fetch of a worker would claim from this lane: it is one of p_queues (NULL: all), not
+-- paused, and its queue has no limit; the worker is free; and there is no ready job in other lanes of these
+-- queues that comes first (a crashed one, or one of no lesser priority), nor any at all unless p_is_enough.
+-- Without p_has_ready the lane itself must have none either.
 create or replace function queue._is_next_lane(p_worker bigint, p_queues text[], p_lane integer,
   p_has_ready boolean, p_is_enough boolean)
 returns boolean language plpgsql stable parallel safe security invoker as $$
@@ -9795,10 +9797,12 @@ begin
           and (l.paused_until is null or l.paused_until <= v_now)) is false);
 end $$;
 
--- Locks the first p_n ready jobs of a lane, if they have p_key alone and nothing that their claim must look at:
--- else tids and ids are NULL. flags: all of theirs together.
+-- Locks the first p_n ready jobs of a lane, if they have p_key alone and nothing that their claim must look
+-- at, and come before the job (p_deadline, p_id), which is about to become ready (NULL: none): else tids and
+-- ids are NULL. flags: all of theirs together.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._lock_ready(p_lane integer, p_key text, p_n integer,
+create or replace function queue._lock_ready(
+  p_lane integer, p_key text, p_n integer, p_deadline timestamptz, p_id bigint,
   out tids tid[], out ids bigint[], out flags smallint, out have_deadlines boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -9810,7 +9814,8 @@ begin
   from (
     select aj.tid, aj.id, aj.deadline, aj.flags,
       ('k' || j.keys[1] = p_key and cardinality(j.keys) = 1 and (j.options ? 'terms') is not true
-        and aj.flags & (2/* mutex */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) = 0) is true as is_simple
+        and aj.flags & (2/* mutex */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) = 0
+        and (p_id is null or (aj.deadline, aj.id) < (p_deadline, p_id))) is true as is_simple
     from (
       select aj.ctid as tid, aj.id, aj.deadline, aj.flags
       from queue.active_job aj
@@ -11111,57 +11116,16 @@ begin
   perform queue._settle(p_ids, p_kinds, p_flags);
 end $$;
 
--- Settles claims that have ended with slots of concurrency keys. If all have one key, and its next jobs are
--- those that the next fetch of p_worker would claim, it claims these, at most p_max_jobs: ids is NULL for none.
--- Workers of one key take turns here. If nothing but limited jobs is ready, each waits a moment for the
--- admission lock: a settlement that is appended is dearer, and the next fetch would have to wait as well.
--- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql.
-create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
-  p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
-language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_queues text[] := case when p_queues is not null then queue._match_queues(p_queues) end;
-  v_now timestamptz := clock_timestamp();
-  v_key text;
-  v_passed record;
-  v_has_more boolean := false;
-begin
-  if exists (select from queue.lane l where not l.is_idle and l.kind <> 1/* lane_limited */
-    and (v_queues is null or l.queue = any (v_queues))) is false then
-    v_key := queue._only_key(p_ids, p_flags);
-  end if;
-  if v_key is not null and queue._wait_for_admission() then
-    if abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01 then
-      v_has_more := (queue._admit(1000)).has_more;
-      perform set_config('pgdefer.looked_at', date_part('epoch', clock_timestamp())::text, false);
-    end if;
-    v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues,
-      case when v_has_more then 0 when p_max_jobs > 30 then queue._fitting(p_max_jobs) else p_max_jobs end);
-    if v_passed.is_done then
-      ids := v_passed.ids;
-      first_claim := v_passed.first_claim;
-      if ids is null then
-        perform queue._announce();
-      end if;
-      return;
-    end if;
-  end if;
-  perform queue._settle_or_append(p_ids, p_flags, 'ended', true);
-end $$;
-
 -- Cleans up after jobs that have succeeded, according to their flags; p_all_flags: the flags that any of them
 -- has.
--- Locks: those of _clean_up, on rows of these jobs alone, then as _settle_or_append, which says why no
--- wake-up is lost.
-create or replace function queue._clean_up_succeeded(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
-  p_settle boolean)
+-- Locks: those of _clean_up, on rows of these jobs alone.
+create or replace function queue._clean_up_succeeded(p_ids bigint[], p_flags smallint[], p_all_flags smallint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if p_all_flags & (1024/* aborting */ | 64/* expires */ | 128/* lease */ | 256/* until_start */ | 512/* retain */
     | 8192/* until_finish */) <> 0 then
     perform queue._clean_up(p_ids, p_flags);
   end if;
-  perform queue._settle_or_append(p_ids, p_flags, 'ended', p_settle);
 end $$;
 
 -- Ends claims as succeeded. done: the ids whose claim was the current one, NULL for none. p_ids ascend, so
@@ -11193,13 +11157,17 @@ begin
   if v_may_be_awaited then
     perform queue._notify_waiters(done);
   end if;
-  if p_keeps and v_all_flags & 4/* keys */ <> 0 and v_all_flags & ~(4/* keys */ | 2048/* overridden */ | -32768/* large */) = 0
-    and cardinality(done) = cardinality(p_ids) and cardinality(p_ids) <= 1000 then
-    kept_ids := v_special;
-    kept_flags := v_flags;
-  elsif v_all_flags <> 0 then
-    -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
-    perform queue._clean_up_succeeded(v_special, v_flags, v_all_flags, cardinality(p_ids) <= 1000);
+  if v_all_flags <> 0 then
+    perform queue._clean_up_succeeded(v_special, v_flags, v_all_flags);
+    if p_keeps and v_all_flags & 4/* keys */ <> 0
+      and v_all_flags & (3/* lock */ | 4096/* needed */ | 16384/* queue_slot */) = 0
+      and cardinality(done) = cardinality(p_ids) and cardinality(p_ids) <= 1000 then
+      kept_ids := v_special;
+      kept_flags := v_flags;
+    else
+      -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
+      perform queue._settle_or_append(v_special, v_flags, 'ended', cardinality(p_ids) <= 1000);
+    end if;
   end if;
 end $$;
 
@@ -12243,7 +12211,8 @@ begin
     perform queue._notify_waiters(array[succeed.id]);
   end if;
   if v_flags <> 0 then
-    perform queue._clean_up_succeeded(array[succeed.id], array[v_flags], v_flags, false);
+    perform queue._clean_up_succeeded(array[succeed.id], array[v_flags], v_flags);
+    perform queue._settle_or_append(array[succeed.id], array[v_flags], 'ended', false);
   end if;
   if not has_function_privilege(case current_setting('role') when 'none' then session_user else current_setting('role')::name end, 'queue.finish_many(jsonb)'::regprocedure, 'execute') then
     perform queue._audit_claim('succeed', succeed.id, succeed.claim);
@@ -14819,6 +14788,49 @@ begin
   end if;
 end $$;
 
+-- Settles claims that have ended with slots of concurrency keys. If all have one key, and the next fetch of
+-- p_worker would claim jobs of that key, it claims these, at most p_max_jobs: ids is NULL for none.
+-- Workers of one key take turns here. If nothing but limited jobs is ready, each waits a moment for the
+-- admission lock: a settlement that is appended is dearer, and the next fetch would have to wait as well.
+-- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql.
+create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
+  p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_queues text[] := case when p_queues is not null then queue._match_queues(p_queues) end;
+  v_now timestamptz := clock_timestamp();
+  v_is_due boolean;
+  v_key text;
+  v_passed record;
+begin
+  if exists (select from queue.lane l where not l.is_idle and l.kind <> 1/* lane_limited */
+    and (v_queues is null or l.queue = any (v_queues))) is false then
+    v_key := queue._only_key(p_ids, p_flags);
+  end if;
+  if v_key is not null and queue._wait_for_admission() then
+    v_is_due := abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01;
+    if v_is_due then
+      perform queue._admit(1000);
+    end if;
+    v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
+    if v_passed.is_done then
+      ids := v_passed.ids;
+      first_claim := v_passed.first_claim;
+      if ids is null then
+        perform queue._announce();
+      elsif v_is_due then
+        perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
+      end if;
+      if v_passed.flags & 128/* lease */ <> 0 then
+        perform queue._lease_timeouts(ids, aj.claim, aj.claimed_at) from queue.active_job aj
+        where aj.id = ids[1];
+      end if;
+      return;
+    end if;
+  end if;
+  perform queue._settle_or_append(p_ids, p_flags, 'ended', true);
+end $$;
+
 -- work/claim_filtered.sql
 -- Claiming jobs that the options of fetch select.
 -- Tests: work/claim_filtered.sql, work/fetch.sql.
@@ -16096,8 +16108,10 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
     ' selects jobs and no ready job is under a limit. Claims that made an earlier answer longer than 64 kB'
     ' come first, whatever queues and options say now.';
 
--- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes.
+-- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes, or as
+-- _settle_and_claim says.
 -- Raises: as finish_many and fetch.
+-- In one piece: each return of rows ends it, and each depends on what came before.
 create or replace function queue.finish_and_fetch(worker bigint, outcomes jsonb, queues text[] default null,
   max_jobs integer default 1, options jsonb default null)
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
@@ -16167,7 +16181,8 @@ begin
   end if;
   if v_has_kept then
     v_claimed := queue._settle_and_claim(v_ended.kept_ids, v_ended.kept_flags, finish_and_fetch.worker,
-      finish_and_fetch.queues, least(finish_and_fetch.max_jobs, v_at_once));
+      finish_and_fetch.queues, case when max_jobs > 30 then queue._fitting(least(max_jobs, v_at_once))
+        else least(max_jobs, v_at_once) end);
     v_has_claimed := v_claimed.ids is not null;
   end if;
   if not v_has_claimed then

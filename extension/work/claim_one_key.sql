@@ -80,3 +80,46 @@ begin
     first_claim := null;
   end if;
 end $$;
+
+-- Settles claims that have ended with slots of concurrency keys. If all have one key, and the next fetch of
+-- p_worker would claim jobs of that key, it claims these, at most p_max_jobs: ids is NULL for none.
+-- Workers of one key take turns here. If nothing but limited jobs is ready, each waits a moment for the
+-- admission lock: a settlement that is appended is dearer, and the next fetch would have to wait as well.
+-- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql.
+create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
+  p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_queues text[] := case when p_queues is not null then queue._match_queues(p_queues) end;
+  v_now timestamptz := clock_timestamp();
+  v_is_due boolean;
+  v_key text;
+  v_passed record;
+begin
+  if exists (select from queue.lane l where not l.is_idle and l.kind <> {{lane_limited}}
+    and (v_queues is null or l.queue = any (v_queues))) is false then
+    v_key := queue._only_key(p_ids, p_flags);
+  end if;
+  if v_key is not null and queue._wait_for_admission() then
+    v_is_due := {{is_look_due}};
+    if v_is_due then
+      perform queue._admit(1000);
+    end if;
+    v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
+    if v_passed.is_done then
+      ids := v_passed.ids;
+      first_claim := v_passed.first_claim;
+      if ids is null then
+        perform queue._announce();
+      elsif v_is_due then
+        perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
+      end if;
+      if v_passed.flags & {{lease}} <> 0 then
+        perform queue._lease_timeouts(ids, aj.claim, aj.claimed_at) from queue.active_job aj
+        where aj.id = ids[1];
+      end if;
+      return;
+    end if;
+  end if;
+  perform queue._settle_or_append(p_ids, p_flags, 'ended', true);
+end $$;

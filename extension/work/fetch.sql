@@ -96,8 +96,10 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
     ' selects jobs and no ready job is under a limit. Claims that made an earlier answer longer than 64 kB'
     ' come first, whatever queues and options say now.';
 
--- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes.
+-- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes, or as
+-- _settle_and_claim says.
 -- Raises: as finish_many and fetch.
+-- In one piece: each return of rows ends it, and each depends on what came before.
 create or replace function queue.finish_and_fetch(worker bigint, outcomes jsonb, queues text[] default null,
   max_jobs integer default 1, options jsonb default null)
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
@@ -167,7 +169,8 @@ begin
   end if;
   if v_has_kept then
     v_claimed := queue._settle_and_claim(v_ended.kept_ids, v_ended.kept_flags, finish_and_fetch.worker,
-      finish_and_fetch.queues, least(finish_and_fetch.max_jobs, v_at_once));
+      finish_and_fetch.queues, case when max_jobs > 30 then queue._fitting(least(max_jobs, v_at_once))
+        else least(max_jobs, v_at_once) end);
     v_has_claimed := v_claimed.ids is not null;
   end if;
   if not v_has_claimed then

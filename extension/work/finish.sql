@@ -45,7 +45,8 @@ begin
     perform queue._notify_waiters(array[succeed.id]);
   end if;
   if v_flags <> 0 then
-    perform queue._clean_up_succeeded(array[succeed.id], array[v_flags], v_flags, false);
+    perform queue._clean_up_succeeded(array[succeed.id], array[v_flags], v_flags);
+    perform queue._settle_or_append(array[succeed.id], array[v_flags], 'ended', false);
   end if;
   {{if_operator}}
     perform queue._audit_claim('succeed', succeed.id, succeed.claim);

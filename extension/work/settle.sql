@@ -78,57 +78,16 @@ begin
   perform queue._settle(p_ids, p_kinds, p_flags);
 end $$;
 
--- Settles claims that have ended with slots of concurrency keys. If all have one key, and its next jobs are
--- those that the next fetch of p_worker would claim, it claims these, at most p_max_jobs: ids is NULL for none.
--- Workers of one key take turns here. If nothing but limited jobs is ready, each waits a moment for the
--- admission lock: a settlement that is appended is dearer, and the next fetch would have to wait as well.
--- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql.
-create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
-  p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
-language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_queues text[] := case when p_queues is not null then queue._match_queues(p_queues) end;
-  v_now timestamptz := clock_timestamp();
-  v_key text;
-  v_passed record;
-  v_has_more boolean := false;
-begin
-  if exists (select from queue.lane l where not l.is_idle and l.kind <> {{lane_limited}}
-    and (v_queues is null or l.queue = any (v_queues))) is false then
-    v_key := queue._only_key(p_ids, p_flags);
-  end if;
-  if v_key is not null and queue._wait_for_admission() then
-    if {{is_look_due}} then
-      v_has_more := (queue._admit(1000)).has_more;
-      perform set_config('pgdefer.looked_at', date_part('epoch', clock_timestamp())::text, false);
-    end if;
-    v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues,
-      case when v_has_more then 0 when p_max_jobs > 30 then queue._fitting(p_max_jobs) else p_max_jobs end);
-    if v_passed.is_done then
-      ids := v_passed.ids;
-      first_claim := v_passed.first_claim;
-      if ids is null then
-        perform queue._announce();
-      end if;
-      return;
-    end if;
-  end if;
-  perform queue._settle_or_append(p_ids, p_flags, 'ended', true);
-end $$;
-
 -- Cleans up after jobs that have succeeded, according to their flags; p_all_flags: the flags that any of them
 -- has.
--- Locks: those of _clean_up, on rows of these jobs alone, then as _settle_or_append, which says why no
--- wake-up is lost.
-create or replace function queue._clean_up_succeeded(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
-  p_settle boolean)
+-- Locks: those of _clean_up, on rows of these jobs alone.
+create or replace function queue._clean_up_succeeded(p_ids bigint[], p_flags smallint[], p_all_flags smallint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if p_all_flags & ({{aborting}} | {{expires}} | {{lease}} | {{until_start}} | {{retain}}
     | {{until_finish}}) <> 0 then
     perform queue._clean_up(p_ids, p_flags);
   end if;
-  perform queue._settle_or_append(p_ids, p_flags, 'ended', p_settle);
 end $$;
 
 -- Ends claims as succeeded. done: the ids whose claim was the current one, NULL for none. p_ids ascend, so
@@ -160,13 +119,17 @@ begin
   if v_may_be_awaited then
     perform queue._notify_waiters(done);
   end if;
-  if p_keeps and v_all_flags & {{keys}} <> 0 and v_all_flags & ~({{keys}} | {{overridden}} | {{large}}) = 0
-    and cardinality(done) = cardinality(p_ids) and cardinality(p_ids) <= 1000 then
-    kept_ids := v_special;
-    kept_flags := v_flags;
-  elsif v_all_flags <> 0 then
-    -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
-    perform queue._clean_up_succeeded(v_special, v_flags, v_all_flags, cardinality(p_ids) <= 1000);
+  if v_all_flags <> 0 then
+    perform queue._clean_up_succeeded(v_special, v_flags, v_all_flags);
+    if p_keeps and v_all_flags & {{keys}} <> 0
+      and v_all_flags & ({{lock}} | {{needed}} | {{queue_slot}}) = 0
+      and cardinality(done) = cardinality(p_ids) and cardinality(p_ids) <= 1000 then
+      kept_ids := v_special;
+      kept_flags := v_flags;
+    else
+      -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
+      perform queue._settle_or_append(v_special, v_flags, 'ended', cardinality(p_ids) <= 1000);
+    end if;
   end if;
 end $$;
 

