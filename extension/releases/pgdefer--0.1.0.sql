@@ -16144,7 +16144,8 @@ begin
     perform queue._look_for_undelivered(finish_and_fetch.worker);
   end if;
   if not v_may_wait then
-    v_ended := queue._finish(finish_and_fetch.outcomes, nullif(options - 'ahead', '{}') is null
+    v_ended := queue._finish(finish_and_fetch.outcomes,
+      (options is null or jsonb_typeof(options) = 'object' and options - 'ahead' = '{}')
       and current_setting('pgdefer.undelivered', true) is distinct from worker::text);
     v_has_kept := v_ended.kept_ids is not null;
     if v_ended.has_refused then
