@@ -80,6 +80,7 @@ begin
     if v_next.are_special is not false then
       return;
     end if;
+    v_room := cardinality(v_next.ids);
     v_deadline := v_next.deadlines[1];
     v_id := v_next.ids[1];
   end if;
@@ -118,8 +119,7 @@ begin
       from unnest(v_next.ids, v_next.deadlines, v_next.attempts, v_next.flags)
         u (id, deadline, attempt, flags);
       if v_next.is_low or v_count.is_idle then
-        perform queue._lower_marks(array_fill(v_count.lanes[1], array[cardinality(v_next.ids)]),
-          v_next.deadlines, v_next.ids);
+        perform queue._lower_marks(array_fill(v_count.lanes[1], array[v_room]), v_next.deadlines, v_next.ids);
       end if;
       v_count.ready[1] := v_count.ready[1] + v_room;
     end if;

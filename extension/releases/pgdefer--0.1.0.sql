@@ -9700,6 +9700,7 @@ begin
     if v_next.are_special is not false then
       return;
     end if;
+    v_room := cardinality(v_next.ids);
     v_deadline := v_next.deadlines[1];
     v_id := v_next.ids[1];
   end if;
@@ -9738,8 +9739,7 @@ begin
       from unnest(v_next.ids, v_next.deadlines, v_next.attempts, v_next.flags)
         u (id, deadline, attempt, flags);
       if v_next.is_low or v_count.is_idle then
-        perform queue._lower_marks(array_fill(v_count.lanes[1], array[cardinality(v_next.ids)]),
-          v_next.deadlines, v_next.ids);
+        perform queue._lower_marks(array_fill(v_count.lanes[1], array[v_room]), v_next.deadlines, v_next.ids);
       end if;
       v_count.ready[1] := v_count.ready[1] + v_room;
     end if;
@@ -14792,7 +14792,8 @@ end $$;
 -- p_worker would claim jobs of that key, it claims these, at most p_max_jobs: ids is NULL for none.
 -- Workers of one key take turns here. If nothing but limited jobs is ready, each waits a moment for the
 -- admission lock: a settlement that is appended is dearer, and the next fetch would have to wait as well.
--- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql.
+-- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql; if it
+-- claims as many jobs as have ended, no more are ready than before.
 create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
   p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -14816,10 +14817,11 @@ begin
     if v_passed.is_done then
       ids := v_passed.ids;
       first_claim := v_passed.first_claim;
-      if ids is null then
-        perform queue._announce();
-      elsif v_is_due then
+      if ids is not null and v_is_due then
         perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
+      end if;
+      if coalesce(cardinality(ids), 0) < cardinality(p_ids) then
+        perform queue._announce();  -- more are ready than before
       end if;
       if v_passed.flags & 128/* lease */ <> 0 then
         perform queue._lease_timeouts(ids, aj.claim, aj.claimed_at) from queue.active_job aj

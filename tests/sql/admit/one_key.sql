@@ -1,7 +1,7 @@
 -- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
 -- way would. Where a batch is not of this kind, the general way decides.
 
-select plan(103);
+select plan(109);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -318,5 +318,18 @@ select pg_temp.turn(1, '{leased}') \g /dev/null
 select is(pg_temp.turn(1, '{leased}', :a), '2 direct', 'jobs with a timeout');
 select is((select array_agg(l.id - :a + 1) from queue.lease l join queue.job j on j.id = l.id where j.queue = 'leased'), '{2}', 'have a lease as long as they run');
 select is((select count(*)::integer from queue.check()), 0, 'all is right at the end of turns');
+
+-- Sleepers are told if more jobs are ready than before.
+create sequence public.announced;
+create or replace function queue._announce() returns void language plpgsql as $$begin perform nextval('public.announced'); end$$;
+select pg_temp.ready('told', 12, 'told', 5) as a \gset
+select pg_temp.turn(3, '{told}') \g /dev/null
+select setval('public.announced', 1) \g /dev/null
+select is(pg_temp.turn(1, '{told}', :a, :a + 1, :a + 2), '4', 'three ends, one start');
+select is(nextval('public.announced'), 3::bigint, 'more are ready: that is announced');
+select is(pg_temp.turn(1, '{told}', :a + 3), '5', 'one end, one start');
+select is(nextval('public.announced'), 4::bigint, 'as many are ready: nobody need know');
+select is(pg_temp.turn(1, '{none}', :a + 4), null, 'one end, no start');
+select is(nextval('public.announced'), 6::bigint, 'is announced');
 
 select * from finish();
