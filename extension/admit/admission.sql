@@ -144,6 +144,17 @@ begin
   end if;
 end $$;
 
+-- Whether an admission at p_now would find anything to do.
+create or replace function queue._has_work(p_now timestamptz)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_new record := queue._look_for_rows();
+begin
+  return v_new.ranges <> '{}' or v_new.has_backlog or v_new.has_pending or v_new.due_at > p_now
+    or least(v_new.next_due, v_new.next_run) <= p_now is true
+    or pg_snapshot_xmax(v_new.upto) < v_new.next_xid;
+end $$;
+
 -- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that comes before it: by
 -- priority, then by id. New jobs are admitted before the backlog, and must not hold it up for ever.
 create or replace function queue._has_stock(p_queues text[])

@@ -148,9 +148,9 @@ begin
 end $$;
 
 -- Whether the next fetch of a worker would claim from this lane: it is one of p_queues (NULL: all), not
--- paused, and its queue has no limit; the worker is free; and there is no ready job in other lanes of these
--- queues that comes first (a crashed one, or one of no lesser priority), nor any at all unless p_is_enough.
--- Without p_has_ready the lane itself must have none either.
+-- paused, its jobs have not crashed before, and its queue has no limit; the worker is free; and there is no
+-- ready job in other lanes of these queues that comes first (a crashed one, or one of no lesser priority),
+-- nor any at all unless p_is_enough. Without p_has_ready the lane itself must have none either.
 create or replace function queue._is_next_lane(p_worker bigint, p_queues text[], p_lane integer,
   p_has_ready boolean, p_is_enough boolean)
 returns boolean language plpgsql stable parallel safe security invoker as $$
@@ -159,7 +159,8 @@ declare
 begin
   return exists (
     select from queue.lane k
-    where k.lane = p_lane and (p_queues is null or k.queue = any (p_queues))
+    where k.lane = p_lane and k.kind = {{lane_limited}}
+      and (p_queues is null or k.queue = any (p_queues))
       and (k.paused_until is null or k.paused_until <= v_now)
       and exists (select from queue.queue_config c where c.queue = k.queue
         and (c.max_running is not null or c.rate_limit is not null)) is false

@@ -73,8 +73,8 @@ begin
   end if;
   begin
     v_has_lock := queue._lock_admission(true);
-  exception when lock_not_available then
-    null;
+  exception when lock_not_available or deadlock_detected then
+    null;  -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
   end;
   perform set_config('lock_timeout', v_timeout, true);
   return v_has_lock;

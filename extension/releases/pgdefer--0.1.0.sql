@@ -3000,8 +3000,8 @@ begin
   end if;
   begin
     v_has_lock := queue._lock_admission(true);
-  exception when lock_not_available then
-    null;
+  exception when lock_not_available or deadlock_detected then
+    null;  -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
   end;
   perform set_config('lock_timeout', v_timeout, true);
   return v_has_lock;
@@ -9768,9 +9768,9 @@ begin
 end $$;
 
 -- Whether the next fetch of a worker would claim from this lane: it is one of p_queues (NULL: all), not
--- paused, and its queue has no limit; the worker is free; and there is no ready job in other lanes of these
--- queues that comes first (a crashed one, or one of no lesser priority), nor any at all unless p_is_enough.
--- Without p_has_ready the lane itself must have none either.
+-- paused, its jobs have not crashed before, and its queue has no limit; the worker is free; and there is no
+-- ready job in other lanes of these queues that comes first (a crashed one, or one of no lesser priority),
+-- nor any at all unless p_is_enough. Without p_has_ready the lane itself must have none either.
 create or replace function queue._is_next_lane(p_worker bigint, p_queues text[], p_lane integer,
   p_has_ready boolean, p_is_enough boolean)
 returns boolean language plpgsql stable parallel safe security invoker as $$
@@ -9779,7 +9779,8 @@ declare
 begin
   return exists (
     select from queue.lane k
-    where k.lane = p_lane and (p_queues is null or k.queue = any (p_queues))
+    where k.lane = p_lane and k.kind = 1/* lane_limited */
+      and (p_queues is null or k.queue = any (p_queues))
       and (k.paused_until is null or k.paused_until <= v_now)
       and exists (select from queue.queue_config c where c.queue = k.queue
         and (c.max_running is not null or c.rate_limit is not null)) is false
@@ -10882,6 +10883,17 @@ begin
   if v_has_jobs then
     ranges := ranges || next_xid;
   end if;
+end $$;
+
+-- Whether an admission at p_now would find anything to do.
+create or replace function queue._has_work(p_now timestamptz)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_new record := queue._look_for_rows();
+begin
+  return v_new.ranges <> '{}' or v_new.has_backlog or v_new.has_pending or v_new.due_at > p_now
+    or least(v_new.next_due, v_new.next_run) <= p_now is true
+    or pg_snapshot_xmax(v_new.upto) < v_new.next_xid;
 end $$;
 
 -- Whether the backlog may wait, and one of the queues (NULL: any) has a ready job that comes before it: by
@@ -14800,7 +14812,6 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_queues text[] := case when p_queues is not null then queue._match_queues(p_queues) end;
   v_now timestamptz := clock_timestamp();
-  v_is_due boolean;
   v_key text;
   v_passed record;
 begin
@@ -14809,17 +14820,18 @@ begin
     v_key := queue._only_key(p_ids, p_flags);
   end if;
   if v_key is not null and queue._wait_for_admission() then
-    v_is_due := abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01;
-    if v_is_due then
-      perform queue._admit(1000);
+    -- if others have to be admitted, the slots come first: a new job may be discarded if there is none
+    if abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01 then
+      if queue._has_work(v_now) then
+        p_max_jobs := 0;
+      else
+        perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
+      end if;
     end if;
     v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
     if v_passed.is_done then
       ids := v_passed.ids;
       first_claim := v_passed.first_claim;
-      if ids is not null and v_is_due then
-        perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
-      end if;
       if coalesce(cardinality(ids), 0) < cardinality(p_ids) then
         perform queue._announce();  -- more are ready than before
       end if;
@@ -15488,7 +15500,6 @@ declare
   v_has_more boolean := false;
   v_admitted integer;
   v_is_claimed boolean := false;
-  v_max_jobs integer := p_max_jobs;
   v_claimed record;
   v_slice record;
   v_choice record;
@@ -15536,10 +15547,11 @@ begin
     and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
       and w.apart_since is null) is true;
   if v_choice.kind = 1/* lane_limited */ then
-    v_max_jobs := least(p_max_jobs, p_at_once);
-    if v_has_lock or queue._lock_admission(false) then
+    if p_at_once < p_max_jobs then
+      null;  -- _claim_loop asks whether a limited job is ready, or only its lane is not idle
+    elsif v_has_lock or queue._lock_admission(false) then
       select c.ids, c.first_claim into ids, first_claim
-      from queue._claim_one_key(p_worker, v_choice.lanes, v_max_jobs) c;
+      from queue._claim_one_key(p_worker, v_choice.lanes, p_max_jobs) c;
     elsif not p_may_wait and cardinality(v_choice.lanes) = 1 then
       return;  -- nothing else is ready, and whoever holds the lock admits
     end if;  -- else _claim_loop waits, and then looks which lanes it may claim from
@@ -15573,12 +15585,12 @@ begin
       first_claim := v_claimed.first_claim;
     end if;
   end if;
-  if cardinality(ids) = v_max_jobs then
+  if cardinality(ids) = p_max_jobs then
     if v_has_lock then
       perform set_config('pgdefer.was_dry', case when v_admitted between 1 and p_max_jobs then 'on'
         else 'off' end, false);
     end if;
-    if random() * 300 < least(v_max_jobs, 20) and queue._lock_admission(false) then
+    if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
       perform queue._raise_marks(v_choice.lanes);
     end if;
     return;

@@ -20,7 +20,6 @@ declare
   v_has_more boolean := false;
   v_admitted integer;
   v_is_claimed boolean := false;
-  v_max_jobs integer := p_max_jobs;
   v_claimed record;
   v_slice record;
   v_choice record;
@@ -68,10 +67,11 @@ begin
     and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
       and w.apart_since is null) is true;
   if v_choice.kind = {{lane_limited}} then
-    v_max_jobs := least(p_max_jobs, p_at_once);
-    if v_has_lock or queue._lock_admission(false) then
+    if p_at_once < p_max_jobs then
+      null;  -- _claim_loop asks whether a limited job is ready, or only its lane is not idle
+    elsif v_has_lock or queue._lock_admission(false) then
       select c.ids, c.first_claim into ids, first_claim
-      from queue._claim_one_key(p_worker, v_choice.lanes, v_max_jobs) c;
+      from queue._claim_one_key(p_worker, v_choice.lanes, p_max_jobs) c;
     elsif not p_may_wait and cardinality(v_choice.lanes) = 1 then
       return;  -- nothing else is ready, and whoever holds the lock admits
     end if;  -- else _claim_loop waits, and then looks which lanes it may claim from
@@ -105,12 +105,12 @@ begin
       first_claim := v_claimed.first_claim;
     end if;
   end if;
-  if cardinality(ids) = v_max_jobs then
+  if cardinality(ids) = p_max_jobs then
     if v_has_lock then
       perform set_config('pgdefer.was_dry', case when v_admitted between 1 and p_max_jobs then 'on'
         else 'off' end, false);
     end if;
-    if random() * 300 < least(v_max_jobs, 20) and queue._lock_admission(false) then
+    if random() * 300 < least(p_max_jobs, 20) and queue._lock_admission(false) then
       perform queue._raise_marks(v_choice.lanes);
     end if;
     return;

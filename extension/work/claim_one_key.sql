@@ -93,7 +93,6 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_queues text[] := case when p_queues is not null then queue._match_queues(p_queues) end;
   v_now timestamptz := clock_timestamp();
-  v_is_due boolean;
   v_key text;
   v_passed record;
 begin
@@ -102,17 +101,18 @@ begin
     v_key := queue._only_key(p_ids, p_flags);
   end if;
   if v_key is not null and queue._wait_for_admission() then
-    v_is_due := {{is_look_due}};
-    if v_is_due then
-      perform queue._admit(1000);
+    -- if others have to be admitted, the slots come first: a new job may be discarded if there is none
+    if {{is_look_due}} then
+      if queue._has_work(v_now) then
+        p_max_jobs := 0;
+      else
+        perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
+      end if;
     end if;
     v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
     if v_passed.is_done then
       ids := v_passed.ids;
       first_claim := v_passed.first_claim;
-      if ids is not null and v_is_due then
-        perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
-      end if;
       if coalesce(cardinality(ids), 0) < cardinality(p_ids) then
         perform queue._announce();  -- more are ready than before
       end if;

@@ -1,7 +1,7 @@
 -- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
 -- way would. Where a batch is not of this kind, the general way decides.
 
-select plan(109);
+select plan(115);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -201,7 +201,7 @@ declare
   v_ids bigint[];
 begin
   perform set_config('pgdefer.looked_at', '', false);  -- new jobs are admitted first
-  v_ids := array(select f.id from queue.finish_and_fetch((select max(w.id) from queue.workers w),
+  v_ids := array(select f.id from queue.finish_and_fetch((select min(w.id) from queue.workers w),
     (select jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', 'succeeded'))
      from queue.active_job j where j.id = any (turn.ids)), turn.queues, turn.n) f);
   return (select string_agg(concat_ws(' ', u.id - current_setting('test.a')::bigint + 1,
@@ -248,7 +248,7 @@ select queue.defer('t', queue => 'first', concurrency_key => 'F', concurrency_li
 select is(pg_temp.turn(1, '{first}', :a + 1), '5', 'the older one of two keys');
 select is(pg_temp.turn(2, '{first}', :a + 2), '6, 11', 'and both');
 select queue.defer('t', queue => 'first', priority => -5) as low \gset
-select is(pg_temp.turn(1, '{first}', :a + 3), '7 direct', 'a lower priority comes after');
+select is(pg_temp.turn(1, '{first}', :a + 3), '7', 'a lower priority comes after');
 select is(pg_temp.turn(2, '{first}', :a + 4), '8, 12', 'but fills what was asked for');
 select pg_temp.turn(1, '{none}', :a + 5, :a + 6, :a + 7, :other, :low) \g /dev/null
 select is(pg_temp.turn(1, '{first}'), '9', 'the last');
@@ -309,6 +309,42 @@ select is(pg_temp.turn(2, '{elsewhere,late turn}'), '0, 1', 'the holder of a loc
 select pg_temp.turn(1, '{none}', :first) \g /dev/null
 select is(pg_temp.counts('H'), '3 1 2 5', 'two others are ready when the turn is passed on');
 select is(pg_temp.turn(1, '{late turn}', :a), '2', 'a turn that came late');
+
+-- A job that is discarded if there is no slot finds the one that is freed in the same call.
+select pg_temp.ready('discard', 1, 'I', 1) as a \gset
+select pg_temp.turn(1, '{discard}') \g /dev/null
+select queue.defer('t', queue => 'discard', concurrency_key => 'I', concurrency_limit => 1, options => '{"on_limit": "discard"}') \g /dev/null
+select is(pg_temp.turn(1, '{discard}', :a), '2', 'slots are freed before new jobs are admitted');
+select pg_temp.turn(1, '{none}', :a + 1) \g /dev/null
+
+-- So does one that becomes due, and it comes first by its priority.
+select pg_temp.ready('due', 3, 'J', 1) as a \gset
+select pg_temp.turn(1, '{due}') \g /dev/null
+select queue.defer('t', queue => 'due', priority => 3, concurrency_key => 'J', concurrency_limit => 1, scheduled_at => clock_timestamp() + interval '200 ms') as due \gset
+select queue.tick() \g /dev/null
+select pg_sleep_until(j.scheduled_at) from queue.job j where j.id = :due \g /dev/null
+select is(pg_temp.turn(1, '{due}', :a), '4', 'a job that has become due');
+select queue.cancel(j.id) from queue.jobs j where j.queue = 'due' and j.state in ('ready', 'blocked') \g /dev/null
+select pg_temp.turn(1, '{none}', :due) \g /dev/null
+
+-- A job that has crashed goes to a worker that runs nothing, also if it waited for its slot.
+create function pg_temp.start(job bigint, worker bigint) returns bigint language sql as
+$$select f.claim from queue.fetch(start.worker, null, 1, jsonb_build_object('ids', jsonb_build_array(start.job))) f$$;
+select pg_temp.ready('crashed', 1, 'crash', 1) as a \gset
+select queue.register_worker('u', info => '{"dead_after": "1 day"}') as u, queue.register_worker('v', info => '{"dead_after": "1 day"}') as v \gset
+select pg_temp.start(:a, :u) as claim \gset
+select queue.finish_many(jsonb_build_array(jsonb_build_object('id', :a, 'claim', :claim, 'outcome', 'crashed'))) \g /dev/null
+select queue.defer('t', queue => 'crashed', priority => 5, concurrency_key => 'crash', concurrency_limit => 1) as second,
+  queue.defer('t', queue => 'crashed', concurrency_key => 'calm', concurrency_limit => 9) as third \gset
+select pg_temp.start(:second, :v) as claim2, pg_temp.start(:third, :v) as claim3 \gset
+select is((select count(*)::integer from queue.fetch(:u, '{crashed}', 1)), 0, 'the key is full');
+select queue.tick(), queue.tick(), queue.tick() \g /dev/null
+select is((select l.is_idle from queue.lane l where l.queue = 'crashed' and l.kind = 2), true, 'its lane has no ready job');
+select is((select count(*)::integer from queue.finish_and_fetch(:v, jsonb_build_array(jsonb_build_object('id', :second, 'claim', :claim2, 'outcome', 'succeeded')), '{crashed}', 1)), 0, 'it is no job for a worker that runs another');
+select queue.finish_many(jsonb_build_array(jsonb_build_object('id', :third, 'claim', :claim3, 'outcome', 'succeeded'))) \g /dev/null
+select is((select f.id from queue.fetch(:v, '{crashed}', 1) f), :a::bigint, 'but for one that runs nothing');
+select queue.worker_died(:v) \g /dev/null
+select queue.cancel(:a) \g /dev/null
 
 -- A timeout
 select queue.defer_many((select jsonb_agg('{"task": "t", "queue": "leased", "concurrency_key": "G", "concurrency_limit": 1,
