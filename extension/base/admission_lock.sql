@@ -56,8 +56,8 @@ begin
   return true;
 end $$;
 
--- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. Returns whether it got
--- the lock.
+-- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. The caller may hold
+-- rows of claims: see admit/admission.sql. Returns whether it got the lock.
 create or replace function queue._wait_for_admission()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare

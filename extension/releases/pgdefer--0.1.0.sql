@@ -2983,8 +2983,8 @@ begin
   return true;
 end $$;
 
--- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. Returns whether it got
--- the lock.
+-- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. The caller may hold
+-- rows of claims: see admit/admission.sql. Returns whether it got the lock.
 create or replace function queue._wait_for_admission()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -14805,7 +14805,8 @@ end $$;
 -- Workers of one key take turns here. If nothing but limited jobs is ready, each waits a moment for the
 -- admission lock: a settlement that is appended is dearer, and the next fetch would have to wait as well.
 -- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql; if it
--- claims as many jobs as have ended, no more are ready than before.
+-- claims as many jobs as have ended, no more are ready than before. Two sessions:
+-- tests/py/races/test_one_key.py.
 create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
   p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
