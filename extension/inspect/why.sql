@@ -33,7 +33,7 @@ begin
         '; its worker has been told to abort it: ' || v_job.reason);
     when 'held' then return 'it is held; queue.unhold releases it';
     when 'scheduled' then
-      return format('its time has not come: %s', v_job.scheduled_at) || queue._why_step_failed(v_job.id)
+      return format('its time has not come: %s', v_job.scheduled_at) || queue._why_scheduled(v_job.id)
         || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
           from queue._unknown_since(why.id) u where u.times > 0), '');
     when 'waiting', 'upstream_failed' then
@@ -239,16 +239,26 @@ begin
     'the next fetch or tick continues it');
 end $$;
 
--- The step whose failure a job's next run is to make up for, for queue.why(); empty text if there is none.
-create or replace function queue._why_step_failed(p_id bigint)
+-- What a scheduled job did last, for queue.why(): the step in which it sleeps, the step that has failed and
+-- is to run again, or how its last attempt ended; empty text for a job that has not started.
+create or replace function queue._why_scheduled(p_id bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
   return coalesce((
+    select format('; it sleeps at its step %s', queue._step_name(n.name, n.no))
+    from queue._sleeping_step(p_id) n), (
     select format('; its step %s has failed %s: %s', queue._step_name(s.name, s.no),
       case s.failures when 1 then 'once' else s.failures || ' times' end, left(s.error, 200))
     from queue.step s
     where s.job_id = p_id and s.finished_at is null and s.error is not null
-    order by s.claim desc, s.failed_at desc limit 1), '');
+    order by s.claim desc, s.failed_at desc limit 1), (
+    select format('; its attempt %s %s%s', a.attempt,
+      case a.outcome when 'timed_out' then 'timed out' when 'aborted' then 'was aborted'
+        else a.outcome end,
+      ': ' || left(a.error, 200))
+    from queue.attempt a
+    where a.job_id = p_id and a.outcome <> 'released'
+    order by a.claim desc limit 1), '');
 end $$;
 
 -- Claims whose timeout has passed, and which their worker has extended since because it could not end the

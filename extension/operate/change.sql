@@ -138,6 +138,7 @@ begin
       'Only a job that is neither running nor finished can be rescheduled; queue.retry runs a finished one'
       ' again.');
   end if;
+  perform queue._change_sleep(reschedule.id, reschedule.at);
   perform queue._override(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
   perform queue._announce();
   perform queue._audit_jobs('reschedule', jsonb_build_object('at', reschedule.at), array[reschedule.id],
@@ -146,7 +147,7 @@ begin
 end $$;
 comment on function queue.reschedule(bigint, timestamptz) is
   'Changes the time of a job that is neither running nor finished; NULL: now. This includes jobs that'
-    ' wait for a retry. Returns its new state.';
+    ' wait for a retry, or sleep. Returns its new state.';
 
 -- Locks: as _lock_for_change; then, under the admission lock, the job's row of queue.finished by skip locked.
 -- Why no run sees other args than it started with: if a fetch holds the job's row, this waits for it, and the

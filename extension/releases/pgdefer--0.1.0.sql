@@ -12553,8 +12553,8 @@ end $$;
 comment on function queue.sleep(bigint, bigint, text, timestamptz) is
   'Ends the claim. The job continues with a new claim at the given time, or at once if that has passed. It'
     ' holds no slot and no worker meanwhile; at an ordered lock it keeps its turn. In its next run the step'
-    ' of this name is finished; its value is that time. A sleep counts neither as a failure nor as'
-    ' progress.';
+    ' of this name is finished; its value is the time at which the sleep ended: that one, unless queue.retry'
+    ' or queue.reschedule has changed it. A sleep counts neither as a failure nor as progress.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is finished), QJ008.
 create or replace function queue.wait(id bigint, claim bigint, name text, signal text default null,
@@ -12655,6 +12655,31 @@ begin
   on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
     finished_at = excluded.finished_at, value = excluded.value, error = null;
   return v_step.no;
+end $$;
+
+-- The step in which a job sleeps, if it does: its value is the time at which the job continues.
+-- Locks: none.
+create or replace function queue._sleeping_step(p_id bigint)
+returns table (name text, no integer) language plpgsql stable parallel safe security invoker rows 1 as $$
+begin
+  return query
+    select s.name, s.no
+    from queue.job_override o
+    join queue.step s on s.job_id = o.id and s.value = to_jsonb(queue._utc(o.scheduled_at))
+    where o.id = p_id and o.has_steps and o.scheduled_at > clock_timestamp()
+      and s.finished_at is not null and s.error is null
+    order by s.claim desc, s.finished_at desc limit 1;
+end $$;
+
+-- Lets the sleep of a job end at another time (NULL: now), which becomes the value of its step; does nothing
+-- if the job does not sleep. The caller changes scheduled_at afterwards.
+-- Locks: the caller holds the admission lock, under which alone the job can continue.
+create or replace function queue._change_sleep(p_id bigint, p_at timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.step s set value = to_jsonb(queue._utc(greatest(p_at, clock_timestamp())))
+  from queue._sleeping_step(p_id) n
+  where s.job_id = p_id and s.name = n.name and s.no = n.no;
 end $$;
 
 -- work/step_failures.sql
@@ -17127,6 +17152,7 @@ begin
       'Only a job that is neither running nor finished can be rescheduled; queue.retry runs a finished one'
       ' again.');
   end if;
+  perform queue._change_sleep(reschedule.id, reschedule.at);
   perform queue._override(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
   perform queue._announce();
   perform queue._audit_jobs('reschedule', jsonb_build_object('at', reschedule.at), array[reschedule.id],
@@ -17135,7 +17161,7 @@ begin
 end $$;
 comment on function queue.reschedule(bigint, timestamptz) is
   'Changes the time of a job that is neither running nor finished; NULL: now. This includes jobs that'
-    ' wait for a retry. Returns its new state.';
+    ' wait for a retry, or sleep. Returns its new state.';
 
 -- Locks: as _lock_for_change; then, under the admission lock, the job's row of queue.finished by skip locked.
 -- Why no run sees other args than it started with: if a fetch holds the job's row, this waits for it, and the
@@ -17835,6 +17861,7 @@ begin
       continue when (select t.place from queue._dequeue(v_job.id) t) is null;
       delete from queue.suspended w where w.job_id = v_job.id;
       delete from queue.expiry e where v_job.is_expired and e.id = v_job.id;
+      perform queue._change_sleep(v_job.id, v_at);
       perform queue._forget_steps(v_job.id, p_step, p_no);
       perform queue._reset_counters(array[v_job.id], v_at);
       perform queue._change_on_retry(array[v_job.id], v_change) where v_change is not null;
@@ -18779,7 +18806,7 @@ begin
         '; its worker has been told to abort it: ' || v_job.reason);
     when 'held' then return 'it is held; queue.unhold releases it';
     when 'scheduled' then
-      return format('its time has not come: %s', v_job.scheduled_at) || queue._why_step_failed(v_job.id)
+      return format('its time has not come: %s', v_job.scheduled_at) || queue._why_scheduled(v_job.id)
         || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
           from queue._unknown_since(why.id) u where u.times > 0), '');
     when 'waiting', 'upstream_failed' then
@@ -18985,16 +19012,26 @@ begin
     'the next fetch or tick continues it');
 end $$;
 
--- The step whose failure a job's next run is to make up for, for queue.why(); empty text if there is none.
-create or replace function queue._why_step_failed(p_id bigint)
+-- What a scheduled job did last, for queue.why(): the step in which it sleeps, the step that has failed and
+-- is to run again, or how its last attempt ended; empty text for a job that has not started.
+create or replace function queue._why_scheduled(p_id bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
   return coalesce((
+    select format('; it sleeps at its step %s', queue._step_name(n.name, n.no))
+    from queue._sleeping_step(p_id) n), (
     select format('; its step %s has failed %s: %s', queue._step_name(s.name, s.no),
       case s.failures when 1 then 'once' else s.failures || ' times' end, left(s.error, 200))
     from queue.step s
     where s.job_id = p_id and s.finished_at is null and s.error is not null
-    order by s.claim desc, s.failed_at desc limit 1), '');
+    order by s.claim desc, s.failed_at desc limit 1), (
+    select format('; its attempt %s %s%s', a.attempt,
+      case a.outcome when 'timed_out' then 'timed out' when 'aborted' then 'was aborted'
+        else a.outcome end,
+      ': ' || left(a.error, 200))
+    from queue.attempt a
+    where a.job_id = p_id and a.outcome <> 'released'
+    order by a.claim desc limit 1), '');
 end $$;
 
 -- Claims whose timeout has passed, and which their worker has extended since because it could not end the

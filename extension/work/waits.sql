@@ -28,8 +28,8 @@ end $$;
 comment on function queue.sleep(bigint, bigint, text, timestamptz) is
   'Ends the claim. The job continues with a new claim at the given time, or at once if that has passed. It'
     ' holds no slot and no worker meanwhile; at an ordered lock it keeps its turn. In its next run the step'
-    ' of this name is finished; its value is that time. A sleep counts neither as a failure nor as'
-    ' progress.';
+    ' of this name is finished; its value is the time at which the sleep ended: that one, unless queue.retry'
+    ' or queue.reschedule has changed it. A sleep counts neither as a failure nor as progress.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is finished), QJ008.
 create or replace function queue.wait(id bigint, claim bigint, name text, signal text default null,
@@ -130,4 +130,29 @@ begin
   on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
     finished_at = excluded.finished_at, value = excluded.value, error = null;
   return v_step.no;
+end $$;
+
+-- The step in which a job sleeps, if it does: its value is the time at which the job continues.
+-- Locks: none.
+create or replace function queue._sleeping_step(p_id bigint)
+returns table (name text, no integer) language plpgsql stable parallel safe security invoker rows 1 as $$
+begin
+  return query
+    select s.name, s.no
+    from queue.job_override o
+    join queue.step s on s.job_id = o.id and s.value = to_jsonb(queue._utc(o.scheduled_at))
+    where o.id = p_id and o.has_steps and o.scheduled_at > clock_timestamp()
+      and s.finished_at is not null and s.error is null
+    order by s.claim desc, s.finished_at desc limit 1;
+end $$;
+
+-- Lets the sleep of a job end at another time (NULL: now), which becomes the value of its step; does nothing
+-- if the job does not sleep. The caller changes scheduled_at afterwards.
+-- Locks: the caller holds the admission lock, under which alone the job can continue.
+create or replace function queue._change_sleep(p_id bigint, p_at timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.step s set value = to_jsonb(queue._utc(greatest(p_at, clock_timestamp())))
+  from queue._sleeping_step(p_id) n
+  where s.job_id = p_id and s.name = n.name and s.no = n.no;
 end $$;

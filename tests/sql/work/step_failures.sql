@@ -1,6 +1,6 @@
 -- Failures of steps: their own retry policies, and what a handler sees when a step has failed for good.
 
-select plan(88);
+select plan(89);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -119,7 +119,9 @@ select claim, steps ? 'listed' and not steps ? 'last' as kept from queue.fetch(:
 select ok(:'kept', 'those before it in its run are kept');
 
 select queue.sleep(:id, :claim, 'nap', now() + interval '1 hour') \g /dev/null
-select unalike(queue.why(:id), '%its step%', 'why names no step that has failed for good');
+select alike(queue.why(:id), 'its time has not come: %; it sleeps at its step nap', 'a job sleeps after a step that has failed for good');
+select queue.reschedule(:id), queue.reschedule(:id, '2999-01-01') \g /dev/null
+select unalike(queue.why(:id), '%its step%', 'why names no such step');
 select queue.reschedule(:id) \g /dev/null
 select claim from queue.fetch(:worker) \gset
 

@@ -1,6 +1,6 @@
 -- Sleeps and waits: the claim ends, and the job continues with a new one when its time or its signal has come.
 
-select plan(103);
+select plan(121);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -51,6 +51,49 @@ select is(test.refusal(format('select queue.sleep(%s, %s, ''nap'', now())', :id,
 select queue.succeed(:id, :claim) \g /dev/null
 select id, claim from queue.fetch(:worker) \gset
 select is(:id, :behind, 'the lock passes to the next');
+
+-- A sleep that an operator ends early or late: its value is when it ended.
+create function pg_temp.nap(worker bigint) returns void language sql as $$
+  with f as materialized (select f.id, f.claim, queue.finish_step(f.id, f.claim, 'tells the future', to_jsonb(now() + interval '1 day')) from queue.fetch(worker) f)
+  select queue.sleep(f.id, f.claim, 'nap', '2999-01-01') from f
+$$;
+-- The values of its steps: whether the one that is no sleep is kept, and how long the sleep took.
+create function pg_temp.naps(id bigint) returns text language sql as $$
+  select string_agg(case when s.name <> 'nap' then (s.value > to_jsonb(now()))::text
+    when (s.value #>> '{}')::timestamptz <= now() then 'until now' else 'until ' || (s.value #>> '{}')::date end, ' ' order by s.name desc)
+  from queue.steps s where s.job_id = naps.id
+$$;
+select queue.succeed(:id, :claim) \g /dev/null
+select queue.defer('t') as id \gset
+select pg_temp.nap(:worker) \g /dev/null
+select is(pg_temp.naps(:id), 'true until 2999-01-01', 'a job sleeps long');
+select alike(queue.why(:id), 'its time has not come: 2999-01-01%; it sleeps at its step nap', 'why says so');
+select is(queue.reschedule(:id, '2998-01-01'), 'scheduled', 'an operator lets it end sooner');
+select is(pg_temp.naps(:id), 'true until 2998-01-01', 'so its value is that time');
+select alike(queue.why(:id), 'its time has not come: 2998-01-01%; it sleeps at its step nap', 'it still sleeps');
+select is((select r.outcome from queue.retry(array[:id], changes => '{"retry_at": "2997-01-01"}') r), 'scheduled', 'by a retry at a time');
+select is(pg_temp.naps(:id), 'true until 2997-01-01', 'too');
+select is((select r.outcome from queue.retry(array[:id]) r), 'ready', 'or at once');
+select is(pg_temp.naps(:id), 'true until now', 'then it has ended now');
+select is(queue.reschedule(:id, '2999-01-01'), 'scheduled', 'a job whose sleep is over can still be given another time');
+select is(pg_temp.naps(:id), 'true until now', 'which is not that of the sleep');
+select alike(queue.why(:id), 'its time has not come: 2999-01-01%; its attempt 1 yielded', 'nor does it sleep');
+select queue.defer('t') as other \gset
+select pg_temp.nap(:worker) \g /dev/null
+select is(queue.reschedule(:other), 'ready', 'NULL');
+select is(pg_temp.naps(:other), 'true until now', 'is now as well');
+select queue.fail(f.id, f.claim, 'no luck', null, '{"retryable": true, "retry_at": "2999-01-01"}') from queue.fetch(:worker) f \g /dev/null
+select alike(queue.why(:other), 'its time has not come: 2999-01-01%; its attempt 2 failed: no luck', 'why tells a retry from a sleep');
+select queue.defer('t') as over \gset
+select claim from queue.fetch(:worker) \gset
+select queue.sleep(:over, :claim, 'nap', now()) \g /dev/null
+select is(queue.reschedule(:over, '2999-01-01'), 'scheduled', 'a sleep that is over, before a worker has continued the job,');
+select is(pg_temp.naps(:over), 'until now', 'keeps its value');
+select queue.defer('t', scheduled_at => '2999-01-01') as later \gset
+select ok(queue.why(:later) !~ ';', 'and both from a job that has not started');
+select queue.cancel(:id), queue.cancel(:other), queue.cancel(:over), queue.cancel(:later) \g /dev/null
+select queue.defer('t') as id \gset
+select id, claim from queue.fetch(:worker) \gset
 
 -- Waiting for a signal: before it comes, and after
 select is(test.refusal(format('select queue.wait(%s, %s, ''w'')', :id, :claim)), '22023', 'a wait for nothing');
