@@ -135,6 +135,7 @@ class Job(Base):
     progress: Mapped[_Int]
     percent: Mapped[decimal.Decimal | None]
     message: Mapped[str | None]
+    options: Mapped[dict[str, Any] | None]
 
     #: The attempts that did not succeed, in order; `attempts` is the number of all attempts.
     history: Mapped[list[Attempt]] = relationship(

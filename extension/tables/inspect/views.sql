@@ -86,7 +86,16 @@ select j.id, j.task, j.queue,
   coalesce(f.error, case when f.id is null then j.error end) as error, f.result,
   j.options ->> 'description' as description, j.options -> 'headers' as headers,
   (j.options ->> 'parent')::bigint as parent, j.options ->> 'idempotency_key' as idempotency_key,
-  j.progress, j.percent, j.message
+  j.progress, j.percent, j.message,
+  nullif(
+    coalesce(j.options, '{}')
+      - '{headers,description,parent,idempotency_key,expires_at,delay,held,terms}'::text[]
+    || case when j.keys is null then '{}'
+      else (
+        select jsonb_build_object('concurrency', jsonb_agg(
+          jsonb_strip_nulls(jsonb_build_object('key', k.key, 'limit', k.most))
+            || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n))
+        from unnest(j.keys, j.limits) with ordinality k (key, most, n)) end, '{}') as options
 from queue.job_now j
 left join queue.active_job aj on aj.id = j.id
 left join queue.lane l on l.lane = aj.lane

@@ -1,6 +1,6 @@
 -- Deferring: every argument of defer, defer_many, defer_trigger, and refusals. Defaults: defer/tasks.sql.
 
-select plan(288);
+select plan(291);
 
 create function pg_temp.shown(id bigint, variadic columns text[]) returns text language plpgsql as $$
 declare
@@ -40,6 +40,9 @@ select is(pg_temp.shown(queue.defer('t', options => '{"expires_at": "2999-01-01Z
 select is(pg_temp.shown(queue.defer('t', options => '{"held": true}'), 'state'), '(held)', 'held');
 select is(pg_temp.shown(queue.defer('t', options => '{"held": false}'), 'state'), '(ready)', 'not held');
 select is(pg_temp.shown(queue.defer('t', options => '{"description": "what \"for\""}'), 'description'), '("what ""for""")', 'description');
+select is(pg_temp.shown(queue.defer('t', options => '{"timeout": 5, "retain": {"failed": "1 day"}, "share": "ann", "retry": {"base": 1}, "delay": 0, "held": false, "description": "d"}'), 'options'), ('("' || replace('{"retry": {"base": 1}, "share": "ann", "retain": {"failed": "1 day"}, "timeout": 5}', '"', '""') || '")'), 'the others can be read again, without those that have a column');
+select is(pg_temp.shown(queue.defer('t', concurrency_key => 'K', concurrency_limit => 2, options => '{"concurrency": [{"key": "{a}", "limit": 9, "weight": 3}, {"key": "R", "rate": {"limit": 1, "per": "1 s"}}]}', args => '{"a": "x"}'), 'options -> ''concurrency'' = ''[{"key": "K", "limit": 2}, {"key": "x", "limit": 9, "weight": 3}, {"key": "R", "rate": {"limit": 1, "per": "1 s"}}]'''), '(t)', 'with all keys, as they were filled');
+select is(pg_temp.shown(queue.defer('t', options => '{"held": true, "description": "d"}'), 'options'), '()', 'or there are none');
 select is(pg_temp.shown(queue.defer('t', options => '{"headers": {"traceparent": "00", "n": null}}'), 'headers'), '("{""n"": null, ""traceparent"": ""00""}")', 'headers, nulls too');
 select is(pg_temp.shown(queue.defer('t', options => jsonb_build_object('parent', :id)), 'parent', 'deadline'), format('(%s,)', :id), 'parent');
 select queue.defer('t', deadline => '2998-01-01Z') as parent \gset

@@ -201,7 +201,8 @@ class JobAdmin(HidingAdmin):
             "What holds it",
             {"fields": ("priority", "deadline", "expires_at", "lock", "queueing_lock")},
         ),
-        ("Beside others", {"fields": ("concurrency_key", "needs", "parent_id", "headers")}),
+        ("Beside others", {"fields": ("concurrency_key", "needs", "parent_id")}),
+        ("Other options", {"fields": ("options", "headers")}),
     )
 
     # Permissions

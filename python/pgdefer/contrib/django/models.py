@@ -132,6 +132,7 @@ class Job(View):
     headers = models.JSONField(null=True)
     parent = _to("self", "parent", "children")
     progress = models.IntegerField()
+    options = models.JSONField(null=True)
 
     class Meta(View.Meta):
         db_table = '"queue"."jobs"'

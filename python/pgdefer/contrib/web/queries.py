@@ -75,7 +75,8 @@ select id, task, queue, state, reason, priority, lock, queueing_lock, concurrenc
   failures, crashes, claim, worker_id, left(error, 5001) as error, percent::float8 as percent,
   left(message, 1001) as message,
   left(description, 2001) as description, left(jsonb_pretty(args), 10001) as args,
-  left(jsonb_pretty(result), 10001) as result, left(jsonb_pretty(headers), 5001) as headers
+  left(jsonb_pretty(result), 10001) as result, left(jsonb_pretty(headers), 5001) as headers,
+  left(jsonb_pretty(options), 5001) as options
 from queue.jobs where id = %(id)s
 """
 

@@ -84,6 +84,7 @@ class Migration(migrations.Migration):
                 ("description", models.TextField(null=True)),
                 ("headers", models.JSONField(null=True)),
                 ("progress", models.IntegerField()),
+                ("options", models.JSONField(null=True)),
             ],
             options={
                 "db_table": '"queue"."jobs"',
