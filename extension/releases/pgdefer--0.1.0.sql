@@ -5429,12 +5429,13 @@ begin
     if v_run is null and v_i = 1 then
       perform queue._cron_never(next_runs.cron, next_runs.timezone);
     end if;
-    exit when v_run is null;
+    exit when v_run is null or v_run >= '10000-01-01 00:00+00';  -- which many clients can't read
     return next v_run;
   end loop;
 end $$;
 comment on function queue.next_runs(text, text, timestamptz, int) is
-  'Returns the next n runs of a cron expression in a time zone, ascending, later than after.';
+  'Returns the next n runs of a cron expression in a time zone, ascending, later than after: fewer if the'
+    ' others are after the year 9999.';
 
 -- Parses an expression.
 -- Raises: 22023, naming the field and what is allowed there.

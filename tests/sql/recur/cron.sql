@@ -1,7 +1,7 @@
 -- Cron expressions: grammar, day rule, refusals.
 
 begin;
-select plan(168);
+select plan(170);
 
 \ir cron.helpers.psql
 
@@ -196,6 +196,9 @@ from unnest(array[null, 0, -1, 10001, 2147483647]) n;
 select is((select count(*) from queue.next_runs('* * * * *', n => 10000)), 10000::bigint,
   'n up to 10,000');
 select is((select count(*) from queue.next_runs('@daily')), 5::bigint, 'five runs by default');
+select is(array(select r at time zone 'UTC' from queue.next_runs('0 0 1 1 *', after => '9997-06-01Z') r), '{9998-01-01,9999-01-01}'::timestamp[],
+  'none after the year 9999, which clients may not be able to read');
+select is_empty($$select queue.next_runs('every 3650 days', after => '9999-01-01Z')$$, 'also if there are no others');
 select ok((select min(r) > now() from queue.next_runs('* * * * * *') r), 'after now by default');
 select matches(pg_temp.refusal('* * * * *', 'UTC', after), '^22023 after: ',
   'after ' || coalesce(after::text, 'NULL'))
