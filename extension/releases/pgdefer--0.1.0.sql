@@ -3970,6 +3970,10 @@ begin
       v_text := v_text || (v_value #>> '{}') || replace(substr(v_parts[i], v_end + 1), '}}', '}');
     end if;
   end loop;
+  if v_text = '' then
+    perform queue._invalid(format('%s is empty with these args', what),
+      'At least one {field} must not be an empty text.', 'template: ' || template);
+  end if;
   perform queue._check_name(what, v_text);
   return v_text;
 end $$;

@@ -1,6 +1,6 @@
 -- Deferring: every argument of defer, defer_many, defer_trigger, and refusals. Defaults: defer/tasks.sql.
 
-select plan(291);
+select plan(293);
 
 create function pg_temp.shown(id bigint, variadic columns text[]) returns text language plpgsql as $$
 declare
@@ -62,6 +62,8 @@ select is((select (j.keys, j.limits)::text from queue.job j where j.id = :id), '
 -- Templates
 select is(pg_temp.shown(queue.defer('t', '{"a": 1, "b": "x", "c": true, "ü d": 2.50}', lock => '{a}/{b}:{c}-{ü d}{a}'), 'lock'), '(1/x:true-2.501)', 'fields of all kinds');
 select is(pg_temp.shown(queue.defer('t', '{"a": "{b}", "b": "x"}', lock => '{a}'), 'lock'), '({b})', 'filled-in text is not filled in again');
+select throws_ok($$select queue.defer('t', '{"a": ""}', lock => '{a}')$$, '22023', 'lock is empty with these args', 'a text that is filled in but empty');
+select is(pg_temp.shown(queue.defer('t', '{"a": ""}', lock => '{a}!'), 'lock'), '(!)', 'one field of a longer text may be');
 select is(pg_temp.shown(queue.defer('t', '{"a": 1}', lock => '{ {a} } {'), 'lock'), '("{ 1 } {")', 'braces that enclose no field stay');
 select is(queue._fill('lock', l, '{"a": 1}'), w, l) from (values
   ('{{a}}', '{a}'), ('{{{a}}}', '{1}'), ('{{{{a}}}}', '{{a}}'), ('{a}}}', '1}'), ('{a}}', '1}'), ('}}{a}{{', '}1{'), ('{{}}', '{}'), ('}}', '}'), ('{{', '{'), ('a}}}b', 'a}}b'), ('{', '{'), ('}', '}'),
