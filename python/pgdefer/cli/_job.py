@@ -204,8 +204,13 @@ def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
     more = None
     if rows.values and rows.values[-1]["id"] is None:
         more = rows.values.pop()
-        if rows.texts is not None:
-            rows.texts.pop()
+    if rows.texts is not None:
+        # By the keys of `show`, and those of a search's own.
+        keys = [*COLUMNS, *(key for key in columns if key not in COLUMNS)]
+        rows.texts = [
+            json.dumps({key: row[key] for key in keys}, ensure_ascii=False, separators=(",", ":"))
+            for row in rows.values
+        ]
     for row in rows.values:
         row |= {key: row[key] or None for key in ("priority", "attempts")}
     least = ["bytes", "attempts", "priority", "created_at", "reason"]

@@ -30,13 +30,15 @@ def test_states_repeat(app: App, run: Run) -> None:
         (ids[1], "t", "default", "held"),
         (ids[0], "t", "default", "cancelled"),
     ]
-    assert listed[0].keys() & run("job", "show", ids[1], "--json").json.keys() >= {"task", "state"}
+    shown = run("job", "show", ids[1], "--json").json
+    assert listed[0] == {key: shown[key] for key in listed[0]}
     cut = run("job", "ls", "-s", "held", "-s", "cancelled", "-n", 1)
     assert f"--before {ids[1]}" in cut.err
     (rest,) = run("job", "ls", "-s", "held", "-s", "cancelled", "--before", ids[1], "--json").json
     assert rest["id"] == ids[0]
     (found,) = run("job", "search", "{", "-s", "ready", "-s", "held", "-n", 1, "--json").json
     assert found["id"] == ids[2]
+    assert found.keys() == listed[0].keys() | {"bytes", "excerpt"}
 
 
 def test_options_of_defer(run: Run, jobs: Jobs) -> None:
