@@ -104,8 +104,8 @@ class Releases:
                  "created_at timestamptz not null default now(),")  # fmt: skip
         replaced(source, r"s\.error, s\.tag\nfrom queue\.job j",
                  "s.error, s.tag, j.note\nfrom queue.job j")  # fmt: skip
-        replaced(source, r"j\.percent, j\.message\nfrom queue\.job_now j",
-                 "j.percent, j.message, j.note\nfrom queue.job_now j")  # fmt: skip
+        replaced(source, r"\) as options\nfrom queue\.job_now j",
+                 ") as options, j.note\nfrom queue.job_now j")  # fmt: skip
         replaced(source, r"\(l\.job_options\)\.size\n", "(l.job_options).size, l.note\n")
         step = second_step(tables)
         remarks = re.search(

@@ -142,11 +142,76 @@ def test_sensitive_args_need_a_permission(app: DjangoApp, shop: str) -> None:
     assert Job.objects.get(id=id).args == args | {"user": "v"}
     user.post(job, {"args": json.dumps({"card": [{"number": "***"}]})})
     assert Job.objects.get(id=id).args == args | {"user": "v"}
+    for asked in ("args__card__number__startswith=4", "args__user=u", "args__icontains=4111"):
+        assert user.get(f"/admin/pgdefer/schedule/?{asked}").status_code == 400
+    assert user.get("/admin/pgdefer/schedule/?enabled__exact=1&q=s").status_code == 200
     allowed = browser("change_job", "view_sensitive_args")
     assert "4111-secret" in allowed.get(job).text
     assert listed(allowed, "?q=4111-secret") == [id]
     allowed.post(job, {"args": json.dumps({"card": {"number": "4222"}})})
     assert Job.objects.get(id=id).args == {"card": {"number": "4222"}}
+
+
+def test_args_that_python_can_not_read(app: DjangoApp, shop: str) -> None:
+    admin = browser(is_superuser=True)
+    with psycopg.connect(shop, autocommit=True) as sql_client:
+        sql_client.execute("select queue.defer('x', jsonb_build_object('a', 1e5000::numeric))")
+        sql_client.execute(
+            "select queue.defer('x', %s)", ['{"a": ' + "[" * 3000 + "]" * 3000 + "}"]
+        )
+    assert listed(admin) == [2, 1]
+    for id in (1, 2):
+        assert admin.get(f"{JOBS}{id}/change/").status_code == 200
+    do(admin, "hold_jobs", 1, 2)
+    assert [job.state for job in Job.objects.order_by("id")] == ["held", "held"]
+
+
+def test_args_are_edited_without_loss(app: DjangoApp, shop: str) -> None:
+    admin = browser("change_job")
+    with psycopg.connect(shop, autocommit=True) as sql_client:
+        sql_client.execute(
+            """select queue.defer('x', '{"n": 12345678901234567890.123456789, "t": "a"}')"""
+        )
+        page = admin.get(f"{JOBS}1/change/").text
+        assert "12345678901234567890.123456789" in page
+        admin.post(f"{JOBS}1/change/", {"args": '{"n": 12345678901234567890.123456789, "t": "b"}'})
+        ((args,),) = sql_client.execute("select args::text from queue.jobs").fetchall()
+        assert args == '{"n": 12345678901234567890.123456789, "t": "b"}'
+        assert "no JSON" in admin.post(f"{JOBS}1/change/", {"args": "{"}).text
+        for refused in ("[1]", '{"n": ' + "1" * 5000 + "e9999999}"):
+            page = admin.post(f"{JOBS}1/change/", {"args": refused}, follow=True).text
+            assert 'class="error"' in page
+        ((args,),) = sql_client.execute("select args::text from queue.jobs").fetchall()
+        assert args == '{"n": 12345678901234567890.123456789, "t": "b"}'
+
+
+def test_what_the_database_refuses(app: DjangoApp, shop: str) -> None:
+    """A role with fewer rights than the user's, a read-only session, an id that can't be."""
+    admin = browser(is_superuser=True)
+    id = app.defer("a").id
+    with connection.cursor() as cursor:
+        cursor.execute("set default_transaction_read_only = on")
+    assert "read-only" in admin.post(f"{JOBS}{id}/act/hold/", follow=True).text
+    with connection.cursor() as cursor:
+        cursor.execute("set default_transaction_read_only = off")
+    assert admin.post(f"{JOBS}{'9' * 25}/act/hold/").status_code == 302
+    with psycopg.connect(shop, autocommit=True) as owner:
+        owner.execute("create role django_limited")
+        try:
+            owner.execute("select queue.grant_access('django_limited', 'operator', '{other}')")
+            owner.execute("grant django_limited to current_user")
+            owner.execute("grant pg_read_all_data, pg_write_all_data to django_limited")
+            owner.execute("revoke all on queue.tasks from django_limited")
+            with connection.cursor() as cursor:
+                cursor.execute("set role django_limited")
+                assert listed(admin) == []
+                assert "not found" in admin.post(f"{JOBS}{id}/act/hold/", follow=True).text.lower()
+                cursor.execute("reset role")
+        finally:
+            owner.execute("drop owned by django_limited")
+            owner.execute("select queue.revoke_access('django_limited')")
+            owner.execute("drop role django_limited")
+    assert Job.objects.get(id=id).state == "ready"
 
 
 def test_each_action(app: DjangoApp, drain: Callable[..., None]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("django.tasks")
 
-from asgiref.sync import async_to_sync
+from asgiref.sync import async_to_sync, sync_to_async
 from django.core.management import call_command
 from django.db import connection, transaction
 from django.tasks import TaskContext, TaskResultStatus, task, task_backends
@@ -20,7 +20,7 @@ from django.tasks.signals import task_enqueued, task_finished, task_started
 from django.utils import timezone
 from shop.models import Order
 
-from pgdefer import AlreadyQueued, Retry, RetryLater
+from pgdefer import AlreadyQueued, EncodeError, Retry, RetryLater
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Job, Task
 
@@ -87,6 +87,110 @@ def test_a_task_is_enqueued_and_run(shop: str, drain: Callable[..., None]) -> No
     for id in ("7777", "abc", "-1", str(2**70)):
         with pytest.raises(TaskResultDoesNotExist):
             add.get_result(id)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@task(retry=Retry(2, backoff="constant", base=dt.timedelta(0)))
+def answer(kind: str) -> Any:
+    Order.objects.create(customer=kind, total=1)
+    return {"keys": {(1, 2): 3}, "deep": nested(5000)}[kind]
+
+
+@task(retry=Retry(2, backoff="constant", base=dt.timedelta(0)))
+async def answer_async(kind: str) -> Any:
+    return await sync_to_async(answer.func)(kind)
+
+
+@pytest.mark.parametrize("one", [answer, answer_async])
+def test_odd_results_are_no_failures(one: Any, shop: str, drain: Callable[..., None]) -> None:
+    given = [one.enqueue(kind) for kind in ("keys", "deep")]
+    drain()
+    for result in given:
+        result.refresh()
+        assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 1)
+    assert given[0].return_value == {(1, 2): 3}
+    assert given[1].return_value is None
+    assert Order.objects.count() == 2
+
+
+def test_odd_arguments(shop: str) -> None:
+    with pytest.raises((EncodeError, RecursionError), match=r"nest|recursion"):
+        add.enqueue(nested(100_000))
+    assert not Job.objects.exists()
+    assert add.enqueue({(1, 2): 3}).args == [{(1, 2): 3}]
+
+
+def test_a_receivers_error_runs_nothing_again(shop: str, drain: Callable[..., None]) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError("receiver")
+
+    task_finished.connect(fail)
+    try:
+        result = answer.enqueue("keys")
+        drain()
+    finally:
+        task_finished.disconnect(fail)
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 1)
+    assert Order.objects.count() == 1
+
+
+@task
+def remove(row: Order) -> str:
+    row.delete()
+    return "removed"
+
+
+def test_a_result_outlives_the_row_of_its_argument(shop: str, drain: Callable[..., None]) -> None:
+    result = remove.enqueue(Order.objects.create(customer="Ann", total=1))
+    drain()
+    found = remove.get_result(result.id)
+    assert (found.status, found.return_value) == (TaskResultStatus.SUCCESSFUL, "removed")
+    assert found.kwargs.keys() == {"row"}
+    with connection.cursor() as cursor:  # as another client may do
+        cursor.execute(
+            'select queue.defer(%s, \'{"a": 1}\', options => \'{"headers": {"positional": "x"}}\')',
+            [add.module_path],
+        )
+        ((id,),) = cursor.fetchall()
+    assert add.get_result(str(id)).kwargs == {"a": 1}
+
+
+def test_manual_transactions(shop: str) -> None:
+    row = Order.objects.create(customer="Ann", total=1)
+    result = remove.enqueue(row)
+    transaction.set_autocommit(False)
+    try:
+        Order.objects.create(customer="Bob", total=2)
+        assert remove.get_result(result.id).args == [row]
+        later = answer.enqueue("keys")  # the first call here, which registers the task
+        transaction.rollback()
+        Order.objects.create(customer="Cid", total=3)
+        kept = answer.enqueue("keys")
+        assert remove.get_result(result.id).args == [row]
+        transaction.commit()
+    finally:
+        transaction.set_autocommit(True)
+    assert list(Order.objects.order_by("id").values_list("customer", flat=True)) == ["Ann", "Cid"]
+    assert {job.id for job in Job.objects.all()} == {int(result.id), int(kept.id)}
+    assert later.id != kept.id
+
+
+def test_reading_a_result_keeps_the_callers_connection(shop: str) -> None:
+    row = Order.objects.create(customer="Ann", total=1)
+    result = remove.enqueue(row)
+    with connection.cursor() as cursor:
+        cursor.execute("create temporary table mine (n int)")
+    assert remove.get_result(result.id).args == [row]
+    with connection.cursor() as cursor:
+        cursor.execute("select count(*) from mine")
+        assert cursor.fetchall() == [(0,)]
 
 
 def test_atomic_decides(shop: str) -> None:

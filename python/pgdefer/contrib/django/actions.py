@@ -6,18 +6,20 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import psycopg
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.contrib.auth import get_permission_codename
-from django.db import connections, transaction
+from django.core.exceptions import PermissionDenied
+from django.db import Error, connections, transaction
 from django.http import HttpRequest, HttpResponse
 
 from pgdefer.contrib.django import conf
 from pgdefer.database import sql
 from pgdefer.database.callers import rows_on_django
-from pgdefer.errors import PgDeferError
+from pgdefer.errors import PgDeferError, sqlstate_of
 
-__all__ = ["HidingAdmin", "UncountedList", "act", "act_on_each", "hiding", "may"]
+__all__ = ["HidingAdmin", "UncountedList", "act", "act_on_each", "hiding", "may", "permitted"]
 
 SEES_SENSITIVE = "pgdefer.view_sensitive_args"
 
@@ -79,13 +81,26 @@ class HidingAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
 
 def act(action: Callable[[], object]) -> str | None:
-    """Run a function in its own transaction or a savepoint; return the error if it was refused."""
+    """Make a call, in a savepoint if there is a transaction; return the error if it was refused."""
+    alias = conf.read().DATABASE
+    is_within = connections[alias].in_atomic_block
     try:
-        with transaction.atomic(using=conf.read().DATABASE):
+        with transaction.atomic(using=alias) if is_within else contextlib.nullcontext():
             action()
-    except PgDeferError as error:
-        return str(error)
+    except (Error, PgDeferError, ValueError) as error:
+        return str(error).partition("\nCONTEXT:")[0]
     return None
+
+
+@contextlib.contextmanager
+def permitted() -> Iterator[None]:
+    """Deny a page that reads what the database does not let its role read."""
+    try:
+        yield
+    except Error as error:
+        if sqlstate_of(error) == psycopg.errors.InsufficientPrivilege.sqlstate:
+            raise PermissionDenied from error
+        raise
 
 
 def act_on_each(

@@ -12,7 +12,14 @@ from django.template.defaultfilters import filesizeformat
 from django.utils.translation import gettext_lazy as _
 
 from pgdefer.contrib.django import app
-from pgdefer.contrib.django.actions import HidingAdmin, UncountedList, act_on_each, may
+from pgdefer.contrib.django.actions import (
+    HidingAdmin,
+    UncountedList,
+    act_on_each,
+    hiding,
+    may,
+    permitted,
+)
 from pgdefer.contrib.django.admin_jobs import JobAdmin
 from pgdefer.contrib.django.models import (
     Job,
@@ -48,7 +55,9 @@ class ViewChangeList(UncountedList):
 
     def get_results(self, request: HttpRequest) -> None:
         """Read the rows."""
-        self.show(request, list(self.queryset[:MAX_ROWS]), MAX_ROWS)
+        with permitted(), hiding(request):
+            rows = list(self.queryset[:MAX_ROWS])
+        self.show(request, rows, MAX_ROWS)
 
 
 class ViewAdmin(HidingAdmin):
@@ -56,6 +65,11 @@ class ViewAdmin(HidingAdmin):
 
     show_facets = ShowFacets.NEVER
     show_full_result_count = False
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
+        """Allow the list's own filters only: others could ask for what is hidden."""
+        del value, request
+        return lookup.removesuffix("__exact") in self.list_filter
 
     def get_changelist(self, request: HttpRequest, **_options: Any) -> type[ChangeList]:
         """Return the list that does not count."""

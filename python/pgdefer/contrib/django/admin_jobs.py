@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin.options import ShowFacets
 from django.contrib.admin.views.main import ChangeList
-from django.core.exceptions import PermissionDenied
+from django.core.exceptions import PermissionDenied, ValidationError
+from django.db.models import Func, TextField
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import path, reverse
 from django.utils.html import format_html, format_html_join
@@ -56,8 +58,9 @@ class _Filter(admin.SimpleListFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         del request, model_admin
-        found = app.client.call(self.statement, {"word": ""})
-        return [(name, name) for name, *_ in found]
+        found: Any = []
+        act(lambda: found.extend(app.client.call(self.statement, {"word": ""})))
+        return [(name, name) for name, *_ in found]  # none without the right to list them
 
     def has_output(self) -> bool:
         return True
@@ -163,9 +166,34 @@ def _action(name: str) -> Any:
     return action
 
 
+class JobForm(forms.ModelForm):  # type: ignore[type-arg]
+    """Edits the args as the database prints them: Python would round their numbers."""
+
+    args = forms.CharField(widget=forms.Textarea)
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        if "args" in self.fields:
+            printed = Func("args", function="jsonb_pretty", output_field=TextField())
+            found = Job.objects.filter(pk=self.instance.pk).values_list(printed, flat=True)
+            self.initial["args"] = found.first()
+
+    def clean_args(self) -> str:
+        """Refuse what is no JSON here, so that it can be corrected."""
+        text: str = self.cleaned_data["args"]
+        try:
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValidationError(f"This is no JSON: {error}") from error
+        except (RecursionError, ValueError):
+            pass  # which the database may be able to read
+        return text
+
+
 class JobAdmin(HidingAdmin):
     """Jobs: users who may view them see why they are not running; users who may change them act."""
 
+    form = JobForm
     change_form_template = "admin/pgdefer/job/change_form.html"
     change_list_template = "admin/pgdefer/job/change_list.html"
     list_display = (
@@ -259,7 +287,7 @@ class JobAdmin(HidingAdmin):
                 one.attempt,
                 one.outcome,
                 one.finished_at,
-                (one.details or {}).get("traceback") or one.error or "",
+                one.detail("traceback") or one.error or "",
             )
             for one in job.history.order_by("-claim")[:20]
         )
@@ -321,7 +349,7 @@ class JobAdmin(HidingAdmin):
         del change
         if "args" not in form.changed_data:
             return
-        parameters = {"id": obj.id, "args": json.dumps(obj.args)}
+        parameters = {"id": obj.id, "args": form.cleaned_data["args"]}
         refused = act(lambda: app.client.call(sql.SET_ARGS, parameters))
         request.META["pgdefer.refused"] = refused or ""
 

@@ -25,6 +25,7 @@ from pgdefer.contrib.django.models import Job
 from pgdefer.contrib.django.results import JobResult, plain, result_of, status_of
 from pgdefer.contrib.django.task_handlers import arguments_of, handler_of, parameters_of
 from pgdefer.database import sql
+from pgdefer.errors import DecodeError
 from pgdefer.options import DeferOptions, defer_parameters, job_id
 from pgdefer.tasks.failure_policy import HandlingOptions
 from pgdefer.tasks.job import Job as DeferredJob
@@ -147,7 +148,10 @@ class PgDeferBackend(BaseTaskBackend):
             task: Task = dataclasses.replace(known, run_after=job.scheduled_at, **changes)
         except InvalidTask:  # an operator's change has made it invalid
             task = known
-        given = arguments_of(known, job, app.client.codec)
+        try:
+            given = arguments_of(known, job, app.client.codec)
+        except (AttributeError, DecodeError, TypeError, ValueError):
+            given = [], job.args  # as they are stored: a row may have gone, or SQL deferred the job
         return result_of(task, job, given, self.alias, app.client.codec)
 
     def task_of(self, name: str) -> Task | None:

@@ -77,7 +77,10 @@ class DjangoClient(Client):
         """Do nothing: the settings name the database, here and in a worker's processes."""
 
     def _register_on(self, connection: Any, defaults: dict[str, JobOptions]) -> None:
-        """Register tasks in the caller's transaction; remember that if it commits."""
+        """Register tasks in the caller's transaction; remember that if it commits.
+
+        Django does not say whether a manual transaction does: there each call registers them.
+        """
         try:
             with transaction.atomic(using=connection.alias):
                 execute(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
@@ -91,4 +94,5 @@ class DjangoClient(Client):
             if not connection.in_atomic_block:  # as it is in a test, which rolls back
                 self._registered.update(defaults)
 
-        transaction.on_commit(remember, using=connection.alias)
+        if connection.in_atomic_block or connection.get_autocommit():
+            transaction.on_commit(remember, using=connection.alias)

@@ -58,4 +58,8 @@ def close_connections() -> None:
 def _idle_ones() -> list[BaseDatabaseWrapper]:
     """Return this thread's open connections that are not in a transaction."""
     every = connections.all(initialized_only=True)
-    return [one for one in every if one.connection is not None and not one.in_atomic_block]
+    return [
+        one
+        for one in every
+        if one.connection is not None and not one.in_atomic_block and one.get_autocommit()
+    ]

@@ -52,6 +52,17 @@ class List(ArrayField):  # type: ignore[type-arg]
         return [found for found in super().check(**options) if found.id != "postgres.E005"]
 
 
+class Json(models.JSONField):
+    """JSON of any client. What Python can't read is given as text: huge numbers, deep nesting."""
+
+    def from_db_value(self, value: Any, expression: Any, connection: Any) -> Any:
+        """Return the value, or its text."""
+        try:
+            return super().from_db_value(value, expression, connection)
+        except (RecursionError, ValueError):
+            return value
+
+
 class ViewManager(models.Manager[Any]):
     """Reads from the database that the settings name, unless told otherwise."""
 
@@ -108,7 +119,7 @@ class Job(View):
     queue = models.TextField()
     state = models.TextField(choices=[(state, state) for state in STATES])
     reason = models.TextField(null=True)
-    args = models.JSONField()
+    args = Json()
     priority = models.IntegerField()
     lock = models.TextField(null=True)
     queueing_lock = models.TextField(null=True)
@@ -127,12 +138,12 @@ class Job(View):
     claim = models.BigIntegerField(null=True)
     worker = _to("Worker", "worker_id", "jobs")
     error = models.TextField(null=True)
-    result = models.JSONField(null=True)
+    result = Json(null=True)
     description = models.TextField(null=True)
-    headers = models.JSONField(null=True)
+    headers = Json(null=True)
     parent = _to("self", "parent", "children")
     progress = models.IntegerField()
-    options = models.JSONField(null=True)
+    options = Json(null=True)
 
     class Meta(View.Meta):
         db_table = '"queue"."jobs"'
@@ -154,13 +165,17 @@ class Attempt(View):
     finished_at = Moment()
     outcome = models.TextField()
     error = models.TextField(null=True)
-    details = models.JSONField(null=True)
+    details = Json(null=True)
 
     class Meta(View.Meta):
         db_table = '"queue"."attempts"'
 
     def __str__(self) -> str:
         return f"{self.attempt}: {self.outcome}"
+
+    def detail(self, name: str) -> Any:
+        """Return a part of the details, None if there is none."""
+        return self.details.get(name) if isinstance(self.details, dict) else None
 
 
 class Worker(View):
@@ -169,7 +184,7 @@ class Worker(View):
     id = models.BigIntegerField(primary_key=True)
     name = models.TextField()
     queues = List(models.TextField(), null=True)
-    info = models.JSONField()
+    info = Json()
     registered_at = Moment()
     last_seen_at = Moment()
     dead_after = models.DurationField()
@@ -188,7 +203,7 @@ class Task(View):
     """A registered task and its defaults."""
 
     name = models.TextField(primary_key=True)
-    defaults = models.JSONField()
+    defaults = Json()
 
     class Meta(View.Meta):
         db_table = '"queue"."tasks"'
@@ -257,8 +272,8 @@ class Schedule(View):
     cron = models.TextField()
     timezone = models.TextField()
     task = models.TextField()
-    args = models.JSONField()
-    options = models.JSONField()
+    args = Json()
+    options = Json()
     enabled = models.BooleanField()
     next_run_at = Moment(null=True)
     last_run_at = Moment(null=True)

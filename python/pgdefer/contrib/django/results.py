@@ -30,13 +30,24 @@ _STATUSES = {
 def plain(value: Any) -> Any:
     """Return the JSON form of a value, or the value itself if JSON has no form for it.
 
-    The queue stores more types than JSON does: times, decimals, model instances.
+    The queue stores more types than JSON does: times, decimals, model instances. It refuses what
+    is nested too deep.
     """
+    try:
+        return _plain(value)
+    except RecursionError:
+        return value
+
+
+def _plain(value: Any) -> Any:
     match value:
         case dict():
-            return {plain(key): plain(item) for key, item in value.items()}
+            return {
+                key if isinstance(key, tuple) else _plain(key): _plain(item)
+                for key, item in value.items()
+            }
         case list() | tuple():
-            return [plain(item) for item in value]
+            return [_plain(item) for item in value]
     try:
         return normalize_json(value)
     except (TypeError, ValueError):
@@ -92,8 +103,8 @@ def result_of(
         backend=backend,
         errors=[
             TaskError(
-                exception_class_path=str((one.details or {}).get("type") or "builtins.Exception"),
-                traceback=str((one.details or {}).get("traceback") or one.error),
+                exception_class_path=str(one.detail("type") or "builtins.Exception"),
+                traceback=str(one.detail("traceback") or one.error),
             )
             for one in attempts
             if one.outcome not in ("yielded", "succeeded")

@@ -60,12 +60,12 @@ def handler_of(backend: BaseTaskBackend, task: Task) -> Any:
                 raise
             except BaseException as error:
                 _failed(result, error)
-                await task_finished.asend(type(backend), task_result=result)
+                await _finished_async(backend, result)
                 raise
             if not isinstance(value, RetryLater):
                 value = plain(value)
                 result.end(TaskResultStatus.SUCCESSFUL, value)
-                await task_finished.asend(type(backend), task_result=result)
+                await _finished_async(backend, result)
             return value
 
     else:
@@ -80,12 +80,12 @@ def handler_of(backend: BaseTaskBackend, task: Task) -> Any:
                 raise
             except BaseException as error:
                 _failed(result, error)
-                task_finished.send(type(backend), task_result=result)
+                _finished(backend, result)
                 raise
             if not isinstance(value, RetryLater):
                 value = plain(value)
                 result.end(TaskResultStatus.SUCCESSFUL, value)
-                task_finished.send(type(backend), task_result=result)
+                _finished(backend, result)
             return value
 
     handler.__signature__ = parameters_of(task).signature
@@ -123,6 +123,16 @@ def _began(
         errors=[],
         worker_ids=[f"{socket.gethostname()}:{os.getpid()}"],
     )
+
+
+def _finished(backend: BaseTaskBackend, result: JobResult) -> None:
+    """Send the signal. A receiver's error must not run the task again: Django logs it."""
+    task_finished.send_robust(type(backend), task_result=result)
+
+
+async def _finished_async(backend: BaseTaskBackend, result: JobResult) -> None:
+    """Send the signal, as `_finished`."""
+    await task_finished.asend_robust(type(backend), task_result=result)
 
 
 def _failed(result: JobResult, error: BaseException) -> None:

@@ -12,6 +12,7 @@ from django.utils.safestring import SafeString
 from pgdefer.codec import Codec
 from pgdefer.contrib.django.connections import renew_connections
 from pgdefer.errors import DecodeError, EncodeError
+from pgdefer.tasks.context import running_job
 
 __all__ = ["register_types"]
 
@@ -42,7 +43,7 @@ def _decode_row(value: dict[str, Any]) -> models.Model:
     alias = value.get("database") or router.db_for_write(model)
     connection = connections[alias]
     was_open = connection.connection is not None
-    if was_open:
+    if was_open and running_job() is not None:  # elsewhere the connection is the caller's
         renew_connections()
     try:
         row: models.Model = model._base_manager.using(alias).get(pk=value["pk"])

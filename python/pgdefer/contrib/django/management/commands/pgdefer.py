@@ -31,9 +31,13 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []  # noqa: RUF012 (Django's own)
 
     def run_from_argv(self, argv: list[str]) -> None:
-        """Run what the command line says; --noreload is the one option that is Django's."""
-        arguments = [text for text in argv[2:] if text != "--noreload"]
-        reloads = _runs_jobs(arguments) and settings.DEBUG and "--noreload" not in argv[2:]
+        """Run what the command line says, without the options that Django itself reads."""
+        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        own.add_argument("--noreload", action="store_true")
+        own.add_argument("--settings")
+        own.add_argument("--pythonpath")
+        options, arguments = own.parse_known_args(argv[2:])
+        reloads = _runs_jobs(arguments) and settings.DEBUG and not options.noreload
         raise SystemExit(_run(arguments, reloads=reloads))
 
     def add_arguments(self, parser: Any) -> None:
