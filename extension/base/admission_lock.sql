@@ -35,7 +35,8 @@ comment on function queue.unblock() is
 
 -- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
--- if its idle_in_transaction_session_timeout is lower.
+-- if its idle_in_transaction_session_timeout is lower. Nor may what an operator does next in the transaction
+-- wait long for others: after an operation, which waits for the lock, lock_timeout is at most 10 s.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -52,6 +53,12 @@ begin
   v_timeout := current_setting('idle_in_transaction_session_timeout');
   if v_timeout = '0' or v_timeout::interval > interval '10 s' then
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
+  end if;
+  if p_wait then
+    v_timeout := current_setting('lock_timeout');
+    if v_timeout = '0' or v_timeout::interval > interval '10 s' then
+      v_timeout := set_config('lock_timeout', '10s', true);
+    end if;
   end if;
   return true;
 end $$;

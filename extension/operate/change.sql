@@ -138,7 +138,7 @@ begin
       'Only a job that is neither running nor finished can be rescheduled; queue.retry runs a finished one'
       ' again.');
   end if;
-  perform queue._change_sleep(reschedule.id, reschedule.at);
+  perform queue._change_sleep(array[reschedule.id], reschedule.at);
   perform queue._override(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
   perform queue._announce();
   perform queue._audit_jobs('reschedule', jsonb_build_object('at', reschedule.at), array[reschedule.id],

@@ -157,7 +157,7 @@ begin
       continue when (select t.place from queue._dequeue(v_job.id) t) is null;
       delete from queue.suspended w where w.job_id = v_job.id;
       delete from queue.expiry e where v_job.is_expired and e.id = v_job.id;
-      perform queue._change_sleep(v_job.id, v_at);
+      perform queue._change_sleep(array[v_job.id], v_at);
       perform queue._forget_steps(v_job.id, p_step, p_no);
       perform queue._reset_counters(array[v_job.id], v_at);
       perform queue._change_on_retry(array[v_job.id], v_change) where v_change is not null;
@@ -282,6 +282,7 @@ begin
   on conflict on constraint job_override_pkey do update
     set (attempts, claims, started_at, has_steps) = (excluded.attempts, s.claims + excluded.claims,
       coalesce(excluded.started_at, s.started_at), excluded.has_steps);
+  perform queue._change_sleep(p_ids, p_at);
   perform queue._reset_counters(p_ids, p_at);
   perform queue._change_on_retry(p_ids, p_change) where p_change is not null;
   perform queue._write_lock(p_ids, p_change ->> 'lock') where p_change ? 'lock';

@@ -580,9 +580,9 @@ create table queue.rate_start (
 -- Admitted jobs that wait for something other than their turn at a lock. need_id: the job waits until this
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
--- one of the jobs that wait for a key's rate: when the rate allows more starts; weight: how many slots of the
--- key it takes, NULL for 1; has_several: the job has several keys, and key is the first full one; task: the
--- job's.
+-- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
+-- slots of the key it takes, NULL for 1; has_several: the job has several keys, and key is the first full
+-- one; task: the job's.
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -611,6 +611,9 @@ create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) w
 
 create index waiting_weight_idx on queue.waiting (key, lane, weight, deadline, id)
 where left(reason, 4) = 'slot' and weight is not null;
+
+-- One job of each lane of a key whose rate allows no start now.
+create index waiting_rate_idx on queue.waiting (lane) where reason = 'slot' and at is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
@@ -1022,9 +1025,9 @@ comment on view queue.minutes is
 -- tables/work/durable.sql
 -- Steps of durable jobs. no: which use of the name in a run this is. claim: the claim that finished the step,
 -- or, while finished_at is null, began it. run: the claim that used it last. A sleep and a wait for jobs are
--- written as finished when they begin: by the time the job runs again, they are over. failures: how often
--- it has failed (work/step_failures.sql), first at failed_at; error: its last error, until it succeeds. A
--- finished step with an error has failed for good.
+-- written as finished when they begin: by the time the job runs again, they are over. is_sleep: the value is
+-- the time at which the sleep ends. failures: how often it has failed (work/step_failures.sql), first at
+-- failed_at; error: its last error, until it succeeds. A finished step with an error has failed for good.
 create table queue.step (
   job_id bigint not null,
   claim bigint not null,
@@ -1036,6 +1039,7 @@ create table queue.step (
   value jsonb,
   failures integer,
   failed_at timestamptz,
+  is_sleep boolean not null default false,
   error text,
   constraint step_pkey primary key (job_id, name, no)
 );
@@ -2971,7 +2975,8 @@ comment on function queue.unblock() is
 
 -- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
--- if its idle_in_transaction_session_timeout is lower.
+-- if its idle_in_transaction_session_timeout is lower. Nor may what an operator does next in the transaction
+-- wait long for others: after an operation, which waits for the lock, lock_timeout is at most 10 s.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -2988,6 +2993,12 @@ begin
   v_timeout := current_setting('idle_in_transaction_session_timeout');
   if v_timeout = '0' or v_timeout::interval > interval '10 s' then
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
+  end if;
+  if p_wait then
+    v_timeout := current_setting('lock_timeout');
+    if v_timeout = '0' or v_timeout::interval > interval '10 s' then
+      v_timeout := set_config('lock_timeout', '10s', true);
+    end if;
   end if;
   return true;
 end $$;
@@ -11228,6 +11239,7 @@ declare
   v_upto bigint;
   v_ids bigint[];
   v_sent record;
+  v_timeout constant text := current_setting('lock_timeout');
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   perform queue._check_isolation();
@@ -11256,7 +11268,8 @@ begin
   perform queue._advance_own();
   perform queue._settle_groups(v_sent.groups);
   -- the test may be stopped in a debugger
-  perform set_config('idle_in_transaction_session_timeout', '0', true);
+  perform set_config('idle_in_transaction_session_timeout', '0', true),
+    set_config('lock_timeout', v_timeout, true);
   return coalesce(cardinality(v_ids), 0);
 end $$;
 comment on function queue.rehearse() is
@@ -12663,37 +12676,31 @@ begin
   elsif queue._end_attempt(p_outcome, p_id, p_claim, false) in ('failed', 'cancelled') then
     return null;
   end if;
-  insert into queue.step (job_id, claim, run, finished_at, no, name, value)
+  insert into queue.step (job_id, claim, run, finished_at, no, name, value, is_sleep)
   values (p_id, p_claim, p_claim, case when not p_outcome ? 'is_open' then clock_timestamp() end, v_step.no,
-    v_key.name, p_value)
+    v_key.name, p_value, p_outcome ? 'at')
   on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
-    finished_at = excluded.finished_at, value = excluded.value, error = null;
+    finished_at = excluded.finished_at, value = excluded.value, is_sleep = excluded.is_sleep, error = null;
   return v_step.no;
 end $$;
 
--- The step in which a job sleeps, if it does: its value is the time at which the job continues.
+-- The step in which a job sleeps, if it does.
 -- Locks: none.
 create or replace function queue._sleeping_step(p_id bigint)
 returns table (name text, no integer) language plpgsql stable parallel safe security invoker rows 1 as $$
 begin
   return query
-    select s.name, s.no
-    from queue.job_override o
-    join queue.step s on s.job_id = o.id and s.value = to_jsonb(queue._utc(o.scheduled_at))
-    where o.id = p_id and o.has_steps and o.scheduled_at > clock_timestamp()
-      and s.finished_at is not null and s.error is null
-    order by s.claim desc, s.finished_at desc limit 1;
+    select s.name, s.no from queue.step s
+    where s.job_id = p_id and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp();
 end $$;
 
--- Lets the sleep of a job end at another time (NULL: now), which becomes the value of its step; does nothing
--- if the job does not sleep. The caller changes scheduled_at afterwards.
--- Locks: the caller holds the admission lock, under which alone the job can continue.
-create or replace function queue._change_sleep(p_id bigint, p_at timestamptz)
+-- Lets jobs that sleep continue at another time (NULL: now), which becomes the value of the step.
+-- Locks: the caller holds the admission lock, under which alone the jobs can continue.
+create or replace function queue._change_sleep(p_ids bigint[], p_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.step s set value = to_jsonb(queue._utc(greatest(p_at, clock_timestamp())))
-  from queue._sleeping_step(p_id) n
-  where s.job_id = p_id and s.name = n.name and s.no = n.no;
+  where s.job_id = any (p_ids) and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp();
 end $$;
 
 -- work/step_failures.sql
@@ -16614,6 +16621,22 @@ begin
   return true;
 end $$;
 
+-- Whether jobs of these queues and tasks wait for the rate of a key: the first one of each lane has the time
+-- of its start.
+create or replace function queue._has_shut_rate(p_queues text[], p_tasks text[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (
+    select from queue.waiting r
+    join queue.lane l on l.lane = r.lane
+    where r.reason = 'slot' and r.at is not null
+      and (p_queues is null or l.queue = any (p_queues))
+      and (l.paused_until is null or l.paused_until <= clock_timestamp())
+      and (p_tasks is null or exists (
+        select from queue.waiting w
+        where w.key = r.key and w.lane = r.lane and left(w.reason, 4) = 'slot' and w.task = any (p_tasks))));
+end $$;
+
 -- Whether no job of these queues can start by itself: none is ready (which includes jobs that a rate,
 -- max_running or a key holds back, and crashed ones that must run alone), nothing is due, no committed job is
 -- still to be admitted, and no claim is still to be reaped. p_due: the last result of _next_due. If that is
@@ -16663,6 +16686,8 @@ begin
           and queue._up_since() + w.dead_after < v_now
         or w.gone_at is not null and not w.is_clear and not w.has_left)
   then
+    return false;
+  elsif v_before is null and queue._has_shut_rate(v_queues, v_tasks) then
     return false;
   elsif p_due > v_now + interval '20 ms' is not false then
     return true;
@@ -17166,7 +17191,7 @@ begin
       'Only a job that is neither running nor finished can be rescheduled; queue.retry runs a finished one'
       ' again.');
   end if;
-  perform queue._change_sleep(reschedule.id, reschedule.at);
+  perform queue._change_sleep(array[reschedule.id], reschedule.at);
   perform queue._override(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
   perform queue._announce();
   perform queue._audit_jobs('reschedule', jsonb_build_object('at', reschedule.at), array[reschedule.id],
@@ -17875,7 +17900,7 @@ begin
       continue when (select t.place from queue._dequeue(v_job.id) t) is null;
       delete from queue.suspended w where w.job_id = v_job.id;
       delete from queue.expiry e where v_job.is_expired and e.id = v_job.id;
-      perform queue._change_sleep(v_job.id, v_at);
+      perform queue._change_sleep(array[v_job.id], v_at);
       perform queue._forget_steps(v_job.id, p_step, p_no);
       perform queue._reset_counters(array[v_job.id], v_at);
       perform queue._change_on_retry(array[v_job.id], v_change) where v_change is not null;
@@ -18000,6 +18025,7 @@ begin
   on conflict on constraint job_override_pkey do update
     set (attempts, claims, started_at, has_steps) = (excluded.attempts, s.claims + excluded.claims,
       coalesce(excluded.started_at, s.started_at), excluded.has_steps);
+  perform queue._change_sleep(p_ids, p_at);
   perform queue._reset_counters(p_ids, p_at);
   perform queue._change_on_retry(p_ids, p_change) where p_change is not null;
   perform queue._write_lock(p_ids, p_change ->> 'lock') where p_change ? 'lock';

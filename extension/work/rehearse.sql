@@ -15,6 +15,7 @@ declare
   v_upto bigint;
   v_ids bigint[];
   v_sent record;
+  v_timeout constant text := current_setting('lock_timeout');
 begin
   {{installed}}
   perform queue._check_isolation();
@@ -43,7 +44,8 @@ begin
   perform queue._advance_own();
   perform queue._settle_groups(v_sent.groups);
   -- the test may be stopped in a debugger
-  perform set_config('idle_in_transaction_session_timeout', '0', true);
+  perform set_config('idle_in_transaction_session_timeout', '0', true),
+    set_config('lock_timeout', v_timeout, true);
   return coalesce(cardinality(v_ids), 0);
 end $$;
 comment on function queue.rehearse() is

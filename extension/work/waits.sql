@@ -124,35 +124,29 @@ begin
   elsif queue._end_attempt(p_outcome, p_id, p_claim, false) in ('failed', 'cancelled') then
     return null;
   end if;
-  insert into queue.step (job_id, claim, run, finished_at, no, name, value)
+  insert into queue.step (job_id, claim, run, finished_at, no, name, value, is_sleep)
   values (p_id, p_claim, p_claim, case when not p_outcome ? 'is_open' then clock_timestamp() end, v_step.no,
-    v_key.name, p_value)
+    v_key.name, p_value, p_outcome ? 'at')
   on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
-    finished_at = excluded.finished_at, value = excluded.value, error = null;
+    finished_at = excluded.finished_at, value = excluded.value, is_sleep = excluded.is_sleep, error = null;
   return v_step.no;
 end $$;
 
--- The step in which a job sleeps, if it does: its value is the time at which the job continues.
+-- The step in which a job sleeps, if it does.
 -- Locks: none.
 create or replace function queue._sleeping_step(p_id bigint)
 returns table (name text, no integer) language plpgsql stable parallel safe security invoker rows 1 as $$
 begin
   return query
-    select s.name, s.no
-    from queue.job_override o
-    join queue.step s on s.job_id = o.id and s.value = to_jsonb(queue._utc(o.scheduled_at))
-    where o.id = p_id and o.has_steps and o.scheduled_at > clock_timestamp()
-      and s.finished_at is not null and s.error is null
-    order by s.claim desc, s.finished_at desc limit 1;
+    select s.name, s.no from queue.step s
+    where s.job_id = p_id and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp();
 end $$;
 
--- Lets the sleep of a job end at another time (NULL: now), which becomes the value of its step; does nothing
--- if the job does not sleep. The caller changes scheduled_at afterwards.
--- Locks: the caller holds the admission lock, under which alone the job can continue.
-create or replace function queue._change_sleep(p_id bigint, p_at timestamptz)
+-- Lets jobs that sleep continue at another time (NULL: now), which becomes the value of the step.
+-- Locks: the caller holds the admission lock, under which alone the jobs can continue.
+create or replace function queue._change_sleep(p_ids bigint[], p_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.step s set value = to_jsonb(queue._utc(greatest(p_at, clock_timestamp())))
-  from queue._sleeping_step(p_id) n
-  where s.job_id = p_id and s.name = n.name and s.no = n.no;
+  where s.job_id = any (p_ids) and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp();
 end $$;

@@ -156,6 +156,22 @@ begin
   return true;
 end $$;
 
+-- Whether jobs of these queues and tasks wait for the rate of a key: the first one of each lane has the time
+-- of its start.
+create or replace function queue._has_shut_rate(p_queues text[], p_tasks text[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (
+    select from queue.waiting r
+    join queue.lane l on l.lane = r.lane
+    where r.reason = 'slot' and r.at is not null
+      and (p_queues is null or l.queue = any (p_queues))
+      and (l.paused_until is null or l.paused_until <= clock_timestamp())
+      and (p_tasks is null or exists (
+        select from queue.waiting w
+        where w.key = r.key and w.lane = r.lane and left(w.reason, 4) = 'slot' and w.task = any (p_tasks))));
+end $$;
+
 -- Whether no job of these queues can start by itself: none is ready (which includes jobs that a rate,
 -- max_running or a key holds back, and crashed ones that must run alone), nothing is due, no committed job is
 -- still to be admitted, and no claim is still to be reaped. p_due: the last result of _next_due. If that is
@@ -205,6 +221,8 @@ begin
           and queue._up_since() + w.dead_after < v_now
         or w.gone_at is not null and not w.is_clear and not w.has_left)
   then
+    return false;
+  elsif v_before is null and queue._has_shut_rate(v_queues, v_tasks) then
     return false;
   elsif p_due > v_now + interval '20 ms' is not false then
     return true;

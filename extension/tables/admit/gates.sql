@@ -1,9 +1,9 @@
 -- Admitted jobs that wait for something other than their turn at a lock. need_id: the job waits until this
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
--- one of the jobs that wait for a key's rate: when the rate allows more starts; weight: how many slots of the
--- key it takes, NULL for 1; has_several: the job has several keys, and key is the first full one; task: the
--- job's.
+-- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
+-- slots of the key it takes, NULL for 1; has_several: the job has several keys, and key is the first full
+-- one; task: the job's.
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -32,6 +32,9 @@ create index waiting_task_idx on queue.waiting (key, lane, task, deadline, id) w
 
 create index waiting_weight_idx on queue.waiting (key, lane, weight, deadline, id)
 where left(reason, 4) = 'slot' and weight is not null;
+
+-- One job of each lane of a key whose rate allows no start now.
+create index waiting_rate_idx on queue.waiting (lane) where reason = 'slot' and at is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 

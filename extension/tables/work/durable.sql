@@ -1,8 +1,8 @@
 -- Steps of durable jobs. no: which use of the name in a run this is. claim: the claim that finished the step,
 -- or, while finished_at is null, began it. run: the claim that used it last. A sleep and a wait for jobs are
--- written as finished when they begin: by the time the job runs again, they are over. failures: how often
--- it has failed (work/step_failures.sql), first at failed_at; error: its last error, until it succeeds. A
--- finished step with an error has failed for good.
+-- written as finished when they begin: by the time the job runs again, they are over. is_sleep: the value is
+-- the time at which the sleep ends. failures: how often it has failed (work/step_failures.sql), first at
+-- failed_at; error: its last error, until it succeeds. A finished step with an error has failed for good.
 create table queue.step (
   job_id bigint not null,
   claim bigint not null,
@@ -14,6 +14,7 @@ create table queue.step (
   value jsonb,
   failures integer,
   failed_at timestamptz,
+  is_sleep boolean not null default false,
   error text,
   constraint step_pkey primary key (job_id, name, no)
 );

@@ -1,6 +1,6 @@
 -- Delivering: an answer of fetch is bounded. The rest is handed out separately, without the admission lock.
 
-select plan(64);
+select plan(68);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.large(bytes integer) returns jsonb language sql as $$
@@ -200,6 +200,17 @@ select is(pg_temp.timeout_in('0', 'select queue.tick()'), '10s', 'a transaction 
 select is(current_setting('idle_in_transaction_session_timeout'), '0', 'only that one');
 
 select is(pg_temp.timeout_in('7s', 'select queue.tick()'), '7s', 'a stricter setting stays');
+-- Nor does what follows an operation in its transaction wait long for others.
+create function pg_temp.lock_timeout_in(setting text) returns text language plpgsql as $$
+begin
+  perform set_config('lock_timeout', setting, true), queue.pause('elsewhere');
+  return current_setting('lock_timeout');
+end $$;
+select is(pg_temp.lock_timeout_in('0'), '10s', 'what waits for a lock after an operation gives up');
+select is(pg_temp.lock_timeout_in('1min'), '10s', 'soon');
+select is(pg_temp.lock_timeout_in('7s'), '7s', 'or sooner');
+select is(current_setting('lock_timeout'), '0', 'only in that transaction');
+select queue.resume('elsewhere') \g /dev/null
 select is(pg_temp.timeout_in('500ms', 'select queue.prune()'), '500ms', 'also where the lock is waited for');
 select is(pg_temp.timeout_in('1min', 'select queue.tick()'), '10s', 'a looser one does not');
 

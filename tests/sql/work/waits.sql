@@ -1,6 +1,6 @@
 -- Sleeps and waits: the claim ends, and the job continues with a new one when its time or its signal has come.
 
-select plan(121);
+select plan(126);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -89,9 +89,23 @@ select claim from queue.fetch(:worker) \gset
 select queue.sleep(:over, :claim, 'nap', now()) \g /dev/null
 select is(queue.reschedule(:over, '2999-01-01'), 'scheduled', 'a sleep that is over, before a worker has continued the job,');
 select is(pg_temp.naps(:over), 'until now', 'keeps its value');
+-- A step whose value happens to be the time of a retry is no sleep.
+select queue.defer('t') as id \gset
+select claim from queue.fetch(:worker) \gset
+select queue.finish_step(:id, :claim, 'when', '"2999-01-01T00:00:00+00:00"'), queue.retry_later(:id, :claim, '2999-01-01Z') \g /dev/null
+select unalike(queue.why(:id), '%sleeps%', 'a step that has the time of a retry as its value is no sleep');
+select is((select r.outcome from queue.retry(array[:id]) r), 'ready', 'an operator retries it');
+select is((select s.value from queue.steps s where s.job_id = :id), '"2999-01-01T00:00:00+00:00"', 'and its value stays');
+select queue.cancel(:id) \g /dev/null
+-- The sleep of a job that has ended meanwhile
+select queue.defer('t') as ended \gset
+select pg_temp.nap(:worker), queue.cancel(:ended) \g /dev/null
+select is((select r.outcome from queue.retry(array[:ended]) r), 'ready', 'a job that was cancelled in its sleep runs again');
+select is(pg_temp.naps(:ended), 'true until now', 'and the sleep has ended with the retry');
+select queue.cancel(:ended) \g /dev/null
 select queue.defer('t', scheduled_at => '2999-01-01') as later \gset
 select ok(queue.why(:later) !~ ';', 'and both from a job that has not started');
-select queue.cancel(:id), queue.cancel(:other), queue.cancel(:over), queue.cancel(:later) \g /dev/null
+select queue.cancel(j.id) from queue.jobs j where j.finished_at is null and j.id <> :behind \g /dev/null
 select queue.defer('t') as id \gset
 select id, claim from queue.fetch(:worker) \gset
 

@@ -1,6 +1,6 @@
 -- Sleeping: how long a worker may wait, and the sleep lock as seen by one session (several: work/worker_sleep.lead_sleeper.spec).
 
-select plan(81);
+select plan(88);
 
 -- The sleep lock and the lock of the other sleepers, as held by this session.
 create function pg_temp.held() returns text language sql as $$
@@ -198,6 +198,21 @@ select is(pg_temp.is_drained(), true, 'the future, held, blocked, waiting for a 
 select queue.reschedule(:first, now() - interval '1 s') \g /dev/null
 select is(pg_temp.is_drained(), false, 'its time has come');
 select pg_temp.rid() \g /dev/null
+
+-- jobs that wait for the rate of a key, also beside the one that has the time
+select queue.defer('r', queue => x.queue, options => '{"concurrency": [{"key": "smtp", "rate": {"limit": 1, "per": "1 hour"}}]}') from unnest('{d,d,e}'::text[]) x (queue) \g /dev/null
+select is((select count(*) from queue.fetch(:worker, '{d}', 10)), 1::bigint, 'a rate of 1');
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.is_drained(), false, 'a job that the rate of its key holds back starts later by itself');
+select is((select s.is_drained from queue.before_sleep(:worker, '{e}') s), false, 'in each queue that has such jobs');
+select is((select s.is_drained from queue.before_sleep(:worker, '{f}') s), true, 'not in others');
+select is((select s.is_drained from queue.before_sleep(:worker, '{d}', '{"tasks": ["r"]}') s), false, 'a worker of its task');
+select is((select s.is_drained from queue.before_sleep(:worker, '{d}', '{"tasks": ["t"]}') s), true, 'or of others');
+select queue.pause('d') \g /dev/null
+select is(pg_temp.is_drained(), true, 'nor in a paused queue');
+select queue.resume('d'), queue.after_sleep(:worker) \g /dev/null
+select queue.cancel(j.id) from queue.jobs j where j.task = 'r' and j.finished_at is null \g /dev/null
 
 -- jobs that need none
 select queue.configure_queue('d', '{"max_running": 1}') \g /dev/null
