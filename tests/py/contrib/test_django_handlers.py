@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -221,6 +222,15 @@ def test_a_supervisor_and_processes_have_the_project(app: DjangoApp, shop: str) 
     done = subprocess.run(command, env=environment(shop), capture_output=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr.decode()
     assert [job.result(10) for job in jobs] == [0] * 4
+
+
+def test_the_command_reads_djangos_own_options(app: DjangoApp, shop: str) -> None:
+    id = app.defer("a").id
+    command = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "job", "ls", "--json"]
+    command += ["--settings", "shop.settings", "--pythonpath=.", "--noreload"]
+    done = subprocess.run(command, env=environment(shop), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert [job["id"] for job in json.loads(done.stdout)] == [id]
 
 
 def restart(server: EmbeddedServer) -> None:
