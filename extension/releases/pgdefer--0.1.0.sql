@@ -3231,6 +3231,14 @@ begin
   if v_is_restricted and to_regclass('queue.unrestricted') is not null then
     drop view queue.unrestricted;
   elsif not v_is_restricted and to_regclass('queue.unrestricted') is null then
+    -- a role that was renamed has no row here any more, and would gain all queues
+    perform queue._revoke_all(r.rolname)
+    from pg_namespace n
+    cross join lateral aclexplode(n.nspacl) g
+    join pg_roles r on r.oid = g.grantee
+    where n.nspname = 'queue' and g.privilege_type = 'USAGE' and r.oid <> n.nspowner
+      and r.oid <> (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass)
+      and not exists (select from queue.access a where a.role = r.rolname);
     create view queue.unrestricted as select true as is_unrestricted;
   end if;
   for v_try in 1 .. 100 loop

@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(168);
+select plan(171);
 
 \ir permissions.helpers.psql
 
@@ -238,6 +238,18 @@ from (values ($$select queue.grant_access('pgdefer_tap_missing', 'worker')$$), (
              ($$select queue.grant_access('public', 'worker')$$), ($$select queue.grant_access('pgdefer_tap_nobody', 'god')$$), ($$select queue.grant_access('pgdefer_tap_nobody', null)$$),
              ($$select queue.revoke_access('pgdefer_tap_missing')$$), ($$select queue.revoke_access(null)$$)) v (call);
 select is(pg_temp.as_role('pgdefer_tap_nobody', 'select queue.version()'), '42501', 'and nothing was granted');
+
+-- A restricted role that gets another name: it sees nothing, also once its old name is cleaned up.
+create role pgdefer_tap_old;
+select queue.grant_access('pgdefer_tap_old', 'reader', '{a}');
+alter role pgdefer_tap_old rename to pgdefer_tap_new;
+select queue.revoke_access('pgdefer_tap_old');
+select is(pg_temp.as_role('pgdefer_tap_new', 'select from queue.jobs'), '42501', 'a role that was renamed does not lose its restriction but its rights');
+select is(pg_temp.as_role('pgdefer_tap_reader', 'select from queue.jobs'), 'ok', 'unlike those with other rights');
+select queue.grant_access('pgdefer_tap_new', 'reader', '{a}');
+select is(pg_temp.as_role('pgdefer_tap_new', 'select from queue.jobs'), 'ok', 'which it can get again');
+select queue.revoke_access('pgdefer_tap_new');
+drop role pgdefer_tap_new;
 
 -- Revoking
 select queue.revoke_access(k.role) from kinds k where k.kind <> '';
