@@ -6432,7 +6432,7 @@ begin
     g (queue, priority, key, at);
   with jobs as materialized (
     select u.n, u.id, u.place, g.queue, g.priority, g.key, g.at, g.last as end,
-      coalesce(j.share, '') as share, j.tag
+      coalesce(j.share, '') as share, j.tag, u.lane
     from unnest(p_ids, p_lanes, p_places, p_keys) with ordinality u (id, lane, place, key, n)
     cross join lateral (
       select l.queue, l.priority, l.tag_base is not null as has_tags from queue.lane l
@@ -6444,7 +6444,7 @@ begin
       where l.has_tags and g.queue = l.queue and g.priority = l.priority
         and g.key = coalesce(u.key, '')) g on true
     cross join lateral (
-      select j.options ->> 'share' as share, case when p_keys is null then j.tag end as tag
+      select j.options ->> 'share' as share, j.tag
       from queue.job_now j where j.id = u.id offset 0) j),
   numbered as (
     select j.*, row_number() over w as no,
@@ -6478,8 +6478,10 @@ begin
     select t.n, least(t.start + (t.no - 1) * t.step_of_share * interval '1 microsecond', t.end) as tag
     from tagged t
     union all
-    -- at most a hundred turns before the virtual time, so that this does not go back further
-    select j.n, least(greatest(j.tag, j.at - interval '10 s'), j.last)
+    -- at most a hundred turns before the virtual time, so that this does not go back further; a job that was
+    -- ready goes before those that wait
+    select j.n, case when p_keys is null then least(greatest(j.tag, j.at - interval '10 s'), j.last)
+      else queue._front_tag(j.key, j.lane, j.tag) end
     from (
       select j.*, coalesce((
         select t.tag from queue.share_tag t

@@ -1,6 +1,6 @@
 -- Shares: turns by weight within a queue and priority.
 
-select plan(98);
+select plan(104);
 
 set pgdefer.notify = off;
 
@@ -180,6 +180,21 @@ select is(pg_temp.starts(9), 'a1 x1 a2 a3', 'one of a lock');
 select pg_temp.finish_all();
 select is(pg_temp.starts(9), 'y1', 'then the next');
 select pg_temp.finish_all();
+
+-- Also where the slots of a key are in use: what was ready goes before what waits.
+select pg_temp.defer('a1 a2 a3', 'A', '{"concurrency_key": "back", "concurrency_limit": 1}'), pg_temp.defer('b1 b2', 'B', '{"concurrency_key": "back", "concurrency_limit": 1}') \g /dev/null
+select is(pg_temp.starts(9), 'a1', 'the only slot');
+select pg_temp.finish_all('released');
+select is(pg_temp.starts(9), 'a1', 'released, it gets the slot again');
+select pg_temp.finish_all('released');
+select queue.hold(j.id), queue.unhold(j.id) from queue.jobs j where j.args ->> 'name' = 'a1' and j.finished_at is null \g /dev/null
+select is(pg_temp.starts(9), 'a2', 'its slot goes on while it is held');
+select pg_temp.finish_all();
+select is(pg_temp.starts(9), 'a1', 'but then it is next');
+select pg_temp.finish_all();
+select is_empty('select * from queue.check()', 'in order too');
+select is(pg_temp.starts(9), 'b1', 'the shares go on in turns');
+select pg_temp.finish_all(), pg_temp.starts(9), pg_temp.finish_all(), pg_temp.starts(9), pg_temp.finish_all() \g /dev/null
 
 -- Jobs that come back: after a release or an operation they keep their place; a retry takes a new turn.
 select pg_temp.defer('a1 a2 a3', 'A') as a, pg_temp.defer('b1 b2 b3', 'B') as b \gset
