@@ -2,7 +2,8 @@
 -- Tests: admit/shares.sql, admit/shares.retag.spec.
 
 -- Gives tags to ready jobs, and to jobs that wait for a slot, if they have no tag or one from before a change
--- of weights: to at most p_slice jobs of one lane. Returns false if no lane has such jobs.
+-- of weights: to at most p_slice jobs of one lane. Lanes with ready jobs come first, as others may be empty for
+-- long; it looks for one among a hundred. Returns false if no lane has such jobs.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: the session that holds
 -- a row claims the job. If it rolls back, the job stays ready, behind jobs with a tag. Keys whose waiting
 -- jobs have another order now are handed over to the next admission. So no wake-up is lost.
@@ -13,22 +14,27 @@ declare
   v_old record;
   v_tags timestamptz[];
 begin
+  for v_lane in
+    select l.lane, l.retag_from from queue.lane l where l.retag_from is not null
+    order by l.is_idle, l.lane limit 100
+  loop
+    select array_agg(x.id) as ids, array_agg(x.deadline) as places, array_agg(x.lane) as lanes into v_old
+    from (
+      select aj.id, aj.lane, aj.deadline from queue.active_job aj
+      where aj.lane = v_lane.lane and aj.deadline >= v_lane.retag_from and aj.claim is null
+      order by aj.deadline, aj.id limit p_slice for update skip locked) x;
+    if v_old.ids is not null then
+      v_tags := queue._tags(v_old.ids, v_old.lanes, v_old.places);
+      update queue.active_job aj set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
+      where aj.id = u.id;
+      perform queue._lower_marks(v_old.lanes, v_tags, v_old.ids);
+      return true;
+    end if;
+  end loop;
   select l.lane, l.retag_from into v_lane from queue.lane l where l.retag_from is not null
-  order by l.lane limit 1;
+  order by l.is_idle, l.lane limit 1;
   if not found then
     return false;
-  end if;
-  select array_agg(x.id) as ids, array_agg(x.deadline) as places, array_agg(x.lane) as lanes into v_old
-  from (
-    select aj.id, aj.lane, aj.deadline from queue.active_job aj
-    where aj.lane = v_lane.lane and aj.deadline >= v_lane.retag_from and aj.claim is null
-    order by aj.deadline, aj.id limit p_slice for update skip locked) x;
-  if v_old.ids is not null then
-    v_tags := queue._tags(v_old.ids, v_old.lanes, v_old.places);
-    update queue.active_job aj set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
-    where aj.id = u.id;
-    perform queue._lower_marks(v_old.lanes, v_tags, v_old.ids);
-    return true;
   end if;
   select array_agg(x.id) as ids, array_agg(x.deadline) as places, array_agg(x.lane) as lanes,
     array_agg(x.key) as keys

@@ -1,6 +1,6 @@
 -- Shares: turns by weight within a queue and priority.
 
-select plan(104);
+select plan(105);
 
 set pgdefer.notify = off;
 
@@ -180,6 +180,18 @@ select is(pg_temp.starts(9), 'a1 x1 a2 a3', 'one of a lock');
 select pg_temp.finish_all();
 select is(pg_temp.starts(9), 'y1', 'then the next');
 select pg_temp.finish_all();
+
+-- A weight counts at once, also if its share had jobs in other queues before.
+select pg_temp.defer('o', 'W', jsonb_build_object('queue', 'old' || n)) from generate_series(1, 9) n \g /dev/null
+select pg_temp.starts(9) \g /dev/null
+select pg_temp.finish_all();
+select queue.defer('t', jsonb_build_object('name', x), queue => 'new', options => jsonb_build_object('share', x)) from unnest('{W,V}'::text[]) x, generate_series(1, 40) \g /dev/null
+select queue.tick() \g /dev/null
+select queue.configure_share('W', '{"weight": 3}') \g /dev/null
+select is((select count(*) from unnest(string_to_array(pg_temp.starts(40, 1, '{new}'), ' ')) x where x = 'W'), 30::bigint, 'three of four');
+select queue.configure_share('W', '{"weight": null}') \g /dev/null
+select pg_temp.finish_all();
+select pg_temp.starts(40, 40, '{new}'), pg_temp.finish_all() \g /dev/null
 
 -- Also where the slots of a key are in use: what was ready goes before what waits.
 select pg_temp.defer('a1 a2 a3', 'A', '{"concurrency_key": "back", "concurrency_limit": 1}'), pg_temp.defer('b1 b2', 'B', '{"concurrency_key": "back", "concurrency_limit": 1}') \g /dev/null
