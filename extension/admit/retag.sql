@@ -2,8 +2,8 @@
 -- Tests: admit/shares.sql, admit/shares.retag.spec.
 
 -- Gives tags to ready jobs, and to jobs that wait for a slot, if they have no tag or one from before a change
--- of weights: to at most p_slice jobs of one lane. Lanes with ready jobs come first, as others may be empty for
--- long; it looks for one among a hundred. Returns false if no lane has such jobs.
+-- of weights: to at most p_slice jobs of one lane. Lanes with ready jobs come first, as others may be empty;
+-- it looks for one among a hundred. Returns false if no lane has such jobs.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: the session that holds
 -- a row claims the job. If it rolls back, the job stays ready, behind jobs with a tag. Keys whose waiting
 -- jobs have another order now are handed over to the next admission. So no wake-up is lost.
