@@ -2,8 +2,8 @@
 -- end.
 begin;
 
--- A job as queue.defer_many takes it, with its id, and the ids of unfinished jobs that it needs. Its lock and
--- keys have been filled: their braces are doubled.
+-- A job as queue.defer_many takes it, with its id, the ids of unfinished jobs that it needs, and the signals
+-- that no wait has taken. Its lock and keys have been filled: their braces are doubled.
 create or replace function queue._shard_call(p_id bigint, p_held boolean)
 returns jsonb language plpgsql stable security invoker
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
@@ -20,6 +20,9 @@ begin
       where n.job_id = j.id and f.id is null and not (j.options ->> 'needs_mode' = 'any' and exists (
         select from queue.need o join queue.finished s on s.id = o.need_id and s.state = 'succeeded'
         where o.job_id = j.id))),
+    'signals', (
+      select jsonb_agg(to_jsonb(r) - '{job_id,no}'::text[] order by r.no) from queue.received_signal r
+      where r.job_id = j.id),
     'options', coalesce(j.options, '{}') - '{terms,parent,group,awaited}'::text[]
       || jsonb_build_object('held', p_held, 'share', coalesce(queue._literal(j.options ->> 'share'), ''),
         'idempotency_key', coalesce(queue._literal(j.options ->> 'idempotency_key'), ''))
@@ -36,7 +39,7 @@ end $$;
 -- The number of the format in which jobs are carried. It rises with each change: a target takes only its
 -- own.
 create or replace function queue.shard_format()
-returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 1 $$;
+returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 2 $$;
 
 -- Source. A part that has left, as the target takes it: with its jobs in their order, and the receipt that
 -- the target returns. Raises: 22023.
@@ -111,6 +114,7 @@ begin
         then p_carried -> 'jobs' end) j
       where (j ->> 'id' ~ '^[0-9]{1,18}$') is not true
         or coalesce(jsonb_typeof(j -> 'needs'), 'null') not in ('array', 'null')
+        or coalesce(jsonb_typeof(j -> 'signals'), 'null') not in ('array', 'null')
         or exists (select from jsonb_array_elements_text(case jsonb_typeof(j -> 'needs') when 'array'
           then j -> 'needs' end) n where (n ~ '^[0-9]{1,18}$') is not true)) then
     perform queue._shard_invalid('this is no part of a slot', 'Pass what queue.shard_part_jobs returns.');
@@ -128,7 +132,7 @@ end $$;
 
 -- Target. Defers the jobs of a piece, once: the row of the part counts its pieces in the same transaction,
 -- and a second call waits for the first. They may run at once: they are older than those of the pieces that
--- follow, none of which can start in the source. Jobs with needs begin a call of queue.defer_many, as the new
+-- follow, none of which can start in the source. Their signals come with them. Jobs with needs begin a call of queue.defer_many, as the new
 -- ids of what they need are known by then. Returns how many it deferred, and the receipt for
 -- queue.shard_part_gone.
 -- Locks: that row; then as queue.defer_many. No wake-up is lost: that notifies. Raises: 22023; as that.
@@ -173,7 +177,7 @@ begin
     group by x.with_needs, x.n / 500 order by min(x.n)
   loop
     v_calls := (
-      select jsonb_agg(j.job - 'id' || jsonb_build_object('needs', (
+      select jsonb_agg(j.job - '{id,signals}'::text[] || jsonb_build_object('needs', (
         select jsonb_agg(coalesce((v_new ->> e.need)::bigint, s.new_id))
         from jsonb_array_elements_text(nullif(j.job -> 'needs', 'null')) e (need)
         left join queue.shard_job s on s.slot = v_slot and s.part = v_part and s.id = e.need::bigint
@@ -195,6 +199,11 @@ begin
           (v_calls -> (v_again.n - 1)::integer -> 'options') - 'on_conflict'
             || '{"idempotency_key": ""}'))) d);
     end loop;
+    insert into queue.received_signal (job_id, name, received_at, payload)
+    select v_ids[j.n], s.sent ->> 'name', (s.sent ->> 'received_at')::timestamptz, s.sent -> 'payload'
+    from jsonb_array_elements(v_some) with ordinality j (job, n)
+    cross join jsonb_array_elements(nullif(j.job -> 'signals', 'null')) with ordinality s (sent, n)
+    order by j.n, s.n;
     v_new := v_new || (select jsonb_object_agg(j.job ->> 'id', v_ids[j.n])
       from jsonb_array_elements(v_some) with ordinality j (job, n));
     v_all := v_all || v_ids;
@@ -212,7 +221,7 @@ end $$;
 -- Source, after a piece arrived: forgets it, and takes out the next one. receipt: what
 -- queue.shard_part_arrive has returned for it. Returns whether there is a next one to carry.
 -- Locks: the part's row; then as queue.delete. Nothing is lost: as _shard_cut.
--- Raises: 22023, 55000 (another job needs one of the next), QJ008.
+-- Raises: 22023, 55000 (another job needs one of the next), 55P03 (a signal is on its way), QJ008.
 create or replace function queue.shard_part_gone(slot integer, part integer, receipt uuid)
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare

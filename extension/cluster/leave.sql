@@ -4,9 +4,11 @@ begin;
 
 -- Takes the oldest jobs of a part out of the queue, into queue.shard_sent: all, if they are no more than a
 -- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone.
--- Locks: the caller has those of _shard_lock for these jobs. Nothing is lost: the jobs are deleted and noted
--- in one transaction. Raises: 55000 (another job needs one; or one runs, which an operator has held and let
--- go meanwhile).
+-- Locks: the caller has those of _shard_lock for these jobs; queue.received_signal, not waited for, until the
+-- transaction ends: every signal so far has committed, and a later one does not find the job (QJ001). Nothing
+-- is lost: the jobs are deleted and noted, with their signals, in one transaction. Raises: 55000 (another job
+-- needs one; or one runs, which an operator has held and let go meanwhile), 55P03 (a transaction that has
+-- sent a signal stays open).
 create or replace function queue._shard_cut(p_slot integer, p_part integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
@@ -16,6 +18,7 @@ declare
 begin
   delete from queue.shard_job s where s.slot = p_slot and s.part = p_part
     and (v_ids = '{}' or s.id < v_ids[1]);  -- they have ended
+  lock table queue.received_signal in share row exclusive mode nowait;
   insert into queue.shard_sent (slot, part, id, job)
   select p_slot, p_part, u.id, queue._shard_call(u.id, exists (select from queue.waiting w
     where w.id = u.id and w.reason = 'held'))
@@ -53,7 +56,7 @@ end $$;
 -- From its commit on the source refuses the part. Returns whether it left.
 -- Locks: the part's row, for update, waited for (lock_timeout): every defer for it has committed; then as
 -- queue.delete. Nothing is lost: as _shard_cut.
--- Raises: 55P03 (a transaction that defers for it stays open), 55000 (another job needs one), 22023, QJ008.
+-- Raises: 55P03 (a transaction that defers for it, or signals, stays open), 55000 (another job needs one), 22023, QJ008.
 create or replace function queue.shard_part_leave(slot integer, part integer, started boolean default false)
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare

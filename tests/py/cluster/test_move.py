@@ -326,6 +326,20 @@ def test_an_open_transaction_keeps_its_part(cluster: Cluster, dsns: dict[str, st
     assert cluster.move(SLOT, "b").jobs == 1
 
 
+def test_a_signal_that_is_not_committed_keeps_its_part(
+    cluster: Cluster, dsns: dict[str, str]
+) -> None:
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    job = cluster.defer("work", {}, shard_key=key)
+    with psycopg.connect(dsns["a"]) as sender:
+        sender.execute("select queue.signal(%s, 'approved')", [job.id])
+        done = cluster.move(SLOT, "b", patience=0)
+        assert done.stays == {part_of(key): "an open transaction"}
+        sender.commit()
+    assert cluster.move(SLOT, "b").jobs == 1
+    assert rows(dsns["b"], "select name from queue.received_signal") == [("approved",)]
+
+
 def test_a_job_that_another_one_needs_stays(cluster: Cluster, dsns: dict[str, str]) -> None:
     """Only its part: the rest of the slot moves."""
     one, two = keys(lambda key: shard_of(key) == SLOT, 2)

@@ -70,7 +70,7 @@ select ok(not queue.shard_part_gone(7, :part, (:'four'::jsonb ->> 'receipt')::uu
 -- The other side, played by this database
 delete from queue.shard_part; delete from queue.shard_move;
 update queue.shard_slot set shard = 'b', is_plain = false where slot = 7;
-select queue.shard_receive(7, 'b', 2, 1);
+select queue.shard_receive(7, 'b', 2, queue.shard_format());
 select throws_ok(format('select queue.shard_part_arrive(%L)', :'two'), '22023', 'a piece before this one has not arrived', 'pieces come in their order');
 create function pg_temp.come(p_carried jsonb, p_key text) returns text language plpgsql as $$
 declare

@@ -31,7 +31,7 @@ select pg_temp.refused(call, 'this slot does not leave') from unnest(array['sele
   'select queue.shard_part_jobs(7, PART)', 'select queue.shard_part_gone(7, PART, gen_random_uuid())']) call;
 select pg_temp.refused('select queue.shard_moved(7, 2)', 'this slot is not on this move');
 select pg_temp.refused('select queue.shard_close(700)', 'this slot is another shard''s');
-select pg_temp.refused('select queue.shard_part_arrive(''{"format": 1, "slot": 700, "part": 1, "version": 2, "jobs": [], "piece": 1, "is_last": true, "receipt": "00000000-0000-0000-0000-000000000000"}'')', 'this slot does not come here');
+select pg_temp.refused('select queue.shard_part_arrive(''{"format": 2, "slot": 700, "part": 1, "version": 2, "jobs": [], "piece": 1, "is_last": true, "receipt": "00000000-0000-0000-0000-000000000000"}'')', 'this slot does not come here');
 select pg_temp.refused('select queue.shard_part_arrive(''[]'')', 'the shards have different releases');
 
 -- It leaves, and its jobs are not listed
