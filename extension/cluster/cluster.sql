@@ -239,7 +239,7 @@ comment on function queue.shard_learn(jsonb, text) is
     ' DSNs. In a new shard, self is its name; it is refused where another one is known. Returns the number'
     ' of slots that changed.';
 
--- Roles that may use the schema may also ask.
+-- In a database that only routes, roles that may use the schema may ask; in a shard, those of defer.sql.
 revoke all on function queue.shard_start(text, jsonb), queue.shard_learn(jsonb, text),
   queue._shard_audit(text, jsonb, bigint[]), queue._shard_check_names(jsonb, text) from public;
 commit;

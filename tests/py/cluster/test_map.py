@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from psycopg.types.json import Jsonb
 
 from pgdefer import App, InvalidParameter
-from pgdefer.contrib.cluster import Cluster, shard_of
+from pgdefer.contrib.cluster import Cluster, install, shard_of
 from pgdefer.contrib.cluster.shards import part_of
+from pgdefer.database import install as installing
 
 from .conftest import NAMES, keys, rows
 
@@ -202,6 +203,37 @@ def test_a_role_without_rights_defers_nothing(cluster: Cluster, dsns: dict[str, 
         connection.execute("reset role")
         connection.execute("select queue.revoke_access('shard_web')")
         connection.execute("drop role shard_web")
+
+
+def test_an_upgrade_leaves_the_functions_to_producers(blank_dsn: str) -> None:
+    installing.install(blank_dsn, "plain")
+    with psycopg.connect(blank_dsn, autocommit=True) as connection:
+        for role in ("shard_early", "shard_late", "shard_reader", "shard_nobody"):
+            connection.execute(f"drop role if exists {role}".encode())
+            connection.execute(f"create role {role}".encode())
+        connection.execute("select queue.grant_access('shard_early', 'producer')")
+        connection.execute("grant usage on schema queue to shard_nobody")
+        install(blank_dsn, self="a", shards={"a": blank_dsn})
+        connection.execute("select queue.grant_access('shard_late', 'producer', '{default}')")
+        connection.execute("select queue.grant_access('shard_reader', 'reader')")
+        for _ in range(2):
+            for role in ("shard_early", "shard_late"):
+                connection.execute(f"set role {role}".encode())
+                connection.execute("select queue.shard_defer('k', 'work')")
+                connection.execute("reset role")
+            # readers look at the map only, and strangers at nothing
+            for role, allowed in (("shard_reader", 3), ("shard_nobody", 0)):
+                found = connection.execute(
+                    "select count(*) from pg_proc p where p.pronamespace = 'queue'::regnamespace"
+                    " and p.proname like '%%shard%%' and has_function_privilege(%s, p.oid, 'execute')",
+                    [role],
+                ).fetchone()
+                assert found == (allowed,)
+            connection.execute(installing.plain_script().encode())
+            connection.execute("select queue.migrate()")
+        for role in ("shard_early", "shard_late", "shard_reader", "shard_nobody"):
+            connection.execute(f"drop owned by {role}".encode())
+            connection.execute(f"drop role {role}".encode())
 
 
 def test_limits_are_divided(cluster: Cluster, dsns: dict[str, str]) -> None:
