@@ -16,7 +16,7 @@ begin;
 create or replace function queue._shard_check(p_slot integer, p_part integer default 0)
 returns void language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
 begin
-  if p_slot between 0 and 1023 and p_part between 0 and 4095 is not true then
+  if (p_slot between 0 and 1023 and p_part between 0 and 4095) is not true then
     perform queue._shard_invalid('no such slot or part', 'Slots are 0 to 1023, parts 0 to 4095.',
       format('slot: %s, part: %s', p_slot, p_part));
   end if;

@@ -1,7 +1,7 @@
 -- Shards: who accepts which key, and the steps of a move, each alone (extension/cluster/). This database is
 -- shard a, with slots 0 to 511; b exists by name only.
 
-select plan(82);
+select plan(83);
 
 create temp table k as
   select 'key ' || n as key, queue.shard_of('key ' || n) as slot, queue._shard_part_of('key ' || n) as part from generate_series(1, 20000) n;
@@ -58,6 +58,9 @@ select throws_ok($$select from queue.shard_slot for update$$, '42501', null, 'an
 reset session authorization;
 select queue.revoke_access('shard_limited');
 drop role shard_limited;
+
+select is(array(select test.refusal(format('select queue._shard_check(%L, %L)', s, p)) from (values (9999, 0), (-1, 0), (null, 0), (0, 4096), (0, -1), (0, null), (0, 0), (1023, 4095)) x (s, p)),
+          '{22023,22023,22023,22023,22023,22023,accepted,accepted}', 'there are 1,024 slots of 4,096 parts');
 
 -- A slot begins to leave: job 1 and 2 were there before
 select is(array(select test.refusal(call) from unnest(array[$$select queue.shard_leave(700, 'b')$$, $$select queue.shard_leave(5, 'a')$$, $$select queue.shard_leave(5, 'c')$$,
