@@ -8,10 +8,11 @@ import psycopg
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
 from pgdefer import App, InvalidParameter
-from pgdefer.contrib.cluster import Cluster, install, shard_of
+from pgdefer.contrib.cluster import Cluster, install, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
 from pgdefer.database import install as installing
 
@@ -205,6 +206,27 @@ def test_a_role_without_rights_defers_nothing(cluster: Cluster, dsns: dict[str, 
         connection.execute("drop role shard_web")
 
 
+def test_a_name_that_is_taken_is_refused(
+    cluster: Cluster, dsns: dict[str, str], blank_dsn: str
+) -> None:
+    for other in (blank_dsn, dsns["b"], blank_dsn):
+        with pytest.raises(InvalidParameter, match="there is a shard 'a', and this"):
+            cluster.add("a", other)
+        installing.install(blank_dsn)
+    with pytest.raises(InvalidParameter, match="another name for itself"):
+        cluster.add("d", dsns["b"])
+    assert rows(blank_dsn, "select to_regclass('queue.shard')") == [(None,)]
+    assert cluster.map.shards == dsns
+    assert cluster.check() == []
+    # the same shard at another address
+    moved = make_conninfo(dsns["a"], application_name="elsewhere")
+    cluster.add("a", moved)
+    assert cluster.app_of("a").client.call(sql.MAP, {})[0][0]["self"] == "a"
+    for name in NAMES:
+        assert rows(dsns[name], "select dsn from queue.shard where name = 'a'") == [(moved,)]
+    assert cluster.check() == []
+
+
 def test_an_upgrade_leaves_the_functions_to_producers(blank_dsn: str) -> None:
     installing.install(blank_dsn, "plain")
     with psycopg.connect(blank_dsn, autocommit=True) as connection:
@@ -225,7 +247,8 @@ def test_an_upgrade_leaves_the_functions_to_producers(blank_dsn: str) -> None:
             for role, allowed in (("shard_reader", 3), ("shard_nobody", 0)):
                 found = connection.execute(
                     "select count(*) from pg_proc p where p.pronamespace = 'queue'::regnamespace"
-                    " and p.proname like '%%shard%%' and has_function_privilege(%s, p.oid, 'execute')",
+                    " and p.proname like '%%shard%%'"
+                    " and has_function_privilege(%s, p.oid, 'execute')",
                     [role],
                 ).fetchone()
                 assert found == (allowed,)

@@ -16,10 +16,11 @@ from pgdefer.app import App
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.deferring import Deferring
 from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
-from pgdefer.contrib.cluster.install import install
+from pgdefer.contrib.cluster.install import install, self_of
 from pgdefer.contrib.cluster.moving import Move, move
 from pgdefer.contrib.cluster.shards import ShardMap, shard_of
 from pgdefer.database.sql import Statement
+from pgdefer.errors import InvalidParameter
 
 __all__ = ["Cluster", "Move", "ShardMap", "install", "shard_of"]
 
@@ -46,10 +47,22 @@ class Cluster(Deferring, AsyncDeferring):
         return self.app_of(self.map.slots[shard_of(key)][0])
 
     def add(self, name: str, dsn: str) -> None:
-        """Add an empty shard, for slots to be moved to."""
+        """Add an empty shard, for slots to be moved to; or change the DSN of one.
+
+        Raises InvalidParameter if the cluster has a shard of this name, and the database is not it:
+        each of the two would take its keys.
+        """
         self.refresh()
-        self.map.shards[name] = dsn
-        install(dsn, self=name, known=self.map)
+        if name in self.map.shards and self_of(dsn) != name:
+            raise InvalidParameter(
+                f"there is a shard {name!r}, and this database is not it",
+                hint="Choose another name. A shard that has moved to another server keeps its map.",
+            )
+        known = ShardMap({**self.map.shards, name: dsn}, self.map.slots)
+        install(dsn, self=name, known=known)
+        if name in self._apps:
+            self._apps.pop(name).close()
+        self.map = known
         self.tell()
 
     def move(self, slot: int, to: str, *, patience: float = 0.5, started: bool = False) -> Move:

@@ -27,7 +27,7 @@ def create(
 
 @cli.command()
 def add(name: str, address: Annotated[str, typer.Argument(metavar="DSN")], dsn: Dsn) -> None:
-    """Add a shard without slots."""
+    """Add a shard without slots, or change the DSN of one."""
     Cluster(App(), dsn).add(name, address)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,9 @@ from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.shards import ShardMap
 from pgdefer.database.execute import execute
 from pgdefer.database.server import sql_folder
+from pgdefer.errors import NotInstalled
 
-__all__ = ["FILES", "folder", "install"]
+__all__ = ["FILES", "folder", "install", "self_of"]
 
 FILES = ("cluster.sql", "defer.sql", "move.sql", "leave.sql", "arrive.sql")
 
@@ -23,6 +25,14 @@ def folder(name: str) -> Path:
     built = sql_folder()
     packed = built / name
     return packed if packed.exists() else built.parent / "extension" / name
+
+
+def self_of(dsn: str) -> str | None:
+    """Return the name of the shard that a database is; None if it is none."""
+    with psycopg.connect(dsn, autocommit=True) as connection, contextlib.suppress(NotInstalled):
+        name: str | None = execute(connection, sql.MAP, {})[0][0]["self"]
+        return name
+    return None
 
 
 def install(
