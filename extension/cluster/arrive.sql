@@ -74,22 +74,32 @@ begin
   end if;
 end $$;
 
--- Target. It accepts jobs of the parts that arrive. format: queue.shard_format() of the source. Locks: rows
--- of the map. Raises: 22023.
-create or replace function queue.shard_receive(slot integer, source text, version bigint, format integer)
-returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+-- Target. Whether it may receive the slot: asked before the source lets it leave. False: it has all of it.
+-- format: queue.shard_format() of the source. Locks: none. Raises: 22023 if it may not.
+create or replace function queue.shard_may_receive(slot integer, source text, version bigint, format integer)
+returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
   perform queue._shard_check(slot), queue._shard_check_format(format::text);
-  if exists (select from queue.shard_slot m where m.slot = shard_receive.slot
-    and m.version >= shard_receive.version) then
-    return;  -- it has all of it
-  elsif exists (select from queue.shard_move r where r.slot = shard_receive.slot
-    and (r.from_shard, r.version) is distinct from (source, shard_receive.version))
+  if exists (select from queue.shard_slot m where m.slot = shard_may_receive.slot
+    and m.version >= shard_may_receive.version) then
+    return false;
+  elsif exists (select from queue.shard_move r where r.slot = shard_may_receive.slot
+    and (r.from_shard, r.version) is distinct from (source, shard_may_receive.version))
     or not exists (select from queue.shard s where s.name = source and not s.is_self)
     or version is null then
     perform queue._shard_invalid('this slot can''t come from there',
       'If it is on another move, end that one first.',
       pg_catalog.format('slot: %s, from: %s', slot, left(source, 1000)));
+  end if;
+  return true;
+end $$;
+
+-- Target. It accepts jobs of the parts that arrive. Locks: rows of the map. Raises: as shard_may_receive.
+create or replace function queue.shard_receive(slot integer, source text, version bigint, format integer)
+returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+begin
+  if not queue.shard_may_receive(slot, source, version, format) then
+    return;
   end if;
   insert into queue.shard_move (slot, from_shard, to_shard, version)
   select shard_receive.slot, source, s.name, shard_receive.version from queue.shard s where s.is_self
@@ -286,9 +296,7 @@ begin
   update queue.shard_slot m set shard = r.to_shard, version = r.version,
     is_plain = r.to_shard in (select s.name from queue.shard s where s.is_self)
   from queue.shard_move r where r.slot = m.slot and m.slot = shard_moved.slot;
-  delete from queue.shard_move r where r.slot = shard_moved.slot;
-  delete from queue.shard_part p where p.slot = shard_moved.slot;
-  delete from queue.shard_job s where s.slot = shard_moved.slot;
+  perform queue._shard_forget(slot);
   perform queue._shard_audit('shard_moved', jsonb_build_object('slot', slot, 'version', version));
 end $$;
 
@@ -297,7 +305,7 @@ declare
   v_name regprocedure;
 begin
   foreach v_name in array '{queue._shard_call,queue.shard_format,queue.shard_part_jobs,
-    queue._shard_check_format,queue.shard_receive,queue._shard_check_carried,queue.shard_part_arrive,
+    queue._shard_check_format,queue.shard_may_receive,queue.shard_receive,queue._shard_check_carried,queue.shard_part_arrive,
     queue.shard_part_gone,queue.shard_parts,queue.shard_moved}'::regproc[] loop
     execute format('revoke all on function %s from public', v_name);
   end loop;

@@ -108,11 +108,44 @@ begin
     returning p.part;
 end $$;
 
+-- Removes all that is noted of a slot's move. Locks: rows of the move, and its parts', for update, waited for:
+-- those who defer for them have ended.
+create or replace function queue._shard_forget(p_slot integer)
+returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
+begin
+  delete from queue.shard_move r where r.slot = p_slot;
+  delete from queue.shard_part p where p.slot = p_slot;
+  delete from queue.shard_job s where s.slot = p_slot;
+  delete from queue.shard_sent s where s.slot = p_slot;
+end $$;
+
+-- Source. Gives up a move of which no part has left: the slot stays, with the move's version, by which the
+-- target learns that nothing comes.
+-- Locks: the parts' rows, for update, waited for (lock_timeout): none leaves, and those who defer for them
+-- have ended; then as shard_unhold. A wake-up is not lost: as that. Raises: 22023 (a part has left), 55P03,
+-- QJ008.
+create or replace function queue.shard_stay(slot integer)
+returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+begin
+  perform queue._check_isolation(), queue._shard_leaving(slot, p_is_listed => false);
+  perform from queue.shard_part p where p.slot = shard_stay.slot order by p.part for update;
+  if exists (select from queue.shard_part p where p.slot = shard_stay.slot and p.state <> 'here') then
+    perform queue._shard_invalid('parts of this slot have left', 'Move the slot to its end, and then back.',
+      format('slot: %s', slot));
+  elsif (select r.is_listed from queue.shard_move r where r.slot = shard_stay.slot) then
+    perform queue.shard_unhold(slot);
+  end if;
+  update queue.shard_slot m set version = r.version, is_plain = true
+  from queue.shard_move r where r.slot = m.slot and m.slot = shard_stay.slot;
+  perform queue._shard_forget(slot), queue._shard_audit('shard_stay', jsonb_build_object('slot', slot));
+end $$;
+
 do $$
 declare
   v_name regprocedure;
 begin
-  foreach v_name in array '{queue._shard_cut,queue.shard_part_leave,queue.shard_leave_empty}'::regproc[] loop
+  foreach v_name in array '{queue._shard_cut,queue.shard_part_leave,queue.shard_leave_empty,
+    queue._shard_forget,queue.shard_stay}'::regproc[] loop
     execute format('revoke all on function %s from public', v_name);
   end loop;
 end $$;

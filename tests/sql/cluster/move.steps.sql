@@ -1,7 +1,7 @@
 -- The steps of a move, called in a wrong order: each says what is wrong and what to do, and changes nothing
 -- (extension/cluster/move.sql, arrive.sql). This database is shard a, with slots 0 to 511; b exists by name only.
 
-select plan(25);
+select plan(37);
 
 create temp table k as select 'key ' || n as key, queue._shard_part_of('key ' || n) as part
   from generate_series(1, 20000) n where queue.shard_of('key ' || n) = 7 limit 1;
@@ -28,7 +28,7 @@ select queue.shard_defer(k.key, 'first') from k;
 -- Before anything
 select pg_temp.refused(call, 'this slot does not leave') from unnest(array['select queue.shard_mover(7)', 'select queue.shard_list(7)', 'select queue.shard_close(7, PART)',
   'select queue.shard_hold(7, PART)', 'select queue.shard_unhold(7)', 'select queue.shard_part_leave(7, PART)', 'select queue.shard_leave_empty(7)',
-  'select queue.shard_part_jobs(7, PART)', 'select queue.shard_part_gone(7, PART, gen_random_uuid())']) call;
+  'select queue.shard_part_jobs(7, PART)', 'select queue.shard_part_gone(7, PART, gen_random_uuid())', 'select queue.shard_stay(7)']) call;
 select pg_temp.refused('select queue.shard_moved(7, 2)', 'this slot is not on this move');
 select pg_temp.refused('select queue.shard_close(700)', 'this slot is another shard''s');
 select pg_temp.refused('select queue.shard_part_arrive(''{"format": 2, "slot": 700, "part": 1, "version": 2, "jobs": [], "piece": 1, "is_last": true, "receipt": "00000000-0000-0000-0000-000000000000"}'')', 'this slot does not come here');
@@ -52,5 +52,28 @@ select ok(not queue.shard_part_gone(7, part, gen_random_uuid()), 'what is gone a
 select is(pg_temp.all_rows(), rows, 'and nothing changes') from gone;
 select pg_temp.refused('select queue.shard_part_jobs(7, PART)', 'this part is not leaving');
 select pg_temp.refused('select queue.shard_moved(7, 2)', 'parts of this slot have not moved yet');
+select pg_temp.refused('select queue.shard_stay(7)', 'parts of this slot have left');
+
+-- A move is given up before a part has left: at once, and with its jobs held
+create temp table l as select 'key ' || n as key, queue._shard_part_of('key ' || n) as part
+  from generate_series(1, 20000) n where queue.shard_of('key ' || n) = 8 limit 1;
+select queue.shard_defer(l.key, 'stays') from l;
+select queue.shard_leave(8, 'b'), queue.shard_stay(8);
+select is((select version from queue.shard_slot where slot = 8), 2::bigint, 'the slot stays, with the version of the move');
+select is(queue.shard_leave(8, 'b'), 3::bigint, 'the next move gets the next one');
+select queue.shard_list(8), queue.shard_hold(8, l.part) from l;
+select is((select reason from queue.jobs where task = 'stays'), 'moving', 'its job is held');
+select queue.shard_stay(8);
+select is((select state from queue.jobs where task = 'stays'), 'ready', 'it is given back');
+select is((select count(*) from queue.shard_move where slot = 8) + (select count(*) from queue.shard_part where slot = 8) + (select count(*) from queue.shard_job where slot = 8), 0::bigint, 'nothing is left of the move');
+select ok((select is_plain from queue.shard_slot where slot = 8), 'its keys are deferred as before');
+select is((select count(*) from queue.audit where call = 'shard_stay'), 2::bigint, 'the audit has both');
+
+-- The target is asked before: of slot 9 it has all, slot 10 may come, slot 11 is on another move
+update queue.shard_slot set shard = 'b', is_plain = false where slot in (10, 11);
+select queue.shard_receive(11, 'b', 2, queue.shard_format());
+select is(array(select queue.shard_may_receive(s, 'b', v, queue.shard_format()) from (values (9, 1), (10, 2), (11, 2)) x (s, v)), '{f,t,t}', 'a slot may come that it has not');
+select pg_temp.refused('select queue.shard_may_receive(11, ''b'', 3, queue.shard_format())', 'this slot can''t come from there');
+select pg_temp.refused('select queue.shard_may_receive(10, ''b'', 2, 0)', 'the shards have different releases');
 
 select * from finish();

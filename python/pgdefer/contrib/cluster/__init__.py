@@ -72,9 +72,7 @@ class Cluster(Deferring, AsyncDeferring):
         then. Jobs that have been started before, and wait for another attempt, do not move; with
         `started` they do, as new ones.
         """
-        self.refresh()
-        for _, told in self._maps():
-            self.map.learn(told)
+        self._learn()
         source = self.map.slots[slot][0]
         done = move(self.map, slot, (source, to), patience=patience, started=started)
         if done.is_done:
@@ -83,6 +81,14 @@ class Cluster(Deferring, AsyncDeferring):
             self._tell(sql.MOVED_IF, {"slot": slot, "version": self.map.slots[slot][1]})
             self.tell()
         return done
+
+    def stay(self, slot: int) -> None:
+        """Give up a move of a slot. Raises InvalidParameter if a part of it has left."""
+        self._learn()
+        source = self.map.slots[slot][0]
+        self.app_of(source).client.call(sql.STAY, {"slot": slot})
+        self.refresh(source)
+        self.tell()
 
     def tell(self) -> list[str]:
         """Tell all shards the map. Return those that can't be reached: they learn it later."""
@@ -96,6 +102,12 @@ class Cluster(Deferring, AsyncDeferring):
             except psycopg.OperationalError:
                 unreached.append(name)
         return unreached
+
+    def _learn(self) -> None:
+        """Learn the map of each shard that can be reached."""
+        self.refresh()
+        for _, told in self._maps():
+            self.map.learn(told)
 
     def _maps(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Return the map of each shard that can be reached."""

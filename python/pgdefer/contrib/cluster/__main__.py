@@ -84,6 +84,12 @@ def move(
 
 
 @cli.command()
+def stay(slot: int, dsn: Dsn) -> None:
+    """Give up a move of a slot, of which no part has left."""
+    Cluster(App(), dsn).stay(slot)
+
+
+@cli.command()
 def check(dsn: Dsn) -> None:
     """Print what is wrong with the map; exit with 1 if anything is."""
     wrong = Cluster(App(), dsn).check()

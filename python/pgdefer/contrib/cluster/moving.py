@@ -183,11 +183,14 @@ def move(
         mover = _Mover(here, there, slot, started)
         for connection in (here, there):
             execute(connection, sql.SET_LOCK_TIMEOUT, {})
+        of_source = mover.call(here, sql.FORMAT)[0][0]
+        coming = {"source": source, "format": of_source}
+        version = mover.call(here, sql.MAP)[0][0]["slots"][slot][1] + 1
+        mover.call(there, sql.MAY_RECEIVE, version=version, **coming)
         version = mover.call(here, sql.LEAVE, target=target)[0][0]
         _be_the_only_mover(mover)
         mover.call(here, sql.LIST)
-        of_source = mover.call(here, sql.FORMAT)[0][0]
-        mover.call(there, sql.RECEIVE, source=source, version=version, format=of_source)
+        mover.call(there, sql.RECEIVE, version=version, **coming)
         mover.call(here, sql.UNHOLD, part=None)
         states = dict(mover.call(here, sql.PARTS))
         for part in [part for part, state in states.items() if state == "leaving"]:

@@ -1,0 +1,50 @@
+"""Moves that were refused or interrupted, and shards that come back: what repairs them."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from pgdefer import InvalidParameter
+from pgdefer.contrib.cluster import Cluster, shard_of
+
+from .conftest import NAMES, keys, rows
+
+SLOT = 5  # of shard a
+TABLES = ("shard_move", "shard_part", "shard_job", "shard_sent")
+
+
+def left(dsn: str) -> list[str]:
+    """Return the tables in which something is left of a move."""
+    return [name for name in TABLES if rows(dsn, f"select from queue.{name} limit 1")]
+
+
+def owners(dsns: dict[str, str]) -> list[tuple[str, int]]:
+    """Return who has the slot, by the map of each shard."""
+    read = "select shard, version from queue.shard_slot where slot = %s"
+    return [rows(dsns[name], read, [SLOT])[0] for name in NAMES]
+
+
+def test_a_target_that_refuses_leaves_the_slot_where_it_is(
+    cluster: Cluster, dsns: dict[str, str]
+) -> None:
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    cluster.defer("work", {}, shard_key=key)
+    rows(dsns["b"], "create or replace function queue.shard_format() returns integer"
+                    " language sql as 'select 0'")  # fmt: skip
+    with pytest.raises(InvalidParameter, match="different releases"):
+        cluster.move(SLOT, "b")
+    assert left(dsns["a"]) == []
+    assert cluster.move(SLOT, "c").jobs == 1
+
+
+def test_a_move_is_given_up(cluster: Cluster, dsns: dict[str, str]) -> None:
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    cluster.defer("work", {}, shard_key=key)
+    rows(dsns["a"], "select queue.shard_leave(%s, 'b')", [SLOT])
+    cluster.stay(SLOT)
+    assert left(dsns["a"]) == []
+    assert owners(dsns) == [("a", 2)] * 3
+    cluster.defer("work", {}, shard_key=key)
+    assert cluster.move(SLOT, "c").jobs == 2
+    assert owners(dsns) == [("c", 3)] * 3
