@@ -273,7 +273,8 @@ set search_path = pg_catalog, pg_temp as $$
   order by p.part
 $$;
 
--- Target, then source, once all 4,096 parts are there. Locks: rows of the map, for no key update: that
+-- Target, then source, once all 4,096 parts are there. It ends also an earlier move, whose last step is
+-- missing: a later version tells that the slot has moved on. Locks: rows of the map, for no key update: that
 -- waits for no defer. One that was let in before finds the slot here in the target, and is refused
 -- in the source, as it was by the part. Raises: 22023 before that, or if the slot is on no such move.
 create or replace function queue.shard_moved(slot integer, version bigint)
@@ -284,7 +285,7 @@ begin
     and m.version >= shard_moved.version) then
     return;
   elsif not exists (select from queue.shard_move r
-    where r.slot = shard_moved.slot and r.version = shard_moved.version) then
+    where r.slot = shard_moved.slot and r.version <= shard_moved.version) then
     perform queue._shard_invalid('this slot is not on this move',
       'Call queue.shard_leave in its shard, and queue.shard_receive in the target, first.',
       format('slot: %s, version: %s', slot, version));

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import psycopg
+from typing import Any
+
 import pytest
 
 from pgdefer import InvalidParameter
-from pgdefer.contrib.cluster import Cluster, shard_of
+from pgdefer.contrib.cluster import Cluster, moving, shard_of, sql
+from pgdefer.database.sql import Statement
 
 from .conftest import NAMES, keys, rows
 
@@ -48,3 +50,27 @@ def test_a_move_is_given_up(cluster: Cluster, dsns: dict[str, str]) -> None:
     cluster.defer("work", {}, shard_key=key)
     assert cluster.move(SLOT, "c").jobs == 2
     assert owners(dsns) == [("c", 3)] * 3
+
+
+def test_a_move_without_its_last_step_is_followed(
+    cluster: Cluster, dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot moves on, and back to the shard that has not heard of the end."""
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    cluster.defer("work", {}, shard_key=key)
+    real = moving._Mover.call
+
+    def call(mover: Any, connection: Any, statement: Statement, **parameters: Any) -> Any:
+        if statement is sql.MOVED and connection is mover.source:
+            raise KeyboardInterrupt
+        return real(mover, connection, statement, **parameters)
+
+    for target in ("b", "c"):
+        with monkeypatch.context() as patch:
+            patch.setattr(moving._Mover, "call", call)
+            with pytest.raises(KeyboardInterrupt):
+                cluster.move(SLOT, target)
+    assert cluster.move(SLOT, "a").is_done
+    assert owners(dsns) == [("a", 4)] * 3
+    assert [left(dsns[name]) for name in NAMES] == [[], [], []]
+    assert cluster.check() == []

@@ -73,12 +73,12 @@ class Cluster(Deferring, AsyncDeferring):
         `started` they do, as new ones.
         """
         self._learn()
-        source = self.map.slots[slot][0]
+        source, version = self.map.slots[slot]
+        # the owner's word ends a move of which only the source's last step is missing
+        self._tell(sql.MOVED_IF, {"slot": slot, "version": version})
         done = move(self.map, slot, (source, to), patience=patience, started=started)
         if done.is_done:
             self.refresh(to)
-            # the target's word ends a move of which only the source's last step is missing
-            self._tell(sql.MOVED_IF, {"slot": slot, "version": self.map.slots[slot][1]})
             self.tell()
         return done
 
