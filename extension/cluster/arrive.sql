@@ -3,7 +3,8 @@
 begin;
 
 -- A job as queue.defer_many takes it, with its id, the ids of unfinished jobs that it needs, and the signals
--- that no wait has taken. Its lock and keys have been filled: their braces are doubled.
+-- that no wait has taken. Its lock and keys have been filled: their braces are doubled. One that has had its
+-- slots was not discarded, and on_limit goes no further.
 create or replace function queue._shard_call(p_id bigint, p_held boolean)
 returns jsonb language plpgsql stable security invoker
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
@@ -23,7 +24,9 @@ begin
     'signals', (
       select jsonb_agg(to_jsonb(r) - '{job_id,no}'::text[] order by r.no) from queue.received_signal r
       where r.job_id = j.id),
-    'options', coalesce(j.options, '{}') - '{terms,parent,group,awaited}'::text[]
+    'options', coalesce(j.options, '{}') - ('{terms,parent,group,awaited}'::text[] || case
+        when j.is_kept or j.claims > 0 or exists (select from queue.active_job aj where aj.id = j.id)
+        then 'on_limit' end)
       || jsonb_build_object('held', p_held, 'share', coalesce(queue._literal(j.options ->> 'share'), ''),
         'idempotency_key', coalesce(queue._literal(j.options ->> 'idempotency_key'), ''))
       || case when j.queueing_lock is null then '{}'::jsonb else '{"on_conflict": "ignore"}' end

@@ -1,6 +1,6 @@
 -- Parts that arrive: more jobs than a call of the queue's functions may name, and keys that are taken.
 
-select plan(15);
+select plan(17);
 
 create or replace function queue._shard_piece() returns integer language sql as $$ select 2000 $$;
 
@@ -67,6 +67,18 @@ select queue.shard_receive(5, 'b', 2, queue.shard_format());
 select queue.shard_part_arrive(carried) from sent;
 select results_eq($$select j.args ->> 'n', r.name collate "default", r.payload, r.received_at from queue.received_signal r join queue.jobs j on j.id = r.job_id order by r.no$$,
                   $$select '2', s.name, s.payload, timestamptz '2020-01-02T03:04:05.678901Z' from (values ('b', '1'::jsonb), ('a', '[2]'), ('b', 'null')) s (name, payload)$$, 'they arrive in their order');
+
+-- on_limit goes with jobs that may still be discarded, not with those that have had their slots, which wait in the target.
+create temp table o as select 'key ' || n as key, queue._shard_part_of('key ' || n) as part from generate_series(1, 20000) n where queue.shard_of('key ' || n) = 4 limit 1;
+select queue.shard_defer(o.key, 'limited', jsonb_build_object('n', x.n), jsonb_build_object('queue', x.n, 'concurrency_key', x.key, 'concurrency_limit', 1, 'scheduled_at', x.at, 'options', '{"on_limit": "discard"}'::jsonb))
+from o, (values ('ready', 'one', null), ('held', 'two', null), ('started', 'three', null), ('later', 'one', '2099-01-01')) x (n, key, at) \g /dev/null
+select queue.register_worker('w') as worker \gset
+select queue.shard_catch_up(), queue.hold(id) from queue.jobs where task = 'limited' and args ->> 'n' = 'held';
+select queue.retry_later(f.id, f.claim, now() + interval '1 hour') from queue.fetch(:worker, '{started}') f;
+select queue.shard_leave(4, 'b'), queue.shard_list(4);
+select ok(queue.shard_part_leave(4, o.part, true), 'jobs with on_limit leave') from o;
+select is((select string_agg(concat_ws(' ', s.job -> 'args' ->> 'n', s.job #>> '{options,on_limit}'), ', ' order by s.id) from queue.shard_sent s), 'ready, held, started, later discard', 'only one that has not had its slots may still be discarded');
+delete from queue.shard_sent; delete from queue.shard_part; delete from queue.shard_move; delete from queue.shard_job;
 select is_empty('select * from queue.check()', 'and all is consistent');
 
 select * from finish();
