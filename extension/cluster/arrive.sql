@@ -143,12 +143,44 @@ begin
   end if;
 end $$;
 
+-- Defers jobs that the source has accepted, also if they are larger than this queue allows.
+-- Locks: if one may be, the row of queue.installation, as queue.configure; then as queue.defer_many. The row
+-- must stay that of its era (base/era.sql). Raises: as queue.defer_many.
+create or replace function queue._shard_defer(p_calls jsonb)
+returns bigint[] language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
+declare
+  v_own record;
+  v_ids bigint[];
+begin
+  if not exists (select from jsonb_array_elements(p_calls) c, queue.installation i
+    where octet_length(c::text) > i.max_size) then
+    return array(select d from queue.defer_many(p_calls) d);
+  end if;
+  select i.max_size, i.written = i.xmin as is_of_era into v_own from queue.installation i for no key update;
+  update queue.installation i set max_size = 268435456;
+  v_ids := array(select d from queue.defer_many(p_calls) d);
+  update queue.installation i set max_size = v_own.max_size;
+  update queue.installation i set written = i.xmin where v_own.is_of_era;
+  return v_ids;
+end $$;
+
+-- Appends the signals of jobs that arrive. Locks: none. No wake-up is lost: no job waits for them yet.
+create or replace function queue._shard_signal(p_jobs jsonb, p_ids bigint[])
+returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
+begin
+  insert into queue.received_signal (job_id, name, received_at, payload)
+  select p_ids[j.n], s.sent ->> 'name', (s.sent ->> 'received_at')::timestamptz, s.sent -> 'payload'
+  from jsonb_array_elements(p_jobs) with ordinality j (job, n)
+  cross join jsonb_array_elements(nullif(j.job -> 'signals', 'null')) with ordinality s (sent, n)
+  order by j.n, s.n;
+end $$;
+
 -- Target. Defers the jobs of a piece, once: the row of the part counts its pieces in the same transaction,
 -- and a second call waits for the first. They may run at once: they are older than those of the pieces that
--- follow, none of which can start in the source. Their signals come with them. Jobs with needs begin a call of queue.defer_many, as the new
--- ids of what they need are known by then. Returns how many it deferred, and the receipt for
--- queue.shard_part_gone.
--- Locks: that row; then as queue.defer_many. No wake-up is lost: that notifies. Raises: 22023; as that.
+-- follow, none of which can start in the source. Their signals come with them. Jobs with needs begin a call
+-- of queue.defer_many, as the new ids of what they need are known by then. Returns how many it deferred, and the
+-- receipt for queue.shard_part_gone.
+-- Locks: that row; then as _shard_defer. No wake-up is lost: that notifies. Raises: 22023; as that.
 create or replace function queue.shard_part_arrive(carried jsonb, out deferred integer, out receipt uuid)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -196,7 +228,7 @@ begin
         left join queue.shard_job s on s.slot = v_slot and s.part = v_part and s.id = e.need::bigint
         where v_new ? e.need or s.id is not null)) order by j.n)
       from jsonb_array_elements(v_some) with ordinality j (job, n));
-    v_ids := array(select d from queue.defer_many(v_calls) d);
+    v_ids := queue._shard_defer(v_calls);
     -- An id of another transaction, or one given twice: a job here has the queueing lock or the idempotency
     -- key. The one that arrives must not be lost, so it does without.
     for v_again in
@@ -207,16 +239,12 @@ begin
       where j.xid is distinct from pg_current_xact_id() or x.use > 1 or x.id in (select unnest(v_all))
       order by x.n
     loop
-      v_ids[v_again.n] := (select d from queue.defer_many(jsonb_build_array(
+      v_ids[v_again.n] := (queue._shard_defer(jsonb_build_array(
         (v_calls -> (v_again.n - 1)::integer) || jsonb_build_object('queueing_lock', '', 'options',
           (v_calls -> (v_again.n - 1)::integer -> 'options') - 'on_conflict'
-            || '{"idempotency_key": ""}'))) d);
+            || '{"idempotency_key": ""}'))))[1];
     end loop;
-    insert into queue.received_signal (job_id, name, received_at, payload)
-    select v_ids[j.n], s.sent ->> 'name', (s.sent ->> 'received_at')::timestamptz, s.sent -> 'payload'
-    from jsonb_array_elements(v_some) with ordinality j (job, n)
-    cross join jsonb_array_elements(nullif(j.job -> 'signals', 'null')) with ordinality s (sent, n)
-    order by j.n, s.n;
+    perform queue._shard_signal(v_some, v_ids);
     v_new := v_new || (select jsonb_object_agg(j.job ->> 'id', v_ids[j.n])
       from jsonb_array_elements(v_some) with ordinality j (job, n));
     v_all := v_all || v_ids;
@@ -309,8 +337,9 @@ declare
   v_name regprocedure;
 begin
   foreach v_name in array '{queue._shard_call,queue.shard_format,queue.shard_part_jobs,
-    queue._shard_check_format,queue.shard_may_receive,queue.shard_receive,queue._shard_check_carried,queue.shard_part_arrive,
-    queue.shard_part_gone,queue.shard_parts,queue.shard_moved}'::regproc[] loop
+    queue._shard_check_format,queue.shard_may_receive,queue.shard_receive,queue._shard_check_carried,
+    queue._shard_defer,queue._shard_signal,queue.shard_part_arrive,queue.shard_part_gone,
+    queue.shard_parts,queue.shard_moved}'::regproc[] loop
     execute format('revoke all on function %s from public', v_name);
   end loop;
 end $$;

@@ -144,6 +144,16 @@ $$;
 comment on function queue.shard_find(text) is
   'Returns the name of the shard that has a key, as far as this database knows; NULL while it is on its way.';
 
+-- The jobs that have left this database, of which it does not know that they have arrived.
+create or replace function queue.shard_under_way()
+returns table (slot integer, target text, jobs bigint)
+language sql stable security definer set search_path = pg_catalog, pg_temp as $$
+  select s.slot, r.to_shard, count(*) from queue.shard_sent s left join queue.shard_move r on r.slot = s.slot
+  group by 1, 2 order by 1
+$$;
+comment on function queue.shard_under_way() is
+  'Returns how many jobs of each slot have left this database and, as far as it knows, not arrived.';
+
 -- Raises: 22023, always. A database that only routes has no other functions of the queue.
 create or replace function queue._shard_invalid(p_message text, p_hint text, p_detail text default '')
 returns void language plpgsql volatile set search_path = pg_catalog, pg_temp as $$

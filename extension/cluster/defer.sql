@@ -167,7 +167,8 @@ declare
 begin
   foreach v_name in array '{queue._shard_enter,queue._shard_refuse,queue._shard_check_needs,queue._shard_note,
     queue.shard_defer_many,queue._shard_tagged,queue.shard_defer,queue.shard_of,queue._shard_part_of,
-    queue.shard_key,queue.shard_map,queue.shard_find,queue._shard_invalid}'::regproc[] loop
+    queue.shard_key,queue.shard_map,queue.shard_find,queue.shard_under_way,
+    queue._shard_invalid}'::regproc[] loop
     execute format('revoke all on function %s from public', v_name);
   end loop;
   lock table queue.access in share row exclusive mode;

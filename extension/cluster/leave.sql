@@ -56,7 +56,8 @@ end $$;
 -- From its commit on the source refuses the part. Returns whether it left.
 -- Locks: the part's row, for update, waited for (lock_timeout): every defer for it has committed; then as
 -- queue.delete. Nothing is lost: as _shard_cut.
--- Raises: 55P03 (a transaction that defers for it, or signals, stays open), 55000 (another job needs one), 22023, QJ008.
+-- Raises: 55P03 (a transaction that defers for it, or signals, stays open), 55000 (another job needs one),
+-- 22023, QJ008.
 create or replace function queue.shard_part_leave(slot integer, part integer, started boolean default false)
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -108,8 +109,8 @@ begin
     returning p.part;
 end $$;
 
--- Removes all that is noted of a slot's move. Locks: rows of the move, and its parts', for update, waited for:
--- those who defer for them have ended.
+-- Removes all that is noted of a slot's move. Locks: its rows, for update, waited for: those who defer for
+-- its parts have ended.
 create or replace function queue._shard_forget(p_slot integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin

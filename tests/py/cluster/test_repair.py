@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
 from pgdefer import InvalidParameter
 from pgdefer.contrib.cluster import Cluster, moving, shard_of, sql
@@ -73,4 +76,39 @@ def test_a_move_without_its_last_step_is_followed(
     assert cluster.move(SLOT, "a").is_done
     assert owners(dsns) == [("a", 4)] * 3
     assert [left(dsns[name]) for name in NAMES] == [[], [], []]
+    assert cluster.check() == []
+
+
+def test_jobs_arrive_whatever_size_the_target_allows(
+    cluster: Cluster, dsns: dict[str, str]
+) -> None:
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    given = random.Random(1).randbytes(90_000).hex()
+    for n in range(2):
+        cluster.defer("work", {"n": n, "given": given}, shard_key=key, idempotency_key="i" * n)
+    rows(dsns["b"], "select queue.configure('{\"max_size\": 100000}')")
+    rows(dsns["b"], "select queue.defer('work', options => '{\"idempotency_key\": \"i\"}')")
+    worker = rows(dsns["b"], "select queue.register_worker('w')")[0][0]
+    assert cluster.move(SLOT, "b").jobs == 2
+    found = rows(dsns["b"], "select args ->> 'given' from queue.jobs where args ? 'n'")
+    assert found == [(given,)] * 2
+    assert rows(dsns["b"], "select queue.configure('{}') ->> 'max_size'") == [("100000",)]
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="too large"):
+        rows(dsns["b"], "select queue.defer('work', %s)", [Jsonb({"given": given})])
+    # no new era has begun
+    assert rows(dsns["b"], "select queue.register_worker('w')") == [(worker + 1,)]
+
+
+def test_check_reports_jobs_under_way(
+    cluster: Cluster, dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    for _ in range(2):
+        cluster.defer("work", {}, shard_key=key)
+    with monkeypatch.context() as patch:
+        patch.setattr(moving._Mover, "arrive", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cluster.move(SLOT, "b")
+    assert cluster.check() == ["slot 5: 2 jobs have left a: go on with its move to b"]
+    assert cluster.move(SLOT, "b").jobs == 2
     assert cluster.check() == []

@@ -131,7 +131,10 @@ class Cluster(Deferring, AsyncDeferring):
         return parts
 
     def check(self) -> list[str]:
-        """Return what is wrong: shards that are down, and slots with no shard or with two."""
+        """Return what is wrong: shards that are down, slots with no shard or with two.
+
+        Jobs that have left a shard and not arrived are reported too, also while a mover lives.
+        """
         self.refresh()
         told = dict(self._maps())
         wrong = [f"shard {name}: can't be reached" for name in self.map.shards if name not in told]
@@ -139,4 +142,9 @@ class Cluster(Deferring, AsyncDeferring):
             claims = [name for name in told if told[name]["slots"][slot][0] == name]
             if len(claims) != 1 and (owner in told or claims):
                 wrong.append(f"slot {slot}: {', '.join(claims) or 'no shard'}")
+        for name in told:
+            for slot, target, jobs in self.app_of(name).client.call(sql.UNDER_WAY, {}):
+                wrong.append(
+                    f"slot {slot}: {jobs} jobs have left {name}: go on with its move to {target}"
+                )
         return wrong
