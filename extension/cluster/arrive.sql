@@ -178,8 +178,8 @@ end $$;
 -- Target. Defers the jobs of a piece, once: the row of the part counts its pieces in the same transaction,
 -- and a second call waits for the first. They may run at once: they are older than those of the pieces that
 -- follow, none of which can start in the source. Their signals come with them. Jobs with needs begin a call
--- of queue.defer_many, as the new ids of what they need are known by then. Returns how many it deferred, and the
--- receipt for queue.shard_part_gone.
+-- of queue.defer_many, as the new ids of what they need are known by then. Returns how many it deferred, and
+-- the receipt for queue.shard_part_gone.
 -- Locks: that row; then as _shard_defer. No wake-up is lost: that notifies. Raises: 22023; as that.
 create or replace function queue.shard_part_arrive(carried jsonb, out deferred integer, out receipt uuid)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$

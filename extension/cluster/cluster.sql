@@ -205,9 +205,11 @@ begin
     (select jsonb_agg(s.name order by s.name) from queue.shard s)));
 end $$;
 
--- Takes over what another copy of the map knows better. A slot that moves here is decided by its move alone.
+-- Takes over what another copy of the map knows better. A slot on a move is decided by that alone, until a
+-- copy has its version, or a later one: then the move is over (_shard_end).
 -- self is for the first map that a new shard learns; later it may be left out.
--- Locks: rows of the map, for no key update: that waits for no defer. Raises: 22023.
+-- Locks: if a move is over, those of _shard_end; rows of the map, for no key update: that waits for no defer.
+-- No wake-up is lost: as _shard_end. Raises: 22023; QJ008 (a move is over).
 create or replace function queue.shard_learn(map jsonb, self text default null)
 returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -227,6 +229,10 @@ begin
       'Leave out self.', format('self: %s, here: %s', left(self, 1000),
         coalesce((select s.name from queue.shard s where s.is_self), 'none, as it only routes')));
   end if;
+  perform queue._shard_end(r.slot)
+  from queue.shard_move r
+  join jsonb_array_elements(map -> 'slots') with ordinality s (entry, n) on s.n = r.slot + 1
+  where (s.entry ->> 1)::bigint >= r.version order by r.slot;
   insert into queue.shard (name, dsn, is_self)
   select s.key, s.value, coalesce(s.key = shard_learn.self, false) from jsonb_each_text(map -> 'shards') s
   on conflict on constraint shard_pkey do update set dsn = excluded.dsn;

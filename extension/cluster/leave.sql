@@ -120,6 +120,27 @@ begin
   delete from queue.shard_sent s where s.slot = p_slot;
 end $$;
 
+-- Ends a move that another copy of the map knows to be over. Its last step is missing here, the source has
+-- given it up, or this shard was restored to a time before the end. What has left this shard is in the target
+-- by then; what the move still holds is given back, and ends here.
+-- Locks: rows of the parts, for update, waited for: those who defer for them have ended; then as
+-- shard_unhold. No wake-up is lost: as that. Raises: QJ008.
+create or replace function queue._shard_end(p_slot integer)
+returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
+declare
+  v_version bigint;
+  v_is_listed boolean;
+begin
+  perform from queue.shard_part p where p.slot = p_slot order by p.part for update;
+  select r.version, r.is_listed into v_version, v_is_listed from queue.shard_move r where r.slot = p_slot;
+  if v_is_listed then
+    update queue.shard_part p set state = 'here' where p.slot = p_slot;  -- also what has left in part
+    perform queue.shard_unhold(p_slot);
+  end if;
+  perform queue._shard_forget(p_slot);
+  perform queue._shard_audit('shard_learn', jsonb_build_object('slot', p_slot, 'ended', v_version));
+end $$;
+
 -- Source. Gives up a move of which no part has left: the slot stays, with the move's version, by which the
 -- target learns that nothing comes.
 -- Locks: the parts' rows, for update, waited for (lock_timeout): none leaves, and those who defer for them
@@ -146,7 +167,7 @@ declare
   v_name regprocedure;
 begin
   foreach v_name in array '{queue._shard_cut,queue.shard_part_leave,queue.shard_leave_empty,
-    queue._shard_forget,queue.shard_stay}'::regproc[] loop
+    queue._shard_forget,queue._shard_end,queue.shard_stay}'::regproc[] loop
     execute format('revoke all on function %s from public', v_name);
   end loop;
 end $$;

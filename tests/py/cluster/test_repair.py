@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from pgdefer import InvalidParameter
+from pgdefer import App, InvalidParameter
 from pgdefer.contrib.cluster import Cluster, moving, shard_of, sql
+from pgdefer.contrib.cluster.shards import part_of
+from pgdefer.database.server import EmbeddedServer
 from pgdefer.database.sql import Statement
+from support import ROOT
 
 from .conftest import NAMES, keys, rows
 
@@ -47,8 +53,9 @@ def test_a_move_is_given_up(cluster: Cluster, dsns: dict[str, str]) -> None:
     (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
     cluster.defer("work", {}, shard_key=key)
     rows(dsns["a"], "select queue.shard_leave(%s, 'b')", [SLOT])
+    rows(dsns["b"], "select queue.shard_receive(%s, 'a', 2, queue.shard_format())", [SLOT])
     cluster.stay(SLOT)
-    assert left(dsns["a"]) == []
+    assert [left(dsns[name]) for name in NAMES] == [[], [], []]
     assert owners(dsns) == [("a", 2)] * 3
     cluster.defer("work", {}, shard_key=key)
     assert cluster.move(SLOT, "c").jobs == 2
@@ -112,3 +119,82 @@ def test_check_reports_jobs_under_way(
     assert cluster.check() == ["slot 5: 2 jobs have left a: go on with its move to b"]
     assert cluster.move(SLOT, "b").jobs == 2
     assert cluster.check() == []
+
+
+@contextlib.contextmanager
+def restored(server: EmbeddedServer, name: str) -> Iterator[None]:
+    """Restore a shard to the time before the block, after it."""
+    database, copy = f"shard_{name}", f"shard_{name}_old"
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        connection.execute(
+            "select pg_terminate_backend(pid, 5000) from pg_stat_activity where datname = %s",
+            [database],
+        )
+        connection.execute(f"create database {copy} template {database}".encode())
+        yield
+        connection.execute(f"drop database {database} with (force)".encode())
+        connection.execute(f"alter database {copy} rename to {database}".encode())
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_shard_is_restored_to_the_middle_of_a_move(
+    app: App, dsns: dict[str, str], server: EmbeddedServer, name: str
+) -> None:
+    """It is told the map of the others, and serves what it should."""
+    cluster = Cluster.create(app, dsns)
+    names = keys(lambda key: shard_of(key) == SLOT, 2)
+    for key in (*names, names[1]):
+        cluster.defer("work", {}, shard_key=key)
+    rows(dsns["a"], "select queue.shard_leave(%s, 'b'), queue.shard_list(%s)", [SLOT, SLOT])
+    rows(dsns["b"], "select queue.shard_receive(%s, 'a', 2, queue.shard_format())", [SLOT])
+    rows(dsns["a"], "select queue.shard_part_leave(%s, %s)", [SLOT, part_of(names[0])])
+    rows(dsns["a"], "select queue.shard_hold(%s, %s)", [SLOT, part_of(names[1])])
+    cluster.close()
+    with restored(server, name):
+        mover = Cluster(App(), dsns["c"])
+        assert mover.move(SLOT, "b").jobs == 3
+        mover.close()
+    late = Cluster(app, dsns["c"])
+    late.refresh()
+    assert late.tell() == []
+    assert owners(dsns) == [("b", 2)] * 3
+    assert [left(dsns[name]) for name in NAMES] == [[], [], []]
+    assert late.check() == []
+    assert rows(dsns[name], "select from queue.jobs where reason = 'moving'") == []
+    for key in names:
+        late.defer("late", {}, shard_key=key)
+    assert late.move(SLOT, "c").is_done
+    assert owners(dsns) == [("c", 3)] * 3
+    late.close()
+
+
+def test_a_target_that_has_forgotten_parts(
+    app: App, dsns: dict[str, str], server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statement of docs/scaling.md."""
+    text = (ROOT / "docs" / "scaling.md").read_text("utf-8")
+    (repair,) = re.findall(r"`(insert into queue.shard_part [^`]*)`", text)
+    cluster = Cluster.create(app, dsns)
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    cluster.defer("work", {}, shard_key=key)
+    cluster.close()
+    real = moving._Mover.call
+
+    def call(mover: Any, connection: Any, statement: Statement, **parameters: Any) -> Any:
+        if statement is sql.MOVED:
+            raise KeyboardInterrupt
+        return real(mover, connection, statement, **parameters)
+
+    rows(dsns["b"], "select queue.shard_receive(%s, 'a', 2, queue.shard_format())", [SLOT])
+    with restored(server, "b"), monkeypatch.context() as patch:
+        patch.setattr(moving._Mover, "call", call)
+        with pytest.raises(KeyboardInterrupt):
+            Cluster(App(), dsns["a"]).move(SLOT, "b")
+    late = Cluster(app, dsns["a"])
+    with pytest.raises(InvalidParameter, match="parts of this slot have not moved yet"):
+        late.move(SLOT, "b")
+    rows(dsns["b"], repair.replace("17", str(SLOT)))
+    assert late.move(SLOT, "b").is_done
+    assert owners(dsns) == [("b", 2)] * 3
+    assert late.check() == []
+    late.close()

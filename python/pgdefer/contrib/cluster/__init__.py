@@ -19,7 +19,6 @@ from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
 from pgdefer.contrib.cluster.install import install, self_of
 from pgdefer.contrib.cluster.moving import Move, move
 from pgdefer.contrib.cluster.shards import ShardMap, shard_of
-from pgdefer.database.sql import Statement
 from pgdefer.errors import InvalidParameter
 
 __all__ = ["Cluster", "Move", "ShardMap", "install", "shard_of"]
@@ -73,9 +72,8 @@ class Cluster(Deferring, AsyncDeferring):
         `started` they do, as new ones.
         """
         self._learn()
-        source, version = self.map.slots[slot]
-        # the owner's word ends a move of which only the source's last step is missing
-        self._tell(sql.MOVED_IF, {"slot": slot, "version": version})
+        self.tell()  # ends moves that are over, as one without its last step
+        source = self.map.slots[slot][0]
         done = move(self.map, slot, (source, to), patience=patience, started=started)
         if done.is_done:
             self.refresh(to)
@@ -92,13 +90,11 @@ class Cluster(Deferring, AsyncDeferring):
 
     def tell(self) -> list[str]:
         """Tell all shards the map. Return those that can't be reached: they learn it later."""
-        return self._tell(sql.LEARN, {"map": self.map.to_json(), "self": None})
-
-    def _tell(self, statement: Statement, parameters: Mapping[str, Any]) -> list[str]:
         unreached = []
         for name in self.map.shards:
             try:
-                self.app_of(name).client.call(statement, parameters)
+                told = {"map": self.map.to_json(), "self": None}
+                self.app_of(name).client.call(sql.LEARN, told)
             except psycopg.OperationalError:
                 unreached.append(name)
         return unreached

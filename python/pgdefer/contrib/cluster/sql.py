@@ -53,8 +53,3 @@ GONE_EMPTY = Statement("""
     from unnest(cast(:parts as integer[]), cast(cast(:receipts as text[]) as uuid[])) x (p, r)
 """)
 MOVED = Statement("select queue.shard_moved(:slot, :version)")
-# To all shards: only the source and the target know such a move.
-MOVED_IF = Statement("""
-    select queue.shard_moved(:slot, :version)
-    from (select from queue.shard_parts(:slot) limit 1) p
-""")
