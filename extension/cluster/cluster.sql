@@ -185,24 +185,30 @@ begin
 end $$;
 
 -- Makes the first map: the slots divided evenly among the names in their order, so each shard makes the same.
--- Locks: rows of the map. Raises: 22023, also if there is a map.
+-- Locks: rows of the map. Raises: 22023, also if there is another map.
 create or replace function queue.shard_start(self text, shards jsonb)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
+declare
+  v_names text[];
+  v_slots jsonb;
 begin
-  if exists (select from queue.shard_slot) then
+  perform queue._shard_check_names(shards, self);
+  v_names := array(select k from jsonb_object_keys(shards) k order by k collate "C");
+  v_slots := (select jsonb_agg(jsonb_build_array(v_names[n * cardinality(v_names) / 1024 + 1], 1) order by n)
+    from generate_series(0, 1023) n);
+  if queue.shard_map() = jsonb_build_object('self', self, 'shards', shards, 'slots', v_slots) then
+    return;
+  elsif exists (select from queue.shard_slot) then
     perform queue._shard_invalid('this database has a map',
       'Add a shard by queue.shard_learn, and move slots to it.');
   end if;
-  perform queue._shard_check_names(shards, self);
   insert into queue.shard (name, dsn, is_self)
   select s.key, s.value, coalesce(s.key = shard_start.self, false) from jsonb_each_text(shards) s;
-  insert into queue.shard_slot (slot, shard, version)
-  select n, (array(select s.name from queue.shard s order by s.name))[
-    (n * (select count(*) from queue.shard) / 1024 + 1)::integer], 1
-  from generate_series(0, 1023) n;
-  update queue.shard_slot m set is_plain = true where m.shard = self;
+  insert into queue.shard_slot (slot, shard, version, is_plain)
+  select (s.n - 1)::integer, s.entry ->> 0, 1, coalesce(s.entry ->> 0 = shard_start.self, false)
+  from jsonb_array_elements(v_slots) with ordinality s (entry, n);
   perform queue._shard_audit('shard_start', jsonb_build_object('self', self, 'shards',
-    (select jsonb_agg(s.name order by s.name) from queue.shard s)));
+    to_jsonb(v_names)));
 end $$;
 
 -- Takes over what another copy of the map knows better. A slot on a move is decided by that alone, until a

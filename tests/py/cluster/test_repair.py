@@ -10,10 +10,12 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
 from pgdefer import App, InvalidParameter
-from pgdefer.contrib.cluster import Cluster, moving, shard_of, sql
+from pgdefer.contrib import cluster as package
+from pgdefer.contrib.cluster import Cluster, install, moving, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
 from pgdefer.database.server import EmbeddedServer
 from pgdefer.database.sql import Statement
@@ -198,3 +200,33 @@ def test_a_target_that_has_forgotten_parts(
     assert owners(dsns) == [("b", 2)] * 3
     assert late.check() == []
     late.close()
+
+
+def test_a_cluster_is_created_after_a_failure(
+    app: App, dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(psycopg.OperationalError):
+        Cluster.create(app, {**dsns, "b": make_conninfo(dsns["b"], dbname="nowhere")})
+
+    def fail(dsn: str, **given: Any) -> None:
+        if given and given["self"] == "b":
+            raise KeyboardInterrupt
+        install(dsn, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(package, "install", fail)
+        with pytest.raises(KeyboardInterrupt):
+            Cluster.create(app, dsns)
+    cluster = Cluster.create(app, dsns)
+    assert cluster.check() == []
+    cluster.close()
+
+
+def test_no_such_slot_or_shard(cluster: Cluster) -> None:
+    for slot in (1024, -1):
+        with pytest.raises(InvalidParameter, match=rf"no slot {slot}\. Slots are 0 to 1023"):
+            cluster.move(slot, "b")
+        with pytest.raises(InvalidParameter, match="no slot"):
+            cluster.stay(slot)
+    with pytest.raises(InvalidParameter, match=r"no shard 'z'\. The map has a, b, c"):
+        cluster.move(SLOT, "z")

@@ -1,7 +1,7 @@
 -- Shards: who accepts which key, and the steps of a move, each alone (extension/cluster/). This database is
 -- shard a, with slots 0 to 511; b exists by name only.
 
-select plan(84);
+select plan(86);
 
 create temp table k as
   select 'key ' || n as key, queue.shard_of('key ' || n) as slot, queue._shard_part_of('key ' || n) as part from generate_series(1, 20000) n;
@@ -19,6 +19,8 @@ select is(queue.shard_map() ->> 'self', 'a', 'the map knows this shard');
 select results_eq($$select s ->> 0, count(*) from jsonb_array_elements(queue.shard_map() -> 'slots') s group by 1 order by 1$$,
                   $$values ('a', 512::bigint), ('b', 512)$$, 'and divides the slots');
 select is(test.refusal($$select queue.shard_start('a', '{"a": "x"}')$$), '22023', 'there is one map');
+select lives_ok($$select queue.shard_start('a', '{"a": "dbname=a", "b": "dbname=b"}')$$, 'the same may be made again');
+select is(array(select test.refusal(format('select queue.shard_start(%L, %L)', s, m)) from (values ('b', '{"a": "dbname=a", "b": "dbname=b"}'), ('a', '{"a": "dbname=a", "b": "dbname=c"}')) x (s, m)), '{22023,22023}', 'not another one');
 select is(array(select test.refusal(format('select queue.shard_learn(%L)', m))
             from unnest('{null,"[]","{\"shards\": {}}","{\"shards\": {\"a\": \"\"}, \"slots\": [1]}"}'::jsonb[]) m),
           '{22023,22023,22023,22023}', 'what is no map is refused');

@@ -18,7 +18,7 @@ from pgdefer.contrib.cluster.deferring import Deferring
 from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
 from pgdefer.contrib.cluster.install import install, self_of
 from pgdefer.contrib.cluster.moving import Move, move
-from pgdefer.contrib.cluster.shards import ShardMap, shard_of
+from pgdefer.contrib.cluster.shards import SLOTS, ShardMap, shard_of
 from pgdefer.errors import InvalidParameter
 
 __all__ = ["Cluster", "Move", "ShardMap", "install", "shard_of"]
@@ -34,7 +34,12 @@ class Cluster(Deferring, AsyncDeferring):
 
     @classmethod
     def create(cls, app: App, shards: Mapping[str, str]) -> Cluster:
-        """Install the functions in each of these databases, and divide the slots among them."""
+        """Install the functions in each of these databases, and divide the slots among them.
+
+        Again, after a failure, it goes on.
+        """
+        for dsn in shards.values():
+            install(dsn)  # before the first map: none is made if a database can't be reached
         for name, dsn in shards.items():
             install(dsn, self=name, shards=shards)
         return cls(app, *shards.values())
@@ -72,8 +77,13 @@ class Cluster(Deferring, AsyncDeferring):
         `started` they do, as new ones.
         """
         self._learn()
+        source = self._owner(slot)
+        if to not in self.map.shards:
+            raise InvalidParameter(
+                f"there is no shard {to!r}",
+                hint=f"The map has {', '.join(sorted(self.map.shards))}. Add the shard first.",
+            )
         self.tell()  # ends moves that are over, as one without its last step
-        source = self.map.slots[slot][0]
         done = move(self.map, slot, (source, to), patience=patience, started=started)
         if done.is_done:
             self.refresh(to)
@@ -83,7 +93,7 @@ class Cluster(Deferring, AsyncDeferring):
     def stay(self, slot: int) -> None:
         """Give up a move of a slot. Raises InvalidParameter if a part of it has left."""
         self._learn()
-        source = self.map.slots[slot][0]
+        source = self._owner(slot)
         self.app_of(source).client.call(sql.STAY, {"slot": slot})
         self.refresh(source)
         self.tell()
@@ -98,6 +108,14 @@ class Cluster(Deferring, AsyncDeferring):
             except psycopg.OperationalError:
                 unreached.append(name)
         return unreached
+
+    def _owner(self, slot: int) -> str:
+        """Return the shard of a slot. Raises InvalidParameter if there is no such slot."""
+        if not 0 <= slot < SLOTS:
+            raise InvalidParameter(
+                f"there is no slot {slot}", hint=f"Slots are 0 to {SLOTS - 1}: shard_of(key)."
+            )
+        return self.map.slots[slot][0]
 
     def _learn(self) -> None:
         """Learn the map of each shard that can be reached."""
