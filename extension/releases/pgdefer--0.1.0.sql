@@ -3269,7 +3269,8 @@ begin
   end loop;
 end $$;
 
--- The functions that roles of each kind may call. is_for_some: also those restricted to some queues.
+-- The functions that roles of each kind may call. is_for_some: also those restricted to some queues. Those of
+-- shards are there only in a shard (cluster/defer.sql).
 create or replace function queue._function_grants()
 returns table (name text, kinds text[], is_for_some boolean)
 language plpgsql immutable parallel safe security invoker rows 50 as $$
@@ -3278,6 +3279,10 @@ begin
     select unnest(g.names), g.kinds, g.is_for_some
     from (values
       ('{producer}'::text[], true, '{defer, defer_chain, defer_group, defer_many, defer_trigger}'::text[]),
+      ('{producer}', true, '{
+        shard_defer, shard_defer_many, shard_key, _shard_check_needs, _shard_enter, _shard_invalid,
+        _shard_note, _shard_tagged}'),
+      ('{producer,worker,operator,reader}', true, '{shard_find, shard_map, shard_of, shard_under_way}'),
       ('{producer,worker}', true, '{await_result}'),
       ('{producer,worker,operator}', true, '{signal}'),
       ('{producer,worker,operator,reader}', true, '{read_stream, result, streams, version}'),
