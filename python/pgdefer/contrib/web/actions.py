@@ -39,7 +39,9 @@ class Field:
             raise Refused("22023", f"{self.label} is missing")
         if self.kind == "json" and value is not None:
             try:
-                json.loads(value)
+                json.loads(value, parse_int=str)  # of any length
+            except RecursionError:
+                raise Refused("22023", f"{self.label} is nested too deeply") from None
             except ValueError as error:
                 raise Refused("22023", f"{self.label} is not JSON: {error}") from None
         return value

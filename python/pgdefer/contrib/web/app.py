@@ -24,7 +24,7 @@ from .figures import Figures
 from .sessions import Session, Sessions
 from .text import path_of, root_of
 from .views import VIEWS
-from .visit import BadRequest, Form, TooLarge, Visit, read_form, templates
+from .visit import BadRequest, Form, TooLarge, Visit, form_of, read_form, templates
 
 __all__ = ["Page", "asgi"]
 
@@ -117,6 +117,8 @@ class Page:
             404: failed(404, "There is no such page."),
             405: failed(405, "This page does not allow this method."),
             500: failed(500, "The page failed. Its log says why."),
+            BadRequest: failed(400, "The form can't be read."),
+            TooLarge: failed(413, "The form is too large."),
         }
         return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -139,12 +141,7 @@ class Page:
         async def answer(request: Request) -> Response:
             if not _is_own(request):
                 return failure(request, 403, "The form comes from another site.")
-            try:
-                form = await read_form(request)
-            except TooLarge:
-                return failure(request, 413, "The form is too large.")
-            except BadRequest:
-                return failure(request, 400, "The form can't be read.")
+            form = await read_form(request)
             return await run_in_threadpool(self._answer, request, form, write)
 
         return answer
@@ -154,9 +151,9 @@ class Page:
             session = self._session(request)
             if session is None:
                 return self._to_login(request)
-            fields = urllib.parse.parse_qs(request.url.query, errors="replace", max_num_fields=100)
+            query = form_of(request.scope["query_string"], 100)
             can_log_out = self._role_header is None
-            visit = Visit(request, session, form, Form(fields), can_log_out, self._figures)
+            visit = Visit(request, session, form, query, can_log_out, self._figures)
             response = handler(visit)
         except LoginRefused:
             return self._to_login(request)
@@ -210,10 +207,7 @@ class Page:
             return RedirectResponse(f"{root_of(request)}/", 303)
         if request.method == "GET":
             return _login_page(request)
-        try:
-            form = await read_form(request)
-        except (TooLarge, BadRequest):
-            return failure(request, 400, "The form can't be read.")
+        form = await read_form(request)
         token = request.cookies.get(LOGIN_COOKIE, "")
         if (
             not _is_own(request)
@@ -281,7 +275,7 @@ def _is_own(request: Request) -> bool:
     if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         return False
     origin = request.headers.get("origin")
-    return origin is None or urllib.parse.urlsplit(origin).netloc == request.url.netloc
+    return origin is None or origin.partition("://")[2] == request.url.netloc
 
 
 def _set_cookie(request: Request, response: Response, name: str, value: str) -> None:

@@ -14,7 +14,7 @@ from .visit import BadRequest, NotFound, templates
 
 __all__ = ["failed", "failure", "told"]
 
-STATUS = {"QJ001": 404, "42501": 403, "57014": 504}
+STATUS = {"QJ001": 404, "42501": 403, "54001": 400, "57014": 504}
 
 
 def told(request: Request, error: Exception) -> Response | None:

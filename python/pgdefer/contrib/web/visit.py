@@ -16,7 +16,16 @@ from .database import Reader
 from .figures import Figures
 from .sessions import Session
 
-__all__ = ["BadRequest", "Form", "NotFound", "TooLarge", "Visit", "read_form", "templates"]
+__all__ = [
+    "BadRequest",
+    "Form",
+    "NotFound",
+    "TooLarge",
+    "Visit",
+    "form_of",
+    "read_form",
+    "templates",
+]
 
 LARGEST_FORM = 4_000_000  # bytes
 LARGEST_ID = 2**63 - 1
@@ -86,9 +95,15 @@ async def read_form(request: Request) -> Form:
         body += part
         if len(body) > LARGEST_FORM:
             raise TooLarge
+    return form_of(body, 2_000)
+
+
+def form_of(encoded: bytes | bytearray, most: int) -> Form:
+    """Return the fields of a form or a URL: at most so many."""
     try:
+        text = encoded.decode("ascii")
         fields = urllib.parse.parse_qs(
-            body.decode("ascii"), keep_blank_values=True, max_num_fields=2_000, errors="replace"
+            text, keep_blank_values=True, max_num_fields=most, errors="replace"
         )
     except ValueError:
         raise BadRequest from None

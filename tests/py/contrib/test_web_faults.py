@@ -1,0 +1,81 @@
+"""The page when a request, the server or the visitor's rights are not what it would like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+
+from pgdefer.contrib import web
+from pgdefer.database.server import EmbeddedServer
+from web_page import ask_for_passwords, grant, location, logged_in, server_of_pages, serving, token
+
+pytestmark = pytest.mark.client
+
+Connection = psycopg.Connection[Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server_of_pages() -> Iterator[None]:
+    with server_of_pages():
+        yield
+
+
+@pytest.fixture
+def granted(server: EmbeddedServer, conn: Connection) -> None:
+    ask_for_passwords(server)
+    grant(conn)
+
+
+@pytest.fixture
+def site(dsn: str, granted: None) -> Iterator[str]:
+    with serving(web.asgi(location(dsn))) as address:
+        yield address
+
+
+@pytest.fixture
+def client(site: str) -> Iterator[httpx.Client]:
+    with logged_in(site, "page_operator") as client:
+        yield client
+
+
+def send(client: httpx.Client, path: str, **form: Any) -> httpx.Response:
+    return client.post(path, data={"token": token(client.get("/audit"))} | form)
+
+
+# Requests
+
+
+def test_an_address_with_too_many_fields(client: httpx.Client) -> None:
+    for fields, status in [(100, 200), (101, 400)]:
+        assert client.get("/jobs?" + "&".join(["a=1"] * fields)).status_code == status
+
+
+@pytest.mark.parametrize("path", ["/login", "/logout", "/jobs/act"])
+def test_a_form_that_cannot_be_read(client: httpx.Client, path: str) -> None:
+    for content, status in [(b"\xff", 400), (b"a=1&" * 2_001, 400), (b"x" * 4_000_001, 413)]:
+        assert client.post(path, content=content).status_code == status
+    assert client.get("/jobs").status_code == 200, "it does not end the session"
+
+
+def test_an_origin_that_is_no_address(client: httpx.Client) -> None:
+    answer = client.post("/jobs/act", headers={"origin": "http://["})
+    assert answer.status_code == 403
+    assert "from another site" in answer.text
+    assert client.post("/login", headers={"origin": "http://["}).status_code == 403
+
+
+def test_args_of_any_depth_and_length(client: httpx.Client, conn: Connection) -> None:
+    conn.execute("select queue.defer('t')")
+    for depth in (7_000, 100_000):
+        nested = '{"a": ' + "[" * depth + "]" * depth + "}"
+        for path, form in [("set_args", {"args": nested}), ("signal", {"payload": nested})]:
+            answer = send(client, f"/jobs/1/{path}", name="s", **form)
+            assert answer.status_code == 400
+            assert "nested too deeply" in answer.text or "stack depth limit" in answer.text
+    assert send(client, "/jobs/1/set_args", args=f'{{"n": {"1" * 5_000}}}').status_code == 303
+    ((args,),) = conn.execute("select args ->> 'n' from queue.jobs").fetchall()
+    assert args == "1" * 5_000
