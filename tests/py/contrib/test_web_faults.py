@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,3 +80,12 @@ def test_args_of_any_depth_and_length(client: httpx.Client, conn: Connection) ->
     assert send(client, "/jobs/1/set_args", args=f'{{"n": {"1" * 5_000}}}').status_code == 303
     ((args,),) = conn.execute("select args ->> 'n' from queue.jobs").fetchall()
     assert args == "1" * 5_000
+
+
+def test_enter_in_the_limit_of_a_queue_sets_it(client: httpx.Client, conn: Connection) -> None:
+    conn.execute("select queue.defer('t', queue => 'q')")
+    forms = re.findall("(?s)<form.*?</form>", client.get("/queues").text)
+    (form,) = [form for form in forms if 'name="max_running"' in form]
+    assert re.findall(r'name="queue" value="(\w+)"', form) == ["q"]
+    buttons = re.findall(r'<button name="action" value="(\w+)"', form)
+    assert buttons == ["configure_queue"], "Enter presses the first button of a form"
