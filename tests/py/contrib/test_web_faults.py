@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -11,12 +13,26 @@ import psycopg
 import pytest
 
 from pgdefer.contrib import web
+from pgdefer.contrib.web import pool
 from pgdefer.database.server import EmbeddedServer
-from web_page import ask_for_passwords, grant, location, logged_in, server_of_pages, serving, token
+from web_page import (
+    PASSWORD,
+    ask_for_passwords,
+    grant,
+    lift_time_limits,
+    location,
+    logged_in,
+    server_of_pages,
+    serving,
+    token,
+    visitor,
+)
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
 Connection = psycopg.Connection[Any]
+Connect = Callable[..., Connection]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,3 +105,65 @@ def test_enter_in_the_limit_of_a_queue_sets_it(client: httpx.Client, conn: Conne
     assert re.findall(r'name="queue" value="(\w+)"', form) == ["q"]
     buttons = re.findall(r'<button name="action" value="(\w+)"', form)
     assert buttons == ["configure_queue"], "Enter presses the first button of a form"
+
+
+# Connections
+
+PAGES = "select count(*) from pg_stat_activity where application_name = 'pgdefer page'"
+
+
+def connections(conn: Connection) -> int:
+    ((number,),) = conn.execute(PAGES + " and datname = current_database()").fetchall()
+    return int(number)
+
+
+def test_requests_without_a_cookie_share_a_connection(
+    dsn: str, conn: Connection, granted: None
+) -> None:
+    with serving(web.asgi(dsn, role_header="x-role")) as site, visitor(site) as client:
+        for role in ["page_reader", "page_operator"] * 3:
+            assert client.get("/jobs", headers={"x-role": role}).status_code == 200
+            client.cookies.clear()
+        assert connections(conn) == 2
+
+
+def test_the_next_login_of_a_visitor_ends_the_last(client: httpx.Client, conn: Connection) -> None:
+    form = {"role": "page_operator", "password": PASSWORD}
+    for _ in range(3):
+        client.post("/login", data=form | {"token": token(client.get("/login"))})
+    wait_for(lambda: connections(conn) == 1)
+
+
+def test_idle_connections_are_closed_without_a_request(
+    monkeypatch: pytest.MonkeyPatch, site: str, conn: Connection
+) -> None:
+    monkeypatch.setattr(pool, "IDLE", 0.1)
+    with logged_in(site, "page_reader") as client:
+        wait_for(lambda: connections(conn) == 0)
+        assert client.get("/jobs").status_code == 200
+
+
+def test_the_page_limits_its_connections(
+    monkeypatch: pytest.MonkeyPatch, site: str, conn: Connection, connect: Connect
+) -> None:
+    monkeypatch.setattr(pool, "MOST", 2)
+    lift_time_limits(monkeypatch)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(logged_in(site, "page_operator")) for _ in range(3)]
+        assert connections(conn) == 2, "an idle one makes room"
+        other = connect(autocommit=False)
+        other.execute("lock table queue.active_job")
+        with ThreadPoolExecutor() as threads:
+            answers = [threads.submit(client.get, "/jobs/1") for client in clients[:2]]
+            waiting = PAGES + " and wait_event_type = 'Lock'"
+            wait_for(lambda: conn.execute(waiting).fetchall() == [(2,)], 30)
+            refused = [clients[2].get("/jobs")]
+            form = {"role": "page_reader", "password": PASSWORD}
+            form["token"] = token(clients[2].get("/login"))
+            refused.append(clients[2].post("/login", data=form))
+            other.rollback()
+            assert [answer.result().status_code for answer in answers] == [404, 404]
+        for answer in refused:
+            assert answer.status_code == 503
+            assert "All connections to the database are in use" in answer.text
+        assert clients[2].get("/jobs").status_code == 200

@@ -21,6 +21,7 @@ from .actions import ACTIONS
 from .database import ABOUT, Database, LoginRefused, Refused, Unreachable, login_with
 from .failures import failed, failure, told
 from .figures import Figures
+from .pool import Full, Pool
 from .sessions import Session, Sessions
 from .text import path_of, root_of
 from .views import VIEWS
@@ -82,6 +83,8 @@ class Page:
         self._dsn = dsn
         self._role_header = role_header
         self._needs_password = needs_password
+        self._pool = Pool()
+        self._databases: dict[str, Database] = {}  # of the roles that the proxy has named
         self._sessions = Sessions()
         self._figures = Figures()
         self._application = self._routed()
@@ -104,6 +107,7 @@ class Page:
     def close(self) -> None:
         """End all sessions and close their connections."""
         self._sessions.close()
+        self._pool.close_all()
 
     def _routed(self) -> Starlette:
         routes = [Route(f"/static/{name}", _static(name)) for name in STATIC]
@@ -181,7 +185,9 @@ class Page:
         if role in ("", "none") or "\0" in role:  # "none" would mean the role that connects
             return None
         if session is None or session.role != role:
-            session = self._begin(Database(self._dsn, role=role))
+            database = self._databases.get(role) or Database(self._dsn, self._pool, role=role)
+            session = self._begin(database)
+            self._databases[role] = database
         return session
 
     def _begin(self, database: Database) -> Session:
@@ -230,14 +236,20 @@ class Page:
             return again("Enter a database role and its password.", 403)
         values = {"role": role, "password": password}
         try:
-            session = self._begin(login_with(self._dsn, values, asks=self._needs_password))
+            database = login_with(self._dsn, self._pool, values, asks=self._needs_password)
+            session = self._begin(database)
         except LoginRefused:
             self._sessions.note_refused()
             return again("The server does not accept this role and password.", 403)
+        except Full:
+            return again("All connections to the database are in use. Try again soon.", 503)
         except Unreachable:
             return again("The database can't be reached just now.", 503)
         except Refused as refused:
             return again(refused.message, 403)
+        before = self._sessions.get(request.cookies.get(COOKIE, ""))
+        if before is not None:
+            self._sessions.drop(before)
         target = form.text("next")
         path = target if target.startswith("/") and not target.startswith(("//", "/\\")) else "/"
         response = RedirectResponse(f"{root_of(request)}{path}", 303)

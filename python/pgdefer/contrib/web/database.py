@@ -12,10 +12,11 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 from psycopg.types.string import TextLoader
 
+from .pool import Connection, Pool
+
 __all__ = ["Database", "LoginRefused", "Reader", "Refused", "Unreachable"]
 
 Row = dict[str, Any]
-Connection = psycopg.Connection[Row]
 
 CONNECT_TIMEOUT = 5  # s
 STATEMENT_TIMEOUT = 5_000  # ms
@@ -81,9 +82,8 @@ class Reader:
 class Database:
     """Connections to one database as one role. At most one stays open while idle."""
 
-    def __init__(self, conninfo: str, *, role: str | None = None, **login: str) -> None:
-        self._idle: Connection | None = None
-        self._idle_since = 0.0
+    def __init__(self, conninfo: str, pool: Pool, *, role: str | None = None, **login: str) -> None:
+        self._pool = pool
         self._role = role
         #: Whether the server was a standby when it was visited last.
         self.is_standby = False
@@ -103,39 +103,26 @@ class Database:
                 self.is_standby = row is not None and row["is_standby"]
                 yield Reader(connection)
         finally:
-            self._give(connection)
-
-    def __del__(self) -> None:
-        self.close()
+            self._pool.give(self, connection)
 
     def close(self) -> None:
         """Close the idle connection."""
-        idle, self._idle = self._idle, None
-        if idle is not None:
-            idle.close()
-
-    def rest(self, seconds: float) -> None:
-        """Close a connection that has been idle for too long."""
-        if time.monotonic() - self._idle_since > seconds:
-            self.close()
+        self._pool.close(self)
 
     def _take(self) -> Connection:
-        idle, self._idle = self._idle, None
-        if idle is not None and time.monotonic() - self._idle_since > STALE_AFTER:
+        idle, since = self._pool.take(self)
+        if idle is not None and time.monotonic() - since > STALE_AFTER:
             try:
                 idle.execute("select")
                 idle.rollback()
             except psycopg.Error:
                 idle.close()
                 idle = None
-        return idle or self._connect()
-
-    def _give(self, connection: Connection) -> None:
-        if connection.closed or self._idle is not None:
-            connection.close()
-        else:
-            self._idle_since = time.monotonic()
-            self._idle = connection
+        try:
+            return idle or self._connect()
+        except BaseException:
+            self._pool.give(self, None)
+            raise
 
     def _connect(self) -> Connection:
         try:
@@ -188,9 +175,9 @@ def translated() -> Iterator[None]:
         ) from None
 
 
-def login_with(conninfo: str, values: Mapping[str, str], *, asks: bool) -> Database:
+def login_with(conninfo: str, pool: Pool, values: Mapping[str, str], *, asks: bool) -> Database:
     """Return the database, with a role that logs in by its password."""
     login = {"user": values["role"], "password": values["password"]}
     if asks:
         login["require_auth"] = PASSWORDS
-    return Database(conninfo, **login)
+    return Database(conninfo, pool, **login)

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from .database import Refused, Unreachable
+from .pool import Full
 from .text import root_of
 from .visit import BadRequest, NotFound, templates
 
@@ -27,6 +28,14 @@ def told(request: Request, error: Exception) -> Response | None:
         case Refused():
             status = STATUS.get(error.sqlstate, 400 if error.sqlstate < "42" else 409)
             return failure(request, status, error.message, error.detail, error.hint)
+        case Full():
+            return failure(
+                request,
+                503,
+                "All connections to the database are in use.",
+                "Nothing was done. Try again soon.",
+                again=request.method == "GET",
+            )
         case Unreachable() if request.method == "GET":
             return failure(
                 request, 503, "The database can't be reached.", "This page tries again.", again=True

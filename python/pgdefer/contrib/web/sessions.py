@@ -15,7 +15,6 @@ __all__ = ["Session", "Sessions"]
 IDLE = 30 * 60.0  # s
 LONGEST = 8 * 3600.0  # s
 MOST = 1_000
-CONNECTION_IDLE = 60.0  # s
 # Refused logins of all visitors in a minute, after which all wait: this stops password guessing.
 REFUSED = 20
 
@@ -66,8 +65,6 @@ class Sessions:
             over = [s for s in self._sessions.values() if is_over(s, now)]
             for session in over:
                 del self._sessions[session.name]
-            for session in self._sessions.values():
-                session.database.rest(CONNECTION_IDLE)
             found = self._sessions.get(name)
             if found is not None:
                 found.seen = now
@@ -93,10 +90,7 @@ class Sessions:
     def close(self) -> None:
         """End all sessions."""
         with self._lock:
-            over = list(self._sessions.values())
             self._sessions.clear()
-        for session in over:
-            session.database.close()
 
     def may_try(self) -> bool:
         """Whether a login may be tried now."""
