@@ -14,6 +14,7 @@ import pytest
 
 from pgdefer.contrib import web
 from pgdefer.contrib.web import pool
+from pgdefer.contrib.web.sessions import REFUSED
 from pgdefer.database.server import EmbeddedServer
 from web_page import (
     PASSWORD,
@@ -167,3 +168,29 @@ def test_the_page_limits_its_connections(
             assert answer.status_code == 503
             assert "All connections to the database are in use" in answer.text
         assert clients[2].get("/jobs").status_code == 200
+
+
+@pytest.mark.parametrize("full", ["role page_operator", "database {}"])
+def test_a_full_server_refuses_no_password(
+    client: httpx.Client, conn: Connection, full: str
+) -> None:
+    full = full.format(conn.info.dbname)
+    conn.execute(f"alter {full} connection limit 0".encode())
+    try:
+        conn.execute(
+            "select pg_terminate_backend(pid, 10000) from pg_stat_activity"
+            " where application_name = 'pgdefer page' and datname = current_database()"
+        )
+        client.get("/jobs")
+        answers = [client.get("/jobs")]
+        for _ in range(REFUSED + 1):
+            form = {"role": "page_operator", "password": PASSWORD}
+            answers.append(
+                client.post("/login", data=form | {"token": token(client.get("/login"))})
+            )
+    finally:
+        conn.execute(f"alter {full} connection limit -1".encode())
+    for answer in answers:
+        assert answer.status_code == 503
+        assert "All connections to the database are in use" in answer.text
+    assert client.get("/jobs").status_code == 200, "the session goes on"

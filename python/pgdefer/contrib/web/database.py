@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 from psycopg.types.string import TextLoader
 
-from .pool import Connection, Pool
+from .pool import Connection, Full, Pool
 
 __all__ = ["Database", "LoginRefused", "Reader", "Refused", "Unreachable"]
 
@@ -128,8 +129,8 @@ class Database:
         try:
             connection = psycopg.connect(self._conninfo, row_factory=dict_row)
         except psycopg.OperationalError as error:
-            # libpq's text names hosts, and does not distinguish the reasons
-            raise (LoginRefused if is_refusal(error) else Unreachable) from None
+            # libpq's text names hosts
+            raise cause_of(error) from None
         # as text: infinity, and years that Python does not support
         for name in ("timestamptz", "interval", "date", "timestamp"):
             connection.adapters.register_loader(name, TextLoader)
@@ -146,13 +147,18 @@ class Database:
         return connection
 
 
-def is_refusal(error: psycopg.OperationalError) -> bool:
-    """Whether a server answered, and did not accept the role or the password."""
-    connection = error.pgconn
+def cause_of(error: psycopg.OperationalError) -> Full | LoginRefused | Unreachable:
+    """Return why nobody could connect: libpq passes on a text, but no SQLSTATE.
+
+    In other languages than English, a server that is full looks like one that refuses a password.
+    """
+    text, connection = str(error), error.pgconn
+    if re.search("FATAL: +(sorry, )?(too many|remaining connection slots)", text):
+        return Full()
     if connection is not None and (connection.used_password or connection.needs_password):
-        return True
-    text = str(error)
-    return "authentication" in text or "role " in text
+        return LoginRefused()
+    is_refusal = "authentication" in text or "role " in text
+    return LoginRefused() if is_refusal else Unreachable()
 
 
 @contextlib.contextmanager
