@@ -194,3 +194,19 @@ def test_a_full_server_refuses_no_password(
         assert answer.status_code == 503
         assert "All connections to the database are in use" in answer.text
     assert client.get("/jobs").status_code == 200, "the session goes on"
+
+
+# What is shown
+
+
+def test_the_end_of_a_long_timeline(client: httpx.Client, conn: Connection) -> None:
+    conn.execute("select queue.register_worker('w')")
+    conn.execute("select queue.defer('t')")
+    ((claim,),) = conn.execute("select claim from queue.fetch(1)").fetchall()
+    step = "select queue.finish_step(1, %s, 's' || n) from generate_series(1, 300) n"
+    conn.execute(step, [claim])
+    conn.execute("select queue.fail(1, %s, 'no')", [claim])
+    text = client.get("/jobs/1").text.partition('id="timeline"')[2].partition("</section>")[0]
+    assert "The last 300 of more" in text
+    assert text.count("<li>") == 300
+    assert "attempt 1: failed" in text

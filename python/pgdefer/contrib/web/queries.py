@@ -118,8 +118,10 @@ from queue.groups order by ended_at desc nulls first, opened_at desc limit 500
 
 WHY = "select queue.why(%(id)s) as why"
 
+# The last ones.
 TIMELINE = """
 select at, what from (
+select * from (
   select created_at, 0, 'deferred' from queue.jobs where id = %(id)s
   union select scheduled_at, 1, 'scheduled' from queue.jobs where id = %(id)s
   union select started_at, 2, 'attempt ' || attempts || ' started' from queue.jobs
@@ -131,7 +133,8 @@ select at, what from (
   union select finished_at, 4, 'attempt ' || attempt || ': ' || outcome from queue.attempts
     where job_id = %(id)s
   union select finished_at, 5, state from queue.jobs where id = %(id)s) x (at, n, what)
-where at is not null order by at, n, what limit 300
+where at is not null order by at desc, n desc, what desc limit 301) x
+order by at, n, what
 """
 
 # The nearest 1,000 jobs.
