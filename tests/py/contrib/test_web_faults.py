@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from pgdefer.contrib import web
-from pgdefer.contrib.web import pool
+from pgdefer.contrib.web import database, pool
 from pgdefer.contrib.web.sessions import REFUSED
 from pgdefer.database.server import EmbeddedServer
 from web_page import (
@@ -210,3 +210,86 @@ def test_the_end_of_a_long_timeline(client: httpx.Client, conn: Connection) -> N
     assert "The last 300 of more" in text
     assert text.count("<li>") == 300
     assert "attempt 1: failed" in text
+
+
+# Calls on many jobs
+
+
+@pytest.fixture
+def one_is_locked(conn: Connection, connect: Connect) -> Connection:
+    """Defer jobs 1 to 3, and lock the second."""
+    conn.execute("select queue.defer('t') from generate_series(1, 3)")
+    conn.execute("select queue.tick()")
+    other = connect(autocommit=False)
+    other.execute("select from queue.active_job where id = 2 for update")
+    return other
+
+
+def go_on(client: httpx.Client, answer: httpx.Response) -> httpx.Response:
+    """Send the form of a call that stopped."""
+    assert answer.status_code == 200, answer.text
+    assert "data-continue" not in answer.text, "only the visitor goes on"
+    form: dict[str, list[str]] = {}
+    text = answer.text.partition('action="/jobs/act"')[2]
+    for name, value in re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', text):
+        form.setdefault(name, []).append(value)
+    return client.post("/jobs/act", data=form)
+
+
+def held(conn: Connection) -> list[int]:
+    return [id for (id,) in conn.execute("select id from queue.jobs where state = 'held'")]
+
+
+def test_a_call_on_selected_jobs_that_stops(
+    monkeypatch: pytest.MonkeyPatch, site: str, conn: Connection, one_is_locked: Connection
+) -> None:
+    monkeypatch.setitem(database.SETTINGS, "lock_timeout", "300")
+    with logged_in(site, "page_operator") as client:
+        ids = ["1", "2", "3"]
+        answer = send(client, "/jobs/act", action="hold", ids=ids, confirmed="1")
+        assert "Hold: 1 of 3 jobs" in answer.text
+        assert "canceling statement due to lock timeout" in answer.text
+        assert held(conn) == [1]
+        one_is_locked.rollback()
+        assert "Hold: 2 of 2 jobs" in go_on(client, answer).text
+        assert len(held(conn)) == 3
+
+
+def test_a_call_on_all_that_match_stops_at_a_lock(
+    monkeypatch: pytest.MonkeyPatch, site: str, conn: Connection, one_is_locked: Connection
+) -> None:
+    monkeypatch.setitem(database.SETTINGS, "lock_timeout", "300")
+    with logged_in(site, "page_operator") as client:
+        form = {"action": "hold", "scope": "all", "confirmed": "1"}
+        answer = send(client, "/jobs/act", **form)
+        assert "1 done, 0 refused" in answer.text
+        assert "canceling statement due to lock timeout" in answer.text
+        assert "all done" not in answer.text
+        assert held(conn) == [3]
+        form |= {"action": "set_priority", "priority": "1", "done": "500", "refused": "0"}
+        again = send(client, "/jobs/act", **form)
+        assert "500 done, 0 refused" in again.text, "the slices before"
+        assert go_on(client, again).status_code == 200
+        one_is_locked.rollback()
+        assert "3 done, 0 refused" in go_on(client, answer).text
+        assert "503 done, 0 refused" in go_on(client, again).text
+
+
+def test_a_call_on_all_that_match_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, site: str, conn: Connection, one_is_locked: Connection
+) -> None:
+    lift_time_limits(monkeypatch)
+    with logged_in(site, "page_operator") as client:
+        with ThreadPoolExecutor() as threads:
+            form = {"action": "hold", "scope": "all", "confirmed": "1"}
+            sent = threads.submit(send, client, "/jobs/act", **form)
+            waiting = (
+                "from pg_stat_activity where usename = 'page_operator' and wait_event_type = 'Lock'"
+            )
+            wait_for(lambda: conn.execute(f"select {waiting}".encode()).fetchall() or sent.done())
+            conn.execute(f"select pg_terminate_backend(pid, 10000) {waiting}".encode())
+            answer = sent.result()
+        assert "1 done, 0 refused" in answer.text
+        assert "the connection was lost" in answer.text
+        one_is_locked.rollback()
+        assert "3 done, 0 refused" in go_on(client, answer).text

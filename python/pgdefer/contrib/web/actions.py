@@ -10,8 +10,9 @@ from typing import Any
 from starlette.responses import Response
 
 from . import queries
-from .database import Refused
+from .database import Refused, Unreachable
 from .matches import asked_of, find, kept
+from .pool import Full
 from .visit import BadRequest, Form, NotFound, Visit
 
 __all__ = ["ACTIONS", "JOB_ACTIONS", "MANY_ACTIONS", "JobAction"]
@@ -138,28 +139,49 @@ MANY_ACTIONS = {
 }
 
 Outcome = tuple[int, str, str]
+Trouble = Full | Refused | Unreachable | None
 
 
-def run(visit: Visit, action: JobAction, ids: list[int]) -> list[Outcome]:
-    """Call a function on jobs, and return the outcome of each."""
-    database = visit.session.database
-    values = action.values(visit.form)
-    if action.takes_many:
-        with database.visit(writes=True) as reader:
-            rows = reader.rows(action.statement, ids=ids, **values)
-        return [(row["id"], row["outcome"] or "", row["error"] or "") for row in rows]
+def run(visit: Visit, action: JobAction, ids: list[int]) -> tuple[list[Outcome], Trouble]:
+    """Call a function on jobs; return the outcome of each, and why the rest was not changed."""
     done: list[Outcome] = []
-    for id in ids:
-        try:
-            with database.visit(writes=True) as reader:
-                found = reader.one(action.statement, id=id, **values)
-        except Refused as refused:
-            if not refused.sqlstate.startswith("QJ"):
-                raise
-            done.append((id, refused.detail, refused.sqlstate))
+    try:
+        values = action.values(visit.form)
+        if action.takes_many:
+            with visit.session.database.visit(writes=True) as reader:
+                rows = reader.rows(action.statement, ids=ids, **values)
+            done += [(row["id"], row["outcome"] or "", row["error"] or "") for row in rows]
         else:
-            done.append((id, str(found["outcome"]) if found else "", ""))
-    return done
+            for id in ids:
+                done.append(run_one(visit, action, id, values))
+    except (Full, Refused, Unreachable) as trouble:
+        return done, trouble
+    return done, None
+
+
+def run_one(visit: Visit, action: JobAction, id: int, values: dict[str, Any]) -> Outcome:
+    """Call a function on one job."""
+    try:
+        with visit.session.database.visit(writes=True) as reader:
+            found = reader.one(action.statement, id=id, **values)
+    except Refused as refused:
+        if not refused.sqlstate.startswith("QJ"):
+            raise
+        return id, refused.detail, refused.sqlstate
+    return id, str(found["outcome"]) if found else "", ""
+
+
+def told(trouble: Trouble) -> str:
+    """Say why a call on several jobs stopped; empty if it did not."""
+    match trouble:
+        case None:
+            return ""
+        case Refused():
+            return trouble.message
+        case Full():
+            return "all connections to the database are in use"
+        case Unreachable():
+            return "the connection was lost; the audit shows whether the last call was made"
 
 
 def act_on_job(visit: Visit) -> Response:
@@ -168,7 +190,10 @@ def act_on_job(visit: Visit) -> Response:
     action = JOB_ACTIONS.get(visit.request.path_params["action"])
     if action is None:
         raise NotFound
-    ((_, outcome, error),) = run(visit, action, [id])
+    outcomes, trouble = run(visit, action, [id])
+    if trouble is not None:
+        raise trouble
+    ((_, outcome, error),) = outcomes
     if error:
         raise Refused(error, f"{action.label}: the job's state does not allow this", outcome)
     if action.function == "delete":
@@ -194,38 +219,69 @@ def act_on_jobs(visit: Visit) -> Response:
         with visit.session.database.visit() as visit.reader:
             found = visit.read(queries.STATES_OF, ids=ids)
             return visit.page("confirm.html", action=action, ids=ids, found=found, hidden={})
-    return visit.page("done.html", action=action, outcomes=run(visit, action, ids))
+    outcomes, trouble = run(visit, action, ids)
+    if trouble is not None and not outcomes:
+        raise trouble
+    hidden = {field.name: visit.form.text(field.name) for field in action.fields}
+    return visit.page(
+        "done.html",
+        action=action,
+        outcomes=outcomes,
+        trouble=told(trouble),
+        left=ids[len(outcomes) :] if trouble else [],
+        hidden=hidden | {"action": action.function, "confirmed": "1"},
+    )
 
 
 def act_on_all(visit: Visit, action: JobAction) -> Response:
     """Make a call on all jobs that match, one slice at a time: each form requests the next one.
 
     A function that takes many ids changes a slice in one transaction; others, each job in its own.
-    Stopping means that the next slice is not requested.
+    Stopping means that the next slice is not requested. After trouble the visitor may request it.
     """
     form = visit.form
     asked = asked_of(form, ONLY)
     hidden = {ONLY + name: value for name, value in kept(asked).items()}
     hidden |= {"action": action.function, "scope": "all"}
-    is_first = not form.flag("confirmed")
-    with visit.session.database.visit() as visit.reader:
-        jobs, end = find(visit, asked, form.number("before"), MOST if is_first else SLICE)
-        ids = [job["id"] for job in jobs]
-        if is_first:
+    before = form.number("before")
+    if not form.flag("confirmed"):
+        with visit.session.database.visit() as visit.reader:
+            jobs, end = find(visit, asked, before, MOST)
+            ids = [job["id"] for job in jobs]
             found = visit.read(queries.STATES_OF, ids=ids)
             return visit.page(
                 "confirm.html", action=action, ids=ids, found=found, hidden=hidden, end=end
             )
-    outcomes = run(visit, action, ids) if ids else []
+    outcomes: list[Outcome] = []
+    trouble: Trouble = None
+    try:
+        with visit.session.database.visit() as visit.reader:
+            jobs, end = find(visit, asked, before, SLICE)
+        if jobs:
+            outcomes, trouble = run(visit, action, [job["id"] for job in jobs])
+    except (Full, Refused, Unreachable) as error:
+        trouble = error
+    if trouble is not None:
+        if not outcomes and not form.flag("done"):
+            raise trouble
+        before = outcomes[-1][0] if outcomes else before
+    else:
+        before = end["next_id"] if end else None
     refused = sum(1 for _, _, error in outcomes if error)
     done = (form.number("done") or 0) + len(outcomes) - refused
     refused += form.number("refused") or 0
     hidden |= {field.name: form.text(field.name) for field in action.fields}
     hidden |= {"done": str(done), "refused": str(refused), "confirmed": "1"}
-    if end is not None:
-        hidden["before"] = str(end["next_id"])
+    if before is not None:
+        hidden["before"] = str(before)
     return visit.page(
-        "progress.html", action=action, done=done, refused=refused, hidden=hidden, end=end
+        "progress.html",
+        action=action,
+        done=done,
+        refused=refused,
+        hidden=hidden,
+        trouble=told(trouble),
+        goes_on=trouble is not None or before is not None,
     )
 
 
