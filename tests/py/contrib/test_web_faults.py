@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from pgdefer.contrib import web
-from pgdefer.contrib.web import database, pool
+from pgdefer.contrib.web import database, figures, pool
 from pgdefer.contrib.web.sessions import REFUSED
 from pgdefer.database.server import EmbeddedServer
 from web_page import (
@@ -210,6 +210,32 @@ def test_the_end_of_a_long_timeline(client: httpx.Client, conn: Connection) -> N
     assert "The last 300 of more" in text
     assert text.count("<li>") == 300
     assert "attempt 1: failed" in text
+
+
+def test_cached_figures_end_with_the_rights_to_them(
+    monkeypatch: pytest.MonkeyPatch, site: str, conn: Connection
+) -> None:
+    monkeypatch.setattr(figures, "SHORTEST", 3600)
+    access = "select queue.grant_access('page_shop', 'reader', %s)"
+    for queue in ("bank", "shop"):
+        conn.execute("select queue.defer('t', queue => %s)", [queue])
+    conn.execute("select queue.tick()")
+    conn.execute(access, [["bank*", "shop"]])
+    with logged_in(site, "page_shop") as client:
+
+        def shown() -> list[str]:
+            answer = client.get("/")
+            assert answer.status_code == 200
+            return re.findall(r'<th scope="row"><a href="/jobs\?queue=(\w+)', answer.text)
+
+        assert shown() == ["bank", "shop"]
+        conn.execute("select queue.defer('t', queue => 'bank2')")
+        conn.execute("select queue.tick()")
+        assert shown() == ["bank", "shop"], "they are cached"
+        conn.execute(access, [["shop"]])
+        assert shown() == ["shop"]
+        conn.execute("select queue.revoke_access('page_shop')")
+        assert client.get("/").status_code == 403
 
 
 # Calls on many jobs

@@ -16,17 +16,19 @@ SHARE = 100  # an answer is cached for so many times the time that it took
 MOST = 1_000
 PATIENCE = 10.0  # s; meanwhile others get the last answer
 
+Key = tuple[str, str, str]
+
 
 class Figures:
-    """The last answers to a few statements, separately for each role."""
+    """The last answers to a few statements, separately for each role and its rights."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[tuple[str, str], tuple[float, list[dict[str, Any]] | None]] = {}
+        self._kept: dict[Key, tuple[float, list[dict[str, Any]] | None]] = {}
 
-    def read(self, session: Session, statement: str) -> list[dict[str, Any]] | None:
+    def read(self, session: Session, rights: str, statement: str) -> list[dict[str, Any]] | None:
         """Return the present or a recent answer to a statement; None if it takes too long."""
-        key = (session.role, statement)
+        key = (session.role, rights, statement)
         now = time.monotonic()
         with self._lock:
             if len(self._kept) > MOST:
@@ -52,6 +54,6 @@ class Figures:
             self._kept[key] = (end + max(SHORTEST, SHARE * (end - now)), rows)
         return rows
 
-    def _forget(self, key: tuple[str, str]) -> None:
+    def _forget(self, key: Key) -> None:
         with self._lock:
             self._kept.pop(key, None)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+# What changes with the rights of a role: each grant_access and revoke_access makes another version
+# of the schema's row, because it grants or revokes the use of the schema.
+RIGHTS = """
+select (select xmin::text from pg_namespace where nspname = 'queue') as version,
+  array(select oid::bigint from pg_roles where pg_has_role(oid, 'usage') order by oid) as roles
+"""
+
 HEALTH = "select name, status, detail, fix from queue.health()"
 
 METRICS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import jinja2
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from . import text
+from . import queries, text
 from .database import Reader
 from .figures import Figures
 from .sessions import Session
@@ -136,7 +137,12 @@ class Visit:
         """Return figures that may be cached; None if they take too long."""
         assert self.reader is not None
         self.reader.statements.append((statement.strip(), {}))
-        return self.figures.read(self.session, statement)
+        return self.figures.read(self.session, str(self.rights), statement)
+
+    @functools.cached_property
+    def rights(self) -> list[dict[str, Any]]:
+        """Return what changes with the rights of the visitor's role."""
+        return self.read(queries.RIGHTS)
 
     def page(self, name: str, status: int = 200, **values: Any) -> Response:
         """Return a page."""
