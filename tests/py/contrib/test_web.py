@@ -452,6 +452,22 @@ def test_a_call_that_is_refused_says_why(login: Login, conn: Connection) -> None
                             " and cardinality(ids) > 0").fetchall()  # fmt: skip
 
 
+def test_a_job_that_is_missing(login: Login) -> None:
+    client = login("page_operator")
+    for call in ("hold", "delete", "set_priority"):
+        answer = send(client, f"/jobs/99/{call}", priority="1")
+        assert answer.status_code == 404
+        assert "job not found" in answer.text
+
+
+def test_more_jobs_than_a_call_takes(login: Login) -> None:
+    client = login("page_operator")
+    for ids, told in [(range(1, 1_002), "at most 1,000"), ([], "No job is selected")]:
+        answer = send(client, "/jobs/act", action="hold", ids=[str(id) for id in ids])
+        assert answer.status_code == 400
+        assert told in answer.text
+
+
 def test_many_jobs_at_once(login: Login, conn: Connection) -> None:
     ids = fill(conn)
     client = login("page_operator")

@@ -319,3 +319,27 @@ def test_a_call_on_all_that_match_loses_its_connection(
         assert "the connection was lost" in answer.text
         one_is_locked.rollback()
         assert "3 done, 0 refused" in go_on(client, answer).text
+
+
+# What a refusal says
+
+
+def test_a_server_that_is_read_only_by_default(site: str, conn: Connection) -> None:
+    conn.execute("select queue.defer('t')")
+    conn.execute("select queue.tick()")
+    conn.execute("alter role page_operator in database test set default_transaction_read_only = on")
+    with logged_in(site, "page_operator") as client:
+        answer = send(client, "/jobs/1/hold")
+    assert answer.status_code == 400
+    assert "read-only transaction" in answer.text
+
+
+def test_the_login_says_that_the_session_has_ended(client: httpx.Client) -> None:
+    ended = "Your session has ended"
+    assert ended not in client.get("/login").text
+    form = {"token": token(client.get("/jobs"))}
+    client.cookies.clear()
+    client.cookies.set("pgdefer_session", "over")
+    for answer in (client.post("/jobs/1/hold", data=form), client.get("/jobs")):
+        assert answer.status_code == 303
+        assert ended in client.get(answer.headers["location"]).text

@@ -194,6 +194,8 @@ def act_on_job(visit: Visit) -> Response:
     if trouble is not None:
         raise trouble
     ((_, outcome, error),) = outcomes
+    if error == "QJ001":
+        raise Refused(error, "job not found", f"id: {id}")
     if error:
         raise Refused(error, f"{action.label}: the job's state does not allow this", outcome)
     if action.function == "delete":
@@ -213,8 +215,8 @@ def act_on_jobs(visit: Visit) -> Response:
     if visit.form.text("scope") == "all":
         return act_on_all(visit, action)
     ids = visit.form.numbers("ids")
-    if not ids or len(ids) > MOST:
-        raise Refused("22023", "No job is selected.")
+    if not 0 < len(ids) <= MOST:
+        raise Refused("22023", "Select at most 1,000 jobs." if ids else "No job is selected.")
     if not visit.form.flag("confirmed"):
         with visit.session.database.visit() as visit.reader:
             found = visit.read(queries.STATES_OF, ids=ids)

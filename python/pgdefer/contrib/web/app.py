@@ -174,6 +174,8 @@ class Page:
         if self._role_header is not None:
             return failure(request, 403, "The proxy has named no role that may see this page.")
         query = {"next": _below(request)} if request.method == "GET" else {}
+        if COOKIE in request.cookies:
+            query["ended"] = "1"
         tail = f"?{urllib.parse.urlencode(query)}" if query else ""
         return RedirectResponse(f"{root_of(request)}/login{tail}", 303)
 
@@ -212,7 +214,8 @@ class Page:
         if self._role_header is not None:
             return RedirectResponse(f"{root_of(request)}/", 303)
         if request.method == "GET":
-            return _login_page(request)
+            is_ended = "ended" in request.query_params
+            return _login_page(request, "Your session has ended. Log in again." if is_ended else "")
         form = await read_form(request)
         token = request.cookies.get(LOGIN_COOKIE, "")
         if (

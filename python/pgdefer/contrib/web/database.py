@@ -97,7 +97,7 @@ class Database:
         """Run statements in one transaction, read-only unless it writes."""
         connection = self._take()
         try:
-            connection.read_only = not writes
+            connection.read_only = None if writes else True  # None: as the role's default says
             connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             with translated(), connection.transaction():
                 row = connection.execute("select pg_is_in_recovery() as is_standby").fetchone()
