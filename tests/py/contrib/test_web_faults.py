@@ -327,7 +327,9 @@ def test_a_call_on_all_that_match_loses_its_connection(
 def test_a_server_that_is_read_only_by_default(site: str, conn: Connection) -> None:
     conn.execute("select queue.defer('t')")
     conn.execute("select queue.tick()")
-    conn.execute("alter role page_operator in database test set default_transaction_read_only = on")
+    where = psycopg.sql.Identifier(conn.info.dbname)
+    setting = "alter role page_operator in database {} set default_transaction_read_only = on"
+    conn.execute(psycopg.sql.SQL(setting).format(where))
     with logged_in(site, "page_operator") as client:
         answer = send(client, "/jobs/1/hold")
     assert answer.status_code == 400
