@@ -219,6 +219,7 @@ end $$;
 create or replace function queue.shard_learn(map jsonb, self text default null)
 returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
+  v_slot integer;
   v_learnt integer;
 begin
   perform queue._shard_check_names(map -> 'shards', self);
@@ -235,12 +236,13 @@ begin
       'Leave out self.', format('self: %s, here: %s', left(self, 1000),
         coalesce((select s.name from queue.shard s where s.is_self), 'none, as it only routes')));
   end if;
-  if exists (select from queue.shard_move) then  -- never in a router, which lacks _shard_end
-    perform queue._shard_end(r.slot)
-    from queue.shard_move r
+  for v_slot in
+    select r.slot from queue.shard_move r
     join jsonb_array_elements(map -> 'slots') with ordinality s (entry, n) on s.n = r.slot + 1
-    where (s.entry ->> 1)::bigint >= r.version order by r.slot;
-  end if;
+    where (s.entry ->> 1)::bigint >= r.version order by r.slot
+  loop
+    perform queue._shard_end(v_slot);  -- only a shard has moves, and this function
+  end loop;
   insert into queue.shard (name, dsn, is_self)
   select s.key, s.value, coalesce(s.key = shard_learn.self, false) from jsonb_each_text(map -> 'shards') s
   on conflict on constraint shard_pkey do update set dsn = excluded.dsn;
