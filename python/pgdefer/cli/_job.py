@@ -33,6 +33,7 @@ from ._base import (
     err,
     fail,
     out,
+    reported,
     session,
 )
 
@@ -577,15 +578,19 @@ def cancel(
     """Cancel jobs that have not started; with --abort, also running ones."""
     confirm(f"Cancel {_count(ids)}?", yes=yes, dry_run=dry_run)
     refused = 0
-    for id in dict.fromkeys(ids):
-        try:
-            _change_one(sql.CANCEL, {"id": id, "abort": abort}, dsn, as_json, dry_run)
-            if children:
-                _cancel_children({"id": id, "abort": abort}, dsn, as_json, dry_run)
-        except typer.Exit:
-            if len(ids) == 1:
-                raise
-            refused += 1
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        for id in dict.fromkeys(ids):
+            asked = {"id": id, "abort": abort}
+            try:
+                with reported(), on.transaction():
+                    rows = on.call(sql.CANCEL, asked)
+                _show_state(id, rows)
+                if children:
+                    _cancel_children(on, asked)
+            except typer.Exit as end:
+                if len(ids) == 1 or end.exit_code == Exit.UNREACHABLE:
+                    raise
+                refused += 1
     if refused:
         raise typer.Exit(Exit.PARTLY if refused < len(ids) else Exit.ERROR)
 
@@ -659,17 +664,15 @@ def _restart_failed(
     _end(rows)
 
 
-def _cancel_children(
-    parameters: dict[str, Any], dsn: str | None, as_json: bool, dry_run: bool
-) -> None:
+def _cancel_children(on: Session, parameters: dict[str, Any]) -> None:
     """Cancel all children of a job, and print each outcome."""
     rows = Rows([])
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        while True:
+    while True:
+        with reported(), on.transaction():
             more = on.call(sql.CANCEL_CHILDREN, parameters)
-            rows += more
-            if len(more.values) < SLICE:
-                break
+        rows += more
+        if len(more.values) < SLICE:
+            break
     if rows.values:
         _end(rows)
 
@@ -690,4 +693,8 @@ def _change_one(
     """Call a function on one job, and print its new state."""
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(statement, parameters)
-    _show.answer(rows, lambda row: f"{parameters['id']}: {row['state']}")
+    _show_state(parameters["id"], rows)
+
+
+def _show_state(id: int, rows: Rows) -> None:
+    _show.answer(rows, lambda row: f"{id}: {row['state']}")

@@ -72,6 +72,10 @@ def test_a_job_is_deferred_once(run: Run, jobs: Jobs) -> None:
 
 def test_many_are_cancelled(app: App, run: Run, jobs: Jobs) -> None:
     ids = [app.defer("t").id for _ in range(3)]
+    done = run("job", "cancel", ids[0], 7777, ids[1], "--dry-run")
+    assert done.out == f"{ids[0]}: cancelled\n{ids[1]}: cancelled\n"
+    assert "not found" in done.err
+    assert done.code == Exit.PARTLY
     done = run("job", "cancel", *ids[:2], "--yes")
     assert (done.code, done.out) == (Exit.DONE, f"{ids[0]}: cancelled\n{ids[1]}: cancelled\n")
     done = run("job", "cancel", ids[0], ids[2], "--yes")
