@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import psycopg
 import pytest
 from asgiref.sync import async_to_sync
 from django.core import checks
@@ -178,6 +179,21 @@ def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> Non
     use(server, "django_blank")
     assert messages({}, databases=["default"]) == ["pgdefer.W001"]
     use(server, "django")
+
+
+def test_the_worker_has_the_role_that_django_assumes(shop: str, app: DjangoApp) -> None:
+    with psycopg.connect(shop, autocommit=True) as owner:
+        owner.execute('create role "django\\ assumed"')
+        options = connections["default"].settings_dict["OPTIONS"]
+        before = dict(options)
+        options["assume_role"] = "django\\ assumed"
+        try:
+            with app.source.connect() as connection:
+                assert connection.execute("select current_user").fetchone() == ("django\\ assumed",)
+        finally:
+            options.clear()
+            options.update(before)
+            owner.execute('drop role "django\\ assumed"')
 
 
 def test_the_command_passes_every_operation_on(shop: str, app: DjangoApp, capfd: Any) -> None:

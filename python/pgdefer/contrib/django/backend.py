@@ -135,10 +135,11 @@ class PgDeferBackend(BaseTaskBackend):
 
     def get_result(self, result_id: str) -> TaskResult:
         """Return the result of a task. Raises TaskResultDoesNotExist."""
+        if not (result_id.isascii() and result_id.isdecimal()):
+            raise TaskResultDoesNotExist(result_id)
         try:
-            id = job_id(int(result_id))
-            job = Job.objects.get(id=id)
-        except (ValueError, TypeError, Job.DoesNotExist) as error:
+            job = Job.objects.get(id=job_id(int(result_id)))
+        except (ValueError, Job.DoesNotExist) as error:
             raise TaskResultDoesNotExist(result_id) from error
         known = self.task_of(job.task)
         if known is None:

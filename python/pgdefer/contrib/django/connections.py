@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import psycopg
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -30,8 +32,12 @@ class DjangoSource(Source):
     def conninfo(self, *, restart: bool = False) -> str:
         """Return the DSN as it is now."""
         del restart
-        given = connections[self.alias].get_connection_params()
+        connection = connections[self.alias]
+        given = connection.get_connection_params()
         named = {key: value for key, value in given.items() if key in _LIBPQ and value is not None}
+        if role := connection.settings_dict["OPTIONS"].get("assume_role"):
+            escaped = re.sub(r"([\\\s])", r"\\\1", role)
+            named["options"] = f"{named.get('options', '')} -c role={escaped}".strip()
         return make_conninfo("", **{**DEFAULTS, **named})
 
 
