@@ -21,6 +21,7 @@ begin
   -- the grants of a dropped role with this name do not come back
   delete from queue.access a using pg_roles r
   where a.role = grant_access.role and r.rolname = a.role and not queue._has_usage(r.oid);
+  perform queue._revoke_nameless() where found;
   v_before := queue._access_before(grant_access.role);
   insert into queue.access (role, kind, queues)
   values (grant_access.role,
@@ -50,6 +51,8 @@ begin
   if not found or exists (select from pg_roles r where r.rolname = revoke_access.role) then
     perform queue._check_role(revoke_access.role);
     perform queue._revoke_all(revoke_access.role);
+  else
+    perform queue._revoke_nameless();
   end if;
   perform queue._switch_restriction();
   perform queue._audit('revoke_access', jsonb_build_object('role', revoke_access.role), p_before => v_before);
@@ -86,6 +89,21 @@ begin
   execute format('revoke all on all routines in schema queue from %I', p_role);
   execute format('revoke all on all tables in schema queue from %I', p_role);
   execute format('revoke usage on schema queue from %I', p_role);
+end $$;
+
+-- After the rows of a role that no longer exists were deleted: it may have another name now. So it revokes
+-- everything from roles without a row.
+-- Locks: the caller's, which are those of migrate.
+create or replace function queue._revoke_nameless()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._revoke_all(r.rolname)
+  from pg_namespace n
+  cross join lateral aclexplode(n.nspacl) g
+  join pg_roles r on r.oid = g.grantee
+  where n.nspname = 'queue' and g.privilege_type = 'USAGE' and r.oid <> n.nspowner
+    and r.oid <> (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass)
+    and not exists (select from queue.access a where a.role = r.rolname);
 end $$;
 
 -- Raises: 22023 unless there is such a role.
@@ -158,14 +176,6 @@ begin
   if v_is_restricted and to_regclass('queue.unrestricted') is not null then
     drop view queue.unrestricted;
   elsif not v_is_restricted and to_regclass('queue.unrestricted') is null then
-    -- a role that was renamed has no row here any more, and would gain all queues
-    perform queue._revoke_all(r.rolname)
-    from pg_namespace n
-    cross join lateral aclexplode(n.nspacl) g
-    join pg_roles r on r.oid = g.grantee
-    where n.nspname = 'queue' and g.privilege_type = 'USAGE' and r.oid <> n.nspowner
-      and r.oid <> (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass)
-      and not exists (select from queue.access a where a.role = r.rolname);
     create view queue.unrestricted as select true as is_unrestricted;
   end if;
   for v_try in 1 .. 100 loop

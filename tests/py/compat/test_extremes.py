@@ -36,7 +36,7 @@ SHARDS = FUNCTIONS.replace("!~ '^_'", "~ '^shard'")
 MOVING: tuple[LiteralString, ...] = (
     """select queue.shard_start('a', '{"a": "dbname=a", "b": "dbname=b"}')""",
     "select queue.shard_leave(n, 'b'), queue.shard_list(n) from generate_series(0, 1) n",
-    "select queue.shard_receive(700, 'b', 2, 1), queue.shard_part_leave(0, 6)",
+    "select queue.shard_receive(700, 'b', 2, 2), queue.shard_part_leave(0, 6)",
 )
 REFUSALS = {f"QJ00{n}" for n in range(1, 8)} | {"22023", "42501", "55000", "55P03"}
 LONGEST_DETAIL = 3000
@@ -140,7 +140,7 @@ OUTCOMES = [
     {"id": 1, "claim": 1, "outcome": "succeeded", "result": {"r": 1}},
 ]  # fmt: skip
 CARRIED = {
-    "format": 1, "slot": 700, "part": 7, "version": 2, "piece": 1, "is_last": True,
+    "format": 2, "slot": 700, "part": 7, "version": 2, "piece": 1, "is_last": True,
     "receipt": "00000000-0000-0000-0000-000000000000", "jobs": [JOB | {"id": 1}],
 }  # fmt: skip
 OBJECTS: dict[tuple[str, str], list[Any]] = {
@@ -204,7 +204,7 @@ BASES = {
     "outcomes": "'[]'::jsonb", "info": "'{}'::jsonb", "force": "true", "paused": "false",
     "enabled": "true", "ack": "false", "within": "interval '1 min'", "max_bytes": "100000",
     "abort": "true", "after": "now()", "slot": "700", "part": "7", "version": "2",
-    "started": "true", "format": "1", "receipt": "gen_random_uuid()",
+    "started": "true", "format": "2", "receipt": "gen_random_uuid()",
     "carried": "null",
     "job": """'{"lock": "l"}'::jsonb""", "shards": "queue.shard_map() -> 'shards'",
     "map": "queue.shard_map()",

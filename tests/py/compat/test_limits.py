@@ -271,7 +271,7 @@ def leaks_of(
     assert row
     before = owner.execute(DIGEST.encode()).fetchone()
     functions = owner.execute(functions_of.encode(), (role,)).fetchall()
-    assert len(functions) > 5
+    assert len(functions) > 3
     leaks = []
     for function, names, types in functions:
         if function in MAINTENANCE:

@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(171);
+select plan(172);
 
 \ir permissions.helpers.psql
 
@@ -248,8 +248,12 @@ select is(pg_temp.as_role('pgdefer_tap_new', 'select from queue.jobs'), '42501',
 select is(pg_temp.as_role('pgdefer_tap_reader', 'select from queue.jobs'), 'ok', 'unlike those with other rights');
 select queue.grant_access('pgdefer_tap_new', 'reader', '{a}');
 select is(pg_temp.as_role('pgdefer_tap_new', 'select from queue.jobs'), 'ok', 'which it can get again');
+alter role pgdefer_tap_new rename to pgdefer_tap_newer;
+create role pgdefer_tap_new;
+select queue.grant_access('pgdefer_tap_new', 'reader');
+select is(pg_temp.as_role('pgdefer_tap_newer', 'select from queue.jobs'), '42501', 'also if another role gets its old name, and rights');
 select queue.revoke_access('pgdefer_tap_new');
-drop role pgdefer_tap_new;
+drop role pgdefer_tap_new, pgdefer_tap_newer;
 
 -- Revoking
 select queue.revoke_access(k.role) from kinds k where k.kind <> '';
