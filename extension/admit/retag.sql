@@ -14,27 +14,27 @@ declare
   v_old record;
   v_tags timestamptz[];
 begin
-  for v_lane in
-    select l.lane, l.retag_from from queue.lane l where l.retag_from is not null
-    order by l.is_idle, l.lane limit 100
-  loop
-    select array_agg(x.id) as ids, array_agg(x.deadline) as places, array_agg(x.lane) as lanes into v_old
-    from (
-      select aj.id, aj.lane, aj.deadline from queue.active_job aj
-      where aj.lane = v_lane.lane and aj.deadline >= v_lane.retag_from and aj.claim is null
-      order by aj.deadline, aj.id limit p_slice for update skip locked) x;
-    if v_old.ids is not null then
-      v_tags := queue._tags(v_old.ids, v_old.lanes, v_old.places);
-      update queue.active_job aj set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
-      where aj.id = u.id;
-      perform queue._lower_marks(v_old.lanes, v_tags, v_old.ids);
-      return true;
-    end if;
-  end loop;
-  select l.lane, l.retag_from into v_lane from queue.lane l where l.retag_from is not null
-  order by l.is_idle, l.lane limit 1;
+  select l.lane, l.retag_from into v_lane
+  from (
+    select l.lane, l.retag_from, l.is_idle from queue.lane l where l.retag_from is not null
+    order by l.is_idle, l.lane limit 100) l
+  order by not exists (
+    select from queue.active_job aj
+    where aj.lane = l.lane and aj.deadline >= l.retag_from and aj.claim is null), l.is_idle, l.lane limit 1;
   if not found then
     return false;
+  end if;
+  select array_agg(x.id) as ids, array_agg(x.deadline) as places, array_agg(x.lane) as lanes into v_old
+  from (
+    select aj.id, aj.lane, aj.deadline from queue.active_job aj
+    where aj.lane = v_lane.lane and aj.deadline >= v_lane.retag_from and aj.claim is null
+    order by aj.deadline, aj.id limit p_slice for update skip locked) x;
+  if v_old.ids is not null then
+    v_tags := queue._tags(v_old.ids, v_old.lanes, v_old.places);
+    update queue.active_job aj set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
+    where aj.id = u.id;
+    perform queue._lower_marks(v_old.lanes, v_tags, v_old.ids);
+    return true;
   end if;
   select array_agg(x.id) as ids, array_agg(x.deadline) as places, array_agg(x.lane) as lanes,
     array_agg(x.key) as keys
