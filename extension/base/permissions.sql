@@ -98,10 +98,9 @@ create or replace function queue._revoke_nameless()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._revoke_all(r.rolname)
-  from pg_namespace n
-  cross join lateral aclexplode(n.nspacl) g
-  join pg_roles r on r.oid = g.grantee
-  where n.nspname = 'queue' and g.privilege_type = 'USAGE' and r.oid <> n.nspowner
+  from pg_roles r
+  where queue._has_usage(r.oid)
+    and r.oid <> (select n.nspowner from pg_namespace n where n.nspname = 'queue')
     and r.oid <> (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass)
     and not exists (select from queue.access a where a.role = r.rolname);
 end $$;
