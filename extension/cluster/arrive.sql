@@ -332,15 +332,8 @@ begin
   perform queue._shard_audit('shard_moved', jsonb_build_object('slot', slot, 'version', version));
 end $$;
 
-do $$
-declare
-  v_name regprocedure;
-begin
-  foreach v_name in array '{queue._shard_call,queue.shard_format,queue.shard_part_jobs,
-    queue._shard_check_format,queue.shard_may_receive,queue.shard_receive,queue._shard_check_carried,
-    queue._shard_defer,queue._shard_signal,queue.shard_part_arrive,queue.shard_part_gone,
-    queue.shard_parts,queue.shard_moved}'::regproc[] loop
-    execute format('revoke all on function %s from public', v_name);
-  end loop;
-end $$;
+revoke all on function queue._shard_call, queue.shard_format, queue.shard_part_jobs,
+  queue._shard_check_format, queue.shard_may_receive, queue.shard_receive, queue._shard_check_carried,
+  queue._shard_defer, queue._shard_signal, queue.shard_part_arrive, queue.shard_part_gone,
+  queue.shard_parts, queue.shard_moved from public;
 commit;

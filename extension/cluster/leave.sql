@@ -162,13 +162,6 @@ begin
   perform queue._shard_forget(slot), queue._shard_audit('shard_stay', jsonb_build_object('slot', slot));
 end $$;
 
-do $$
-declare
-  v_name regprocedure;
-begin
-  foreach v_name in array '{queue._shard_cut,queue.shard_part_leave,queue.shard_leave_empty,
-    queue._shard_forget,queue._shard_end,queue.shard_stay}'::regproc[] loop
-    execute format('revoke all on function %s from public', v_name);
-  end loop;
-end $$;
+revoke all on function queue._shard_cut, queue.shard_part_leave, queue.shard_leave_empty,
+  queue._shard_forget, queue._shard_end, queue.shard_stay from public;
 commit;

@@ -332,15 +332,8 @@ begin
   where s.slot = shard_unhold.slot and s.part = any (v_parts) and s.is_ahead;
 end $$;
 
-do $$
-declare
-  v_name regprocedure;
-begin
-  foreach v_name in array '{queue._shard_check,queue._shard_leaving,queue.shard_leave,queue.shard_mover,
-    queue.shard_list,queue.shard_catch_up,queue.shard_close,queue._shard_lock,queue._shard_jobs,
-    queue._shard_piece,queue._shard_oldest,queue._shard_park,queue.shard_hold_ahead,queue.shard_hold,
-    queue.shard_unhold}'::regproc[] loop
-    execute format('revoke all on function %s from public', v_name);
-  end loop;
-end $$;
+revoke all on function queue._shard_check, queue._shard_leaving, queue.shard_leave, queue.shard_mover,
+  queue.shard_list, queue.shard_catch_up, queue.shard_close, queue._shard_lock, queue._shard_jobs,
+  queue._shard_piece, queue._shard_oldest, queue._shard_park, queue.shard_hold_ahead, queue.shard_hold,
+  queue.shard_unhold from public;
 commit;
