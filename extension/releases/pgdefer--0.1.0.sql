@@ -3171,10 +3171,9 @@ create or replace function queue._revoke_nameless()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._revoke_all(r.rolname)
-  from pg_namespace n
-  cross join lateral aclexplode(n.nspacl) g
-  join pg_roles r on r.oid = g.grantee
-  where n.nspname = 'queue' and g.privilege_type = 'USAGE' and r.oid <> n.nspowner
+  from pg_roles r
+  where queue._has_usage(r.oid)
+    and r.oid <> (select n.nspowner from pg_namespace n where n.nspname = 'queue')
     and r.oid <> (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass)
     and not exists (select from queue.access a where a.role = r.rolname);
 end $$;
@@ -7349,27 +7348,27 @@ declare
   v_old record;
   v_tags timestamptz[];
 begin
-  for v_lane in
-    select l.lane, l.retag_from from queue.lane l where l.retag_from is not null
-    order by l.is_idle, l.lane limit 100
-  loop
-    select array_agg(x.id) as ids, array_agg(x.deadline) as places, array_agg(x.lane) as lanes into v_old
-    from (
-      select aj.id, aj.lane, aj.deadline from queue.active_job aj
-      where aj.lane = v_lane.lane and aj.deadline >= v_lane.retag_from and aj.claim is null
-      order by aj.deadline, aj.id limit p_slice for update skip locked) x;
-    if v_old.ids is not null then
-      v_tags := queue._tags(v_old.ids, v_old.lanes, v_old.places);
-      update queue.active_job aj set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
-      where aj.id = u.id;
-      perform queue._lower_marks(v_old.lanes, v_tags, v_old.ids);
-      return true;
-    end if;
-  end loop;
-  select l.lane, l.retag_from into v_lane from queue.lane l where l.retag_from is not null
-  order by l.is_idle, l.lane limit 1;
+  select l.lane, l.retag_from into v_lane
+  from (
+    select l.lane, l.retag_from, l.is_idle from queue.lane l where l.retag_from is not null
+    order by l.is_idle, l.lane limit 100) l
+  order by not exists (
+    select from queue.active_job aj
+    where aj.lane = l.lane and aj.deadline >= l.retag_from and aj.claim is null), l.is_idle, l.lane limit 1;
   if not found then
     return false;
+  end if;
+  select array_agg(x.id) as ids, array_agg(x.deadline) as places, array_agg(x.lane) as lanes into v_old
+  from (
+    select aj.id, aj.lane, aj.deadline from queue.active_job aj
+    where aj.lane = v_lane.lane and aj.deadline >= v_lane.retag_from and aj.claim is null
+    order by aj.deadline, aj.id limit p_slice for update skip locked) x;
+  if v_old.ids is not null then
+    v_tags := queue._tags(v_old.ids, v_old.lanes, v_old.places);
+    update queue.active_job aj set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
+    where aj.id = u.id;
+    perform queue._lower_marks(v_old.lanes, v_tags, v_old.ids);
+    return true;
   end if;
   select array_agg(x.id) as ids, array_agg(x.deadline) as places, array_agg(x.lane) as lanes,
     array_agg(x.key) as keys
