@@ -148,6 +148,11 @@ def token(answer: httpx.Response) -> str:
     return found[1]
 
 
+def send(client: httpx.Client, path: str, **form: Any) -> httpx.Response:
+    """Send a form, with the token of another page."""
+    return client.post(path, data={"token": token(client.get("/audit"))} | form)
+
+
 def location(dsn: str) -> str:
     """Return the database's address, without a user."""
     parts = conninfo_to_dict(dsn)

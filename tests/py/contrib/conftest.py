@@ -1,4 +1,4 @@
-"""A Django project, examples/django_shop, with a separate database for every test."""
+"""A Django project, examples/django_shop, with a separate database for every test; and the page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import psycopg
 import pytest
 
+from pgdefer.contrib import web
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.database.server import EmbeddedServer
 from support import ROOT, create_database
+from web_page import ask_for_passwords, grant, location, logged_in, server_of_pages, serving
 
 PROJECT = ROOT / "examples" / "django_shop"
 sys.path.insert(0, str(PROJECT))
@@ -96,3 +99,31 @@ def drain(app: DjangoApp) -> Callable[..., None]:
         app.run_worker(drain=True, **options)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def page_server() -> Iterator[None]:
+    """The one server of the page."""
+    with server_of_pages():
+        yield
+
+
+@pytest.fixture
+def granted(page_server: None, server: EmbeddedServer, conn: psycopg.Connection[Any]) -> None:
+    """Passwords and rights of the page's roles."""
+    ask_for_passwords(server)
+    grant(conn)
+
+
+@pytest.fixture
+def site(dsn: str, granted: None) -> Iterator[str]:
+    """The page's address."""
+    with serving(web.asgi(location(dsn))) as address:
+        yield address
+
+
+@pytest.fixture
+def client(site: str) -> Iterator[httpx.Client]:
+    """An operator, who has logged in."""
+    with logged_in(site, "page_operator") as client:
+        yield client

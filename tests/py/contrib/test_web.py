@@ -18,42 +18,12 @@ from starlette.routing import Mount
 from pgdefer.contrib import web
 from pgdefer.contrib.web import queries
 from pgdefer.contrib.web.actions import JOB_ACTIONS
-from pgdefer.database.server import EmbeddedServer
-from web_page import (
-    ODD,
-    PASSWORD,
-    ask_for_passwords,
-    fill,
-    grant,
-    location,
-    server_of_pages,
-    serving,
-    token,
-    visitor,
-)
+from web_page import ODD, PASSWORD, fill, location, send, serving, token, visitor
 
 pytestmark = pytest.mark.client
 
 Connection = psycopg.Connection[Any]
 PLACES = "/ /jobs /queues /locks /groups /workers /schedules /tasks /audit".split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server_of_pages() -> Iterator[None]:
-    with server_of_pages():
-        yield
-
-
-@pytest.fixture
-def granted(server: EmbeddedServer, conn: Connection) -> None:
-    ask_for_passwords(server)
-    grant(conn)
-
-
-@pytest.fixture
-def site(dsn: str, granted: None) -> Iterator[str]:
-    with serving(web.asgi(location(dsn))) as address:
-        yield address
 
 
 Login = Callable[..., httpx.Client]
@@ -74,10 +44,6 @@ def login(site: str) -> Iterator[Login]:
     yield log_in
     for client in opened:
         client.close()
-
-
-def send(client: httpx.Client, path: str, **form: Any) -> httpx.Response:
-    return client.post(path, data={"token": token(client.get("/audit"))} | form)
 
 
 class Marks(HTMLParser):

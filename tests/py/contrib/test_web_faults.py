@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,53 +15,13 @@ import pytest
 from pgdefer.contrib import web
 from pgdefer.contrib.web import database, figures, pool
 from pgdefer.contrib.web.sessions import REFUSED
-from pgdefer.database.server import EmbeddedServer
-from web_page import (
-    PASSWORD,
-    ask_for_passwords,
-    grant,
-    lift_time_limits,
-    location,
-    logged_in,
-    server_of_pages,
-    serving,
-    token,
-    visitor,
-)
+from web_page import PASSWORD, lift_time_limits, logged_in, send, serving, token, visitor
 from workers import wait_for
 
 pytestmark = pytest.mark.client
 
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server_of_pages() -> Iterator[None]:
-    with server_of_pages():
-        yield
-
-
-@pytest.fixture
-def granted(server: EmbeddedServer, conn: Connection) -> None:
-    ask_for_passwords(server)
-    grant(conn)
-
-
-@pytest.fixture
-def site(dsn: str, granted: None) -> Iterator[str]:
-    with serving(web.asgi(location(dsn))) as address:
-        yield address
-
-
-@pytest.fixture
-def client(site: str) -> Iterator[httpx.Client]:
-    with logged_in(site, "page_operator") as client:
-        yield client
-
-
-def send(client: httpx.Client, path: str, **form: Any) -> httpx.Response:
-    return client.post(path, data={"token": token(client.get("/audit"))} | form)
 
 
 # Requests

@@ -18,7 +18,7 @@ from pgdefer.contrib import web
 from pgdefer.contrib.web.actions import ACTIONS, JOB_ACTIONS
 from pgdefer.contrib.web.views import VIEWS
 from pgdefer.database.server import EmbeddedServer
-from web_page import ODD, PASSWORD, ask_for_passwords, location, server_of_pages, serving, token
+from web_page import ODD, PASSWORD, ask_for_passwords, location, serving, token
 
 pytestmark = pytest.mark.client
 
@@ -45,14 +45,10 @@ VALUES = [
 VERBS = [*JOB_ACTIONS, "pause", "resume", "configure_queue", "run_now", "unschedule", "enable", "x"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _server_of_pages() -> Iterator[None]:
-    with server_of_pages():
-        yield
-
-
 @pytest.fixture
-def client(server: EmbeddedServer, dsn: str, conn: Connection) -> Iterator[httpx.Client]:
+def client(
+    page_server: None, server: EmbeddedServer, dsn: str, conn: Connection
+) -> Iterator[httpx.Client]:
     """A visitor who may use shop* only, beside jobs of the bank."""
     ask_for_passwords(server)
     fill(conn)

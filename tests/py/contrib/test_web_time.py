@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import psycopg
 import pytest
 
-from pgdefer.contrib import web
-from pgdefer.database.server import EmbeddedServer
-from web_page import ask_for_passwords, grant, location, logged_in, server_of_pages, serving, token
+from web_page import logged_in, send
 from workers import wait_for
 
 pytestmark = pytest.mark.client
 
 Connection = psycopg.Connection[Any]
 WORKER = "select queue.register_worker('w', null, '{\"dead_after\": \"1 day\"}')"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server_of_pages() -> Iterator[None]:
-    with server_of_pages():
-        yield
-
-
-@pytest.fixture
-def site(server: EmbeddedServer, dsn: str, conn: Connection) -> Iterator[str]:
-    ask_for_passwords(server)
-    grant(conn)
-    with serving(web.asgi(location(dsn))) as address:
-        yield address
-
-
-@pytest.fixture
-def client(site: str) -> Iterator[httpx.Client]:
-    with logged_in(site, "page_operator") as client:
-        yield client
-
-
-def send(client: httpx.Client, path: str, **form: Any) -> httpx.Response:
-    return client.post(path, data={"token": token(client.get("/audit"))} | form)
 
 
 def defer_each_minute(conn: Connection, jobs: int) -> None:
