@@ -2975,8 +2975,8 @@ comment on function queue.unblock() is
 
 -- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
--- if its idle_in_transaction_session_timeout is lower. Nor may what an operator does next in the transaction
--- wait long for others: after an operation, which waits for the lock, lock_timeout is at most 10 s.
+-- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
+-- operations have it, lock_timeout is at most 10 s for the rest of the transaction.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -12725,7 +12725,8 @@ begin
 end $$;
 
 -- Lets jobs that sleep continue at another time (NULL: now), which becomes the value of the step.
--- Locks: the caller holds the admission lock, under which alone the jobs can continue.
+-- Locks: the caller holds the admission lock, under which alone the jobs can continue. No wake-up can be
+-- lost: the caller gives the jobs their new time.
 create or replace function queue._change_sleep(p_ids bigint[], p_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
