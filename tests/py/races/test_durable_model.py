@@ -31,6 +31,7 @@ Connection = psycopg.Connection[Any]
 NAMES = ["a", "b"]
 SIGNALS = ["s", "r"]
 EVENTS = ["e", "f"]
+FAR = "2999-01-01T00:00:00+00:00"  # when a long sleep ends, as it is shown
 MAX_JOBS = 8
 MAX_ATTEMPTS = 2  # of a step
 OPTIONS = json.dumps({"retry": {"max_attempts": None, "max_crashes": None}})
@@ -314,12 +315,22 @@ class Machine(RuleBasedStateMachine):
     @rule(n=a_job, name=names, is_long=st.booleans())
     def sleep(self, n: int, name: str, is_long: bool) -> None:
         if (job := self.claimed(n)) and (key := self.begin(job, name)):
-            until = "2999-01-01T00:00:00Z" if is_long else "2001-01-01T00:00:00Z"
-            self.call("sleep", job.id, job.claim, name, until)
-            query = "select value from queue.steps where job_id = %s and name = %s"
-            ((value,),) = self.conn.execute(query, [job.id, text(key)]).fetchall()
-            self.store(job, key, value)
+            self.call("sleep", job.id, job.claim, name, FAR if is_long else "2001-01-01")
+            self.store(job, key, self.value(job, key))
+            assert (job.steps[key].value == FAR) == is_long
             self.suspend(job, "sleeping" if is_long else "ready")
+
+    def value(self, job: Job, key: Key) -> Any:
+        query = "select value from queue.steps where job_id = %s and name = %s"
+        ((value,),) = self.conn.execute(query, [job.id, text(key)]).fetchall()
+        return value
+
+    def wake(self, job: Job) -> None:
+        """The value of a sleep that was cut short is when it ended."""
+        for key, step in job.steps.items():
+            if step.value == FAR:
+                step.value = self.value(job, key)
+                assert step.value < FAR
 
     @rule(n=a_job, name=names, kind=st.sampled_from(["signal", "event"]), w=st.integers(0, 1))
     def wait(self, n: int, name: str, kind: str, w: int) -> None:
@@ -418,6 +429,7 @@ class Machine(RuleBasedStateMachine):
         job.reset()
         if name is not None and (name, 1) in job.steps:
             job.forget((name, 1))
+        self.wake(job)
         # a job that was cancelled while it waited for its child waits for it again, unless it has
         # forgotten that step
         if job.awaits not in job.steps:
@@ -473,6 +485,7 @@ class Machine(RuleBasedStateMachine):
             for job in self.jobs.values():
                 if job.state == "sleeping":
                     self.call("reschedule", job.id)
+                    self.wake(job)
                     job.state = "ready"
                 elif job.state == "waiting" and job.waits and job.waits[1] == "signal":
                     self.signal(list(self.jobs).index(job.id), job.waits[2])
