@@ -23,6 +23,7 @@ from pgdefer.app import App
 from pgdefer.contrib._attach import attach
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.prepared import Deferral
+from pgdefer.tasks.raised import JobSuspended
 
 __all__ = ["instrument"]
 
@@ -233,6 +234,8 @@ class _Run:
         telemetry = self._telemetry
         ended = time.perf_counter() if telemetry.is_measuring else 0
         otel_context.detach(self._token)
+        if isinstance(error, JobSuspended):  # it has not failed: it sleeps, or waits
+            error = None
         if error is not None:
             self._fail(error)
         self._span.end()

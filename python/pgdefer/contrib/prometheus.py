@@ -5,15 +5,13 @@ Call `instrument(app)` after `App(...)`; the extra is `pgdefer[prometheus]`.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import prometheus_client
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pgdefer.app import App
-from pgdefer.contrib._attach import attach
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
 
@@ -61,33 +59,13 @@ class QueueCollector(Collector):
         yield memory
 
 
-class _Run:
-    """Surrounds a handler: a class, because generators take longer, and this is for each job."""
-
-    __slots__ = ("_job", "_observe", "_start")
-
-    def __init__(self, job: JobContext, observe: Callable[[JobContext, str, float], None]) -> None:
-        self._job = job
-        self._observe = observe
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, _: object, error: BaseException | None, _trace: object) -> None:
-        outcome = "succeeded" if error is None else "failed"
-        self._observe(self._job, outcome, time.perf_counter() - self._start)
-
-
 def instrument(
     app: App,
     *,
     registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY,
     queues: bool = False,
 ) -> None:
-    """Measure an App's handlers; with `queues`, also its queues, which reads the database.
-
-    Handlers in child processes are measured there, and so are missing from the worker's metrics.
-    """
+    """Measure an App's handlers; with `queues`, also its queues, which reads the database."""
     duration = prometheus_client.Histogram(
         "pgdefer_run_seconds",
         "How long handlers ran.",
@@ -111,14 +89,11 @@ def instrument(
             found = bound[key] = duration.labels(*key)
         found.observe(seconds)
 
-    def measured(job: JobContext) -> _Run:
-        return _Run(job, observe)
-
     async def count(event: JobEvent) -> None:
         state = "failed" if event.state == "failed" else "retried"
         ended.labels(event.job.task, event.job.queue, state).inc()
 
-    attach(app, middleware=measured)
+    app.meters.append(observe)
     app.on("exhausted")(count)
     app.on("retry")(count)
     if queues:

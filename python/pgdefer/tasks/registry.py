@@ -17,6 +17,7 @@ from pgdefer.database.execute_async import execute_async
 from pgdefer.database.source import AsyncPsycopgConnection
 from pgdefer.errors import InvalidParameter, Naming, UnknownTask
 from pgdefer.options import as_list
+from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.schedule import Schedule, removed_schedules, schedules_json
 from pgdefer.tasks.task import Task
 
@@ -57,6 +58,9 @@ class Registry:
         self.schedules: dict[str, Schedule] = {}
         #: Returns the content type and the body of a worker's answer at /metrics.
         self.metrics: Callable[[], tuple[str, bytes]] | None = None
+        #: Called in the worker's loop after each run, with its job, its outcome as queue.attempts
+        #: calls it, or `succeeded`, and how long the handler took in seconds. Must return at once.
+        self.meters: list[Callable[[JobContext, str, float], object]] = []
         #: The hooks of each event.
         self.hooks: dict[str, list[Callable[[Any], Any]]] = {}
 

@@ -324,8 +324,9 @@ class Executor:
     # Claims that end
 
     def ended(self, claim: Claim, outcome: str | None) -> None:
-        """Take in a job's outcome; None: it has been written already."""
+        """Take in a job's outcome; None: it has been written already, as SETTLED ones have."""
         job = claim.job
+        unwritten = None if outcome == outcomes.SETTLED else outcome
         claim.coroutine = None
         if claim.timer is not None:
             claim.timer.cancel()
@@ -338,13 +339,13 @@ class Executor:
         if claim.slots is not None and claim in self.running and claim is claim.members[0]:
             claim.slots.prefetch.ended(claim.duration / len(claim.members))
         self._leave(claim)
-        if outcome is not None:
-            self._completer.add(claim, outcome)
-        if job._abort_reason == STOPPED and outcome is not None:
-            released = outcomes.released(job.id, job.claim)
-            self.given_back += outcomes.without_steps(outcome) == released
+        if unwritten is not None:
+            self._completer.add(claim, unwritten)
+            if job._abort_reason == STOPPED:
+                released = outcomes.released(job.id, job.claim)
+                self.given_back += outcomes.without_steps(unwritten) == released
         self.finished += 1
-        if outcome is None or self._state.is_waiting:
+        if unwritten is None or self._state.is_waiting:
             self._state.hint()
 
     def _leave(self, claim: Claim) -> None:

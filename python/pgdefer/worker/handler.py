@@ -19,7 +19,7 @@ from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY
 from pgdefer.tasks.middleware import AsyncEntered, Entered
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import Task
-from pgdefer.worker import memory
+from pgdefer.worker import memory, outcomes
 from pgdefer.worker.ending import outcome_of, success, timed_out
 from pgdefer.worker.invoke import call_handler, call_in_transaction, driver, transaction
 from pgdefer.worker.invoke_async import call_handler_async, call_in_transaction_async
@@ -41,7 +41,7 @@ Call = tuple[list[Any], dict[str, Any]]
 
 
 def run(job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None) -> str | None:
-    """Run a function; return the outcome, or None if it has already been written.
+    """Run a function; return the outcome, SETTLED, or None if its transaction wrote a success.
 
     If the arguments have already been decoded, `call` calls the function with them.
     """
@@ -55,7 +55,7 @@ def run(job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None
                 return None
             job.result = result = call_handler(task, positional, named)
     except JobSuspended:
-        return None
+        return outcomes.SETTLED
     except BaseException as error:
         return outcome_of(job, task.failure_policy, error)
     return success(job, task.failure_policy, result)
@@ -76,7 +76,7 @@ async def run_async(job: JobContext, task: Task[..., Any], pool: AsyncPool) -> s
                 return None
             job.result = result = await call_handler_async(task, positional, named)
     except JobSuspended:
-        return None
+        return outcomes.SETTLED
     except BaseException as error:
         return outcome_of(job, task.failure_policy, error)
     return success(job, task.failure_policy, result)
@@ -101,6 +101,7 @@ def run_function(job: JobContext, pool: SyncPool) -> str | None:
         return outcome_of(job, RETRY_POLICY_ONLY, error)
     if state != "succeeded":
         log.warning("%r has a task that is not known here; the database says %s", job, state)
+        return outcomes.SETTLED
     return None
 
 

@@ -20,11 +20,13 @@ from pgdefer.tasks.error_report import (
 )
 
 __all__ = [
+    "SETTLED",
     "aborted",
     "crashed",
     "failed",
     "headline",
     "is_success",
+    "kind",
     "released",
     "retry_later",
     "storable_in",
@@ -36,6 +38,8 @@ __all__ = [
 ]
 
 MAX_HEADLINE = 500
+# In place of an outcome: the database has ended the claim, and the job has not succeeded.
+SETTLED = "settled"
 
 
 def succeeded(id: int, claim: int, result: str | None = None) -> str:
@@ -63,6 +67,17 @@ def without_steps(outcome: str) -> str:
 def is_success(outcome: str) -> bool:
     """Whether an outcome is that of `succeeded`."""
     return outcome.find('"outcome":"succeeded"', 0, 80) >= 0
+
+
+def kind(outcome: str | None) -> str:
+    """Return what queue.attempts calls an outcome; None, which a transaction wrote: succeeded."""
+    if outcome is None or is_success(outcome):
+        return "succeeded"
+    if outcome == SETTLED:
+        return "yielded"
+    said = json.loads(outcome)
+    found = str((said.get("options") or {}).get("outcome", said["outcome"]))
+    return "yielded" if found == "retry_later" else found
 
 
 def unencodable(kind: str) -> str:

@@ -27,26 +27,40 @@ LAST = 10.0
 class Reporter:
     """Reports ends of jobs. Called in the worker's loop; hooks that block run in threads."""
 
-    def __init__(self, hooks: Mapping[str, Sequence[Callable[[Any], Any]]]) -> None:
+    def __init__(
+        self,
+        hooks: Mapping[str, Sequence[Callable[[Any], Any]]],
+        meters: Sequence[Callable[[JobContext, str, float], object]] = (),
+    ) -> None:
         self._hooks = hooks
+        self._meters = meters
         self._running: set[asyncio.Task[None]] = set()
 
     def ended(self, claim: Claim, outcome: str | None) -> None:
-        """Report the end of a handler that succeeded; None: its transaction wrote the outcome."""
-        if not log.isEnabledFor(logging.INFO):
+        """Measure a run, and report it if it succeeded; None: its transaction wrote the outcome."""
+        is_logged = log.isEnabledFor(logging.INFO)
+        if not self._meters and not is_logged:
             return
         job = claim.job
-        if outcome is not None and not outcomes.is_success(outcome):
-            return
-        if isinstance(job.result, RetryLater):
-            return
-        said = f"{job!r} succeeded in {claim.duration:.3f} s"
-        log.info("%s", said, extra=_fields(job, "succeeded", "succeeded", claim.duration))
+        has_yielded = outcome is None and isinstance(job.result, RetryLater)
+        kind = "yielded" if has_yielded else outcomes.kind(outcome)
+        if claim.runner is not None:
+            self._measure(job, kind, claim.duration)
+        if is_logged and kind == "succeeded":
+            said = f"{job!r} succeeded in {claim.duration:.3f} s"
+            log.info("%s", said, extra=_fields(job, kind, kind, claim.duration))
+
+    def _measure(self, job: JobContext, kind: str, seconds: float) -> None:
+        for meter in self._meters:
+            try:
+                meter(job, kind, seconds)
+            except Exception:
+                log.exception("the meter %r failed", meter)
 
     def taken(self, claim: Claim, outcome: str, state: str) -> None:
         """Report how the database has settled an outcome other than a success."""
+        kind = outcomes.kind(outcome)
         said = json.loads(outcome)
-        kind = (said.get("options") or {}).get("outcome", said["outcome"])
         if kind not in ("failed", "timed_out", "crashed"):
             return
         job, error = claim.job, str(said.get("error"))

@@ -120,7 +120,7 @@ class Worker:
         #: none for handlers for long.
         self.shared: Shared | None = None
         self.state = WorkerState(options.get("max_jobs"))
-        self._reporter = Reporter(app.hooks)
+        self._reporter = Reporter(app.hooks, app.meters)
         self.completer = Completer(self._reporter)
         self.executor = Executor(app, self.state, self.completer, self._reporter)
         self._background: set[asyncio.Task[None]] = set()
