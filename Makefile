@@ -100,7 +100,7 @@ test-matrix: venv build tools ## Run all tests on PostgreSQL 15, 16, 17, 18 and 
 
 .PHONY: soak
 soak: venv build ## Run the long tests
-	$(BIN)/pytest -q -m soak
+	$(BIN)/pytest -q -m soak -o faulthandler_timeout=3600
 
 .PHONY: scale
 scale: venv build ## Run the tests of Citus, where it is installed in the system's PostgreSQL
