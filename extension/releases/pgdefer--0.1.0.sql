@@ -16444,7 +16444,7 @@ comment on function queue.function_call(bigint, bigint) is
 -- Raises: QJ001, QJ002, QJ008. An error of the function is the job's failure, except a cancel (57014), which
 -- the caller handles.
 create or replace function queue.run_function(id bigint, claim bigint)
-returns text language plpgsql volatile parallel unsafe security invoker as $$
+returns table (state text, outcome text, error text) rows 1 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_call record;
   v_result pg_catalog.jsonb;
@@ -16457,10 +16457,16 @@ begin
   select c.statement, c.args, c.timeout, c.late_at into v_call
   from queue.function_call(run_function.id, run_function.claim) c;
   if v_call.statement is null then
-    select f.state into v_state
+    select f.state into run_function.state
     from queue.finish_many(pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
       'id', run_function.id, 'claim', run_function.claim, 'outcome', 'unknown_task'))) f;
-    return v_state;
+    outcome := 'released';
+    if pg_catalog.texteq(state, 'failed') then
+      outcome := 'failed';
+    end if;
+    error := 'no worker knows the task';
+    return next;
+    return;
   end if;
   begin
     execute v_call.statement into v_result using v_call.args;
@@ -16473,7 +16479,10 @@ begin
     end if;
     v_has_returned := true;
     perform queue.succeed(run_function.id, run_function.claim, v_result);
-    return 'succeeded';
+    state := 'succeeded';
+    outcome := 'succeeded';
+    return next;
+    return;
   exception when others or assert_failure then
     get stacked diagnostics v_state := returned_sqlstate, v_message := message_text,
       v_context := pg_exception_context;
@@ -16481,16 +16490,22 @@ begin
       v_message := pg_catalog.concat('the claim had ended when the function returned: ', v_message);
     end if;
   end;
-  return queue.fail(run_function.id, run_function.claim, v_message, pg_catalog.jsonb_build_object(
+  outcome := 'failed';
+  if v_options is not null then
+    outcome := 'timed_out';
+  end if;
+  error := v_message;
+  state := queue.fail(run_function.id, run_function.claim, v_message, pg_catalog.jsonb_build_object(
     'type', v_state, 'message', pg_catalog.left(v_message, 2000), 'traceback',
     pg_catalog.right(v_context, 16000)), v_options);
+  return next;
 end $$;
 comment on function queue.run_function(bigint, bigint) is
   'Runs the database function of a claim''s task, as the calling role, and ends the claim in the same'
     ' transaction: succeeded, with the return value; or failed, with the error and its context, and without'
     ' any of the function''s writes, also if it has ended the claim itself or its timeout has passed. Use it'
     ' for claims whose task a client does not know: without a function the claim ends as unknown_task.'
-    ' Returns the new state. Raises QJ002 if the claim is lost; then everything is undone. It needs a'
+    ' Returns the job''s new state, the outcome as queue.attempts has it, or succeeded, and the error. Raises QJ002 if the claim is lost; then everything is undone. It needs a'
     ' transaction of its own, in READ COMMITTED, with statement_timeout set to the job''s timeout.';
 
 -- work/worker_sleep.sql

@@ -234,8 +234,8 @@ class _Run:
         telemetry = self._telemetry
         ended = time.perf_counter() if telemetry.is_measuring else 0
         otel_context.detach(self._token)
-        if isinstance(error, JobSuspended):  # it has not failed: it sleeps, or waits
-            error = None
+        if isinstance(error, JobSuspended) and self._job.steps.ended_as is not None:
+            error = error.__cause__  # of a step that has failed; sleeps and waits have none
         if error is not None:
             self._fail(error)
         self._span.end()

@@ -170,7 +170,8 @@ SUCCEED = Statement("""
 """)
 
 RUN_FUNCTION = Statement("""
-    select state from queue.run_function(cast(:id as bigint), cast(:claim as bigint)) as state
+    select state, outcome, error
+    from queue.run_function(cast(:id as bigint), cast(:claim as bigint))
 """)
 
 # For the transaction of a database function.

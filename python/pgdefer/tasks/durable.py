@@ -53,6 +53,7 @@ class DurableCalls(StepCalls):
             parameters = {**self._keyed(key), "at": at, "delay": delay}
             self._store_kept()
             self.client.call(sql.SLEEP, parameters)
+            self.steps.ended_as = ("yielded", "scheduled")
             raise JobSuspended
 
     def wait_for(
@@ -79,6 +80,7 @@ class DurableCalls(StepCalls):
             }
             self._store_kept()
             self.client.call(sql.WAIT, parameters)
+            self.steps.ended_as = ("yielded", "waiting")
             raise JobSuspended
 
     # Children
@@ -107,6 +109,7 @@ class DurableCalls(StepCalls):
             if key is not None and ids:
                 self._store_kept()
                 self.client.call(sql.AWAIT_JOBS, {**self._keyed(key), "jobs": ids})
+                self.steps.ended_as = ("yielded", "waiting")
                 raise JobSuspended
         rows = self.client.call(sql.NEEDS, {"id": self.id})
         decode = self.client.codec.decode

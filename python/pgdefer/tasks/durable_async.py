@@ -52,6 +52,7 @@ class AsyncDurableCalls(AsyncStepCalls):
             parameters = {**self._keyed(key), "at": at, "delay": delay}
             await self._store_kept_async()
             await self.client.call_async(sql.SLEEP, parameters)
+            self.steps.ended_as = ("yielded", "scheduled")
             raise JobSuspended
 
     async def wait_for_async(
@@ -78,6 +79,7 @@ class AsyncDurableCalls(AsyncStepCalls):
             }
             await self._store_kept_async()
             await self.client.call_async(sql.WAIT, parameters)
+            self.steps.ended_as = ("yielded", "waiting")
             raise JobSuspended
 
     # Children
@@ -106,6 +108,7 @@ class AsyncDurableCalls(AsyncStepCalls):
             if key is not None and ids:
                 await self._store_kept_async()
                 await self.client.call_async(sql.AWAIT_JOBS, {**self._keyed(key), "jobs": ids})
+                self.steps.ended_as = ("yielded", "waiting")
                 raise JobSuspended
         rows = await self.client.call_async(sql.NEEDS, {"id": self.id})
         decode_async = self.client.codec.decode_async

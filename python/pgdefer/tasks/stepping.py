@@ -173,7 +173,8 @@ class StepCalls:
                 parameters = fitted(parameters, encoding)
                 ((state,),) = self.client.call(sql.FAIL_STEP, parameters, connection)
         if state is not None:
-            log.warning("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
+            log.info("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
+            self.steps.ended_as = ("failed", state)
             raise JobSuspended from error
         failed = StepFailed(key, parameters["error"])
         failed.__cause__ = error

@@ -174,7 +174,8 @@ class AsyncStepCalls:
                 parameters = fitted(parameters, encoding)
                 ((state,),) = await self.client.call_async(sql.FAIL_STEP, parameters, connection)
         if state is not None:
-            log.warning("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
+            log.info("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
+            self.steps.ended_as = ("failed", state)
             raise JobSuspended from error
         failed = StepFailed(key, parameters["error"])
         failed.__cause__ = error

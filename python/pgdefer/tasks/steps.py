@@ -71,12 +71,15 @@ class Steps:
     until the next call that stores steps, or the run's outcome.
     """
 
-    __slots__ = ("_finished", "_stored", "_uses", "kept")
+    __slots__ = ("_finished", "_stored", "_uses", "ended_as", "kept")
 
     def __init__(self, stored: str | None) -> None:
         self._stored = stored
         self._finished: dict[str, Any] | None = {} if stored is None else None
         self._uses: dict[str, int] = {}
+        #: Once a step, sleep or wait has ended the claim: what queue.attempts calls that, and the
+        #: job's state afterwards.
+        self.ended_as: tuple[str, str] | None = None
         #: The lazy steps that are not stored yet, in JSON.
         self.kept: list[str] = []
 

@@ -12,6 +12,7 @@ from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY, FailurePolicy
 from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.task import Task
+from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.slots import Slots
 
 __all__ = ["Batch", "Claim", "Keeper", "Runner", "gather"]
@@ -132,8 +133,8 @@ def gather(claims: Iterable[Claim], tasks: Mapping[str, Task[..., Any]]) -> list
 class Keeper(Protocol):
     """What runners tell about their claims."""
 
-    def ended(self, claim: Claim, outcome: str | None) -> None:
-        """Take in the outcome of a handler, in the worker's loop; None: it has been written."""
+    def ended(self, claim: Claim, outcome: str | Settled) -> None:
+        """Take in the outcome of a handler, in the worker's loop."""
 
     def may_begin(self, claim: Claim) -> bool:
         """Whether the handler may begin; else give back the claim. Asked in the worker's loop."""

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import psycopg
 
@@ -65,16 +66,20 @@ class Completer:
     async def send(self, connection: Connection, sending: Sequence[Outcome]) -> None:
         """Send outcomes without fetching jobs."""
         rows = await connection.call(sql.FINISH_MANY, outcomes=outcomes_json(sending))
-        others = {
-            (claim.job.id, claim.job.claim): (claim, outcome)
-            for claim, outcome in sending
-            if not outcomes.is_success(outcome)
-        }
+        sent = {(claim.job.id, claim.job.claim): (claim, outcome) for claim, outcome in sending}
         for id, number, state, error in rows:
             if error is not None:
                 self.on_refused(id, number, error, sending)
-            elif (id, number) in others:
-                self._reporter.taken(*others[id, number], state)
+            elif (id, number) in sent:
+                self._reporter.taken(*sent[id, number], state)
+
+    def report_successes(self, sent: Sequence[Outcome], rows: Sequence[tuple[Any, ...]]) -> None:
+        """Report the successes that finish_and_fetch has accepted: its rows name the others."""
+        if self._reporter.reports_successes:
+            refused = {(row[0], row[1]) for row in rows if row[14] is not None}
+            for claim, outcome in sent:
+                if (claim.job.id, claim.job.claim) not in refused:
+                    self._reporter.taken(claim, outcome, "succeeded")
 
     async def send_apart(self, connection: Connection, sending: Sequence[Outcome]) -> None:
         """Send outcomes of which one may get the call refused: if so, send each alone."""

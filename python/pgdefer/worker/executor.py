@@ -319,34 +319,39 @@ class Executor:
         log.info("%r has not begun in time, and is given back", claim)
         self._give_back_unstarted(each for each in claim.members if not each.is_released)
         for each in claim.members:
-            self.ended(each, None)
+            self._has_ended(each)
 
     # Claims that end
 
-    def ended(self, claim: Claim, outcome: str | None) -> None:
-        """Take in a job's outcome; None: it has been written already, as SETTLED ones have."""
+    def ended(self, claim: Claim, outcome: str | outcomes.Settled) -> None:
+        """Take in a job's outcome."""
+        self._has_ended(claim)
+        if claim.is_released:
+            return
         job = claim.job
-        unwritten = None if outcome == outcomes.SETTLED else outcome
+        log.debug("%r has ended", job)
+        claim.duration = clock() - claim.started_at
+        if claim.slots is not None and claim in self.running and claim is claim.members[0]:
+            claim.slots.prefetch.ended(claim.duration / len(claim.members))
+        self._leave(claim)
+        self.finished += 1
+        if isinstance(outcome, outcomes.Settled):
+            self._reporter.settled(claim, outcome)
+            self._state.hint()
+            return
+        self._completer.add(claim, outcome)
+        if job._abort_reason == STOPPED:
+            released = outcomes.released(job.id, job.claim)
+            self.given_back += outcomes.without_steps(outcome) == released
+        if self._state.is_waiting:
+            self._state.hint()
+
+    def _has_ended(self, claim: Claim) -> None:
+        """Stop the timer of a claim whose handler has ended."""
         claim.coroutine = None
         if claim.timer is not None:
             claim.timer.cancel()
             claim.timer = None
-        if claim.is_released:
-            return
-        log.debug("%r has ended", job)
-        claim.duration = clock() - claim.started_at
-        self._reporter.ended(claim, outcome)
-        if claim.slots is not None and claim in self.running and claim is claim.members[0]:
-            claim.slots.prefetch.ended(claim.duration / len(claim.members))
-        self._leave(claim)
-        if unwritten is not None:
-            self._completer.add(claim, unwritten)
-            if job._abort_reason == STOPPED:
-                released = outcomes.released(job.id, job.claim)
-                self.given_back += outcomes.without_steps(unwritten) == released
-        self.finished += 1
-        if unwritten is None or self._state.is_waiting:
-            self._state.hint()
 
     def _leave(self, claim: Claim) -> None:
         """Free the job's slot, if no other job of its batch uses that."""

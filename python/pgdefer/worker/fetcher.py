@@ -383,6 +383,7 @@ class Fetcher:
             elif asked:
                 ended = outcomes_json(sending)
                 rows = await self._connection.call(sql.FINISH_AND_FETCH, outcomes=ended, **asked)
+                self._completer.report_successes(sending, rows)
             else:
                 await self._completer.send(self._connection, sending)
             self._refusals.reset()

@@ -15,6 +15,7 @@ from pgdefer.database import sql
 from pgdefer.database.execute import execute
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext, Middleware, enter_job
+from pgdefer.tasks.error_report import error_text
 from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY
 from pgdefer.tasks.middleware import AsyncEntered, Entered
 from pgdefer.tasks.raised import JobSuspended
@@ -40,69 +41,88 @@ log = logger("pgdefer.worker")
 Call = tuple[list[Any], dict[str, Any]]
 
 
-def run(job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None) -> str | None:
-    """Run a function; return the outcome, SETTLED, or None if its transaction wrote a success.
+def run(
+    job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None
+) -> str | outcomes.Settled:
+    """Run a function, and return the outcome.
 
     If the arguments have already been decoded, `call` calls the function with them.
     """
     enter_job(job)
+    result: object = None
     try:
         positional, named = call or task.unbind(decode_args(job))
-        result: object = None
         with memory.capped(task.execution.max_memory), middleware(job, task.middleware):
             if task.execution.transactional:
-                call_in_transaction(job, task, pool, positional, named)
-                return None
-            job.result = result = call_handler(task, positional, named)
-    except JobSuspended:
-        return outcomes.SETTLED
+                result = call_in_transaction(job, task, pool, positional, named)
+            else:
+                job.result = result = call_handler(task, positional, named)
     except BaseException as error:
-        return outcome_of(job, task.failure_policy, error)
-    return success(job, task.failure_policy, result)
+        return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
+    return _settled(job, result) or success(job, task.failure_policy, result)
 
 
-async def run_async(job: JobContext, task: Task[..., Any], pool: AsyncPool) -> str | Call | None:
+async def run_async(
+    job: JobContext, task: Task[..., Any], pool: AsyncPool
+) -> str | outcomes.Settled | Call:
     """Run a coroutine, as `run` does; for an ordinary function, return how to call it."""
     enter_job(job)
+    result: object = None
     try:
         args = await decode_args_async(job)
         positional, named = task.unbind(args)
         if not task.is_async:
             return positional, named
-        result: object = None
         async with middleware_async(job, task.middleware):
             if task.execution.transactional:
-                await call_in_transaction_async(job, task, pool, positional, named)
-                return None
-            job.result = result = await call_handler_async(task, positional, named)
-    except JobSuspended:
-        return outcomes.SETTLED
+                result = await call_in_transaction_async(job, task, pool, positional, named)
+            else:
+                job.result = result = await call_handler_async(task, positional, named)
     except BaseException as error:
-        return outcome_of(job, task.failure_policy, error)
-    return success(job, task.failure_policy, result)
+        return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
+    return _settled(job, result) or success(job, task.failure_policy, result)
 
 
-def run_function(job: JobContext, pool: SyncPool) -> str | None:
+def _settled(
+    job: JobContext, result: object, error: BaseException | None = None
+) -> outcomes.Settled | None:
+    """Return how a claim has ended that a call of its handler has ended; None if none has.
+
+    What the handler or its middleware did afterwards changes nothing; an error is logged.
+    """
+    if isinstance(result, outcomes.Settled):
+        settled = result
+    elif job.steps.ended_as is not None:
+        cause = error.__cause__ if isinstance(error, JobSuspended) else None
+        job._error = cause  # a step has failed with it
+        settled = outcomes.Settled(*job.steps.ended_as, "" if cause is None else error_text(cause))
+    else:
+        return None
+    if error is not None and not isinstance(error, JobSuspended):
+        log.error("%r raised after its end was stored", job, exc_info=error)
+    return settled
+
+
+def run_function(job: JobContext, pool: SyncPool) -> str | outcomes.Settled:
     """Let the database run a task that is unknown here, if it has a function for it.
 
-    This also ends the claim: without a function, as one of an unknown task. Returns the same as
-    `run`.
+    This also ends the claim: without a function, as one of an unknown task.
     """
     try:
         with transaction(job, True, pool) as (connection, own_part):
             timeout = {"timeout": f"{_milliseconds(job.timeout)}ms"}
             execute(connection, sql.SET_STATEMENT_TIMEOUT, timeout)
             claim = {"id": job.id, "claim": job.claim}
-            ((state,),) = execute(connection, sql.RUN_FUNCTION, claim)
+            (ended,) = execute(connection, sql.RUN_FUNCTION, claim)
             own_part.begin(driver(connection))
     except psycopg.errors.QueryCanceled as error:
         return timed_out(job, RETRY_POLICY_ONLY, error)
     except BaseException as error:
         return outcome_of(job, RETRY_POLICY_ONLY, error)
-    if state != "succeeded":
-        log.warning("%r has a task that is not known here; the database says %s", job, state)
-        return outcomes.SETTLED
-    return None
+    state, outcome, error_text = ended
+    if outcome == "released":
+        log.warning("%r has a task that nobody knows here; the job is %s", job, state)
+    return outcomes.Settled(outcome, state, error_text or "")
 
 
 def _milliseconds(timeout: dt.timedelta | None) -> int:

@@ -18,6 +18,7 @@ from pgdefer.database.execute import execute
 from pgdefer.database.pool import SyncPool
 from pgdefer.tasks.context import JobContext, RetryLater
 from pgdefer.tasks.task import Task
+from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.transaction import (
     OwnPart,
     Session,
@@ -25,6 +26,7 @@ from pgdefer.worker.transaction import (
     driver_of,
     last_statements,
     losses_told_apart,
+    settled_by,
 )
 
 __all__ = [
@@ -51,8 +53,8 @@ def call_in_transaction(
     pool: SyncPool,
     positional: list[Any],
     named: dict[str, Any],
-) -> None:
-    """Call a handler with a connection, and write the outcome in its transaction."""
+) -> Settled:
+    """Call a handler with a connection, write the outcome in its transaction, and return it."""
     maker = task.execution.transactional
     with (
         job.steps.storing() as take_steps,
@@ -65,7 +67,8 @@ def call_in_transaction(
         last = last_statements(job, result, take_steps)
         own_part.begin(driver(connection))
         for statement, parameters in last:
-            execute(connection, statement, parameters)
+            rows = execute(connection, statement, parameters)
+    return settled_by(result, rows)
 
 
 def driver(connection: Any) -> Any:

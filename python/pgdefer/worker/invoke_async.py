@@ -17,6 +17,7 @@ from pgdefer.database.execute_async import execute_async
 from pgdefer.database.pool import AsyncPool
 from pgdefer.tasks.context import JobContext, RetryLater
 from pgdefer.tasks.task import Task
+from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.transaction import (
     OwnPart,
     Session,
@@ -24,6 +25,7 @@ from pgdefer.worker.transaction import (
     driver_of,
     last_statements,
     losses_told_apart,
+    settled_by,
 )
 
 __all__ = [
@@ -52,8 +54,8 @@ async def call_in_transaction_async(
     pool: AsyncPool,
     positional: list[Any],
     named: dict[str, Any],
-) -> None:
-    """Call a handler with a connection, and write the outcome in its transaction."""
+) -> Settled:
+    """Call a handler with a connection, write the outcome in its transaction, and return it."""
     maker = task.execution.transactional
     async with (
         job.steps.storing_async() as take_steps,
@@ -66,7 +68,8 @@ async def call_in_transaction_async(
         last = last_statements(job, result, take_steps)
         own_part.begin(await driver_async(connection))
         for statement, parameters in last:
-            await execute_async(connection, statement, parameters)
+            rows = await execute_async(connection, statement, parameters)
+    return settled_by(result, rows)
 
 
 async def driver_async(connection: Any) -> Any:

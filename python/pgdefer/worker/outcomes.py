@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from pgdefer.tasks.error_report import (
 )
 
 __all__ = [
-    "SETTLED",
+    "Settled",
     "aborted",
     "crashed",
     "failed",
@@ -38,8 +39,18 @@ __all__ = [
 ]
 
 MAX_HEADLINE = 500
-# In place of an outcome: the database has ended the claim, and the job has not succeeded.
-SETTLED = "settled"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """In place of an outcome: how a claim has ended that the database has ended already.
+
+    `kind` is what queue.attempts calls it, or `succeeded`; `state` is the job's state afterwards.
+    """
+
+    kind: str
+    state: str
+    error: str = ""
 
 
 def succeeded(id: int, claim: int, result: str | None = None) -> str:
@@ -69,13 +80,8 @@ def is_success(outcome: str) -> bool:
     return outcome.find('"outcome":"succeeded"', 0, 80) >= 0
 
 
-def kind(outcome: str | None) -> str:
-    """Return what queue.attempts calls an outcome; None, which a transaction wrote: succeeded."""
-    if outcome is None or is_success(outcome):
-        return "succeeded"
-    if outcome == SETTLED:
-        return "yielded"
-    said = json.loads(outcome)
+def kind(said: Mapping[str, Any]) -> str:
+    """Return what queue.attempts calls an outcome, which was decoded."""
     found = str((said.get("options") or {}).get("outcome", said["outcome"]))
     return "yielded" if found == "retry_later" else found
 

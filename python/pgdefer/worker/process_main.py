@@ -24,6 +24,7 @@ from pgdefer.database.pool import SyncPool
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.task import Task, find_task
 from pgdefer.worker import ending, handler, memory
+from pgdefer.worker.outcomes import Settled
 
 __all__ = ["AbortRequest", "Result", "Started", "main"]
 
@@ -47,7 +48,7 @@ class Started:
 class Result:
     """A job's outcome, whether the process can take another job, and its log records."""
 
-    outcome: str | None
+    outcome: str | Settled
     may_go_on: bool
     logged: Sequence[logging.LogRecord] = ()
 
@@ -138,7 +139,7 @@ def main(connection: Connection, dsn: str) -> None:
                 tasks[module, name] = task, SyncPool(task.client.source)
         except Exception as error:
             nobody = JobContext(cast("Client", None), row)
-            outcome: str | None = ending.outcome_of(nobody, None, error)
+            outcome: str | Settled = ending.outcome_of(nobody, None, error)
             inbox.end(Result(outcome, may_go_on=False, logged=log_buffer.take()))
             continue
         task, pool = tasks[module, name]

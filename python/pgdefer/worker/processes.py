@@ -18,6 +18,7 @@ from pgdefer.tasks.context import JobAborted, JobContext
 from pgdefer.tasks.task import Task
 from pgdefer.worker import outcomes, process_main
 from pgdefer.worker.ending import outcome_of
+from pgdefer.worker.outcomes import Settled
 
 __all__ = ["Processes"]
 
@@ -45,8 +46,8 @@ class Processes:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def run(self, job: JobContext, task: Task[..., Any]) -> str | None:
-        """Run a job and return its outcome; None if it has already been written."""
+    def run(self, job: JobContext, task: Task[..., Any]) -> str | Settled:
+        """Run a job and return its outcome."""
         died_early = 0
         try:
             while not (process := self._take(job)).begin(job, task):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pgdefer._text import escaped, logger
-from pgdefer.tasks.context import JobContext, RetryLater
+from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
@@ -36,19 +36,44 @@ class Reporter:
         self._meters = meters
         self._running: set[asyncio.Task[None]] = set()
 
-    def ended(self, claim: Claim, outcome: str | None) -> None:
-        """Measure a run, and report it if it succeeded; None: its transaction wrote the outcome."""
-        is_logged = log.isEnabledFor(logging.INFO)
-        if not self._meters and not is_logged:
+    @property
+    def reports_successes(self) -> bool:
+        """Whether anybody wants to know of them."""
+        return bool(self._meters) or log.isEnabledFor(logging.INFO)
+
+    def taken(self, claim: Claim, outcome: str, state: str) -> None:
+        """Report an outcome that the database has accepted, and the job's state afterwards."""
+        if outcomes.is_success(outcome):
+            if self.reports_successes:
+                self.settled(claim, outcomes.Settled("succeeded", state))
             return
-        job = claim.job
-        has_yielded = outcome is None and isinstance(job.result, RetryLater)
-        kind = "yielded" if has_yielded else outcomes.kind(outcome)
+        said = json.loads(outcome)
+        is_aborted = state == "cancelled" and claim.job._abort_reason is not None
+        kind = "aborted" if is_aborted else outcomes.kind(said)
+        told = (said.get("details") or {}).get("traceback")
+        error = str(said.get("error") or said.get("message") or "")
+        self.settled(claim, outcomes.Settled(kind, state, error), told)
+
+    def settled(self, claim: Claim, end: outcomes.Settled, trace: str | None = None) -> None:
+        """Report the end of a claim; `trace` is the traceback, if the exception is not here."""
+        job, kind, state = claim.job, end.kind, end.state
         if claim.runner is not None:
             self._measure(job, kind, claim.duration)
-        if is_logged and kind == "succeeded":
+        if kind == "succeeded":
             said = f"{job!r} succeeded in {claim.duration:.3f} s"
-            log.info("%s", said, extra=_fields(job, kind, kind, claim.duration))
+            log.info("%s", said, extra=_fields(job, kind, state, claim.duration))
+            return
+        is_final = state == "failed"
+        if kind not in ("failed", "timed_out", "crashed") and not is_final:
+            return
+        self._log(logging.ERROR if is_final else logging.WARNING, claim, end, trace)
+        event = JobEvent(job, kind, state, end.error, job._error, claim.duration)
+        if kind == "crashed":
+            self.fire("crash", event)
+        if is_final:
+            self.fire("exhausted", event)
+        elif state != "cancelled":
+            self.fire("retry", event)
 
     def _measure(self, job: JobContext, kind: str, seconds: float) -> None:
         for meter in self._meters:
@@ -57,34 +82,14 @@ class Reporter:
             except Exception:
                 log.exception("the meter %r failed", meter)
 
-    def taken(self, claim: Claim, outcome: str, state: str) -> None:
-        """Report how the database has settled an outcome other than a success."""
-        kind = outcomes.kind(outcome)
-        said = json.loads(outcome)
-        if kind not in ("failed", "timed_out", "crashed"):
-            return
-        job, error = claim.job, str(said.get("error"))
-        is_final = state == "failed"
-        level = logging.ERROR if is_final else logging.WARNING
-        self._log(level, claim, kind, state, said)
-        event = JobEvent(job, kind, state, error, job._error, claim.duration)
-        if kind == "crashed":
-            self.fire("crash", event)
-        if is_final:
-            self.fire("exhausted", event)
-        elif state != "cancelled":
-            self.fire("retry", event)
-
-    def _log(
-        self, level: int, claim: Claim, kind: str, state: str, said: Mapping[str, Any]
-    ) -> None:
+    def _log(self, level: int, claim: Claim, end: outcomes.Settled, trace: str | None) -> None:
         if not log.isEnabledFor(level):
             return
         job, error = claim.job, claim.job._error
-        first = (str(said.get("error")).splitlines() or [""])[0]
+        first = (end.error.splitlines() or [""])[0]
         text = outcomes.headline(error) if error is not None else escaped(first)
-        verb = "crashed" if kind == "crashed" else "failed"
-        again = "" if state in ("failed", "cancelled") else " (it will be tried again)"
+        verb = "crashed" if end.kind == "crashed" else "failed"
+        again = "" if end.state in ("failed", "cancelled") else " (it will be tried again)"
         has_trace = error is not None and error.__traceback__ is not None
         record = log.makeRecord(
             log.name,
@@ -94,11 +99,10 @@ class Reporter:
             "%r %s: %s%s",
             (job, verb, text, again),
             (type(error), error, error.__traceback__) if error is not None and has_trace else None,
-            extra=_fields(job, kind, state, claim.duration),
+            extra=_fields(job, end.kind, end.state, claim.duration),
         )
-        told = (said.get("details") or {}).get("traceback")
-        if error is None and told:
-            record.exc_text = "\n".join(f"  {escaped(line)}" for line in told.splitlines())
+        if error is None and trace:
+            record.exc_text = "\n".join(f"  {escaped(line)}" for line in trace.splitlines())
         log.handle(record)
 
     # Hooks

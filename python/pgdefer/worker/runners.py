@@ -17,6 +17,7 @@ from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim, Keeper
 from pgdefer.worker.ending import outcome_of
 from pgdefer.worker.handler import Call, run, run_async, run_function
+from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.processes import Processes
 from pgdefer.worker.threads import Threads
 
@@ -82,7 +83,7 @@ class LoopRunner:
         if not self._keeper.may_begin(claim):
             return
         try:
-            ended: str | Call | None = await run_async(claim.job, task_of(claim), self._pool)
+            ended: str | Settled | Call = await run_async(claim.job, task_of(claim), self._pool)
         except Exception as error:
             ended = internal_error(claim, error)
         if isinstance(ended, tuple):
@@ -179,7 +180,7 @@ def task_of(claim: Claim) -> Task[..., Any]:
 def submit(
     threads: Threads,
     claim: Claim,
-    function: Callable[[], str | None],
+    function: Callable[[], str | Settled],
     keeper: Keeper,
 ) -> None:
     """Run a function in a thread; it returns a job's outcome."""

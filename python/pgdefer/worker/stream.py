@@ -19,6 +19,7 @@ from typing import Any, Self, Unpack
 from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
 from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY, Decision
+from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
@@ -81,6 +82,7 @@ class ClaimedJob(JobContext):
         elif not isinstance(error, BaseException):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
         options = None if decision is None else decision.to_json()
+        self._claim.job._error = error
         outcome = outcomes.failed(self.id, self.claim, error, options)
         self._end(outcomes.with_steps(outcome, self.steps.take_kept()))
 
@@ -129,6 +131,9 @@ class ClaimedJob(JobContext):
         """End it according to an exception or None; return whether to swallow the exception."""
         if not self._dropped.alive:
             return error is None
+        if self.steps.ended_as is not None:
+            self._end(outcomes.Settled(*self.steps.ended_as))
+            return error is None or isinstance(error, JobSuspended)
         if error is None:
             self.succeed()
         elif isinstance(error, Exception):
@@ -138,7 +143,7 @@ class ClaimedJob(JobContext):
             return False
         return True
 
-    def _end(self, outcome: str) -> None:
+    def _end(self, outcome: str | outcomes.Settled) -> None:
         if not self._dropped.detach():
             raise PgDeferError(f"job {self.id} was ended before")
         self._runner.finish(self._claim, outcome)

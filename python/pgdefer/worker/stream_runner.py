@@ -15,6 +15,7 @@ from pgdefer.worker.claim import Claim
 from pgdefer.worker.ending import failed, outcome_of
 from pgdefer.worker.executor import Executor
 from pgdefer.worker.handler import decode_args_async
+from pgdefer.worker.outcomes import Settled
 
 __all__ = ["StreamRunner", "reader"]
 
@@ -80,7 +81,7 @@ class StreamRunner:
             outcome = failed(claim.job, RETRY_POLICY_ONLY, PgDeferError(why))
             self._executor.ended(claim, outcome)
 
-    def _take_end(self, claim: Claim, outcome: str) -> None:
+    def _take_end(self, claim: Claim, outcome: str | Settled) -> None:
         self.handed_out.pop(claim, None)
         if claim in self._executor.running:
             self._executor.ended(claim, outcome)
@@ -103,7 +104,7 @@ class StreamRunner:
         self.handed_out[claim] = reader()
         return True
 
-    def finish(self, claim: Claim, outcome: str) -> None:
+    def finish(self, claim: Claim, outcome: str | Settled) -> None:
         """Record how a job has ended."""
         self.handed_out[claim] = None
         if not self._call_soon(self._take_end, claim, outcome):

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import psycopg
 
 from pgdefer.database import sql
+from pgdefer.database.callers import Rows
 from pgdefer.database.watchdog import watchdog
 from pgdefer.errors import TransactionLost, describe, is_transient
 from pgdefer.tasks.context import JobContext, JobTimeout, RetryLater
@@ -24,6 +25,7 @@ __all__ = [
     "driver_of",
     "last_statements",
     "losses_told_apart",
+    "settled_by",
 ]
 
 # The types that a call returns if the function's code has not run yet.
@@ -59,6 +61,13 @@ def last_statements(
     if not job.steps.kept:
         return [last]
     return [(sql.FINISH_STEPS, {**claim, "steps": take_steps()}), last]
+
+
+def settled_by(result: object, rows: Rows) -> outcomes.Settled:
+    """Return what the last statement has made of a claim; its rows have the job's new state."""
+    if isinstance(result, RetryLater):
+        return outcomes.Settled("yielded", rows[0][0], result.message)
+    return outcomes.Settled("succeeded", "succeeded")
 
 
 def driver_of(connection: Any) -> Any:

@@ -11,15 +11,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
-from opentelemetry.metrics import NoOpMeterProvider
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pgdefer import App, Deferral, JobContext, JobEvent, Retry, RetryLater, Worker, current_job
-from pgdefer.contrib import otel
 
 from .conftest import Jobs, running, until
 
@@ -46,68 +40,6 @@ def bad_process():
 """
 
 
-def yield_once(to: set[int]) -> None:
-    id = current_job().id
-    if id not in to:
-        to.add(id)
-        raise RetryLater("not yet")
-
-
-async def test_a_run_that_yields_is_no_success_and_no_failure(
-    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    exporter, tracers = InMemorySpanExporter(), TracerProvider()
-    tracers.add_span_processor(SimpleSpanProcessor(exporter))
-    otel.instrument(app, tracer_provider=tracers, meter_provider=NoOpMeterProvider())
-    measured: list[tuple[str, str]] = []
-    have_yielded: set[int] = set()
-    app.meters.append(lambda job, outcome, _seconds: measured.append((job.task, outcome)))
-
-    @app.task(name="sleeps")
-    async def sleeps() -> None:
-        await current_job().sleep_async("nap", dt.timedelta(milliseconds=1))
-
-    @app.task(name="sleeps_in_thread")
-    def sleeps_in_thread() -> None:
-        current_job().sleep("nap", dt.timedelta(milliseconds=1))
-
-    @app.task(name="yields")
-    async def yields() -> None:
-        yield_once(have_yielded)
-
-    @app.task(name="yields_in_transaction", transactional=True)
-    async def yields_in_transaction(connection: psycopg.AsyncConnection[Any]) -> None:
-        yield_once(have_yielded)
-
-    @app.task(name="late", timeout=dt.timedelta(seconds=0.1), retry=Retry(1))
-    async def late() -> None:
-        await asyncio.Event().wait()
-
-    again = (sleeps, sleeps_in_thread, yields, yields_in_transaction)
-    async with running(app):
-        for task in (*again, late):
-            await task.defer_async()
-        await jobs.end()
-        await until(lambda: len(measured) == 9)
-    names = [task.name for task in again]
-    expected = [(name, outcome) for name in names for outcome in ("succeeded", "yielded")]
-    assert sorted(measured) == sorted([*expected, ("late", "timed_out")])
-    attempts = {(row["job_id"], row["outcome"]) for row in jobs.attempts()}
-    assert attempts == {
-        (1, "yielded"),
-        (2, "yielded"),
-        (3, "yielded"),
-        (4, "yielded"),
-        (5, "timed_out"),
-    }
-    assert {task for _, task, outcome, *_ in told(caplog) if outcome != "timed_out"} == set(names)
-    assert len(told(caplog)) == 5
-    failed = [span.name for span in exporter.get_finished_spans() if not span.status.is_ok]
-    assert failed == ["process late"]
-    tracers.shutdown()
-
-
 async def test_a_broken_meter_stops_nothing(
     app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,7 +56,7 @@ async def test_a_broken_meter_stops_nothing(
 
     async with running(app):
         await good.defer_async()
-        await jobs.end()
+        await until(lambda: measured)
     assert jobs.states() == {1: "succeeded"}
     assert measured[0] >= 0.01
     assert "the meter is broken" in caplog.text

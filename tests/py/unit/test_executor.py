@@ -20,6 +20,7 @@ from pgdefer.worker.completer import Completer
 from pgdefer.worker.ending import STOPPED, TIMED_OUT, outcome_of
 from pgdefer.worker.executor import Executor
 from pgdefer.worker.heartbeat import Heartbeat, clock
+from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.reporting import Reporter
 from pgdefer.worker.runners import LoopRunner, ThreadRunner
 from pgdefer.worker.slots import Slots
@@ -115,7 +116,7 @@ async def test_a_claim_that_ends() -> None:
     assert bench.runner.told == [("start", 1), ("start", 2)]
     assert (bench.slots.free, bench.executor.is_idle) == (8, False)
     bench.executor.ended(first, '{"id":1,"claim":101,"outcome":"succeeded"}')
-    bench.executor.ended(second, None)  # already written, in the handler's transaction
+    bench.executor.ended(second, Settled("succeeded", "succeeded"))
     assert bench.outcomes() == [(1, "succeeded")]
     assert (bench.slots.free, bench.executor.is_idle, bench.executor.finished) == (10, True, 2)
 
@@ -193,7 +194,7 @@ async def test_a_timeout_aborts_and_interrupts() -> None:
     assert claim in bench.heartbeat.keep_after
     await until(lambda: len(bench.runner.told) == 3)
     assert bench.runner.told == [("start", 1), (TIMED_OUT, 1), ("interrupt", 1)]
-    bench.executor.ended(claim, None)
+    bench.executor.ended(claim, Settled("succeeded", "succeeded"))
     assert claim not in bench.heartbeat.keep_after
 
 

@@ -1,0 +1,282 @@
+"""Each end of a run is told once, to the log, hooks, meters and traces, as the database has it."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import datetime as dt
+import importlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from opentelemetry.metrics import NoOpMeterProvider
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from pgdefer import App, JobContext, JobEvent, JobSuspended, Retry, RetryLater, current_job
+from pgdefer.contrib import otel
+
+from .conftest import Jobs, running, until
+
+pytestmark = pytest.mark.client
+
+MOMENT = dt.timedelta(milliseconds=1)
+IN_PROCESS = """
+from pgdefer import App, RetryLater
+
+app = App({dsn!r})
+app.defaults = dict(queue="q")
+
+
+@app.task(name="yields in a process", run_in="process", transactional=True, max_progress=1)
+def yields_in_a_process(connection):
+    raise RetryLater("not yet")
+"""
+SQL = """
+create function public.breaks(args jsonb) returns void language plpgsql as $$
+begin raise 'broken'; end $$;
+select queue.register_task('sql', '{"function": "public.breaks"}');
+select queue.configure('{"unknown_task_grace": "0"}');
+"""
+
+
+class Told:
+    """All that is told about jobs: by name of the task, how often each."""
+
+    def __init__(self, app: App, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        self._caplog = caplog
+        self.measured: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.exhausted: collections.Counter[str] = collections.Counter()
+        self.errors: list[BaseException | None] = []
+        self.retried: collections.Counter[str] = collections.Counter()
+        app.meters.append(self._measure)
+        app.on("exhausted")(self._exhaust)
+        app.on("retry")(self._retry)
+
+    def _measure(self, job: JobContext, outcome: str, seconds: float) -> None:
+        assert seconds >= 0
+        self.measured[job.task, outcome] += 1
+
+    async def _exhaust(self, event: JobEvent) -> None:
+        self.exhausted[event.job.task] += 1
+        self.errors.append(event.exception)
+
+    async def _retry(self, event: JobEvent) -> None:
+        self.retried[event.job.task] += 1
+
+    def logged(self, level: int) -> collections.Counter[str]:
+        return collections.Counter(
+            getattr(record, "task", "")
+            for record in self._caplog.records
+            if record.name == "pgdefer.job" and record.levelno == level
+        )
+
+
+class Recorded:
+    """The same, as the database has it."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        rows = {row["id"]: row for row in jobs()}
+        self.measured: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.by_state: dict[str, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
+        self.failures: collections.Counter[str] = collections.Counter()
+        for row in rows.values():
+            self.by_state[row["state"]][row["task"]] += 1
+            if row["state"] == "succeeded":
+                self.measured[row["task"], "succeeded"] += 1
+        for attempt in jobs.attempts():
+            task = rows[attempt["job_id"]]["task"]
+            self.measured[task, attempt["outcome"]] += 1
+            if attempt["outcome"] in ("failed", "timed_out", "crashed"):
+                self.failures[task] += 1
+
+
+@contextlib.contextmanager
+def raising(_: JobContext) -> Iterator[None]:
+    """A middleware that breaks afterwards."""
+    try:
+        yield
+    finally:
+        raise ValueError("the middleware is broken")
+
+
+@contextlib.contextmanager
+def swallowing(_: JobContext) -> Iterator[None]:
+    with contextlib.suppress(BaseException):
+        yield
+
+
+def is_first(seen: set[int]) -> bool:
+    """Whether the job runs for the first time."""
+    is_new = current_job().id not in seen
+    seen.add(current_job().id)
+    return is_new
+
+
+def define_durable_tasks(app: App) -> None:
+    seen: set[int] = set()
+
+    async def sleep() -> None:
+        await current_job().sleep_async("nap", MOMENT)
+
+    app.task(name="sleeps")(sleep)
+    app.task(name="sleeps, swallowed", middleware=[swallowing])(sleep)
+
+    @app.task(name="sleeps in a thread")
+    def sleeps_in_thread() -> None:
+        current_job().sleep("nap", MOMENT)
+
+    @app.task(name="step")
+    async def step() -> None:
+        def once_only() -> None:
+            if is_first(seen):
+                raise ValueError("no")
+
+        await current_job().step_async("a", once_only, retry=Retry(2, base=dt.timedelta(0)))
+
+    @app.task(name="suspends itself", retry=Retry(1))
+    async def suspends_itself() -> None:
+        raise JobSuspended
+
+
+def define_yielding_tasks(app: App) -> None:
+    seen: set[int] = set()
+
+    def yield_once() -> None:
+        if is_first(seen):
+            raise RetryLater("not yet")
+
+    @app.task(name="writes, then broken", transactional=True, middleware=[raising])
+    async def writes(connection: psycopg.AsyncConnection[Any]) -> None: ...
+
+    @app.task(name="yields")
+    async def yields() -> None:
+        yield_once()
+
+    @app.task(name="yields in a transaction", transactional=True)
+    async def yields_in_transaction(connection: psycopg.AsyncConnection[Any]) -> None:
+        yield_once()
+
+    @app.task(name="yields too often", max_progress=1)
+    async def yields_too_often() -> RetryLater:
+        return RetryLater("never")
+
+    @app.task(name="writes, yields too often", max_progress=1, transactional=True)
+    async def writes_too_often(connection: psycopg.AsyncConnection[Any]) -> RetryLater:
+        return RetryLater("never")
+
+
+def define_failing_tasks(app: App) -> None:
+    @app.task(name="late", timeout=dt.timedelta(seconds=0.1), retry=Retry(1))
+    async def late() -> None:
+        await asyncio.Event().wait()
+
+    @app.task(name="fails once", retry=Retry(2, base=dt.timedelta(0)))
+    def fails_once() -> None:
+        if current_job().attempt == 1:
+            raise ValueError("no")
+
+
+@pytest.fixture
+def told(app: App, caplog: pytest.LogCaptureFixture) -> Told:
+    return Told(app, caplog)
+
+
+@pytest.fixture
+def in_process(app: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "in_process.py").write_text(IN_PROCESS.format(dsn=app.source.conninfo()))
+    monkeypatch.syspath_prepend(tmp_path)
+    return importlib.import_module("in_process").yields_in_a_process
+
+
+async def test_all_is_told_as_it_is_recorded(
+    app: App, jobs: Jobs, told: Told, conn: psycopg.Connection[Any], in_process: Any
+) -> None:
+    define_durable_tasks(app)
+    define_yielding_tasks(app)
+    define_failing_tasks(app)
+    app.add(in_process)
+    conn.execute(SQL.encode())
+    exporter, tracers = InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    otel.instrument(app, tracer_provider=tracers, meter_provider=NoOpMeterProvider())
+    tasks = [*app.tasks, "sql", "unknown"]
+    async with running(app):
+        for task in tasks:
+            await app.defer_async(task)
+        await jobs.end(*range(1, len(tasks) + 1))
+        recorded = Recorded(jobs)
+        await until(lambda: told.measured.total() >= recorded.measured.total())
+        failed = recorded.by_state["failed"]
+        await until(lambda: told.exhausted.total() >= failed.total())
+    assert set(failed) == {
+        "yields too often",
+        "writes, yields too often",
+        "yields in a process",
+        "late",
+        "suspends itself",
+        "sql",
+        "unknown",
+    }
+    assert told.measured == recorded.measured
+    assert told.exhausted == failed
+    assert told.logged(logging.ERROR) == failed
+    assert told.logged(logging.INFO) == recorded.by_state["succeeded"]
+    assert told.logged(logging.WARNING) == told.retried == {"fails once": 1, "step": 1}
+    spans = {span.name for span in exporter.get_finished_spans() if not span.status.is_ok}
+    names = {"late", "suspends itself", "fails once", "step", "writes, then broken"}
+    assert spans == {f"process {name}" for name in names}
+    tracers.shutdown()
+
+
+async def test_a_success_that_is_refused_is_not_told(
+    app: App, jobs: Jobs, told: Told, conn: psycopg.Connection[Any]
+) -> None:
+    """The job has ended by hand meanwhile."""
+    goes_on = asyncio.Event()
+
+    @app.task(name="slow")
+    async def slow() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await goes_on.wait()
+
+    @app.task(name="last")
+    async def last() -> None: ...
+
+    async with running(app):
+        job = await slow.defer_async()
+        await until(lambda: jobs.states()[job.id] == "running")
+        conn.execute("select queue.fail_jobs(array[%s]::bigint[], 'by hand')", [job.id])
+        goes_on.set()
+        await last.defer_async()
+        await until(lambda: ("last", "succeeded") in told.measured)
+    assert jobs.states()[job.id] == "failed"
+    assert told.logged(logging.INFO) == {"last": 1}
+    assert ("slow", "succeeded") not in told.measured
+
+
+def test_a_stream_tells_the_same(app: App, jobs: Jobs, told: Told) -> None:
+    for _ in range(2):
+        app.defer("streamed", retry=Retry(1))
+    with app.stream_jobs(drain=True) as stream:
+        for job in stream:
+            if job.id == 2:
+                job.fail(ValueError("no"))
+            else:
+                with job:
+                    job.sleep("nap", MOMENT)
+    recorded = Recorded(jobs)
+    assert ("streamed", "yielded") in recorded.measured
+    assert told.measured == recorded.measured
+    assert told.exhausted == recorded.by_state["failed"] == {"streamed": 1}
+    assert told.logged(logging.INFO) == recorded.by_state["succeeded"]
+    assert isinstance(told.errors[0], ValueError)
