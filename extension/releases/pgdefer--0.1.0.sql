@@ -16444,7 +16444,8 @@ comment on function queue.function_call(bigint, bigint) is
 -- Raises: QJ001, QJ002, QJ008. An error of the function is the job's failure, except a cancel (57014), which
 -- the caller handles.
 create or replace function queue.run_function(id bigint, claim bigint)
-returns table (state text, outcome text, error text) rows 1 language plpgsql volatile parallel unsafe security invoker as $$
+returns table (state text, outcome text, error text)
+language plpgsql volatile parallel unsafe security invoker rows 1 as $$
 declare
   v_call record;
   v_result pg_catalog.jsonb;
@@ -16505,8 +16506,9 @@ comment on function queue.run_function(bigint, bigint) is
     ' transaction: succeeded, with the return value; or failed, with the error and its context, and without'
     ' any of the function''s writes, also if it has ended the claim itself or its timeout has passed. Use it'
     ' for claims whose task a client does not know: without a function the claim ends as unknown_task.'
-    ' Returns the job''s new state, the outcome as queue.attempts has it, or succeeded, and the error. Raises QJ002 if the claim is lost; then everything is undone. It needs a'
-    ' transaction of its own, in READ COMMITTED, with statement_timeout set to the job''s timeout.';
+    ' Returns the job''s new state, the outcome as queue.attempts has it, or succeeded, and the error. Raises'
+    ' QJ002 if the claim is lost; then everything is undone. It needs a transaction of its own, in READ'
+    ' COMMITTED, with statement_timeout set to the job''s timeout.';
 
 -- work/worker_sleep.sql
 -- Waking at no cost: producers send a NOTIFY only while a worker sleeps.

@@ -121,7 +121,8 @@ comment on function queue.function_call(bigint, bigint) is
 -- Raises: QJ001, QJ002, QJ008. An error of the function is the job's failure, except a cancel (57014), which
 -- the caller handles.
 create or replace function queue.run_function(id bigint, claim bigint)
-returns table (state text, outcome text, error text) rows 1 language plpgsql volatile parallel unsafe security invoker as $$
+returns table (state text, outcome text, error text)
+language plpgsql volatile parallel unsafe security invoker rows 1 as $$
 declare
   v_call record;
   v_result pg_catalog.jsonb;

@@ -256,7 +256,7 @@ def test_a_worker_logs_no_secrets(dsn: str, app: App, jobs: Jobs, tmp_path: Path
         "function attempt 1": "failed: SystemExit: 1",
         "process attempt 1": "failed: ValueError: no",
         "process_dies attempt 1": "crashed: ProcessDied: its process exited with 1",
-        "none attempt 1": "has a task that is not known here; the database says failed",
+        "none attempt 1": "failed: no worker knows the task",
     }.items():
         # also from a separate process
         head = r"(?m)^20\d\d-.* (ERROR pgdefer\.job|WARNING pgdefer\.(job|worker)): "
