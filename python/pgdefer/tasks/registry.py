@@ -59,8 +59,8 @@ class Registry:
         #: Returns the content type and the body of a worker's answer at /metrics.
         self.metrics: Callable[[], tuple[str, bytes]] | None = None
         #: Called in the worker's loop once the database has recorded the end of a run: with the
-        #: job, the outcome as queue.attempts calls it, or `succeeded`, and how long the handler took
-        #: in seconds. They must return at once.
+        #: job, the outcome as queue.attempts calls it, or `succeeded`, and how many seconds the
+        #: handler took. They must return at once.
         self.meters: list[Callable[[JobContext, str, float], object]] = []
         #: The hooks of each event.
         self.hooks: dict[str, list[Callable[[Any], Any]]] = {}
