@@ -47,9 +47,33 @@ begin
   return true;
 end $$;
 
--- Puts a replacement's args, priority and time into the job that holds the key. While another transaction
--- holds the job's row, which is an operation that waits for the admission lock, the replacement is handed
--- over again; the mark keeps the job from starting until then.
+-- The steps in which jobs sleep now. A sleep is over once its time has come, or a later claim of its job has
+-- begun: then a run has seen its value.
+-- Locks: none.
+create or replace function queue._sleeping_steps(p_ids bigint[])
+returns table (step_row tid, name text, no integer) language plpgsql stable parallel safe security invoker
+rows 10 as $$
+begin
+  return query
+    select s.ctid, s.name, s.no from queue.step s
+    where s.job_id = any (p_ids) and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp()
+      and not exists (select from queue.active_job aj where aj.id = s.job_id and aj.claim is not null)
+      and not exists (select from queue.attempt a where a.job_id = s.job_id and a.claim > s.claim);
+end $$;
+
+-- Lets jobs that sleep continue at another time (NULL: now), which becomes the value of the step.
+-- Locks: the caller holds the admission lock, under which alone the jobs can continue. No wake-up can be
+-- lost: the caller gives the jobs their new time.
+create or replace function queue._change_sleep(p_ids bigint[], p_at timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.step s set value = to_jsonb(queue._utc(greatest(p_at, clock_timestamp())))
+  where s.ctid = any (array(select n.step_row from queue._sleeping_steps(p_ids) n));
+end $$;
+
+-- Puts a replacement's args, priority and time into the job that holds the key; if that sleeps, it does so
+-- until then. While another transaction holds the job's row, which is an operation that waits for the
+-- admission lock, the replacement is handed over again; the mark keeps the job from starting until then.
 -- Locks: the caller holds the admission lock; the job's row of queue.active_job by skip locked; the key's row
 -- by skip locked: while another replacement holds it, that one clears the mark. Two sessions:
 -- defer/unique.replace_fetch.spec.
@@ -62,6 +86,7 @@ begin
   end if;
   if queue._override(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
                    p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
+    perform queue._change_sleep(array[p_id], (p_payload ->> 'scheduled_at')::timestamptz);
     perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
   else
     insert into queue.pending_settlement (job_id, kind, flags, payload)

@@ -246,7 +246,7 @@ returns text language plpgsql stable parallel safe security invoker as $$
 begin
   return coalesce((
     select format('; it sleeps at its step %s', queue._step_name(n.name, n.no))
-    from queue._sleeping_step(p_id) n), (
+    from queue._sleeping_steps(array[p_id]) n), (
     select format('; its step %s has failed %s: %s', queue._step_name(s.name, s.no),
       case s.failures when 1 then 'once' else s.failures || ' times' end, left(s.error, 200))
     from queue.step s

@@ -28,8 +28,8 @@ end $$;
 comment on function queue.sleep(bigint, bigint, text, timestamptz) is
   'Ends the claim. The job continues with a new claim at the given time, or at once if that has passed. It'
     ' holds no slot and no worker meanwhile; at an ordered lock it keeps its turn. In its next run the step'
-    ' of this name is finished; its value is the time at which the sleep ended: that one, unless queue.retry'
-    ' or queue.reschedule has changed it. A sleep counts neither as a failure nor as progress.';
+    ' of this name is finished; its value is the time at which the sleep ended: that one, unless queue.retry,'
+    ' queue.reschedule or a replacement (on_conflict) has changed it. A sleep counts neither as a failure nor as progress.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is finished), QJ008.
 create or replace function queue.wait(id bigint, claim bigint, name text, signal text default null,
@@ -130,24 +130,4 @@ begin
   on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
     finished_at = excluded.finished_at, value = excluded.value, is_sleep = excluded.is_sleep, error = null;
   return v_step.no;
-end $$;
-
--- The step in which a job sleeps, if it does.
--- Locks: none.
-create or replace function queue._sleeping_step(p_id bigint)
-returns table (name text, no integer) language plpgsql stable parallel safe security invoker rows 1 as $$
-begin
-  return query
-    select s.name, s.no from queue.step s
-    where s.job_id = p_id and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp();
-end $$;
-
--- Lets jobs that sleep continue at another time (NULL: now), which becomes the value of the step.
--- Locks: the caller holds the admission lock, under which alone the jobs can continue. No wake-up can be
--- lost: the caller gives the jobs their new time.
-create or replace function queue._change_sleep(p_ids bigint[], p_at timestamptz)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  update queue.step s set value = to_jsonb(queue._utc(greatest(p_at, clock_timestamp())))
-  where s.job_id = any (p_ids) and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp();
 end $$;
