@@ -19,6 +19,9 @@ begin
   end;
   v_needs := queue._check_needs(v_needs);
   perform queue._refuse_cycle(p_id, v_needs);
+  if (select queue._needs_mode(j.options) from queue.job j where j.id = p_id) & {{any}} = 0 then
+    perform queue._refuse_own_lock(p_id, v_needs);
+  end if;
   return jsonb_build_object('needs', to_jsonb(v_needs));
 end $$;
 
@@ -52,6 +55,7 @@ begin
     perform queue._job_not_found(v_unknown) where v_unknown is not null;
   end if;
   perform queue._refuse_cycle(p_id, v_ids);
+  perform queue._refuse_own_lock(p_id, v_ids);
   return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim, 'state', 'waiting');
 end $$;
 
@@ -70,6 +74,40 @@ begin
       detail = 'path: '
         || array_to_string(queue._cycle_path(p_id, p_needs, v_pending.jobs, v_pending.needs), ' -> '),
       hint = 'A job can''t need a job that needs it, directly or through others.';
+  end if;
+end $$;
+
+-- A job keeps its place in its lock while it waits. So it can't wait for a younger ordered job of the same
+-- lock, nor for a job that needs one. A mutex job waits for no place, and slots are free meanwhile.
+-- Raises: QJ005 if p_needs would have it do so.
+create or replace function queue._refuse_own_lock(p_id bigint, p_needs bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_lock text := (select j.lock from queue.job_now j where j.id = p_id);
+  v_id bigint;
+begin
+  if v_lock is null or p_needs = '{}' then
+    return;
+  end if;
+  with recursive walk (id) as (
+    select n from unnest(p_needs) n
+    union
+    select d.id
+    from walk w
+    cross join lateral (select j.options from queue.job_now j where j.id = w.id and not j.ignores_needs
+      and not exists (select from queue.finished f where f.id = w.id) offset 0) j
+    cross join lateral (select d.id from queue._direct_needs(w.id) d
+      where queue._needs_mode(j.options) & {{any}} = 0) d)
+  select j.id into v_id
+  from walk w cross join lateral (
+    select j.id from queue.job_now j
+    where j.id = w.id and j.id > p_id and j.lock = v_lock and j.flags & {{mutex}} = 0
+      and not exists (select from queue.finished f where f.id = w.id) offset 0) j
+  order by j.id limit 1;
+  if found then
+    raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
+      detail = format('job %s waits behind job %s for lock %s', v_id, p_id, v_lock),
+      hint = 'A job keeps its place in its lock while it waits. Give the other job another lock, or none.';
   end if;
 end $$;
 

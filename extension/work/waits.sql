@@ -84,7 +84,7 @@ comment on function queue.await_jobs(bigint, bigint, text, bigint[]) is
     ' is finished. A job that no longer exists counts as ended, if a finished step has its id in a list. The'
     ' jobs count as needs (for deadlines, retention, queue.graph), but their failure does'
     ' not hold the job. The job holds no slot and no worker meanwhile, so they may run in the same queue; at'
-    ' an ordered lock it keeps its turn.';
+    ' an ordered lock it keeps its turn. So a job that waits behind it for its lock is refused (QJ005).';
 
 -- Locks: none. Raises: QJ001.
 create or replace function queue.waits_for(id bigint)

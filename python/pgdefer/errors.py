@@ -98,7 +98,7 @@ class AlreadyQueued(PgDeferError):
 
 
 class DependencyCycle(PgDeferError):
-    """QJ005: the new need would create a dependency cycle; `detail` names the path."""
+    """QJ005: the new need would create a dependency cycle; `detail` names the path, or the lock."""
 
     sqlstate = "QJ005"
 

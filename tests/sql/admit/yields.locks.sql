@@ -1,0 +1,99 @@
+-- A job can't wait for one that waits behind it for its own lock: both would wait for ever.
+
+select plan(23);
+
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+
+create function pg_temp.defer(lock text, mode text, more jsonb default '{}', needs bigint[] default null) returns bigint language sql as $$
+  select queue.defer('t', lock => defer.lock, needs => defer.needs, options => more || case when mode is null then '{}' else jsonb_build_object('lock_mode', mode) end)
+$$;
+create function pg_temp.claim(job bigint) returns bigint language sql as $$
+  select f.claim from queue.fetch((select max(w.id) from queue.workers w), options => jsonb_build_object('ids', array[job])) f
+$$;
+-- What becomes of a job that waits for another one.
+create function pg_temp.refusal(statement text, variadic ids bigint[]) returns text language plpgsql as $$
+declare
+  v_detail text;
+  v_hint text;
+begin
+  execute format(statement, variadic ids);
+  return 'waits';
+exception when sqlstate 'QJ005' then
+  get stacked diagnostics v_detail = pg_exception_detail, v_hint = pg_exception_hint;
+  return concat_ws(' ', sqlerrm || ':', v_detail || '.', v_hint);
+end $$;
+create procedure pg_temp.clear() language sql as $$
+  select queue.cancel(j.id, abort => true) from queue.jobs j where j.finished_at is null;
+  select queue.delete(array(select j.id from queue.jobs j), true)
+$$;
+
+-- A parent and its child
+select pg_temp.defer('L', 'ordered') as p \gset
+select pg_temp.claim(:p) as claim \gset
+select pg_temp.defer('L', 'ordered') as c \gset
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :c), 'the new need would create a dependency cycle:'
+  || format(' job %s waits behind job %s for lock L.', :c, :p) || ' A job keeps its place in its lock while it waits. Give the other job another lock, or none.', 'a job can''t await one that waits behind it');
+select is(pg_temp.refusal('select queue.retry_later(%s, %s, needs => array[%s])', :p, :claim, :c) ~ 'cycle', true, 'nor need it');
+select is((select concat_ws(' ', j.state, j.claims, (select count(*) from queue.step s where s.job_id = j.id)) from queue.jobs j where j.id = :p), 'running 1 0', 'which changes nothing');
+select is((select f.error from queue.finish_many(jsonb_build_array(jsonb_build_object('id', :p, 'claim', :claim, 'outcome', 'retry_later', 'needs', array[:c]))) f), 'QJ005', 'finish_many reports it in its row');
+select pg_temp.defer(null, null, needs => array[:c]) as needs_c, pg_temp.defer(null, null, '{"needs_mode": "any"}', array[:c]) as needs_any \gset
+select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :needs_c), '% job ' || :c || ' waits behind %', 'nor one that needs such a job');
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :needs_any), 'waits', 'one that needs any of several, it may');
+call pg_temp.clear();
+
+-- Jobs for which the lock is no obstacle
+select pg_temp.defer('L', 'ordered') as older, pg_temp.defer('L', 'ordered') as p, pg_temp.defer('other', 'ordered') as other, pg_temp.defer(null, null) as none \gset
+select queue.cancel(:older) \g /dev/null
+select pg_temp.claim(:p) as claim \gset
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s, %s, %s])', :p, :claim, :older, :other, :none), 'waits', 'another lock, no lock, and one that has ended');
+select queue.succeed(:other, pg_temp.claim(:other)), queue.succeed(:none, pg_temp.claim(:none)) \g /dev/null
+select pg_temp.claim(:p) as claim \gset
+select is((select r.outcome from queue.retry(array[:older]) r), 'blocked', 'an older one of its lock, which is retried,');
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''older'', array[%s])', :p, :claim, :older), 'waits', 'goes first');
+select queue.succeed(:older, pg_temp.claim(:older)) \g /dev/null
+select pg_temp.claim(:p) as claim \gset
+select isnt(:claim, null, 'so the younger one continues');
+select pg_temp.defer('L', 'ordered') as c \gset
+select queue.cancel(:c) \g /dev/null
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''ended'', array[%s])', :p, :claim, :c), 'waits', 'a younger one that has ended holds up nobody');
+call pg_temp.clear();
+select pg_temp.defer('L', 'ordered', '{"needs_mode": "any"}') as p \gset
+select pg_temp.claim(:p) as claim \gset
+select pg_temp.defer('L', 'ordered') as c, pg_temp.defer(null, null) as n \gset
+select is(pg_temp.refusal('select queue.retry_later(%s, %s, needs => array[%s, %s])', :p, :claim, :c, :n), 'waits', 'a job that waits for any of several may name such a one');
+call pg_temp.clear();
+
+-- Whether a job may wait for a younger one of its lock, by their modes, and what that one then does
+select pg_temp.defer('L', 'mutex') as p \gset
+select pg_temp.claim(:p) as claim \gset
+select pg_temp.defer('L', 'mutex') as mutex, pg_temp.defer('L', 'ordered') as ordered \gset
+select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :ordered), '%cycle%', 'an ordered job waits for an older mutex job too');
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :mutex), 'waits', 'a mutex job may await a mutex job');
+select isnt(pg_temp.claim(:mutex), null, 'which runs meanwhile');
+call pg_temp.clear();
+select pg_temp.defer('L', 'ordered') as p \gset
+select pg_temp.claim(:p) as claim \gset
+select pg_temp.defer('L', 'mutex') as mutex \gset
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :mutex), 'waits', 'so may an ordered job');
+select pg_temp.claim(:mutex) as claim \gset
+select isnt(:claim, null, 'it runs');
+select queue.succeed(:mutex, :claim) \g /dev/null
+select isnt(pg_temp.claim(:p), null, 'and the other one continues');
+call pg_temp.clear();
+select queue.defer('t', concurrency_key => 'K', concurrency_limit => 1) as p \gset
+select pg_temp.claim(:p) as claim \gset
+select queue.defer('t', concurrency_key => 'K', concurrency_limit => 1) as c \gset
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :c), 'waits', 'a concurrency key holds up neither');
+select isnt(pg_temp.claim(:c), null, 'because the slot is free meanwhile');
+call pg_temp.clear();
+
+-- A retry changes the lock
+select pg_temp.defer('L', 'ordered') as p, pg_temp.defer('other', 'ordered') as c \gset
+select queue.fail(:c, pg_temp.claim(:c), 'x', null, '{"retry_in": 0, "retryable": true, "lock": "L"}') \g /dev/null
+select pg_temp.claim(:p) as claim \gset
+select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :c), '%cycle%', 'the lock that a job has now counts');
+select queue.succeed(:p, :claim) \g /dev/null
+select isnt(pg_temp.claim(:c), null, 'without the wait, all go on');
+select is_empty('select * from queue.check()', 'all is sound');
+
+select * from finish();
