@@ -71,6 +71,11 @@ begin
         values (v_item.id, 'again', v_item.flags & ~{{counted}}, v_item.payload);
         continue;
       end if;
+      -- it has waited for nobody; a wait is the last step of its claim
+      delete from queue.step s
+      where s.ctid = (select o.ctid from queue.step o
+        where o.job_id = v_item.id and o.claim = (v_item.payload ->> 'awaits')::bigint
+        order by o.finished_at desc nulls last limit 1);
       perform queue._finish_unclaimed(array[v_item.id], 'failed', 'dependency_cycle',
         'the needs of two jobs form a cycle');
       perform queue._advance(p_ended => array[v_item.id]);
