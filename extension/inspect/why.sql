@@ -37,7 +37,7 @@ begin
         || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
           from queue._unknown_since(why.id) u where u.times > 0), '');
     when 'waiting', 'upstream_failed' then
-      if v_job.gate = 'signal' or exists (select from queue.suspended w where w.job_id = why.id) then
+      if v_job.reason = 'signal' then
         return queue._why_suspended(why.id);
       end if;
       return case v_job.state when 'waiting' then 'it needs ' else 'a need failed: ' end
@@ -193,13 +193,16 @@ begin
     v_starts.n);
 end $$;
 
--- The needs that a job waits for, or that have failed, at most 20; for queue.why(). If some are in queues
--- that the caller may not use, only the ids of all its needs there. p_failed: with what to do.
+-- The needs that a job waits for, or that have failed, at most 20; for queue.why(). While a job under any
+-- awaits others, its needs are met: it has started. If some are in queues that the caller may not use, only
+-- the ids of all its needs there. p_failed: with what to do.
 create or replace function queue._why_needs(p_id bigint, p_failed boolean)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
   v_texts text[];
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
+  v_awaits boolean := exists (select from queue.need_now d
+    where d.job_id = p_id and d.mode & {{ended}} <> 0 and d.class = 'p');
 begin
   v_texts := array(
     select format('job %s', d.id)
@@ -210,16 +213,17 @@ begin
         when 'held' then ': unhold it'
         when 'upstream_failed' then ': see why'
         else ': cancel this job, or end it by queue.done' end end) else '' end
-    from (select n.id, d.deleted_state
+    from (select n.id, d.deleted_state, d.is_satisfied or v_awaits and d.mode & {{ended}} = 0
+            and d.mode & {{any}} <> 0 as is_met
           from queue._direct_needs(p_id) n
           left join lateral (
-            select d.deleted_state
-            from queue.need d
+            select d.deleted_state, d.is_satisfied, d.mode
+            from queue.need_now d
             where d.job_id = p_id and d.need_id = n.id) d on true
           order by n.id) d
     left join lateral (select j.state, j.queue from queue.jobs j where j.id = d.id offset 0) j on true
     where queue._allows(v_allowed, j.queue) is false
-      or case when p_failed then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled',
+      or d.is_met is not true and case when p_failed then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled',
       'held', 'upstream_failed')
                else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
     limit 21);

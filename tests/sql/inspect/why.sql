@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(100);
+select plan(106);
 
 set pgdefer.notify = off;
 
@@ -201,6 +201,35 @@ select queue.tick() \g /dev/null
 select is(queue.why(:m2), format('its lock M goes first to job %s (ready)', :m1), 'a mutex lock likewise');
 select queue.succeed(j.id, j.claim) from queue.jobs j where j.id = :one \g /dev/null
 select queue.cancel(id) from unnest(array[:two, :three, :m1, :m2]) id \g /dev/null
+
+-- a durable job that waits, and that needs other jobs: what holds it now
+create function pg_temp.start(id bigint) returns bigint language sql as $$
+  select f.claim from queue.fetch((select max(w.id) from queue.workers w), options => jsonb_build_object('ids', array[id])) f
+$$;
+select queue.defer('need') as need \gset
+select queue.succeed(:need, pg_temp.start(:need)) \g /dev/null
+select queue.defer('waits', needs => array[:need]) as waits \gset
+select pg_temp.start(:waits) as claim \gset
+begin;
+select queue.wait(:waits, :claim, 'w', 's') \g /dev/null
+select is(queue.why(:waits), 'at its step w it waits for signal s', 'a wait that has just begun');
+commit;
+select queue.tick() \g /dev/null
+select is(queue.why(:waits), 'at its step w it waits for signal s', 'a wait for a signal');
+select queue.retry(array[:need]) \g /dev/null
+select is(queue.why(:waits), format('it needs job %s (ready)', :need), 'its need is retried, and holds it first');
+select queue.cancel(:need) \g /dev/null
+select is(queue.why(:waits), format('a need failed: job %s (cancelled: retry it)', :need), 'or fails');
+select queue.cancel(:waits) \g /dev/null
+select queue.defer('a') as a, queue.defer('b', scheduled_at => '2999-01-01Z') as b \gset
+select queue.succeed(:a, pg_temp.start(:a)) \g /dev/null
+select queue.defer('any', needs => array[:a, :b], options => '{"needs_mode": "any"}') as any, queue.defer('child') as one, queue.defer('child') as two \gset
+select queue.await_jobs(:any, pg_temp.start(:any), 'children', array[:one, :two]) \g /dev/null
+select queue.tick() \g /dev/null
+select is(queue.why(:any), format('it needs job %s (ready), job %s (ready)', :one, :two), 'a job with one of its needs waits only for those that it awaits');
+select queue.fail(:one, pg_temp.start(:one), 'no', null, '{"retryable": false}') \g /dev/null
+select is(queue.why(:any), format('it needs job %s (ready)', :two), 'as long as they have not ended');
+select queue.cancel(id) from unnest(array[:any, :two, :b]) id \g /dev/null
 
 -- peek
 select queue.fetch(:worker, array['none']) \g /dev/null
