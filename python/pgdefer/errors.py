@@ -122,7 +122,10 @@ class WrongIsolation(PgDeferError):
 
 
 class StepChanged(PgDeferError):
-    """QJ009: a step of a durable job differs from the one that was finished under its name."""
+    """QJ009: a step of a durable job differs from the one that was finished under its name.
+
+    Or the job has finished no such step, from which it was to continue.
+    """
 
     sqlstate = "QJ009"
 
@@ -210,7 +213,7 @@ SQLSTATES: dict[str, type[PgDeferError]] = {
 
 
 # Refusals in the rows of functions on many jobs, in the words of functions on one job.
-_REFUSALS = {
+REFUSALS = {
     "QJ001": (
         "job not found",
         "The id is wrong, its transaction has not committed, or the job was pruned or deleted.",
@@ -220,14 +223,15 @@ _REFUSALS = {
         "Where another transaction may be at the job, try again; else see what force does.",
     ),
     "QJ004": ("already queued", "Another job with its queueing_lock waits."),
+    "QJ009": ("the job has finished no such step", "`pgdefer job steps {id}` lists them."),
 }
 
 
 def refused(id: int, state: str | None, code: str) -> PgDeferError:
     """Return the error for a job's row; `state` is the job's state, or None."""
-    message, hint = _REFUSALS[code]
+    message, hint = REFUSALS.get(code, (f"the call was refused ({code})", ""))
     detail = f"id: {id}" if state is None else f"id: {id}, state: {state}"
-    return SQLSTATES[code](message, detail=detail, hint=hint)
+    return SQLSTATES.get(code, PgDeferError)(message, detail=detail, hint=hint.format(id=id))
 
 
 def _original(error: BaseException) -> Any:

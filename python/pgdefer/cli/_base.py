@@ -95,6 +95,7 @@ REFUSALS = {
     "QJ001": (Exit.NOT_FOUND, "there is no such job"),
     "QJ003": (Exit.WRONG_STATE, "its state does not allow this"),
     "QJ004": (Exit.ALREADY_QUEUED, "another job has its queueing lock"),
+    "QJ009": (Exit.NOT_FOUND, "it has finished no such step, see `pgdefer job steps`"),
 }
 
 DSN = Annotated[
@@ -258,7 +259,8 @@ def reported() -> Iterator[None]:
 
 def _fail_for(error: PgDeferError) -> NoReturn:
     # These share the SQLSTATE of bad arguments.
-    is_missing = error.message in {"no such schedule", "no such group", "no such queue"}
+    no_step = "the job has finished no such step"
+    is_missing = error.message in {"no such schedule", "no such group", "no such queue", no_step}
     fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), str(error))
 
 

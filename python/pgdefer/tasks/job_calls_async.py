@@ -131,7 +131,7 @@ class AsyncJobCalls(Generic[R_co]):
         Raises InvalidState without `force` if it runs or has expired, and if there is nothing to
         retry; AlreadyQueued if it has never started, and another job holds its queueing_lock. A
         durable job keeps its finished steps; with `from_step`, only those that were finished before
-        that one.
+        that one. Raises StepChanged if it has not finished that step.
         """
         given = (
             ("retry_at", "at", at),

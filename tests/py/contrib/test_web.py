@@ -404,6 +404,7 @@ def test_a_call_that_is_refused_says_why(login: Login, conn: Connection) -> None
         (f"/jobs/{ids['ready']}/set_priority", {"priority": "9999999999"}, 400),
         (f"/jobs/{ids['ready']}/reschedule", {"at": "soon"}, 400),
         (f"/jobs/{ids['ready']}/explode", {}, 404),
+        (f"/jobs/{ids['ready']}/retry", {"from_step": "zzz"}, 409),
         ("/jobs/999999/cancel", {}, 404),
         ("/queues/act", {"action": "pause", "queue": ""}, 400),
         ("/queues/act", {"action": "x"}, 400),
@@ -414,6 +415,7 @@ def test_a_call_that_is_refused_says_why(login: Login, conn: Connection) -> None
         answer = send(client, path, **form)
         assert answer.status_code == status, (path, form, answer.text)
         assert ".py" not in answer.text
+        assert ("no such step" in answer.text) == ("from_step" in form)
     assert not conn.execute("select from queue.audit where role = 'page_operator'"
                             " and cardinality(ids) > 0").fetchall()  # fmt: skip
 

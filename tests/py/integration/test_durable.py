@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
+import pytest
 
 from pgdefer import (
     App,
@@ -332,6 +333,8 @@ async def test_back_to_a_step(app: App, conn: Connection, is_async: bool) -> Non
             await job.retry_async(from_step="pack")
         else:
             job.retry(from_step="pack")
+        with pytest.raises(StepChanged, match=r"no such step .*`pgdefer job steps 1`"):
+            job.retry(from_step="zzz")
         await job.result_async(60)
         forked = await job.fork_async("ship") if is_async else job.fork("ship")
         await app.job(forked).result_async(60)

@@ -10,6 +10,8 @@ import pytest
 
 import pgdefer
 from pgdefer import errors
+from pgdefer.cli import _base
+from pgdefer.contrib.web import actions
 from pgdefer.database import sql
 
 PACKAGE = Path(pgdefer.__file__).parent
@@ -59,3 +61,19 @@ def test_every_error_of_the_contract_has_its_class() -> None:
     assert len(set(kinds)) == len(kinds)
     assert all(kind.sqlstate == code for kind, code in zip(kinds, codes, strict=False))
     assert all(kind.__name__ in pgdefer.__all__ for kind in kinds)
+
+
+def test_every_refusal_in_rows_has_its_words() -> None:
+    functions = Path(__file__).parents[3] / "extension" / "operate"
+    text = "".join(path.read_text("utf-8") for path in functions.glob("*.sql"))
+    codes = set(re.findall(r"(?<!errcode = )'(QJ\d+)'", text))
+    assert codes >= {"QJ001", "QJ009"}
+    for table in (errors.REFUSALS, _base.REFUSALS, actions.REFUSALS):
+        assert set(table) == codes
+    assert {type(errors.refused(1, None, code)) for code in codes} == {
+        errors.SQLSTATES[code] for code in codes
+    }
+    assert (
+        str(errors.refused(1, "ready", "QJ999"))
+        == "the call was refused (QJ999) (id: 1, state: ready)"
+    )

@@ -20,6 +20,13 @@ __all__ = ["ACTIONS", "JOB_ACTIONS", "MANY_ACTIONS", "JobAction"]
 MOST = 1_000  # ids in a call, as the functions take
 SLICE = 500  # jobs in one slice of a call on all that match
 ONLY = "only_"  # distinguishes the filters in a form from the fields of its call
+# The SQLSTATEs that functions on many jobs report in their rows, in words.
+REFUSALS = {
+    "QJ001": "job not found",
+    "QJ003": "the job's state does not allow this",
+    "QJ004": "another job has its queueing lock",
+    "QJ009": "the job has finished no such step: its page lists them",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,9 +202,9 @@ def act_on_job(visit: Visit) -> Response:
         raise trouble
     ((_, outcome, error),) = outcomes
     if error == "QJ001":
-        raise Refused(error, "job not found", f"id: {id}")
+        raise Refused(error, REFUSALS[error], f"id: {id}")
     if error:
-        raise Refused(error, f"{action.label}: the job's state does not allow this", outcome)
+        raise Refused(error, f"{action.label}: {REFUSALS.get(error, error)}", outcome)
     if action.function == "delete":
         return visit.go("/jobs", done=f"job {id} was deleted")
     if action.function in ("copy", "fork"):
