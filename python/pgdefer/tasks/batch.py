@@ -25,7 +25,7 @@ class _NoSteps(Steps):
 
     __slots__ = ()
 
-    def take(self, name: str) -> NoReturn:
+    def take(self, name: str, fingerprint: str | None = None) -> NoReturn:  # noqa: ARG002
         """Refuse."""
         raise TypeError(f"the step {name!r} is refused: a job in a batch has no steps")
 

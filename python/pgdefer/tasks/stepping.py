@@ -219,7 +219,7 @@ class StepCalls:
     @contextlib.contextmanager
     def _step(self, name: str, fingerprint: str | None) -> Iterator[tuple[str | None, Any]]:
         """Yield the step's name and None, or None and its value if the step is finished."""
-        key = self.steps.take(name)
+        key = self.steps.take(name, fingerprint)
         try:
             if self.steps.finished is None:
                 self._read_steps()

@@ -222,7 +222,7 @@ class AsyncStepCalls:
         self, name: str, fingerprint: str | None
     ) -> AsyncIterator[tuple[str | None, Any]]:
         """Yield the step's name and None, or None and its value if the step is finished."""
-        key = self.steps.take(name)
+        key = self.steps.take(name, fingerprint)
         try:
             if self.steps.finished is None:
                 await self._read_steps_async()

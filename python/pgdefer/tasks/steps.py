@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -16,7 +17,7 @@ from collections.abc import (
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from pgdefer.codec import STEP_FAILED, TAG, is_storable, unwrap
-from pgdefer.errors import DecodeError, JobCancelled, JobFailed
+from pgdefer.errors import DecodeError, InvalidParameter, JobCancelled, JobFailed
 
 __all__ = [
     "AsyncStepDecorator",
@@ -28,6 +29,8 @@ __all__ = [
     "Steps",
     "TakeSteps",
     "check_is_decorator",
+    "check_name",
+    "check_text",
     "failure_of",
     "ids_of",
     "name_of_step",
@@ -38,6 +41,9 @@ __all__ = [
 # The largest lazy step that is kept, and roughly the size of all, in characters.
 MAX_KEPT = 2_000
 MAX_ALL_KEPT = 200_000
+
+# The longest name, in bytes.
+MAX_NAME = 1_000
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -95,8 +101,14 @@ class Steps:
         """Store all finished steps, which were read separately."""
         self._finished = {row[0]: row[1] for row in rows}
 
-    def take(self, name: str) -> str:
-        """Return the name of a step that begins, with its number."""
+    def take(self, name: str, fingerprint: str | None = None) -> str:
+        """Return the name of a step that begins, with its number.
+
+        Raises TypeError and InvalidParameter for a name and a fingerprint that can't be stored.
+        """
+        check_name("name", name)
+        if fingerprint is not None:
+            check_text("fingerprint", fingerprint)
         uses = self._uses[name] = self._uses.get(name, 0) + 1
         return _numbered(name, uses)
 
@@ -150,18 +162,39 @@ def _numbered(name: str, uses: int) -> str:
     return name if uses == 1 else f"{name}#{uses}"
 
 
+# A name that has a number (queue._step_key).
+_WITH_NUMBER = re.compile(r"(.+)#(?:[2-9]|[1-9][0-9]{1,8})", re.DOTALL)
+
+
+def check_name(what: str, name: object) -> None:
+    """Check a step's name. Its number does not count."""
+    found = _WITH_NUMBER.fullmatch(name) if isinstance(name, str) and "#" in name else None
+    check_text(what, found[1] if found else name)
+
+
+def check_text(what: str, text: object) -> None:
+    """Raise TypeError or InvalidParameter for a text that the database would refuse as a name.
+
+    Lazy steps need that: the database would refuse them later, and others with them.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"{what} must be a text, not {text!r}")
+    if not text:
+        raise InvalidParameter(f"{what} is missing", hint="Give a name of 1 to 1,000 bytes.")
+    if not is_storable(text):
+        shown = ascii(text[:100])
+        raise InvalidParameter(f"{what} has a character that PostgreSQL can't store", detail=shown)
+    if (size := len(text.encode())) > MAX_NAME:
+        hint = "Names are at most 1,000 bytes."
+        raise InvalidParameter(f"{what} is too long", detail=f"{size} bytes", hint=hint)
+
+
 def step_json(key: str, value: str | None, fingerprint: str | None) -> str:
     """Return a finished step, whose value is given in JSON, as queue.finish_steps takes it."""
-    head = f'{{"name":{_text_json(key)}'
+    head = f'{{"name":{json.dumps(key, ensure_ascii=False)}'
     if fingerprint is not None:
-        head += f',"fingerprint":{_text_json(fingerprint)}'
+        head += f',"fingerprint":{json.dumps(fingerprint, ensure_ascii=False)}'
     return f'{head},"value":{"null" if value is None else value}}}'
-
-
-def _text_json(text: str) -> str:
-    """Return JSON that can be sent: the database refuses lone surrogates, for this step alone."""
-    found = json.dumps(text, ensure_ascii=False)
-    return found if is_storable(found) else json.dumps(text)
 
 
 def name_of_step(step: object) -> str:

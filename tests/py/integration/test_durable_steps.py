@@ -312,23 +312,38 @@ async def test_nor_does_the_handlers_transaction(app: App, conn: Connection, chi
     assert steps(conn, job.id) == {"lazy": 3}
 
 
-@pytest.mark.parametrize("name", ["\ud800", "\0", ""])
-async def test_a_lazy_step_whose_name_cannot_be_stored(
-    app: App, conn: Connection, name: str
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is missing. Give a name of 1 to 1,000 bytes"),
+        ("é" * 501, r"is too long \(1002 bytes\). Names are at most 1,000 bytes"),
+        ("a\0", r"has a character that PostgreSQL can't store \('a\\x00'\)"),
+        ("\ud800", r"has a character that PostgreSQL can't store \('\\ud800'\)"),
+    ],
+)
+async def test_a_text_of_a_step_that_cannot_be_stored(
+    app: App, conn: Connection, text: str, said: str, lazy: bool
 ) -> None:
-    @app.task(name="misnamed")
-    def function(*, goes_on: bool) -> None:
-        job = current_job()
-        job.step(name, lazy=True)(len)("abc")
-        if goes_on:
-            job.step("after", len, "a")
+    """It ends the run before the step runs, and no other step is lost."""
+    runs: list[int] = []
 
-    ended, refused = function.defer(goes_on=False), function.defer(goes_on=True)
+    @app.task(name="misnamed")
+    def function(*, name: str | None = None, fingerprint: str | None = None) -> None:
+        job = current_job()
+        job.step("before", lazy=lazy)(len)("abc")
+        name = text if name is None else name
+        fingerprint = text if fingerprint is None else None
+        job.step(name, lazy=lazy, fingerprint=fingerprint)(runs.append)(1)
+
+    unnamed, other = function.defer(fingerprint="none"), function.defer(name="a")
     async with running(app):
-        await ended.result_async(60)
-        with pytest.raises(JobFailed, match="InvalidParameter"):
-            await refused.result_async(60)
-    assert steps(conn, ended.id) == steps(conn, refused.id) == {}
+        with pytest.raises(JobFailed, match=f"InvalidParameter: name {said}"):
+            await unnamed.result_async(60)
+        with pytest.raises(JobFailed, match=f"InvalidParameter: fingerprint {said}"):
+            await other.result_async(60)
+    assert runs == []
+    assert steps(conn, unnamed.id) == steps(conn, other.id) == {"before": 3}
 
 
 async def test_a_crash_loses_lazy_steps(
