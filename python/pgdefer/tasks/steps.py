@@ -73,16 +73,18 @@ class Steps:
     """The finished steps that came with a claim, and how often the run has used each name.
 
     The second use of a name is `name#2`. This is the database's rule (queue.begin_step); the client
-    applies it too, because it does not ask about steps that it knows. Lazy steps are kept here
-    until the next call that stores steps, or the run's outcome.
+    applies it too, because it does not ask about steps that it knows. A use skips the numbers that
+    the handler has passed itself. Lazy steps are kept here until the next call that stores steps,
+    or the run's outcome.
     """
 
-    __slots__ = ("_finished", "_stored", "_uses", "ended_as", "kept")
+    __slots__ = ("_finished", "_stored", "_taken", "_uses", "ended_as", "kept")
 
     def __init__(self, stored: str | None) -> None:
         self._stored = stored
         self._finished: dict[str, Any] | None = {} if stored is None else None
         self._uses: dict[str, int] = {}
+        self._taken: set[str] = set()  # the steps of this run
         #: Once a step, sleep or wait has ended the claim: what queue.attempts calls that, and the
         #: job's state afterwards.
         self.ended_as: tuple[str, str] | None = None
@@ -109,8 +111,12 @@ class Steps:
         check_name("name", name)
         if fingerprint is not None:
             check_text("fingerprint", fingerprint)
-        uses = self._uses[name] = self._uses.get(name, 0) + 1
-        return _numbered(name, uses)
+        uses = self._uses.get(name, 0) + 1
+        while (key := _numbered(name, uses)) in self._taken:
+            uses += 1
+        self._uses[name] = uses
+        self._taken.add(key)
+        return key
 
     def give_back(self, name: str, key: str) -> None:
         """Record that a step has not finished: the next use of its name is the same step.
@@ -120,6 +126,7 @@ class Steps:
         uses = self._uses[name]
         if key == _numbered(name, uses):
             self._uses[name] = uses - 1
+            self._taken.discard(key)
 
     def keep(self, step: str) -> bool:
         """Keep a lazy step; return whether there was room."""

@@ -346,6 +346,27 @@ async def test_a_text_of_a_step_that_cannot_be_stored(
     assert steps(conn, unnamed.id) == steps(conn, other.id) == {"before": 3}
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+async def test_a_use_skips_the_numbers_that_others_name(
+    app: App, conn: Connection, lazy: bool
+) -> None:
+    runs: list[int] = []
+
+    @app.task(name="t", retry=2)
+    def t() -> None:
+        job = current_job()
+        for n, name in enumerate(("a#2", "a", "a", "a", "a#3", "a#3")):
+            job.step(name, lazy=lazy)(runs.append)(n)
+        if job.attempt == 1:
+            raise ValueError("later")
+
+    job = t.defer()
+    async with running(app):
+        await job.result_async(60)
+    assert runs == [0, 1, 2, 3, 4, 5]
+    assert steps(conn, job.id).keys() == {"a#2", "a", "a#3", "a#4", "a#3#2", "a#3#3"}
+
+
 async def test_a_crash_loses_lazy_steps(
     dsn: str, conn: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
