@@ -11,7 +11,7 @@ from pgdefer.database import sql
 from pgdefer.options import interval_text, to_json
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping import StepCalls
-from pgdefer.tasks.steps import ids_of, results_of
+from pgdefer.tasks.steps import check_name, ids_of, results_of
 
 __all__ = ["DurableCalls"]
 
@@ -103,6 +103,7 @@ class DurableCalls(StepCalls):
         succeeded; with `return_errors` the list contains the errors. The job holds no slot
         meanwhile.
         """
+        check_name("name, with ' ended',", f"{name} ended")
         with self._step(name, None) as (key, value):
             ids = ids_of(value) if key is None else self._defer(key, list(calls))
         with self._step(f"{name} ended", None) as (key, _):

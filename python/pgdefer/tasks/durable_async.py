@@ -10,7 +10,7 @@ from pgdefer.database import sql
 from pgdefer.options import interval_text, to_json
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping_async import AsyncStepCalls
-from pgdefer.tasks.steps import ids_of, results_of
+from pgdefer.tasks.steps import check_name, ids_of, results_of
 
 __all__ = ["AsyncDurableCalls"]
 
@@ -102,6 +102,7 @@ class AsyncDurableCalls(AsyncStepCalls):
         succeeded; with `return_errors` the list contains the errors. The job holds no slot
         meanwhile.
         """
+        check_name("name, with ' ended',", f"{name} ended")
         async with self._step_async(name, None) as (key, value):
             ids = ids_of(value) if key is None else await self._defer_async(key, list(calls))
         async with self._step_async(f"{name} ended", None) as (key, _):

@@ -98,3 +98,24 @@ async def test_a_deleted_child_is_gone(app: App, jobs: Jobs) -> None:
         await app.job(gone).delete_async(force=True)
         why = "it is gone, and its result with it"
         assert await job.result_async(60) == [f"job {gone} was deleted: {why}", why]
+
+
+async def test_a_name_that_is_too_long_defers_nothing(
+    app: App, conn: Connection, is_async: bool
+) -> None:
+    @app.task(name="child")
+    def child() -> None: ...
+
+    @app.task(name="t")
+    async def coroutine() -> None:
+        await current_job().gather_async([child.prepare()], name="x" * 995)
+
+    @app.task(name="sync")
+    def function() -> None:
+        current_job().gather([child.prepare()], name="x" * 995)
+
+    job = coroutine.defer() if is_async else function.defer()
+    async with running(app):
+        with pytest.raises(JobFailed, match=r"name, with ' ended', is too long \(1001 bytes\)"):
+            await job.result_async(60)
+    assert conn.execute("select task from queue.jobs where id <> %s", [job.id]).fetchall() == []
