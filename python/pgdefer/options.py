@@ -101,6 +101,8 @@ class Retry:
 
 
 _DELAY = "dt.timedelta | None"
+# PostgreSQL reads the hours of an interval as 32 bits.
+_TOO_LONG = dt.timedelta(hours=2**31)
 
 RetryPolicy = Retry | int | Mapping[str, Any]
 
@@ -204,6 +206,15 @@ def interval_text(value: dt.timedelta) -> str:
     return f"{sign}{hours}:{minutes:02}:{seconds:02}.{microseconds:06}"
 
 
+def checked_interval(name: str, value: object) -> str:
+    """Return an interval in PostgreSQL's syntax. Raises TypeError, ValueError that name it."""
+    if not isinstance(value, dt.timedelta):
+        raise TypeError(f"{name} must be a timedelta, not {value!r}")
+    if abs(value) >= _TOO_LONG:
+        raise ValueError(f"{name} is out of range: {value}")
+    return interval_text(value)
+
+
 def _instant(name: str, value: dt.datetime) -> str:
     if value.tzinfo is None:
         raise ValueError(f"{name} has no time zone: {value!r}")
@@ -248,7 +259,7 @@ def to_json(name: str, value: Any) -> Any:
     """Return one option in JSON's types."""
     match value:
         case dt.timedelta():
-            return interval_text(value)
+            return checked_interval(name, value)
         case dt.datetime():
             return _instant(name, value)
         case Retry():

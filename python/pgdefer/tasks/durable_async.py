@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from pgdefer.database import sql
-from pgdefer.options import interval_text, to_json
+from pgdefer.options import checked_interval, to_json
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping_async import AsyncStepCalls
-from pgdefer.tasks.steps import check_name, ids_of, results_of
+from pgdefer.tasks.steps import check_name, check_text, ids_of, results_of
 
 __all__ = ["AsyncDurableCalls"]
 
@@ -43,13 +43,15 @@ class AsyncDurableCalls(AsyncStepCalls):
 
         The job holds no slot, worker or connection meanwhile.
         """
+        if not isinstance(until, dt.datetime | dt.timedelta):
+            raise TypeError(f"until must be a datetime or a timedelta, not {until!r}")
+        value = to_json("until", until)
+        is_delay = isinstance(until, dt.timedelta)
+        when = {"at": None, "delay": value} if is_delay else {"at": value, "delay": None}
         async with self._step_async(name, None) as (key, _):
             if key is None:
                 return
-            is_delay = isinstance(until, dt.timedelta)
-            at = None if is_delay else to_json("until", until)
-            delay = interval_text(until) if isinstance(until, dt.timedelta) else None
-            parameters = {**self._keyed(key), "at": at, "delay": delay}
+            parameters = {**self._keyed(key), **when}
             await self._store_kept_async()
             await self.client.call_async(sql.SLEEP, parameters)
             self.steps.ended_as = ("yielded", "scheduled")
@@ -68,6 +70,10 @@ class AsyncDurableCalls(AsyncStepCalls):
         It continues with None if `timeout` passes first. With neither a signal nor an event, it
         waits for a signal that has the step's name.
         """
+        for what, text in (("signal", signal), ("event", event)):
+            if text is not None:
+                check_text(what, text)
+        length = None if timeout is None else checked_interval("timeout", timeout)
         async with self._step_async(name, None) as (key, value):
             if key is None:
                 return value
@@ -75,7 +81,7 @@ class AsyncDurableCalls(AsyncStepCalls):
                 **self._keyed(key),
                 "signal": name if signal is None and event is None else signal,
                 "event": event,
-                "timeout": None if timeout is None else interval_text(timeout),
+                "timeout": length,
             }
             await self._store_kept_async()
             await self.client.call_async(sql.WAIT, parameters)

@@ -340,3 +340,50 @@ async def test_back_to_a_step(app: App, conn: Connection, is_async: bool) -> Non
         await app.job(forked).result_async(60)
     assert runs == ["charge", "pack", "ship", "pack", "ship", "ship"]
     assert steps(conn, forked).keys() == {"charge", "pack", "ship"}
+
+
+async def test_waits_name_the_argument_that_is_wrong(app: App, is_async: bool) -> None:
+    said: list[str] = []
+    naive = dt.datetime(2030, 1, 1)  # noqa: DTZ001
+
+    def calls(sleep: Any, wait: Any) -> list[Callable[[], Any]]:
+        return [
+            lambda: sleep("w", 5),
+            lambda: sleep("w", naive),
+            lambda: sleep("w", dt.timedelta.max),
+            lambda: sleep(5, dt.timedelta(1)),
+            lambda: wait("w", signal=5),
+            lambda: wait("w", event="a\0"),
+            lambda: wait("w", timeout=5),
+            lambda: wait("w", timeout=dt.timedelta.min),
+        ]
+
+    @app.task(name="async")
+    async def coroutine() -> None:
+        job = current_job()
+        for call in calls(job.sleep_async, job.wait_for_async):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                await call()
+            said.append(str(caught.value))
+
+    @app.task(name="sync")
+    def function() -> None:
+        job = current_job()
+        for call in calls(job.sleep, job.wait_for):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                call()
+            said.append(str(caught.value))
+
+    job = app.defer("async" if is_async else "sync")
+    async with running(app):
+        await job.result_async(60)
+    assert said == [
+        "until must be a datetime or a timedelta, not 5",
+        f"until has no time zone: {naive!r}",
+        f"until is out of range: {dt.timedelta.max}",
+        "name must be a text, not 5",
+        "signal must be a text, not 5",
+        "event has a character that PostgreSQL can't store ('a\\x00')",
+        "timeout must be a timedelta, not 5",
+        f"timeout is out of range: {dt.timedelta.min}",
+    ]
