@@ -89,6 +89,7 @@ _READ_THERE = {
     "until": ("--until", _MOMENT),
     "older_than": ("--older-than", _INTERVAL),
     "lease": ("--lease", _INTERVAL),
+    "retain": ("--retain", _INTERVAL),
 }
 # The SQLSTATEs that functions on many jobs report in their rows, in words.
 REFUSALS = {

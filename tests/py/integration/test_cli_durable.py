@@ -59,6 +59,9 @@ def test_an_event(run: Run, conn: Connection, claim: Claim) -> None:
     id_ = defer(run, "t")
     conn.execute("select queue.wait(%s, %s, 'w', event => 'paid')", [id_, claim()[id_]])
     assert run("publish", "paid", "[7]", "--retain", "1 hour").out == ""
+    refused = run("publish", "other", "--retain", "long")
+    assert "--retain: invalid input syntax for type interval" in refused.err
+    assert refused.code == Exit.USAGE
     assert "published before" in run("publish", "paid", "[8]").out
     assert claim().keys() == {id_}
     assert run("job", "steps", id_, "--json").json[0]["value"] == [7]
