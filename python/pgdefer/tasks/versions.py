@@ -50,7 +50,12 @@ class Versions:
         if VERSION in args:
             args = dict(args)
             version = args.pop(VERSION)
-        if not _is_version(version) or version > self.latest:
+        if not _is_version(version):
+            raise DecodeError(
+                f"{VERSION} of the arguments is {version!r}, but must be a number of a version",
+                hint=f"Correct it by set_args, and retry the job: the latest is {self.latest}.",
+            )
+        if version > self.latest:
             raise DecodeError(f"the arguments have version {version!r}, known is {self.latest}")
         if version == self.latest or self.upgrade is None:
             return args

@@ -96,7 +96,10 @@ async def test_a_malformed_version_fails_the_job(app: App, jobs: Jobs, version: 
     async with running(app):
         (row,) = await jobs.end()
     assert (row["state"], row["attempts"]) == ("failed", 1)
-    assert DecodeError.__name__ in row["error"]
+    assert (
+        f"{DecodeError.__name__}: __version__ of the arguments is {version!r}, but" in row["error"]
+    )
+    assert "Correct it by set_args" in row["error"]
 
 
 async def test_what_an_upgrade_returns_is_checked(app: App, jobs: Jobs) -> None:
