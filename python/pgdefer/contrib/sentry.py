@@ -27,10 +27,12 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
 
     Reports that handlers make themselves have the job's context, too. With `crons`, each run of a
     recurring task is a check-in of the monitor with the task's name. Events of tasks with the
-    option `sensitive` have no local variables, which hold the arguments.
+    option `sensitive` have no local variables, which hold the arguments. What the loggers
+    `pgdefer.job` and `pgdefer.worker` record is not reported.
     """
-    # Its records of failures would be events too.
+    # Their records would be events too, with the local variables of frames that hold args.
     ignore_logger("pgdefer.job")
+    ignore_logger("pgdefer.worker")
 
     @contextlib.contextmanager
     def scoped(job: JobContext) -> Iterator[None]:

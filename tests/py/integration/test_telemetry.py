@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import prometheus_client
@@ -17,8 +18,9 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sentry_sdk.integrations.logging import LoggingIntegration
 
-from pgdefer import App, Worker
+from pgdefer import App, JobContext, Worker
 from pgdefer.contrib import otel, prometheus, sentry
 
 from .conftest import Jobs, running, until
@@ -228,60 +230,88 @@ async def test_without_metrics(app: App) -> None:
         assert (await get(worker, "/metrics"))[0] == 404
 
 
-async def test_sentry(app: App, jobs: Jobs) -> None:
-    events: list[Any] = []
+@pytest.fixture
+def events() -> Iterator[list[Any]]:
+    """What Sentry's SDK would send."""
+    sent: list[Any] = []
 
     def note(event: Any, _: Any) -> None:
-        events.append(event)
+        sent.append(event)
 
     sentry_sdk.init(
-        "http://key@127.0.0.1:1/1", before_send=note, default_integrations=False, shutdown_timeout=0
+        "http://key@127.0.0.1:1/1",
+        before_send=note,
+        default_integrations=False,
+        integrations=[LoggingIntegration()],
+        shutdown_timeout=0,
     )
-    try:
-        sentry.instrument(app)
+    yield sent
+    sentry_sdk.get_client().close(timeout=0)
+    sentry_sdk.get_global_scope().set_client(None)
 
-        @app.task(name="bad", retry=2)
-        async def bad() -> None:
-            raise ValueError("no")
 
-        @app.task(name="says", queue="q")
-        def says() -> None:
-            sentry_sdk.capture_message("hello")
+async def test_sentry(app: App, jobs: Jobs, events: list[Any]) -> None:
+    sentry.instrument(app)
 
-        @app.task(name="pays", sensitive=["card.number"])
-        def pays(card: dict[str, str]) -> None:
-            digits = card["number"]
-            try:
-                raise ValueError("no card")
-            except ValueError:
-                sentry_sdk.capture_exception()
-            raise LookupError(str(len(digits)))
+    @app.task(name="bad", retry=2)
+    async def bad() -> None:
+        raise ValueError("no")
 
-        async with running(app):
-            job = await bad.defer_async()
-            await says.defer_async()
-            await jobs.end()
-            await until(lambda: len(events) == 2)
-            await pays.defer_async({"number": "4111-secret"})
-            await jobs.end()
-            await until(lambda: len(events) == 4)
-        paid = [events.pop(), events.pop()]
-        assert {one["exception"]["values"][-1]["type"] for one in paid} == {
-            "ValueError",
-            "LookupError",
-        }
-        assert "4111-secret" not in str(paid)
-        assert "'vars'" in str(events)
-        by_task = {event["tags"]["pgdefer.task"]: event for event in events}
-        assert by_task["bad"]["contexts"]["pgdefer"] == {
-            "id": job.id,
-            "task": "bad",
-            "queue": "default",
-            "attempt": 2,
-        }
-        assert by_task["bad"]["exception"]["values"][0]["type"] == "ValueError"
-        assert by_task["says"]["tags"]["pgdefer.queue"] == "q"
-        assert by_task["says"]["message"] == "hello"
-    finally:
-        sentry_sdk.get_client().close(timeout=0)
-        sentry_sdk.get_global_scope().set_client(None)
+    @app.task(name="says", queue="q")
+    def says() -> None:
+        sentry_sdk.capture_message("hello")
+
+    @app.task(name="pays", sensitive=["card.number"])
+    def pays(card: dict[str, str]) -> None:
+        digits = card["number"]
+        try:
+            raise ValueError("no card")
+        except ValueError:
+            sentry_sdk.capture_exception()
+        raise LookupError(str(len(digits)))
+
+    async with running(app):
+        job = await bad.defer_async()
+        await says.defer_async()
+        await jobs.end()
+        await until(lambda: len(events) == 2)
+        await pays.defer_async({"number": "4111-secret"})
+        await jobs.end()
+        await until(lambda: len(events) == 4)
+    paid = [events.pop(), events.pop()]
+    assert {one["exception"]["values"][-1]["type"] for one in paid} == {
+        "ValueError",
+        "LookupError",
+    }
+    assert "4111-secret" not in str(paid)
+    assert "'vars'" in str(events)
+    by_task = {event["tags"]["pgdefer.task"]: event for event in events}
+    assert by_task["bad"]["contexts"]["pgdefer"] == {
+        "id": job.id,
+        "task": "bad",
+        "queue": "default",
+        "attempt": 2,
+    }
+    assert by_task["bad"]["exception"]["values"][0]["type"] == "ValueError"
+    assert by_task["says"]["tags"]["pgdefer.queue"] == "q"
+    assert by_task["says"]["message"] == "hello"
+
+
+async def test_sentry_gets_no_sensitive_args_of_a_decision_that_fails(
+    app: App, jobs: Jobs, events: list[Any]
+) -> None:
+    sentry.instrument(app)
+    secret = "4" * 16  # not as it is in this source, which events show
+
+    def decide(error: Exception, job: JobContext) -> Any:
+        raise ZeroDivisionError
+
+    @app.task(name="pays", sensitive=["card"], decide=decide)
+    def pays(card: str) -> None:
+        raise ValueError(str(len(card)))
+
+    async with running(app):
+        await pays.defer_async(secret)
+        await jobs.end()
+        await until(lambda: events)
+    assert secret not in str(events)
