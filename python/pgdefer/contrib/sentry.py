@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import sentry_sdk
+from psycopg.conninfo import conninfo_to_dict
 from sentry_sdk.crons import capture_checkin
 from sentry_sdk.integrations.logging import ignore_logger
 
@@ -18,6 +20,7 @@ from pgdefer.app import App
 from pgdefer.contrib._attach import attach
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
+from pgdefer.tasks.raised import RetryLater
 
 __all__ = ["instrument"]
 
@@ -25,10 +28,12 @@ __all__ = ["instrument"]
 def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
     """Report jobs that have failed for good; with `retries`, also failures that will be retried.
 
-    Reports that handlers make themselves have the job's context, too. With `crons`, each run of a
-    recurring task is a check-in of the monitor with the task's name. Events of tasks with the
-    option `sensitive` have no local variables, which hold the arguments. What the loggers
-    `pgdefer.job` and `pgdefer.worker` record is not reported.
+    Reports that handlers make themselves have the job's context, too. With `crons`, each job of a
+    recurring task is a check-in of the monitor with the task's name: `ok` when it has succeeded,
+    `error` when it has failed for good; it is open while the job sleeps or is to run again.
+
+    Events of tasks with the option `sensitive` have no local variables, which hold the arguments.
+    What the loggers `pgdefer.job` and `pgdefer.worker` record is not reported.
     """
     # Their records would be events too, with the local variables of frames that hold args.
     ignore_logger("pgdefer.job")
@@ -38,17 +43,16 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
     def scoped(job: JobContext) -> Iterator[None]:
         with sentry_sdk.isolation_scope() as scope:
             _describe(app, scope, job)
-            is_run = crons and job.scheduled_for is not None
-            monitor = re.sub(r"[^\w-]+", "-", job.task)[:50]
-            checkin = capture_checkin(monitor, status="in_progress") if is_run else None
-            try:
-                yield
-            except BaseException:
-                if is_run:
-                    capture_checkin(monitor, checkin, status="error")
-                raise
-            if is_run:
-                capture_checkin(monitor, checkin, status="ok")
+            is_recurring = crons and job.scheduled_for is not None
+            if is_recurring:
+                _check_in(job, "in_progress")
+            yield
+            if is_recurring and not isinstance(job.result, RetryLater):
+                _check_in(job, "ok")
+
+    def check_in_failed(event: JobEvent) -> None:
+        if event.job.scheduled_for is not None:
+            _check_in(event.job, "error")
 
     def report(event: JobEvent) -> None:
         with sentry_sdk.new_scope() as scope:
@@ -63,6 +67,16 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
     app.on("exhausted")(report)
     if retries:
         app.on("retry")(report)
+    if crons:
+        app.on("exhausted")(check_in_failed)
+
+
+def _check_in(job: JobContext, status: str) -> None:
+    """Tell the monitor of a job's task about the job: it is one check-in, in whatever process."""
+    database = conninfo_to_dict(job.dsn).get("dbname")
+    name = f"{database} {job.id} {job.scheduled_for}"
+    monitor = re.sub(r"[^\w-]+", "-", job.task)[:50]
+    capture_checkin(monitor, uuid.uuid5(uuid.NAMESPACE_OID, name).hex, status)
 
 
 def _describe(app: App, scope: sentry_sdk.Scope, job: JobContext) -> None:

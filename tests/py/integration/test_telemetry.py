@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sentry_sdk.integrations.logging import LoggingIntegration
 
-from pgdefer import App, JobContext, Worker
+from pgdefer import App, JobContext, RetryLater, Worker, current_job
 from pgdefer.contrib import otel, prometheus, sentry
 
 from .conftest import Jobs, running, until
@@ -315,3 +316,59 @@ async def test_sentry_gets_no_sensitive_args_of_a_decision_that_fails(
         await jobs.end()
         await until(lambda: events)
     assert secret not in str(events)
+
+
+def define_tasks_with_many_runs(app: App, begun: asyncio.Event) -> None:
+    @app.task(name="sleeps")
+    def sleeps() -> None:
+        current_job().sleep("nap", dt.timedelta(milliseconds=1))
+
+    @app.task(name="yields")
+    async def yields() -> Any:
+        return RetryLater("not yet") if current_job().attempt == 1 else None
+
+    @app.task(name="stopped")
+    async def stopped() -> None:
+        if not begun.is_set():
+            begun.set()
+            await asyncio.Event().wait()
+
+    @app.task(name="flaky", retry=2)
+    async def flaky() -> None:
+        if current_job().attempt == 1:
+            raise ValueError
+
+    @app.task(name="bad")
+    async def bad() -> None:
+        raise ValueError
+
+
+async def test_sentry_monitors_jobs_whatever_their_runs(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, events: list[Any]
+) -> None:
+    sent: list[tuple[str, str, str]] = []
+
+    def note(monitor: str, check_in_id: str = "", status: str = "") -> None:
+        sent.append((monitor, check_in_id, status))
+
+    monkeypatch.setattr(sentry, "capture_checkin", note)
+    sentry.instrument(app, crons=True)
+    begun = asyncio.Event()
+    define_tasks_with_many_runs(app, begun)
+    tasks = ("sleeps", "yields", "stopped", "flaky", "bad")
+    for task in tasks:
+        await app.defer_async(task, {"scheduled_for": "2030-01-31T09:00:00+00:00"})
+    await app.defer_async("sleeps")
+    async with running(app) as worker:
+        await begun.wait()
+        worker.stop_at_once()
+    async with running(app):
+        await jobs.end()
+        await until(lambda: "error" in {status for _, _, status in sent})
+    for task in tasks:
+        statuses = [status for monitor, _, status in sent if monitor == task]
+        *opened, end = statuses
+        assert end == ("error" if task == "bad" else "ok")
+        assert set(opened) == {"in_progress"}
+        assert task == "bad" or len(opened) > 1
+    assert len({id for _, id, _ in sent}) == len(tasks)
