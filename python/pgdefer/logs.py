@@ -17,7 +17,8 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as a JSON object: `time`, `level`, `logger`, `message`, and its fields.
 
     Records about a job have the fields `id`, `task`, `queue`, `attempt`, and at its end `outcome`,
-    `state` and `duration` in seconds.
+    `state` and `duration` in seconds. Of a value that JSON can't hold, the line has the
+    `repr`. No field replaces one of the first four.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -29,9 +30,31 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name, value in vars(record).items() if name not in _COMMON}
+        fields = {name: value for name, value in vars(record).items() if name not in _COMMON}
+        line = line | fields | line  # in this order, and its own win
         if record.exc_info and not record.exc_text:
             record.exc_text = self.formatException(record.exc_info)
         if record.exc_text:
             line["traceback"] = record.exc_text
-        return json.dumps(line, default=str)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        try:
+            return _dumps(line)
+        except Exception:
+            return _dumps({str(name): _storable(value) for name, value in line.items()})
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, default=str, allow_nan=False)
+
+
+def _storable(value: object) -> object:
+    """Return a value, or a text in its place if JSON has none for it."""
+    try:
+        _dumps(value)
+    except Exception:
+        try:
+            return repr(value)
+        except Exception:
+            return type(value).__qualname__
+    return value

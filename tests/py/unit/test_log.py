@@ -81,3 +81,40 @@ def test_an_error_whose_text_can_not_be_made(caplog: pytest.LogCaptureFixture) -
     except BrokenError as error:
         logger("pgdefer.worker").error("%s", error, exc_info=error)
     assert "BrokenError" in lines(caplog)[0]
+
+
+def test_whatever_a_field_holds_is_json() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    circle: list[Any] = []
+    circle.append(circle)
+    fields = {
+        "nan": float("nan"),
+        "keys": {(1, 2): 3},
+        "circle": circle,
+        "broken": Broken(),
+        "fits": {"a": [1, None]},
+        "level": "forged",
+        "time": 1,
+        "stack_info": "Stack:\n  here",
+    }
+    record = logging.makeLogRecord({"msg": "said", "levelname": "INFO"} | fields)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    line = json.loads(JsonFormatter().format(record), parse_constant=refuse)
+    assert str(line.pop("time")).endswith("Z")
+    assert line == {
+        "level": "INFO",
+        "logger": None,
+        "message": "said",
+        "nan": "nan",
+        "keys": "{(1, 2): 3}",
+        "circle": "[[...]]",
+        "broken": Broken.__qualname__,
+        "fits": {"a": [1, None]},
+        "stack": "Stack:\n  here",
+    }
