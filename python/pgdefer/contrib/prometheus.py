@@ -17,7 +17,16 @@ from pgdefer.tasks.hooks import JobEvent
 
 __all__ = ["QueueCollector", "instrument"]
 
-STATES = ("scheduled", "waiting", "blocked", "ready", "running", "held", "failed")
+STATES = (
+    "scheduled",
+    "waiting",
+    "upstream_failed",
+    "blocked",
+    "ready",
+    "running",
+    "held",
+    "failed",
+)
 
 
 class QueueCollector(Collector):

@@ -213,6 +213,7 @@ async def test_probes_and_prometheus(app: App, jobs: Jobs) -> None:
             pass  # the hook that counts is called after the answer, and heartbeats come beside it
         text = await shown()
         assert 'pgdefer_jobs{queue="other",state="ready",task="waits"} 1.0' in text
+        assert 'pgdefer_jobs{queue="other",state="upstream_failed",task="waits"} 0.0' in text
         head = "pgdefer_run_seconds_count"
         assert f'{head}{{outcome="succeeded",queue="default",task="good"}} 1.0' in text
         assert f'{head}{{outcome="failed",queue="default",task="bad"}} 2.0' in text
