@@ -11,11 +11,15 @@ import prometheus_client
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pgdefer._text import logger
 from pgdefer.app import App
+from pgdefer.errors import describe
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
 
 __all__ = ["QueueCollector", "instrument"]
+
+log = logger("pgdefer.worker")
 
 STATES = (
     "scheduled",
@@ -43,7 +47,14 @@ class QueueCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Return the present figures."""
+        """Return the present figures. An error is logged, and figures are missing."""
+        try:
+            yield from self._jobs()
+            yield from self._memory()
+        except Exception as error:
+            log.warning("the metrics lack figures from the database: %s", describe(error))
+
+    def _jobs(self) -> Iterator[Metric]:
         jobs = GaugeMetricFamily("pgdefer_jobs", "Jobs.", labels=["queue", "task", "state"])
         oldest = GaugeMetricFamily(
             "pgdefer_oldest_ready_seconds",
@@ -57,6 +68,8 @@ class QueueCollector(Collector):
                 oldest.add_metric([row.queue, row.task], row.oldest_ready_for.total_seconds())
         yield jobs
         yield oldest
+
+    def _memory(self) -> Iterator[Metric]:
         memory = GaugeMetricFamily(
             "pgdefer_worker_memory_bytes",
             "Resident bytes of a live worker's processes.",

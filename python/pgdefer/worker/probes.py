@@ -9,7 +9,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from pgdefer._text import logger
+from pgdefer.errors import describe
+
 __all__ = ["Answer", "Probes", "answer", "parse_address"]
+
+log = logger("pgdefer.worker")
 
 Answer = tuple[int, str, bytes]
 _TEXT = "text/plain; charset=utf-8"
@@ -32,7 +37,13 @@ class Probes:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 """Answer."""
-                status, kind, body = answer(self.path.partition("?")[0])
+                path = self.path.partition("?")[0]
+                try:
+                    status, kind, body = answer(path)
+                except Exception as error:
+                    said = f"{type(error).__name__}: {describe(error)}"
+                    log.error("%s could not be answered: %s", path, said)
+                    status, kind, body = 500, _TEXT, b"this failed, and the worker's log says why\n"
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))

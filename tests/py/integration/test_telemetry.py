@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import prometheus_client
+import psycopg
 import pytest
 import sentry_sdk
 from opentelemetry import trace
@@ -224,6 +225,29 @@ async def test_probes_and_prometheus(app: App, jobs: Jobs) -> None:
         ValueError, match=r"http must be HOST:PORT, such as 127.0.0.1:9000, not '9'"
     ):
         Worker(app, http="9")
+
+
+async def test_metrics_that_fail(
+    app: App, conn: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    prometheus.instrument(app, registry=registry, queues=True)
+
+    async with running(app, http="127.0.0.1:0") as worker:
+        await until(lambda: worker.id)
+        conn.execute("alter function queue.stats rename to no_stats")
+        status, text = await get(worker, "/metrics")
+        assert status == 200
+        assert "pgdefer_failures" in text
+        assert "the metrics lack figures from the database: function queue.stats" in caplog.text
+
+        def fail() -> Any:
+            raise ZeroDivisionError("no\nmetrics")
+
+        app.metrics = fail
+        assert (await get(worker, "/metrics"))[0] == 500
+        assert "/metrics could not be answered: ZeroDivisionError: no metrics" in caplog.text
+        assert "Traceback" not in caplog.text
 
 
 async def test_without_metrics(app: App) -> None:
