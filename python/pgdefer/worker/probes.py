@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pgdefer._text import logger
-from pgdefer.errors import describe
+from pgdefer.errors import PgDeferError, describe
 
 __all__ = ["Answer", "Probes", "answer", "parse_address"]
 
@@ -57,7 +57,10 @@ class Probes:
             daemon_threads = True
             address_family = _family(host)
 
-        self._server = Server((host, port), Handler)
+        try:
+            self._server = Server((host, port), Handler)
+        except OSError as error:
+            raise PgDeferError(f"http {address}: {error.strerror or error}") from error
         #: The port, also if 0 was passed.
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(

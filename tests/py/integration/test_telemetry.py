@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sentry_sdk.integrations.logging import LoggingIntegration
 
-from pgdefer import App, JobContext, RetryLater, Worker, current_job
+from pgdefer import App, JobContext, PgDeferError, RetryLater, Worker, current_job
 from pgdefer.contrib import otel, prometheus, sentry
+from pgdefer.worker.probes import Probes
 
 from .conftest import Jobs, running, until
 
@@ -248,6 +250,16 @@ async def test_metrics_that_fail(
         assert (await get(worker, "/metrics"))[0] == 500
         assert "/metrics could not be answered: ZeroDivisionError: no metrics" in caplog.text
         assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "nohost.invalid"])
+def test_an_address_that_can_not_be_served(host: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"{host}:{taken.getsockname()[1]}"
+        with pytest.raises(PgDeferError, match=f"http {address}: [A-Z]"):
+            Probes(address, lambda _path: (200, "", b""))
 
 
 async def test_without_metrics(app: App) -> None:
