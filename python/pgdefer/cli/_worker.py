@@ -296,7 +296,9 @@ def worker(
     wanted = _names(queues or []) or None
     databases = _databases(dsn, dsns, per_database)
     if databases is not None:
-        is_single = processes is not None or pgbouncer or listen_dsn is not None
+        # Not one from the environment, where it is for the workers of one database.
+        listens = listen_dsn is not None and _is_given(context, "listen_dsn")
+        is_single = processes is not None or pgbouncer or listens
         _run_many(_load(app), databases, wanted, per_database, options, is_single=is_single)
         return
     if processes is not None and channel is None:
@@ -307,6 +309,12 @@ def worker(
     if channel is not None:
         running.supervisor, channel.on_close = channel, running.stop
     _run(running)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option is given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _one(dsn: list[str] | None) -> str | None:

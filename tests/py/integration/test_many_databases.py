@@ -711,15 +711,17 @@ def test_the_command_line(dsns: list[str], tenants: Tenants, tmp_path: Path) -> 
     assert "secret" not in done.stderr
 
     (tmp_path / "tenants").write_text(f"\ufeff{dsns[2]}\n{tenants.dsn('tenant_missing')}\n")
+    env["PGDEFER_LISTEN_DSN"] = "dbname=nowhere"
     done = run("--dsns", "tenants", "--drain")
     assert (done.returncode, done.stdout) == (Exit.ERROR, "in tenant_c\n")
     assert "1 databases could not be drained: " in done.stderr
 
-    done = run("--dsns", "tenants", "--processes", "2")
-    assert (done.returncode, done.stderr) == (
-        Exit.USAGE,
-        "pgdefer: --processes, --pgbouncer and --listen-dsn are for one database.\n",
-    )
+    for single in (("--processes", "2"), ("--listen-dsn", dsns[0])):
+        done = run("--dsns", "tenants", *single)
+        assert (done.returncode, done.stderr) == (
+            Exit.USAGE,
+            "pgdefer: --processes, --pgbouncer and --listen-dsn are for one database.\n",
+        )
     done = run("--dsn", dsns[0], "--per-database", "2")
     assert done.returncode == Exit.USAGE
     assert "--per-database is for many databases" in done.stderr
