@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextvars
 import math
 import queue
 import threading
@@ -18,19 +19,24 @@ log = logger("pgdefer.worker")
 # How long to wait, in seconds, after the system has refused a thread.
 AGAIN = 1.0
 
+# What was submitted, and the context of that.
+_Work = tuple[contextvars.Context, Callable[[], Callable[[], None]]]
+
 
 class Threads:
     """A pool of daemon threads, which grows as needed: a handler that never returns blocks nobody.
 
     Call `submit` and `close` in the event loop. A submitted function returns a function, which is
-    called in the loop.
+    called in the loop, in the context of `submit`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_threads: float = math.inf) -> None:
         self._loop = loop
         self._max_threads = max_threads
-        self._work: queue.SimpleQueue[Callable[[], Callable[[], None]] | None] = queue.SimpleQueue()
-        self._done: collections.deque[Callable[[], None]] = collections.deque()
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._done: collections.deque[tuple[contextvars.Context, Callable[[], None]]] = (
+            collections.deque()
+        )
         self._is_called = False
         self._unfinished = 0
         self._threads = 0
@@ -41,7 +47,7 @@ class Threads:
     def submit(self, work: Callable[[], Callable[[], None]]) -> None:
         """Run `work` in a thread, then call its return value in the loop. `work` must not raise."""
         self._unfinished += 1
-        self._work.put(work)
+        self._work.put((contextvars.copy_context(), work))
         if self._again is None:
             self._grow()
 
@@ -74,9 +80,10 @@ class Threads:
         self._is_short = False
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            self._done.append(work())
-            del work
+        while (item := self._work.get()) is not None:
+            context, work = item
+            self._done.append((context, work()))
+            del item, context, work
             # One call wakes the loop for all functions that return until it runs.
             if not self._is_called:
                 self._is_called = True
@@ -89,4 +96,5 @@ class Threads:
         self._is_called = False
         while self._done:
             self._unfinished -= 1
-            self._done.popleft()()
+            context, function = self._done.popleft()
+            context.run(function)

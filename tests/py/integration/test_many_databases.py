@@ -7,6 +7,7 @@ import collections
 import contextlib
 import contextvars
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -314,6 +315,35 @@ async def test_one_that_refuses_connections_comes_back(
     assert any("/tenant_c: the connection was lost" in text for text in said)
     assert not any("/tenant_a: the connection was lost" in text for text in said)
     assert "secret" not in "\n".join(said)
+
+
+async def test_records_of_jobs_name_the_database(
+    dsns: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pgdefer.job")
+    app = App()
+
+    @app.task
+    async def coroutine() -> None: ...
+
+    @app.task
+    def function() -> None: ...
+
+    def named() -> list[tuple[str, str]]:
+        return sorted(
+            (record.task.rpartition(".")[2], getattr(record, "database", "").rpartition("/")[2])  # type: ignore[attr-defined]
+            for record in caplog.records
+            if record.name == "pgdefer.job"
+        )
+
+    async with working(app, dsns):
+        for dsn in dsns[:2]:
+            for task in (coroutine, function):
+                defer_in(app, dsn, task, [{}])
+        await until(lambda: len(named()) == 4)
+    assert named() == [
+        (task, home) for task in ("coroutine", "function") for home in ("tenant_a", "tenant_b")
+    ]
 
 
 async def test_a_session_that_may_not_listen(
