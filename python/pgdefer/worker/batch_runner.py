@@ -26,14 +26,15 @@ __all__ = ["BatchRunner"]
 class BatchRunner:
     """Runs batches: coroutines in the worker's event loop, functions in threads.
 
-    Each method takes any claim of a batch. A call is told to end once every job in it is: the jobs
-    that are not could not go on without it.
+    Made in the worker's own task. Each method takes any claim of a batch. A call is told to end
+    once every job in it is: the jobs that are not could not go on without it.
     """
 
     def __init__(self, threads: Threads, thread_runner: ThreadRunner, keeper: Keeper) -> None:
         self._threads = threads
         self._thread_runner = thread_runner
         self._keeper = keeper
+        self._worker = asyncio.current_task()
 
     def start(self, claim: Claim) -> None:
         """Start the handler; when it has ended, tell the keeper the outcome of each claim."""
@@ -53,7 +54,8 @@ class BatchRunner:
         if not self._keeper.may_begin(claims[0]):
             return
         try:
-            outcomes = await run_batch_async(task, jobs_of(claims), decode_args_async)
+            jobs = jobs_of(claims)
+            outcomes = await run_batch_async(task, jobs, decode_args_async, self._worker)
         except Exception as error:
             outcomes = [internal_error(claim, error) for claim in claims]
         self._end(claims, outcomes)

@@ -19,6 +19,7 @@ __all__ = [
     "failed",
     "outcome_of",
     "result_json",
+    "stops_with",
     "success",
     "timed_out",
 ]
@@ -29,6 +30,19 @@ log = logger("pgdefer.worker")
 LOST = "the claim was lost"
 STOPPED = "the worker stops"
 TIMED_OUT = "timed out"
+
+
+def stops_with(worker: asyncio.Task[Any] | None, job: JobContext) -> None:
+    """Note that the worker stops, if its task and this coroutine's were cancelled.
+
+    asyncio.run cancels all tasks when its main coroutine has ended. A coroutine that cancels only
+    itself has failed.
+    """
+    if worker is None or not worker.cancelling() or job._abort_reason is not None:
+        return
+    own = asyncio.current_task()
+    if own is not None and own.cancelling():
+        job._abort_reason = STOPPED
 
 
 def success(job: JobContext, policy: FailurePolicy, result: object) -> str:

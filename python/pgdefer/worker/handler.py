@@ -21,7 +21,7 @@ from pgdefer.tasks.middleware import AsyncEntered, Entered
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import Task
 from pgdefer.worker import memory, outcomes
-from pgdefer.worker.ending import outcome_of, success, timed_out
+from pgdefer.worker.ending import outcome_of, stops_with, success, timed_out
 from pgdefer.worker.invoke import call_handler, call_in_transaction, driver, transaction
 from pgdefer.worker.invoke_async import call_handler_async, call_in_transaction_async
 
@@ -63,9 +63,12 @@ def run(
 
 
 async def run_async(
-    job: JobContext, task: Task[..., Any], pool: AsyncPool
+    job: JobContext, task: Task[..., Any], pool: AsyncPool, worker: asyncio.Task[Any] | None
 ) -> str | outcomes.Settled | Call:
-    """Run a coroutine, as `run` does; for an ordinary function, return how to call it."""
+    """Run a coroutine, as `run` does; for an ordinary function, return how to call it.
+
+    The job is given back if the coroutine is cancelled together with `worker`, its worker's task.
+    """
     enter_job(job)
     result: object = None
     try:
@@ -78,6 +81,9 @@ async def run_async(
                 result = await call_in_transaction_async(job, task, pool, positional, named)
             else:
                 job.result = result = await call_handler_async(task, positional, named)
+    except asyncio.CancelledError as error:
+        stops_with(worker, job)
+        return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
     except BaseException as error:
         return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
     return _settled(job, result) or success(job, task.failure_policy, result)

@@ -9,7 +9,7 @@ from typing import Any
 from pgdefer.tasks.batch import BatchJob, outcomes_of
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
 from pgdefer.tasks.task import Task
-from pgdefer.worker.ending import outcome_of, success
+from pgdefer.worker.ending import outcome_of, stops_with, success
 from pgdefer.worker.handler import middleware
 from pgdefer.worker.transaction import check_has_run
 
@@ -17,13 +17,17 @@ __all__ = ["run_batch"]
 
 
 def run_batch(
-    task: Task[..., Any], jobs: Sequence[BatchJob[Any]], decode: Callable[[JobContext], Any]
+    task: Task[..., Any],
+    jobs: Sequence[BatchJob[Any]],
+    decode: Callable[[JobContext], Any],
+    worker: Any = None,
 ) -> list[str]:
     """Run a handler; return the outcomes of the jobs, in their order. `decode` returns arguments.
 
     A job whose arguments do not fit, or whose middleware raises, ends by that alone: the handler
     does not get it. Each job's middleware is entered before the handler, and left after it in
-    reverse order, with the error of its own job.
+    reverse order, with the error of its own job. A coroutine that is cancelled together with
+    `worker`, its worker's task, gives its jobs back.
     """
     enter_job(None)
     policy = task.failure_policy
@@ -42,9 +46,10 @@ def run_batch(
         # All are told to end, before the handler was called.
         said = [error] * len(entered)
         for job in jobs[len(entered) + len(ended) :]:
+            stops_with(worker, job)
             ended[job.id] = outcome_of(job, policy, error)
     for (job, surrounding), outcome in zip(reversed(entered), reversed(said), strict=True):
-        ended[job.id] = _end(task, job, surrounding, outcome)
+        ended[job.id] = _end(task, job, surrounding, outcome, worker)
     return [ended[job.id] for job in jobs]
 
 
@@ -72,7 +77,9 @@ def _call(task: Task[..., Any], jobs: list[BatchJob[Any]]) -> list[object]:
         return [error] * len(jobs)
 
 
-def _end(task: Task[..., Any], job: BatchJob[Any], surrounding: Any, outcome: object) -> str:
+def _end(
+    task: Task[..., Any], job: BatchJob[Any], surrounding: Any, outcome: object, worker: Any
+) -> str:
     """Leave a job's middleware, and return the outcome."""
     error = outcome if isinstance(outcome, BaseException) else None
     token = enter_job(job)
@@ -87,5 +94,6 @@ def _end(task: Task[..., Any], job: BatchJob[Any], surrounding: Any, outcome: ob
     finally:
         leave_job(token)
     if error is not None:
+        stops_with(worker, job)
         return outcome_of(job, task.failure_policy, error)
     return success(job, task.failure_policy, outcome)

@@ -8,7 +8,7 @@ from typing import Any
 from pgdefer.tasks.batch import BatchJob, outcomes_of
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
 from pgdefer.tasks.task import Task
-from pgdefer.worker.ending import outcome_of, success
+from pgdefer.worker.ending import outcome_of, stops_with, success
 from pgdefer.worker.handler import middleware_async
 from pgdefer.worker.transaction import check_has_run
 
@@ -16,13 +16,17 @@ __all__ = ["run_batch_async"]
 
 
 async def run_batch_async(
-    task: Task[..., Any], jobs: Sequence[BatchJob[Any]], decode: Callable[[JobContext], Any]
+    task: Task[..., Any],
+    jobs: Sequence[BatchJob[Any]],
+    decode: Callable[[JobContext], Any],
+    worker: Any = None,
 ) -> list[str]:
     """Run a handler; return the outcomes of the jobs, in their order. `decode` returns arguments.
 
     A job whose arguments do not fit, or whose middleware raises, ends by that alone: the handler
     does not get it. Each job's middleware is entered before the handler, and left after it in
-    reverse order, with the error of its own job.
+    reverse order, with the error of its own job. A coroutine that is cancelled together with
+    `worker`, its worker's task, gives its jobs back.
     """
     enter_job(None)
     policy = task.failure_policy
@@ -41,9 +45,10 @@ async def run_batch_async(
         # All are told to end, before the handler was called.
         said = [error] * len(entered)
         for job in jobs[len(entered) + len(ended) :]:
+            stops_with(worker, job)
             ended[job.id] = outcome_of(job, policy, error)
     for (job, surrounding), outcome in zip(reversed(entered), reversed(said), strict=True):
-        ended[job.id] = await _end_async(task, job, surrounding, outcome)
+        ended[job.id] = await _end_async(task, job, surrounding, outcome, worker)
     return [ended[job.id] for job in jobs]
 
 
@@ -74,7 +79,7 @@ async def _call_async(task: Task[..., Any], jobs: list[BatchJob[Any]]) -> list[o
 
 
 async def _end_async(
-    task: Task[..., Any], job: BatchJob[Any], surrounding: Any, outcome: object
+    task: Task[..., Any], job: BatchJob[Any], surrounding: Any, outcome: object, worker: Any
 ) -> str:
     """Leave a job's middleware, and return the outcome."""
     error = outcome if isinstance(outcome, BaseException) else None
@@ -90,5 +95,6 @@ async def _end_async(
     finally:
         leave_job(token)
     if error is not None:
+        stops_with(worker, job)
         return outcome_of(job, task.failure_policy, error)
     return success(job, task.failure_policy, outcome)

@@ -68,12 +68,13 @@ class ThreadRunner:
 
 
 class LoopRunner:
-    """Runs coroutines in the worker's event loop."""
+    """Runs coroutines in the worker's event loop. Made in the worker's own task."""
 
     def __init__(self, pool: AsyncPool, thread_runner: ThreadRunner, keeper: Keeper) -> None:
         self._pool = pool
         self._thread_runner = thread_runner
         self._keeper = keeper
+        self._worker = asyncio.current_task()
 
     def start(self, claim: Claim) -> None:
         """Run a coroutine. For an ordinary function decode the arguments; a thread calls it."""
@@ -83,7 +84,9 @@ class LoopRunner:
         if not self._keeper.may_begin(claim):
             return
         try:
-            ended: str | Settled | Call = await run_async(claim.job, task_of(claim), self._pool)
+            ended: str | Settled | Call = await run_async(
+                claim.job, task_of(claim), self._pool, self._worker
+            )
         except Exception as error:
             ended = internal_error(claim, error)
         if isinstance(ended, tuple):

@@ -1607,3 +1607,80 @@ async def test_outcomes_are_sent_while_a_worker_may_not_sleep(
         release.set()
         await until(lambda: list(jobs.states().values()) == ["succeeded"])
     app.close()
+
+
+ENDS = """
+import asyncio, sys
+from pgdefer import App, JobContext, Worker
+
+app = App({dsn!r})
+begun = 0
+middleware = []
+
+async def wait() -> None:
+    global begun
+    begun += 1
+    await asyncio.sleep(600)
+
+@app.task(name="alone")
+async def alone() -> None:
+    await wait()
+
+@app.task(name="transactional", transactional=True)
+async def transactional(connection: object) -> None:
+    await wait()
+
+@app.task(name="batch", batch=2)
+async def batch(jobs: object) -> None:
+    await wait()
+
+async def main() -> None:
+    options = {{"shutdown_timeout": 600}} if "patient" in sys.argv else {{}}
+    working = asyncio.create_task(app.run_worker_async(**options))
+    while begun < 4:
+        await asyncio.sleep(0.005)
+    if "raise" in sys.argv:
+        raise RuntimeError("main has failed")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", ["return", "raise", "patient"])
+async def test_the_end_of_the_event_loop_gives_jobs_back(
+    jobs: Jobs, conn: Connection, dsn: str, tmp_path: Path, how: str
+) -> None:
+    """asyncio.run cancels the handlers as well as the worker."""
+    program = tmp_path / "program.py"
+    program.write_text(ENDS.format(dsn=dsn))
+    for name in ("alone", "alone", "transactional", "batch", "batch"):
+        conn.execute("select queue.defer(%s)", (name,))
+    ended = await asyncio.to_thread(
+        subprocess.run, [sys.executable, str(program), how], capture_output=True, text=True
+    )
+    assert ("main has failed" in ended.stderr) is (how == "raise")
+    assert list(jobs.states().values()) == ["ready"] * 5
+    assert {(row["attempts"], row["crashes"]) for row in jobs()} == {(0, 0)}
+    assert conn.execute("select from queue.workers where is_alive").fetchall() == []
+
+
+async def test_a_handler_that_cancels_itself_fails(app: App, jobs: Jobs) -> None:
+    async def cancel() -> None:
+        own = asyncio.current_task()
+        assert own is not None
+        own.cancel()
+        await asyncio.sleep(600)
+
+    @app.task
+    async def alone() -> None:
+        await cancel()
+
+    @app.task(batch=2)
+    async def batch(_: Any) -> None:
+        await cancel()
+
+    async with running(app):
+        alone.defer()
+        batch.defer_many([{}, {}])
+        rows = await jobs.end()
+    assert [(row["state"], row["error"]) for row in rows] == [("failed", "CancelledError")] * 3
