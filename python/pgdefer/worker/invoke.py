@@ -22,6 +22,7 @@ from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.transaction import (
     OwnPart,
     Session,
+    check_can_end,
     check_has_run,
     driver_of,
     last_statements,
@@ -65,7 +66,9 @@ def call_in_transaction(
             connection.flush()
         job.result = result
         last = last_statements(job, result, take_steps)
-        own_part.begin(driver(connection))
+        own = driver(connection)
+        check_can_end(connection, own)
+        own_part.begin(own)
         for statement, parameters in last:
             rows = execute(connection, statement, parameters)
     return settled_by(result, rows)

@@ -21,6 +21,7 @@ from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.transaction import (
     OwnPart,
     Session,
+    check_can_end,
     check_has_run,
     driver_of,
     last_statements,
@@ -66,7 +67,9 @@ async def call_in_transaction_async(
             await connection.flush()
         job.result = result
         last = last_statements(job, result, take_steps)
-        own_part.begin(await driver_async(connection))
+        own = await driver_async(connection)
+        check_can_end(connection, own)
+        own_part.begin(own)
         for statement, parameters in last:
             rows = await execute_async(connection, statement, parameters)
     return settled_by(result, rows)

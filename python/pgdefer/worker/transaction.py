@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from pgdefer.database import sql
 from pgdefer.database.callers import Rows
 from pgdefer.database.watchdog import watchdog
-from pgdefer.errors import TransactionLost, describe, is_transient
+from pgdefer.errors import PgDeferError, TransactionLost, describe, is_transient, sqlstate_of
 from pgdefer.tasks.context import JobContext, JobTimeout, RetryLater
 from pgdefer.tasks.steps import TakeSteps
 from pgdefer.worker import outcomes
@@ -21,6 +22,7 @@ from pgdefer.worker.ending import TIMED_OUT, result_json
 __all__ = [
     "OwnPart",
     "Session",
+    "check_can_end",
     "check_has_run",
     "driver_of",
     "last_statements",
@@ -76,6 +78,29 @@ def driver_of(connection: Any) -> Any:
     return connection.connection.driver_connection
 
 
+def check_can_end(connection: Any, driver: Any) -> None:
+    """Raise PgDeferError if the handler has left no transaction that its job could end in.
+
+    `driver` is the driver's connection. For its own ones, a library may begin a transaction only
+    with the next statement.
+    """
+    status = getattr(getattr(driver, "info", None), "transaction_status", None)
+    if status == TransactionStatus.INERROR:
+        raise PgDeferError(
+            "a statement of the handler has failed, which has ended the transaction: let the "
+            "error pass, or run the statement in a savepoint"
+        )
+    if driver is not connection:
+        return
+    if status == TransactionStatus.IDLE:
+        raise PgDeferError(
+            "the handler has ended its transaction, whose COMMIT or ROLLBACK is for the worker: "
+            "what it has committed remains"
+        )
+    if driver.closed and not driver.broken:
+        raise PgDeferError("the handler has closed its connection, which is for the worker to do")
+
+
 @runtime_checkable
 class Session(Protocol):
     """An SQLAlchemy session, which must send all its changes before the last statement."""
@@ -87,23 +112,36 @@ class Session(Protocol):
 class OwnPart:
     """The worker's part of a handler's transaction: BEGIN, the last statement and COMMIT.
 
-    Each has a time limit, as all calls of the worker have; if one fails, that is not the job's
-    fault.
+    Each has a time limit, as all calls of the worker have; if the server can't do one, that is not
+    the job's fault.
     """
 
     def __init__(self) -> None:
         self.is_on = False
+        self._connection: Any = None
         self._stop: Callable[[], None] = _nothing
 
     def begin(self, connection: Any) -> None:
         """Record that the worker's part begins, on this driver's connection."""
         self.is_on = True
+        self._connection = connection
         self._stop = watchdog.begin(connection)
 
     def end(self) -> None:
         """Record that it has ended."""
         self.is_on = False
         self._stop()
+
+    def is_cause(self, error: BaseException) -> bool:
+        """Whether this is an error of the server, not of what the handler has set or deferred."""
+        code = sqlstate_of(error) or ""
+        if not self.is_on or code in ("25P02", "57014") or not is_transient(error):
+            return False  # 57014 comes from a statement_timeout, 25P02 from an earlier error
+        if code == "25006":  # read-only
+            info = getattr(self._connection, "info", None)
+            names = "in_hot_standby", "default_transaction_read_only"
+            return info is None or any(info.parameter_status(name) == "on" for name in names)
+        return True
 
 
 def _nothing() -> None: ...
@@ -124,10 +162,10 @@ def losses_told_apart(
         if connection is None:
             is_lost = getattr(error, "connection_invalidated", False)
         else:
-            is_lost = isinstance(error, psycopg.Error) and connection.closed
+            is_lost = isinstance(error, psycopg.Error) and connection.broken
         if is_lost:
             raise TransactionLost("the connection was lost in the handler's transaction") from error
-        if own_part.is_on and is_transient(error):
+        if own_part.is_cause(error):
             said = f"the handler's transaction could not be ended: {describe(error)}"
             raise TransactionLost(said) from error
         raise

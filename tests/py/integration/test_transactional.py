@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from typing import Any
 
@@ -86,24 +87,86 @@ async def test_both_or_neither(app: App, jobs: Jobs, conn: Connection) -> None:
     assert effects(conn) == list(range(0, 20, 2))
 
 
-async def test_what_the_handler_may_not_do(app: App, jobs: Jobs, conn: Connection) -> None:
-    @app.task(transactional=True, name="commit")
-    async def commit(connection: AsyncConnection) -> None:
-        await connection.execute("insert into effect values (1)")
-        await connection.commit()
+# What a handler may not do: SQL, or "close", and the error of its job.
+MISTAKES = [
+    ("select 1/0", "has failed, which has ended the transaction"),
+    ("set transaction read only", "read-only transaction"),
+    ("insert into late values (1); set local statement_timeout = 1", "statement timeout"),
+    ("rollback", "has ended its transaction"),
+    ("commit", "has ended its transaction"),
+    ("close", "has closed its connection"),
+]
 
-    @app.task(transactional=True, name="spoil")
-    def spoil(connection: Connection) -> None:
-        connection.execute("insert into effect values (1)")
-        with pytest.raises(psycopg.Error):
-            connection.execute("select 1/0")
+
+async def test_what_the_handler_may_not_do(
+    app: App, jobs: Jobs, conn: Connection, is_async: bool
+) -> None:
+    conn.execute("""
+        create table late (n integer);
+        create function sleep() returns trigger language plpgsql as $$
+        begin
+          perform pg_sleep(600);
+          return null;
+        end $$;
+        create constraint trigger sleep after insert on late initially deferred
+        for each row execute function sleep();
+    """)
+    crashes = []
+    app.on("crash")(crashes.append)
+    if is_async:
+
+        @app.task(transactional=True, name="t")
+        async def coroutine(connection: AsyncConnection, what: str) -> None:
+            await connection.execute("insert into effect values (1)")
+            with contextlib.suppress(psycopg.Error):
+                await (connection.close() if what == "close" else connection.execute(what))
+    else:
+
+        @app.task(transactional=True, name="t")
+        def function(connection: Connection, what: str) -> None:
+            connection.execute("insert into effect values (1)")
+            with contextlib.suppress(psycopg.Error):
+                connection.close() if what == "close" else connection.execute(what)
 
     async with running(app):
-        await commit.defer_async()
-        await spoil.defer_async()
+        for what, _ in MISTAKES:
+            app.defer("t", {"what": what})
         rows = await jobs.end()
-    assert [row["state"] for row in rows] == ["failed"] * 2
-    assert effects(conn) == []
+    for row, (_, error) in zip(rows, MISTAKES, strict=True):
+        assert error in row["error"]
+    assert [(row["state"], row["failures"], row["crashes"]) for row in rows] == [
+        ("failed", 1, 0)
+    ] * len(MISTAKES)
+    assert (effects(conn), crashes) == ([1], [])  # of the one that commits
+
+
+async def test_an_error_that_a_session_swallows(
+    app: App, jobs: Jobs, url: sa.URL, is_async: bool
+) -> None:
+    if is_async:
+        async_engine = sa_async.create_async_engine(url)
+
+        @app.task(transactional=sa_async.async_sessionmaker(async_engine), name="t")
+        async def coroutine(session: sa_async.AsyncSession) -> None:
+            with contextlib.suppress(sa.exc.DBAPIError):
+                await session.execute(sa.text("select 1/0"))
+    else:
+        engine = sa.create_engine(url)
+
+        @app.task(transactional=orm.sessionmaker(engine), name="t")
+        def function(session: orm.Session) -> None:
+            with contextlib.suppress(sa.exc.DBAPIError):
+                session.execute(sa.text("select 1/0"))
+
+    async with running(app):
+        app.defer("t")
+        (row,) = await jobs.end()
+    assert (row["state"], row["failures"], row["crashes"]) == ("failed", 1, 0)
+    assert "has failed, which has ended the transaction" in row["error"]
+    if is_async:
+        await async_engine.dispose()
+    else:
+        engine.dispose()
 
 
 async def test_a_claim_that_was_lost_rolls_back(app: App, jobs: Jobs, conn: Connection) -> None:
