@@ -36,6 +36,12 @@ class Decision:
     lock: str | None = None
     reason: str | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.retry_in, dt.timedelta) and self.retry_in < dt.timedelta(0):
+            raise ValueError(f"retry_in must not be negative: {self.retry_in}")
+        if self.retry_at is not None and self.retry_in is not None:
+            raise ValueError("retry_at and retry_in exclude each other")
+
     def to_json(self) -> dict[str, Any]:
         """Return the options of queue.fail."""
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))

@@ -131,6 +131,11 @@ class Completer:
         """Yield an outcome, and then those that can be sent in its place."""
         job = claim.job
         yield outcome
+        undecided = outcomes.without_decision(outcome)
+        if undecided is not None:
+            outcome, decision = undecided
+            log.error("%r fails without its decision: %s", job, decision[:1000])
+            yield outcome
         bare = outcomes.without_steps(outcome)
         if bare != outcome:
             yield bare

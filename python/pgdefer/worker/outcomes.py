@@ -34,6 +34,7 @@ __all__ = [
     "succeeded",
     "unencodable",
     "with_steps",
+    "without_decision",
     "without_result",
     "without_steps",
 ]
@@ -73,6 +74,25 @@ def without_steps(outcome: str) -> str:
     """Return an outcome without steps: they run again if the job does."""
     bare, found, _ = outcome.rpartition(STEPS)
     return f"{bare}}}" if found else outcome
+
+
+def without_decision(outcome: str) -> tuple[str, str] | None:
+    """Return a failure without what was decided, and that, in JSON; None if nothing was.
+
+    Whether to retry stays, and so does the kind of the failure.
+    """
+    steps = outcome[len(without_steps(outcome)) - 1 :]
+    said = json.loads(without_steps(outcome))
+    options = said.get("options") or {}
+    kept = {
+        name: value
+        for name, value in options.items()
+        if name == "outcome" or (name == "retryable" and isinstance(value, bool))
+    }
+    if kept == options:
+        return None
+    said["options"] = kept
+    return _dumps(said)[:-1] + steps, json.dumps(options)
 
 
 def is_success(outcome: str) -> bool:

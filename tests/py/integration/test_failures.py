@@ -102,6 +102,43 @@ async def test_a_time_for_the_retry(app: App, jobs: Jobs) -> None:
     assert HOUR - dt.timedelta(minutes=1) < left <= HOUR
 
 
+INVALID: list[dict[str, Any]] = [
+    {"queue": "bad*"},
+    {"lock": "l" * 2000},
+    {"retryable": "maybe"},
+    {"retryable": True, "queue": "bad*"},
+    {"retry_in": dt.timedelta(days=-5)},
+    {"retry_in": HOUR, "retry_at": dt.datetime.now(dt.UTC)},
+]
+
+
+@pytest.mark.parametrize("invalid", INVALID, ids="-".join)
+async def test_an_invalid_decision_keeps_the_error(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture, invalid: dict[str, Any]
+) -> None:
+    @app.task(retry=Retry(2), decide=lambda error, job: Decision(**invalid))
+    async def task() -> None:
+        await current_job().step_async("a", one)
+        if current_job().attempt == 1:
+            raise ValueError("the real one")
+
+    calls = []
+
+    async def one() -> int:
+        calls.append(1)
+        return 1
+
+    async with running(app):
+        await task.defer_async()
+        (row,) = await jobs.end()
+    (attempt,) = jobs.attempts()
+    assert (row["state"], attempt["outcome"]) == ("succeeded", "failed")
+    assert attempt["error"] == "ValueError: the real one"
+    assert "the real one" in attempt["details"]["traceback"]
+    assert calls == [1]
+    assert next(iter(invalid)) in caplog.text
+
+
 async def test_extending_a_lease(app: App, jobs: Jobs) -> None:
     ends: list[dt.datetime] = []
 
