@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import inspect
 import json
 import logging
@@ -14,6 +16,7 @@ from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
+from pgdefer.worker.threads import Threads
 
 __all__ = ["Reporter"]
 
@@ -22,6 +25,8 @@ log = logger("pgdefer.job")
 
 # How long hooks may continue when the worker ends, in seconds.
 LAST = 10.0
+# How many hooks that are not coroutines run at a time.
+MOST = 32
 
 
 class Reporter:
@@ -35,6 +40,7 @@ class Reporter:
         self._hooks = hooks
         self._meters = meters
         self._running: set[asyncio.Task[None]] = set()
+        self._threads: Threads | None = None
 
     @property
     def reports_successes(self) -> bool:
@@ -120,18 +126,55 @@ class Reporter:
             await self._call(event, hook, about)
 
     async def _call(self, event: str, hook: Callable[[Any], Any], about: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
         try:
             if inspect.iscoroutinefunction(hook):
                 await hook(about)
-            else:
-                await asyncio.to_thread(hook, about)
-        except Exception:
+                return
+            result, error = await self._in_thread(hook, about)
+            if error is not None:
+                raise error
+            if inspect.isawaitable(result):
+                await result
+        except (GeneratorExit, KeyboardInterrupt):
+            raise
+        except BaseException:
+            if task.cancelling() > cancels:  # it is not the hook's own
+                raise
             log.exception("the hook %r of %s failed", hook, event)
+
+    def _in_thread(
+        self, hook: Callable[[Any], Any], about: Any
+    ) -> asyncio.Future[tuple[Any, BaseException | None]]:
+        """Return what a hook will return or raise."""
+        loop = asyncio.get_running_loop()
+        if self._threads is None:
+            self._threads = Threads(loop, MOST)
+        ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def tell(end: tuple[Any, BaseException | None]) -> None:
+            if not ended.done():
+                ended.set_result(end)
+
+        def work() -> Callable[[], None]:
+            try:
+                return functools.partial(tell, (context.run(hook, about), None))
+            except BaseException as error:
+                return functools.partial(tell, (None, error))
+
+        self._threads.submit(work)
+        return ended
 
     async def close(self) -> None:
         """Wait for running hooks."""
         if self._running:
             await asyncio.wait(self._running, timeout=LAST)
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
 
 
 def _fields(job: JobContext, outcome: str, state: str, duration: float) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import contextlib
 import datetime as dt
 import importlib
 import logging
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,3 +316,88 @@ async def test_a_yield_is_not_told_as_a_success(
         await task.defer_async()
         await jobs.end()
     assert told(caplog) == [("INFO", "t", "succeeded", 2, "succeeded")]
+
+
+async def test_hooks_that_return_coroutines(app: App) -> None:
+    heard: list[str] = []
+
+    async def send(worker: Worker) -> None:
+        await asyncio.sleep(0)
+        heard.append("sent")
+
+    class Sender:
+        async def __call__(self, worker: Worker) -> None:
+            await send(worker)
+
+    app.on("worker_start")(lambda worker: send(worker))  # noqa: PLW0108 (no coroutine)
+    app.on("worker_start")(Sender())
+    async with running(app):
+        await until(lambda: heard == ["sent", "sent"])
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, StopIteration])
+async def test_a_hook_ends_no_worker(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
+    @app.on("worker_start")
+    @app.on("exhausted")
+    @app.on("worker_stop")
+    async def coroutine(about: Any) -> None:
+        raise kind
+
+    @app.on("worker_start")
+    @app.on("exhausted")
+    @app.on("worker_stop")
+    def function(about: Any) -> None:
+        raise kind
+
+    @app.task(name="bad")
+    async def bad() -> None:
+        raise ValueError
+
+    async with running(app):
+        await bad.defer_async()
+        await jobs.end()
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("the hook")]
+    assert len(said) == 6
+
+
+HANGING = """
+import sys, threading
+from pgdefer import App
+from pgdefer.worker import reporting
+
+app = App({dsn!r})
+reporting.LAST = 0.2
+
+
+@app.task(name="bad")
+def bad():
+    raise ValueError("no")
+
+
+@app.on(sys.argv[1])
+def hang(about):
+    print("hangs", flush=True)
+    threading.Event().wait()
+
+
+app.run_worker(drain=True)
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("event", ["exhausted"])
+def test_a_hook_that_hangs_does_not_keep_the_worker(
+    app: App, tmp_path: Path, dsn: str, event: str
+) -> None:
+    app.defer("bad")
+    (tmp_path / "hanging.py").write_text(HANGING.format(dsn=dsn))
+    command = [sys.executable, "hanging.py", event]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "hangs\n"
+            assert process.communicate(timeout=120)[0] == "ended\n"
+        finally:
+            process.kill()
