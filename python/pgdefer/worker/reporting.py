@@ -120,10 +120,14 @@ class Reporter:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def call(self, event: str, about: Any) -> None:
-        """Call the hooks of an event, one after another, and wait for them."""
-        for hook in self._hooks.get(event, ()):
-            await self._call(event, hook, about)
+    async def call(self, event: str, about: Any, limit: asyncio.Timeout | None = None) -> None:
+        """Call the hooks of an event, one after another, and wait for them: `LAST`, or a limit."""
+        try:
+            async with limit or asyncio.timeout(LAST):
+                for hook in self._hooks.get(event, ()):
+                    await self._call(event, hook, about)
+        except TimeoutError:
+            log.warning("the worker waits no longer for the hook %r of %s", hook, event)
 
     async def _call(self, event: str, hook: Callable[[Any], Any], about: Any) -> None:
         task = asyncio.current_task()

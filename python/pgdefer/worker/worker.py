@@ -127,6 +127,8 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
         self._is_reconnecting = False
+        # While hooks of worker_start run: their limit, which a stop sets.
+        self._starting: asyncio.Timeout | None = None
 
     @property
     def id(self) -> int | None:
@@ -171,7 +173,9 @@ class Worker:
             try:
                 if self.http is not None:
                     self.probes = Probes(self.http, self._answer)
-                await self._reporter.call("worker_start", self)
+                self._starting = asyncio.timeout(None)
+                await self._reporter.call("worker_start", self, self._starting)
+                self._starting = None
                 await self._fetch_until_end()
             except BaseException:
                 self.stop_at_once()
@@ -311,6 +315,9 @@ class Worker:
         if self._is_elsewhere():
             self._call_soon(self.stop)
             return
+        if self._starting is not None:
+            with contextlib.suppress(RuntimeError):  # its time is over already
+                self._starting.reschedule(0)
         if self.state.is_stopping:
             return
         self.state.is_stopping = True

@@ -387,7 +387,7 @@ print("ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("event", ["exhausted"])
+@pytest.mark.parametrize("event", ["worker_start", "exhausted", "worker_stop"])
 def test_a_hook_that_hangs_does_not_keep_the_worker(
     app: App, tmp_path: Path, dsn: str, event: str
 ) -> None:
@@ -398,6 +398,32 @@ def test_a_hook_that_hangs_does_not_keep_the_worker(
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "hangs\n"
+            if event == "worker_start":
+                process.terminate()
             assert process.communicate(timeout=120)[0] == "ended\n"
         finally:
             process.kill()
+
+
+async def test_a_worker_is_cancelled_while_hooks_hang(app: App) -> None:
+    begun, ends = asyncio.Event(), list[str]()
+
+    @app.on("worker_start")
+    async def hang(worker: Worker) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.append("start")
+
+    @app.on("worker_stop")
+    async def stop(worker: Worker) -> None:
+        ends.append("stop")
+
+    worker = asyncio.create_task(app.run_worker_async())
+    await begun.wait()
+    worker.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await worker
+    assert ends == ["start", "stop"]
+    await app.close_async()
