@@ -296,9 +296,7 @@ def worker(
     wanted = _names(queues or []) or None
     databases = _databases(dsn, dsns, per_database)
     if databases is not None:
-        # Not one from the environment, where it is for the workers of one database.
-        listens = listen_dsn is not None and _is_given(context, "listen_dsn")
-        is_single = processes is not None or pgbouncer or listens
+        is_single = processes is not None or pgbouncer or _is_given(context, "listen_dsn")
         _run_many(_load(app), databases, wanted, per_database, options, is_single=is_single)
         return
     if processes is not None and channel is None:
@@ -312,7 +310,7 @@ def worker(
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether an option is given on the command line."""
+    """Whether an option is given on the command line, not in the environment."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
