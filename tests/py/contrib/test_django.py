@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from asgiref.sync import async_to_sync
 from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.test import Client, override_settings
@@ -19,6 +20,7 @@ from shop.models import Letter, Order
 from shop.tasks import charge, write
 
 from pgdefer import AlreadyQueued, App
+from pgdefer.contrib.django import conf
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job, Queue, ReadOnly, Schedule, Task
 from pgdefer.database.server import EmbeddedServer
@@ -179,6 +181,18 @@ def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> Non
     use(server, "django_blank")
     assert messages({}, databases=["default"]) == ["pgdefer.W001"]
     use(server, "django")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"DATABSE": "x", 5: 6}, "PGDEFER has no key 5, DATABSE: it has DATABASE, DEFAULTS, "),
+        (5, "PGDEFER must be a dict, not 5"),
+    ],
+)
+def test_what_is_no_setting(settings: Any, said: str) -> None:
+    with override_settings(PGDEFER=settings), pytest.raises(ImproperlyConfigured, match=said):
+        conf.read()
 
 
 def test_the_worker_has_the_role_that_django_assumes(shop: str, app: DjangoApp) -> None:

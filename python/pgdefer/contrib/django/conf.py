@@ -38,9 +38,10 @@ def read() -> Settings:
     """Return the present settings. Raises ImproperlyConfigured for unknown keys."""
     given = getattr(project, "PGDEFER", {})
     known = {field.name for field in dataclasses.fields(Settings)}
-    if not isinstance(given, Mapping) or (given.keys() - known):
-        strange = sorted(given.keys() - known) if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping):
+        raise ImproperlyConfigured(f"PGDEFER must be a dict, not {given!r}")
+    if unknown := sorted(map(str, given.keys() - known)):
         raise ImproperlyConfigured(
-            f"PGDEFER must be a dict with keys of {', '.join(sorted(known))}, not {strange}"
+            f"PGDEFER has no key {', '.join(unknown)}: it has {', '.join(sorted(known))}"
         )
     return Settings(**given)
