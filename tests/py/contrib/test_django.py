@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -24,7 +28,7 @@ from pgdefer.contrib.django import conf
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job, Queue, ReadOnly, Schedule, Task
 from pgdefer.database.server import EmbeddedServer
-from support import create_database
+from support import ROOT, create_database
 
 from .conftest import use
 
@@ -193,6 +197,24 @@ def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> Non
 def test_what_is_no_setting(settings: Any, said: str) -> None:
     with override_settings(PGDEFER=settings), pytest.raises(ImproperlyConfigured, match=said):
         conf.read()
+
+
+@pytest.mark.parametrize("command", ["check", "pgdefer job ls", "pgdefer worker --drain"])
+def test_commands_name_a_wrong_setting(tmp_path: Path, command: str) -> None:
+    apps = ["admin", "auth", "contenttypes", "messages", "sessions"]
+    names = [*(f"django.contrib.{name}" for name in apps), "pgdefer.contrib.django"]
+    text = f"INSTALLED_APPS = {names}\nPGDEFER = {{'DATABSE': 'x'}}\n"
+    (tmp_path / "wrong_settings.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "django", *command.split(), "--settings", "wrong_settings"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "python")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "PGDEFER has no key DATABSE: it has DATABASE, " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_worker_has_the_role_that_django_assumes(shop: str, app: DjangoApp) -> None:

@@ -11,7 +11,6 @@ from django.http import HttpRequest
 from django.template.defaultfilters import filesizeformat
 from django.utils.translation import gettext_lazy as _
 
-from pgdefer.contrib.django import app
 from pgdefer.contrib.django.actions import (
     HidingAdmin,
     UncountedList,
@@ -21,6 +20,7 @@ from pgdefer.contrib.django.actions import (
     permitted,
 )
 from pgdefer.contrib.django.admin_jobs import JobAdmin
+from pgdefer.contrib.django.application import project_app
 from pgdefer.contrib.django.models import (
     Job,
     Lock,
@@ -107,12 +107,12 @@ class QueueAdmin(ViewAdmin):
     @admin.action(description=_("Pause"), permissions=["operate"])
     def pause(self, request: HttpRequest, queryset: Any) -> None:
         """Pause until somebody resumes."""
-        act_on_each(self, request, queryset, lambda queue: app.pause(queue.name))
+        act_on_each(self, request, queryset, lambda queue: project_app().pause(queue.name))
 
     @admin.action(description=_("Resume"), permissions=["operate"])
     def resume(self, request: HttpRequest, queryset: Any) -> None:
         """End a pause."""
-        act_on_each(self, request, queryset, lambda queue: app.resume(queue.name))
+        act_on_each(self, request, queryset, lambda queue: project_app().resume(queue.name))
 
 
 @admin.register(Task)
@@ -126,12 +126,12 @@ class TaskAdmin(ViewAdmin):
     @admin.action(description=_("Pause"), permissions=["operate"])
     def pause(self, request: HttpRequest, queryset: Any) -> None:
         """Pause until somebody resumes."""
-        act_on_each(self, request, queryset, lambda task: app.pause(task=task.name))
+        act_on_each(self, request, queryset, lambda task: project_app().pause(task=task.name))
 
     @admin.action(description=_("Resume"), permissions=["operate"])
     def resume(self, request: HttpRequest, queryset: Any) -> None:
         """End a pause."""
-        act_on_each(self, request, queryset, lambda task: app.resume(task=task.name))
+        act_on_each(self, request, queryset, lambda task: project_app().resume(task=task.name))
 
 
 class _Runs(admin.TabularInline):  # type: ignore[type-arg]
@@ -184,7 +184,7 @@ class ScheduleAdmin(ViewAdmin):
         self, request: HttpRequest, queryset: Any, statement: sql.Statement, **values: Any
     ) -> None:
         def act(schedule: Any) -> object:
-            return app.client.call(statement, {"name": schedule.name, **values})
+            return project_app().client.call(statement, {"name": schedule.name, **values})
 
         act_on_each(self, request, queryset, act)
 

@@ -17,8 +17,8 @@ from django.urls import path, reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext_lazy as _
 
-from pgdefer.contrib.django import app
 from pgdefer.contrib.django.actions import HidingAdmin, UncountedList, act, act_on_each, hiding, may
+from pgdefer.contrib.django.application import project_app
 from pgdefer.contrib.django.models import Job
 from pgdefer.database import sql
 from pgdefer.errors import PgDeferError
@@ -30,13 +30,13 @@ BEFORE = "before"
 # How many bytes one page may read: this takes a fraction of a second.
 MAX_BYTES = 750_000
 ACTIONS: dict[str, tuple[Any, Callable[[int], object]]] = {
-    "retry": (_("Retry"), lambda id: app.job(id).retry()),
-    "cancel": (_("Cancel"), lambda id: app.job(id).cancel()),
-    "abort": (_("Cancel, or abort"), lambda id: app.job(id).cancel(abort=True)),
-    "hold": (_("Hold"), lambda id: app.job(id).hold()),
-    "unhold": (_("Unhold"), lambda id: app.job(id).unhold()),
-    "run_now": (_("Run now"), lambda id: app.job(id).reschedule()),
-    "delete": (_("Delete"), lambda id: app.job(id).delete()),
+    "retry": (_("Retry"), lambda id: project_app().job(id).retry()),
+    "cancel": (_("Cancel"), lambda id: project_app().job(id).cancel()),
+    "abort": (_("Cancel, or abort"), lambda id: project_app().job(id).cancel(abort=True)),
+    "hold": (_("Hold"), lambda id: project_app().job(id).hold()),
+    "unhold": (_("Unhold"), lambda id: project_app().job(id).unhold()),
+    "run_now": (_("Run now"), lambda id: project_app().job(id).reschedule()),
+    "delete": (_("Delete"), lambda id: project_app().job(id).delete()),
 }
 # The states in which a job's page offers an action; the database decides whether it is allowed.
 WAITING = ("scheduled", "waiting", "upstream_failed", "blocked", "ready")
@@ -59,7 +59,7 @@ class _Filter(admin.SimpleListFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         del request, model_admin
         found: Any = []
-        act(lambda: found.extend(app.client.call(self.statement, {"word": ""})))
+        act(lambda: found.extend(project_app().client.call(self.statement, {"word": ""})))
         return [(name, name) for name, *_ in found]  # none without the right to list them
 
     def has_output(self) -> bool:
@@ -146,7 +146,7 @@ class JobChangeList(UncountedList):
         found: Any = []
 
         def search() -> None:
-            found.extend(app.client.call(sql.SEARCH, parameters))
+            found.extend(project_app().client.call(sql.SEARCH, parameters))
 
         if (refused := act(search)) is not None:
             messages.error(request, refused)
@@ -275,7 +275,7 @@ class JobAdmin(HidingAdmin):
     def why(self, job: Job) -> str:
         """Return the reason why it is not running."""
         try:
-            return app.job(job.id).why()
+            return project_app().job(job.id).why()
         except PgDeferError as error:
             return str(error)
 
@@ -350,7 +350,7 @@ class JobAdmin(HidingAdmin):
         if "args" not in form.changed_data:
             return
         parameters = {"id": obj.id, "args": form.cleaned_data["args"]}
-        refused = act(lambda: app.client.call(sql.SET_ARGS, parameters))
+        refused = act(lambda: project_app().client.call(sql.SET_ARGS, parameters))
         request.META["pgdefer.refused"] = refused or ""
 
     def response_change(self, request: HttpRequest, obj: Job) -> HttpResponse:

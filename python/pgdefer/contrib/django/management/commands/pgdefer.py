@@ -13,11 +13,12 @@ from typing import Any
 
 import typer
 from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand
 from django.utils import autoreload
 
 from pgdefer.cli._base import cli
-from pgdefer.contrib.django import app
+from pgdefer.contrib.django.application import project_app
 
 __all__ = ["Command"]
 
@@ -38,7 +39,11 @@ class Command(BaseCommand):
         own.add_argument("--pythonpath")
         options, arguments = own.parse_known_args(argv[2:])
         reloads = _runs_jobs(arguments) and settings.DEBUG and not options.noreload
-        raise SystemExit(_run(arguments, reloads=reloads))
+        try:
+            code = _run(arguments, reloads=reloads)
+        except ImproperlyConfigured as error:
+            raise SystemExit(f"pgdefer: {error}") from None
+        raise SystemExit(code)
 
     def add_arguments(self, parser: Any) -> None:
         """Take arguments from call_command."""
@@ -60,7 +65,7 @@ def _run(arguments: list[str], *, reloads: bool) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         os.environ.pop("PGDEFER_DSN", None)
     else:
-        os.environ["PGDEFER_DSN"] = app.source.conninfo()
+        os.environ["PGDEFER_DSN"] = project_app().source.conninfo()
     sys.argv = ["pgdefer", *arguments]
     try:
         typer.main.get_command(cli).main(arguments, prog_name="manage.py pgdefer")
