@@ -3,7 +3,8 @@
 -- signal and publish only append: the signal or event, and a row of queue.pending_settlement, which admission
 -- reads by the same snapshots as the log. Everything else is decided here, under the admission lock: which
 -- wait takes a signal, which of several events with the same name counts, and whether a wait has timed out
--- first. So a signal is delivered once and a wait ends once, whatever happens at the same time.
+-- first. A signal or event that was sent after the timeout does not end the wait, nor does an event that
+-- expired before the wait began, whenever that is decided. So a signal is delivered once and a wait ends once, whatever happens at the same time.
 -- Why no wake-up is lost: a job that reaches this gate sees every signal whose settlement has been read,
 -- because that signal was committed. A later admission reads the settlement of a signal that commits later,
 -- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks for
@@ -38,12 +39,15 @@ begin
     if v_job.signal is not null then
       delete from queue.received_signal r
       where r.ctid = (select o.ctid from queue.received_signal o
-                      where o.job_id = v_job.id and o.name = v_job.signal order by o.no limit 1)
+                      where o.job_id = v_job.id and o.name = v_job.signal
+                        and o.received_at > v_job.until is not true
+                      order by o.no limit 1)
       returning r.payload into v_payload;
       v_is_over := found;
     elsif v_job.event is not null then
       select e.payload into v_payload from queue.event e
-      where e.name = v_job.event and e.is_standing and e.expires_at > v_now;
+      where e.name = v_job.event and e.is_standing and e.expires_at > v_now
+        and e.published_at > v_job.until is not true;
       v_is_over := found;
     end if;
     if not v_is_over and v_job.until <= v_now is not true then
@@ -94,7 +98,8 @@ begin
     from queue.suspended w
     cross join lateral (
       select r.ctid, r.payload from queue.received_signal r
-      where r.job_id = v_id and r.name = w.signal order by r.no limit 1) r
+      where r.job_id = v_id and r.name = w.signal and r.received_at > w.until is not true
+      order by r.no limit 1) r
     join queue.job_override s on s.id = v_id
     join queue.job j on j.id = v_id
     join queue.lane l on l.queue = coalesce(s.queue, j.queue)
@@ -160,7 +165,7 @@ begin
       where not exists (select from queue.job j where j.id = u.id)));
   end if;
   for v_event in
-    select e.no, e.name, e.is_standing, e.payload from queue.event e
+    select e.no, e.name, e.is_standing, e.payload, e.published_at, e.expires_at from queue.event e
     where e.no = any (p_events) order by e.no
   loop
     if not v_event.is_standing then
@@ -172,7 +177,11 @@ begin
       end if;
       update queue.event e set is_standing = true where e.no = v_event.no;
     end if;
-    v_more := array(select w.job_id from queue.suspended w where w.event = v_event.name limit 500);
+    v_more := array(
+      select w.job_id from queue.suspended w
+      where w.event = v_event.name and v_event.published_at > w.until is not true
+        and (select max(a.finished_at) from queue.attempt a where a.job_id = w.job_id) <= v_event.expires_at
+      limit 500);
     with gone as (
       delete from queue.waiting w
       where w.ctid = any (array(

@@ -1,0 +1,76 @@
+-- What comes too late for a wait, or has gone before it, does not end it, also if no session ticks in between.
+
+select plan(16);
+
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+
+create function pg_temp.state(id bigint) returns text language sql as $$
+  select concat_ws(' ', j.state, j.reason) from queue.jobs j where j.id = state.id
+$$;
+create function pg_temp.claim(id bigint) returns bigint language sql as $$select j.claim from queue.jobs j where j.id = claim.id$$;
+-- The end of the timeout has come: nobody has looked since.
+create function pg_temp.time_out(id bigint) returns void language sql as $$
+  update queue.suspended set until = clock_timestamp() where job_id = time_out.id;
+  update queue.waiting w set at = clock_timestamp() where w.id = time_out.id and w.reason = 'signal';
+  update queue.cursor set due_at = '-infinity';
+$$;
+
+-- A signal after the timeout
+select queue.defer('t') as id \gset
+select queue.wait(f.id, f.claim, 'w', 's', timeout => '1 hour') from queue.fetch(:worker) f \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.time_out(:id), queue.signal(:id, 's', '"late"') \g /dev/null
+select claim, steps::text as steps from queue.fetch(:worker) \gset
+select is(:'steps'::jsonb, '{"w": null}', 'a signal that comes after the timeout does not end the wait');
+select queue.wait(:id, :claim, 'w#2', 's') \g /dev/null
+select claim, steps ->> 'w#2' as steps from queue.fetch(:worker) \gset
+select is(:'steps'::text, 'late', 'it is there for the next one');
+
+-- A signal before the timeout, and another after it
+select queue.wait(:id, :claim, 'w#3', 's', timeout => '1 hour') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.signal(:id, 's', '"in time"') \g /dev/null
+select pg_temp.time_out(:id), queue.signal(:id, 's', '"late"') \g /dev/null
+select claim, steps ->> 'w#3' as steps from queue.fetch(:worker) \gset
+select is(:'steps'::text, 'in time', 'one that has come before ends it, though the timeout has passed');
+
+-- The same at the gate itself, which such a job passes when it is unheld
+select queue.wait(:id, :claim, 'w#4', 'x', timeout => '1 hour') \g /dev/null
+select is(queue.hold(:id), 'held', 'a job that waits is held');
+select pg_temp.time_out(:id), queue.signal(:id, 'x', '"late"') \g /dev/null
+select is(queue.unhold(:id), 'ready', 'until after its timeout');
+select claim, steps -> 'w#4' = 'null' as is_null from queue.fetch(:worker) \gset
+select ok(:'is_null', 'a signal came later');
+select queue.succeed(:id, :claim) \g /dev/null
+
+-- Events
+select queue.defer('t') as id, queue.defer('t') as held \gset
+select queue.wait(f.id, f.claim, 'w', event => 'e', timeout => '1 hour') from queue.fetch(:worker, max_jobs => 2) f \g /dev/null
+select queue.hold(:held) \g /dev/null
+select pg_temp.time_out(:id), pg_temp.time_out(:held), queue.publish('e', '"late"') \g /dev/null
+select queue.unhold(:held) \g /dev/null
+select results_eq(format('select f.id, f.steps from queue.fetch(%s, max_jobs => 5) f', :worker), format('values (%s::bigint, ''{"w": null}''::jsonb), (%s, ''{"w": null}'')', :id, :held), 'an event after the timeout does not end the wait');
+select queue.wait(:id, pg_temp.claim(:id), 'w#2', event => 'e') \g /dev/null
+select is((select f.steps ->> 'w#2' from queue.fetch(:worker) f), 'late', 'but the next one');
+select queue.wait(:id, pg_temp.claim(:id), 'w#3', event => 'f', timeout => '1 hour') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.publish('f', '"in time"'), pg_temp.time_out(:id) \g /dev/null
+select is((select f.steps ->> 'w#3' from queue.fetch(:worker) f), 'in time', 'one that was published before it does');
+select queue.wait(:id, pg_temp.claim(:id), 'w#4', event => 'f', timeout => '0') \g /dev/null
+select is((select f.steps ->> 'w#4' from queue.fetch(:worker) f), 'in time', 'also for a wait without patience');
+
+-- An event that expired before the wait began, of which no session has heard until then
+select queue.publish('brief', '"b"', '0') \g /dev/null
+select pg_sleep(0.001) \g /dev/null
+select queue.wait(:id, pg_temp.claim(:id), 'w#5', event => 'brief') \g /dev/null
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'an event that is kept no longer does not end a new wait');
+select is(pg_temp.state(:id), 'waiting signal', 'which goes on');
+select is(queue.publish('brief', '"c"'), true, 'until it is published again');
+select is((select f.steps ->> 'w#5' from queue.fetch(:worker) f), 'c', 'then it ends');
+select queue.wait(:id, pg_temp.claim(:id), 'w#6', event => 'gone') \g /dev/null
+select queue.publish('gone', '"g"', '0') \g /dev/null
+select pg_sleep(0.001) \g /dev/null
+select is((select f.steps ->> 'w#6' from queue.fetch(:worker) f), 'g', 'one that expired after the wait began ends it');
+select is_empty('select * from queue.check()', 'all is sound');
+
+select * from finish();
