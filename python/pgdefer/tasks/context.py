@@ -43,6 +43,7 @@ class JobContext(DurableCalls, AsyncDurableCalls):
         "_abort_reason",
         "_error",
         "_headers",
+        "_late_at",
         "_row",
         "_stored",
         "attempt",
@@ -97,6 +98,8 @@ class JobContext(DurableCalls, AsyncDurableCalls):
         self.steps = Steps(steps)
         self._abort_reason: str | None = None
         self._error: BaseException | None = None
+        # When its timeout passes, for a handler that may keep the worker from noticing that.
+        self._late_at: float | None = None
         #: The handler's return value, for the middleware around it.
         self.result: Any = None
 

@@ -17,7 +17,7 @@ from pgdefer.worker.ending import outcome_of
 from pgdefer.worker.handler import decode_args, decode_args_async
 from pgdefer.worker.invoke_batch import run_batch
 from pgdefer.worker.invoke_batch_async import run_batch_async
-from pgdefer.worker.runners import ThreadRunner, internal_error, task_of
+from pgdefer.worker.runners import ThreadRunner, internal_error, note_end, task_of
 from pgdefer.worker.threads import Threads
 
 __all__ = ["BatchRunner"]
@@ -42,6 +42,9 @@ class BatchRunner:
         claims = claim.members
         loop = asyncio.get_running_loop()
         if task.is_async:
+            if claim.job.timeout is not None:
+                for each in claims:
+                    note_end(each.job, claim.job.timeout)
             claim.coroutine = loop.create_task(self._run(task, claims))
             return
         jobs = jobs_of(claims)

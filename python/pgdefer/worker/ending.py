@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 from pgdefer._text import logger
@@ -17,6 +18,7 @@ __all__ = [
     "STOPPED",
     "TIMED_OUT",
     "failed",
+    "is_late",
     "outcome_of",
     "result_json",
     "stops_with",
@@ -45,13 +47,20 @@ def stops_with(worker: asyncio.Task[Any] | None, job: JobContext) -> None:
         job._abort_reason = STOPPED
 
 
+def is_late(job: JobContext) -> bool:
+    """Whether the handler has outlived its timeout, and was not told to end before."""
+    if job._abort_reason is None and job._late_at is not None:
+        return time.monotonic() >= job._late_at
+    return job._abort_reason == TIMED_OUT
+
+
 def success(job: JobContext, policy: FailurePolicy, result: object) -> str:
     """Return the outcome of a handler that returned."""
     return outcomes.with_steps(_success(job, policy, result), job.steps.take_kept())
 
 
 def _success(job: JobContext, policy: FailurePolicy, result: object) -> str:
-    if job._abort_reason == TIMED_OUT:
+    if is_late(job):
         return timed_out(job, policy, None)
     if isinstance(result, RetryLater):
         return _yielded(job, policy, result)
@@ -88,7 +97,7 @@ def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException)
     if isinstance(error, TransactionLost):
         job._error = error
         return outcomes.crashed(job.id, job.claim, error)
-    if job._abort_reason == TIMED_OUT:
+    if is_late(job):
         return timed_out(job, policy, error)
     if isinstance(error, RetryLater) and policy is not None:
         return _yielded(job, policy, error)

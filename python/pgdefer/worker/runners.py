@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import datetime as dt
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 from pgdefer._text import logger
 from pgdefer.database.pool import AsyncPool, SyncPool
-from pgdefer.tasks.context import JobTimeout
+from pgdefer.tasks.context import JobContext, JobTimeout
 from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.task import Task
 from pgdefer.worker import outcomes
@@ -78,6 +80,8 @@ class LoopRunner:
 
     def start(self, claim: Claim) -> None:
         """Run a coroutine. For an ordinary function decode the arguments; a thread calls it."""
+        if claim.job.timeout is not None:
+            note_end(claim.job, claim.job.timeout)
         claim.coroutine = asyncio.get_running_loop().create_task(self._run(claim))
 
     async def _run(self, claim: Claim) -> None:
@@ -172,6 +176,11 @@ class ProcessRunner:
     def close(self) -> None:
         """End all processes."""
         self._processes.close()
+
+
+def note_end(job: JobContext, timeout: dt.timedelta) -> None:
+    """Note when the timeout of a job that starts now passes: a coroutine may block the timer."""
+    job._late_at = time.monotonic() + timeout.total_seconds()
 
 
 def task_of(claim: Claim) -> Task[..., Any]:

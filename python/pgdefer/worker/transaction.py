@@ -17,7 +17,7 @@ from pgdefer.errors import PgDeferError, TransactionLost, describe, is_transient
 from pgdefer.tasks.context import JobContext, JobTimeout, RetryLater
 from pgdefer.tasks.steps import TakeSteps
 from pgdefer.worker import outcomes
-from pgdefer.worker.ending import TIMED_OUT, result_json
+from pgdefer.worker.ending import is_late, result_json
 
 __all__ = [
     "OwnPart",
@@ -53,7 +53,7 @@ def last_statements(
 
     Raises JobTimeout if it is too late: the transaction is then rolled back.
     """
-    if job._abort_reason == TIMED_OUT:
+    if is_late(job):
         raise JobTimeout
     claim = {"id": job.id, "claim": job.claim}
     if isinstance(result, RetryLater):

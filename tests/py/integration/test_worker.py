@@ -367,6 +367,38 @@ async def test_yielding(app: App, jobs: Jobs) -> None:
     ]
 
 
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_coroutine_that_blocks_the_loop_past_its_timeout(
+    app: App, jobs: Jobs, *, fails: bool
+) -> None:
+    limit = dt.timedelta(milliseconds=200)
+
+    def block() -> None:
+        time.sleep(0.3)
+        if fails:
+            raise ValueError
+
+    @app.task(timeout=limit)
+    async def alone() -> None:
+        block()
+
+    @app.task(timeout=limit, transactional=True)
+    async def transactional(_: psycopg.AsyncConnection[Any]) -> None:
+        block()
+
+    @app.task(timeout=limit, batch=2)
+    async def batch(_: Any) -> None:
+        block()
+
+    async with running(app):
+        alone.defer()
+        transactional.defer()
+        batch.defer_many([{}, {}])
+        rows = await jobs.end()
+    assert [row["state"] for row in rows] == ["failed"] * 4
+    assert [row["outcome"] for row in jobs.attempts()] == ["timed_out"] * 4
+
+
 async def test_timeouts(app: App, jobs: Jobs) -> None:
     @app.task(timeout=dt.timedelta(milliseconds=50))
     async def endless() -> None:
