@@ -4,7 +4,8 @@
 -- reads by the same snapshots as the log. Everything else is decided here, under the admission lock: which
 -- wait takes a signal, which of several events with the same name counts, and whether a wait has timed out
 -- first. A signal or event that was sent after the timeout does not end the wait, nor does an event that
--- expired before the wait began, whenever that is decided. So a signal is delivered once and a wait ends once, whatever happens at the same time.
+-- expired before the wait began, whenever that is decided. So a signal is delivered once and a wait ends
+-- once, whatever happens at the same time.
 -- Why no wake-up is lost: a job that reaches this gate sees every signal whose settlement has been read,
 -- because that signal was committed. A later admission reads the settlement of a signal that commits later,
 -- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks for

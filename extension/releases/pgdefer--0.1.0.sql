@@ -1495,9 +1495,9 @@ where s.finished_at is not null
                where j.id = s.job_id
                  and j.queue like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.steps is
-  'The finished steps of durable jobs: their values, and the claims that finished them. A sleep appears when'
-    ' it begins, with the time of its end as its value. failures: how often it failed before it finished;'
-    ' error: if it has failed for good.';
+  'The finished steps of durable jobs: their values, and the claims that finished them. A sleep and a wait for'
+    ' jobs (await_jobs) appear when they begin; the value of a sleep is the time of its end. failures: how often'
+    ' it failed before it finished; error: if it has failed for good.';
 
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
@@ -8914,6 +8914,9 @@ begin
   end;
   v_needs := queue._check_needs(v_needs);
   perform queue._refuse_cycle(p_id, v_needs);
+  if (select queue._needs_mode(j.options) from queue.job j where j.id = p_id) & 1/* any */ = 0 then
+    perform queue._refuse_own_lock(p_id, v_needs);
+  end if;
   return jsonb_build_object('needs', to_jsonb(v_needs));
 end $$;
 
@@ -8947,6 +8950,7 @@ begin
     perform queue._job_not_found(v_unknown) where v_unknown is not null;
   end if;
   perform queue._refuse_cycle(p_id, v_ids);
+  perform queue._refuse_own_lock(p_id, v_ids);
   return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim, 'state', 'waiting');
 end $$;
 
@@ -8965,6 +8969,40 @@ begin
       detail = 'path: '
         || array_to_string(queue._cycle_path(p_id, p_needs, v_pending.jobs, v_pending.needs), ' -> '),
       hint = 'A job can''t need a job that needs it, directly or through others.';
+  end if;
+end $$;
+
+-- A job keeps its place in its lock while it waits. So it can't wait for a younger ordered job of the same
+-- lock, nor for a job that needs one. A mutex job waits for no place, and slots are free meanwhile.
+-- Raises: QJ005 if p_needs would have it do so.
+create or replace function queue._refuse_own_lock(p_id bigint, p_needs bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_lock text := (select j.lock from queue.job_now j where j.id = p_id);
+  v_id bigint;
+begin
+  if v_lock is null or p_needs = '{}' then
+    return;
+  end if;
+  with recursive walk (id) as (
+    select n from unnest(p_needs) n
+    union
+    select d.id
+    from walk w
+    cross join lateral (select j.options from queue.job_now j where j.id = w.id and not j.ignores_needs
+      and not exists (select from queue.finished f where f.id = w.id) offset 0) j
+    cross join lateral (select d.id from queue._direct_needs(w.id) d
+      where queue._needs_mode(j.options) & 1/* any */ = 0) d)
+  select j.id into v_id
+  from walk w cross join lateral (
+    select j.id from queue.job_now j
+    where j.id = w.id and j.id > p_id and j.lock = v_lock and j.flags & 2/* mutex */ = 0
+      and not exists (select from queue.finished f where f.id = w.id) offset 0) j
+  order by j.id limit 1;
+  if found then
+    raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
+      detail = format('job %s waits behind job %s for lock %s', v_id, p_id, v_lock),
+      hint = 'A job keeps its place in its lock while it waits. Give the other job another lock, or none.';
   end if;
 end $$;
 
@@ -9179,7 +9217,9 @@ end $$;
 -- signal and publish only append: the signal or event, and a row of queue.pending_settlement, which admission
 -- reads by the same snapshots as the log. Everything else is decided here, under the admission lock: which
 -- wait takes a signal, which of several events with the same name counts, and whether a wait has timed out
--- first. So a signal is delivered once and a wait ends once, whatever happens at the same time.
+-- first. A signal or event that was sent after the timeout does not end the wait, nor does an event that
+-- expired before the wait began, whenever that is decided. So a signal is delivered once and a wait ends
+-- once, whatever happens at the same time.
 -- Why no wake-up is lost: a job that reaches this gate sees every signal whose settlement has been read,
 -- because that signal was committed. A later admission reads the settlement of a signal that commits later,
 -- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks for
@@ -9214,12 +9254,15 @@ begin
     if v_job.signal is not null then
       delete from queue.received_signal r
       where r.ctid = (select o.ctid from queue.received_signal o
-                      where o.job_id = v_job.id and o.name = v_job.signal order by o.no limit 1)
+                      where o.job_id = v_job.id and o.name = v_job.signal
+                        and o.received_at > v_job.until is not true
+                      order by o.no limit 1)
       returning r.payload into v_payload;
       v_is_over := found;
     elsif v_job.event is not null then
       select e.payload into v_payload from queue.event e
-      where e.name = v_job.event and e.is_standing and e.expires_at > v_now;
+      where e.name = v_job.event and e.is_standing and e.expires_at > v_now
+        and e.published_at > v_job.until is not true;
       v_is_over := found;
     end if;
     if not v_is_over and v_job.until <= v_now is not true then
@@ -9270,7 +9313,8 @@ begin
     from queue.suspended w
     cross join lateral (
       select r.ctid, r.payload from queue.received_signal r
-      where r.job_id = v_id and r.name = w.signal order by r.no limit 1) r
+      where r.job_id = v_id and r.name = w.signal and r.received_at > w.until is not true
+      order by r.no limit 1) r
     join queue.job_override s on s.id = v_id
     join queue.job j on j.id = v_id
     join queue.lane l on l.queue = coalesce(s.queue, j.queue)
@@ -9336,7 +9380,7 @@ begin
       where not exists (select from queue.job j where j.id = u.id)));
   end if;
   for v_event in
-    select e.no, e.name, e.is_standing, e.payload from queue.event e
+    select e.no, e.name, e.is_standing, e.payload, e.published_at, e.expires_at from queue.event e
     where e.no = any (p_events) order by e.no
   loop
     if not v_event.is_standing then
@@ -9348,7 +9392,11 @@ begin
       end if;
       update queue.event e set is_standing = true where e.no = v_event.no;
     end if;
-    v_more := array(select w.job_id from queue.suspended w where w.event = v_event.name limit 500);
+    v_more := array(
+      select w.job_id from queue.suspended w
+      where w.event = v_event.name and v_event.published_at > w.until is not true
+        and (select max(a.finished_at) from queue.attempt a where a.job_id = w.job_id) <= v_event.expires_at
+      limit 500);
     with gone as (
       delete from queue.waiting w
       where w.ctid = any (array(
@@ -10236,9 +10284,33 @@ begin
   return true;
 end $$;
 
--- Puts a replacement's args, priority and time into the job that holds the key. While another transaction
--- holds the job's row, which is an operation that waits for the admission lock, the replacement is handed
--- over again; the mark keeps the job from starting until then.
+-- The steps in which jobs sleep now. A sleep is over once its time has come, or a later claim of its job has
+-- begun: then a run has seen its value.
+-- Locks: none.
+create or replace function queue._sleeping_steps(p_ids bigint[])
+returns table (step_row tid, name text, no integer) language plpgsql stable parallel safe security invoker
+rows 10 as $$
+begin
+  return query
+    select s.ctid, s.name, s.no from queue.step s
+    where s.job_id = any (p_ids) and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp()
+      and not exists (select from queue.active_job aj where aj.id = s.job_id and aj.claim is not null)
+      and not exists (select from queue.attempt a where a.job_id = s.job_id and a.claim > s.claim);
+end $$;
+
+-- Lets jobs that sleep continue at another time (NULL: now), which becomes the value of the step.
+-- Locks: the caller holds the admission lock, under which alone the jobs can continue. No wake-up can be
+-- lost: the caller gives the jobs their new time.
+create or replace function queue._change_sleep(p_ids bigint[], p_at timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.step s set value = to_jsonb(queue._utc(greatest(p_at, clock_timestamp())))
+  where s.ctid = any (array(select n.step_row from queue._sleeping_steps(p_ids) n));
+end $$;
+
+-- Puts a replacement's args, priority and time into the job that holds the key; if that sleeps, it does so
+-- until then. While another transaction holds the job's row, which is an operation that waits for the
+-- admission lock, the replacement is handed over again; the mark keeps the job from starting until then.
 -- Locks: the caller holds the admission lock; the job's row of queue.active_job by skip locked; the key's row
 -- by skip locked: while another replacement holds it, that one clears the mark. Two sessions:
 -- defer/unique.replace_fetch.spec.
@@ -10251,6 +10323,7 @@ begin
   end if;
   if queue._override(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
                    p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
+    perform queue._change_sleep(array[p_id], (p_payload ->> 'scheduled_at')::timestamptz);
     perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
   else
     insert into queue.pending_settlement (job_id, kind, flags, payload)
@@ -10380,6 +10453,11 @@ begin
         values (v_item.id, 'again', v_item.flags & ~16390/* counted */, v_item.payload);
         continue;
       end if;
+      -- it has waited for nobody; a wait is the last step of its claim
+      delete from queue.step s
+      where s.ctid = (select o.ctid from queue.step o
+        where o.job_id = v_item.id and o.claim = (v_item.payload ->> 'awaits')::bigint
+        order by o.finished_at desc nulls last limit 1);
       perform queue._finish_unclaimed(array[v_item.id], 'failed', 'dependency_cycle',
         'the needs of two jobs form a cycle');
       perform queue._advance(p_ended => array[v_item.id]);
@@ -12610,8 +12688,8 @@ end $$;
 comment on function queue.sleep(bigint, bigint, text, timestamptz) is
   'Ends the claim. The job continues with a new claim at the given time, or at once if that has passed. It'
     ' holds no slot and no worker meanwhile; at an ordered lock it keeps its turn. In its next run the step'
-    ' of this name is finished; its value is the time at which the sleep ended: that one, unless queue.retry'
-    ' or queue.reschedule has changed it. A sleep counts neither as a failure nor as progress.';
+    ' of this name is finished; its value is the time at which the sleep ended: that one, unless queue.retry,'
+    ' queue.reschedule or a replacement (on_conflict) has changed it. A sleep counts neither as a failure nor as progress.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is finished), QJ008.
 create or replace function queue.wait(id bigint, claim bigint, name text, signal text default null,
@@ -12666,7 +12744,7 @@ comment on function queue.await_jobs(bigint, bigint, text, bigint[]) is
     ' is finished. A job that no longer exists counts as ended, if a finished step has its id in a list. The'
     ' jobs count as needs (for deadlines, retention, queue.graph), but their failure does'
     ' not hold the job. The job holds no slot and no worker meanwhile, so they may run in the same queue; at'
-    ' an ordered lock it keeps its turn.';
+    ' an ordered lock it keeps its turn. So a job that waits behind it for its lock is refused (QJ005).';
 
 -- Locks: none. Raises: QJ001.
 create or replace function queue.waits_for(id bigint)
@@ -12712,26 +12790,6 @@ begin
   on conflict on constraint step_pkey do update set claim = excluded.claim, run = excluded.run,
     finished_at = excluded.finished_at, value = excluded.value, is_sleep = excluded.is_sleep, error = null;
   return v_step.no;
-end $$;
-
--- The step in which a job sleeps, if it does.
--- Locks: none.
-create or replace function queue._sleeping_step(p_id bigint)
-returns table (name text, no integer) language plpgsql stable parallel safe security invoker rows 1 as $$
-begin
-  return query
-    select s.name, s.no from queue.step s
-    where s.job_id = p_id and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp();
-end $$;
-
--- Lets jobs that sleep continue at another time (NULL: now), which becomes the value of the step.
--- Locks: the caller holds the admission lock, under which alone the jobs can continue. No wake-up can be
--- lost: the caller gives the jobs their new time.
-create or replace function queue._change_sleep(p_ids bigint[], p_at timestamptz)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  update queue.step s set value = to_jsonb(queue._utc(greatest(p_at, clock_timestamp())))
-  where s.job_id = any (p_ids) and s.is_sleep and (s.value #>> '{}')::timestamptz > clock_timestamp();
 end $$;
 
 -- work/step_failures.sql
@@ -18898,7 +18956,7 @@ begin
         || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
           from queue._unknown_since(why.id) u where u.times > 0), '');
     when 'waiting', 'upstream_failed' then
-      if v_job.gate = 'signal' or exists (select from queue.suspended w where w.job_id = why.id) then
+      if v_job.reason = 'signal' then
         return queue._why_suspended(why.id);
       end if;
       return case v_job.state when 'waiting' then 'it needs ' else 'a need failed: ' end
@@ -19054,13 +19112,16 @@ begin
     v_starts.n);
 end $$;
 
--- The needs that a job waits for, or that have failed, at most 20; for queue.why(). If some are in queues
--- that the caller may not use, only the ids of all its needs there. p_failed: with what to do.
+-- The needs that a job waits for, or that have failed, at most 20; for queue.why(). While a job under any
+-- awaits others, its needs are met: it has started. If some are in queues that the caller may not use, only
+-- the ids of all its needs there. p_failed: with what to do.
 create or replace function queue._why_needs(p_id bigint, p_failed boolean)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
   v_texts text[];
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
+  v_awaits boolean := exists (select from queue.need_now d
+    where d.job_id = p_id and d.mode & 4/* ended */ <> 0 and d.class = 'p');
 begin
   v_texts := array(
     select format('job %s', d.id)
@@ -19071,18 +19132,19 @@ begin
         when 'held' then ': unhold it'
         when 'upstream_failed' then ': see why'
         else ': cancel this job, or end it by queue.done' end end) else '' end
-    from (select n.id, d.deleted_state
+    from (select n.id, d.deleted_state, d.is_satisfied or v_awaits and d.mode & 4/* ended */ = 0
+            and d.mode & 1/* any */ <> 0 as is_met
           from queue._direct_needs(p_id) n
           left join lateral (
-            select d.deleted_state
-            from queue.need d
+            select d.deleted_state, d.is_satisfied, d.mode
+            from queue.need_now d
             where d.job_id = p_id and d.need_id = n.id) d on true
           order by n.id) d
     left join lateral (select j.state, j.queue from queue.jobs j where j.id = d.id offset 0) j on true
     where queue._allows(v_allowed, j.queue) is false
-      or case when p_failed then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled',
-      'held', 'upstream_failed')
-               else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
+      or d.is_met is not true and case when p_failed
+           then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled', 'held', 'upstream_failed')
+           else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
     limit 21);
   return nullif(array_to_string(v_texts[:20], ', '), '') || case
     when cardinality(v_texts) > 20 then ' and more' else '' end;
@@ -19107,7 +19169,7 @@ returns text language plpgsql stable parallel safe security invoker as $$
 begin
   return coalesce((
     select format('; it sleeps at its step %s', queue._step_name(n.name, n.no))
-    from queue._sleeping_step(p_id) n), (
+    from queue._sleeping_steps(array[p_id]) n), (
     select format('; its step %s has failed %s: %s', queue._step_name(s.name, s.no),
       case s.failures when 1 then 'once' else s.failures || ' times' end, left(s.error, 200))
     from queue.step s
