@@ -1,6 +1,27 @@
 -- Settling: releases what ended claims held and passes it on, under the admission lock.
 -- Tests: admit/admission.sql.
 
+-- Fails a job whose yield would close a cycle, and forgets the step of its wait: it has waited for nobody.
+-- Locks: the caller holds the admission lock; the row of the job's queueing lock by skip locked. While a
+-- defer holds that, to replace the job, the yield stays for the next admission.
+create or replace function queue._fail_for_cycle(p_id bigint, p_flags smallint, p_payload jsonb)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not queue._try_lock_queueing_lock(p_id) then
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    values (p_id, 'again', p_flags & ~{{counted}}, p_payload);
+    return;
+  end if;
+  -- a wait is the last step of its claim
+  delete from queue.step s
+  where s.ctid = (select o.ctid from queue.step o
+    where o.job_id = p_id and o.claim = (p_payload ->> 'awaits')::bigint
+    order by o.finished_at desc nulls last limit 1);
+  perform queue._finish_unclaimed(array[p_id], 'failed', 'dependency_cycle',
+    'the needs of two jobs form a cycle');
+  perform queue._advance(p_ended => array[p_id]);
+end $$;
+
 -- Frees the slots of ended claims. Sends those jobs that run again through the gates, together with jobs that
 -- are in no gate for another reason (flags 0: they did not run, and have no turn to keep). Then gives the
 -- slots to the first jobs that wait for them. Only after that may anything take jobs out of their places:
@@ -65,20 +86,7 @@ begin
       perform queue._apply_replacement(v_item.id, v_item.payload);
     elsif v_item.id = any (v_cyclic) then
       v_keys := v_keys || (select t.keys from queue._dequeue(v_item.id) t);
-      if not queue._try_lock_queueing_lock(v_item.id) then
-        -- a defer is replacing it, and holds its key
-        insert into queue.pending_settlement (job_id, kind, flags, payload)
-        values (v_item.id, 'again', v_item.flags & ~{{counted}}, v_item.payload);
-        continue;
-      end if;
-      -- it has waited for nobody; a wait is the last step of its claim
-      delete from queue.step s
-      where s.ctid = (select o.ctid from queue.step o
-        where o.job_id = v_item.id and o.claim = (v_item.payload ->> 'awaits')::bigint
-        order by o.finished_at desc nulls last limit 1);
-      perform queue._finish_unclaimed(array[v_item.id], 'failed', 'dependency_cycle',
-        'the needs of two jobs form a cycle');
-      perform queue._advance(p_ended => array[v_item.id]);
+      perform queue._fail_for_cycle(v_item.id, v_item.flags, v_item.payload);
     else
       perform queue._change_lock(v_item.id, v_item.payload #>> '{change,lock}');
     end if;

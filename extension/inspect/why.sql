@@ -223,9 +223,11 @@ begin
           order by n.id) d
     left join lateral (select j.state, j.queue from queue.jobs j where j.id = d.id offset 0) j on true
     where queue._allows(v_allowed, j.queue) is false
-      or d.is_met is not true and case when p_failed
-           then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled', 'held', 'upstream_failed')
-           else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
+      or d.is_met is not true
+        and case when p_failed
+          then coalesce(j.state, d.deleted_state, 'failed')
+            in ('failed', 'cancelled', 'held', 'upstream_failed')
+          else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
     limit 21);
   return nullif(array_to_string(v_texts[:20], ', '), '') || case
     when cardinality(v_texts) > 20 then ' and more' else '' end;

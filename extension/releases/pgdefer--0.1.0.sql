@@ -1495,9 +1495,9 @@ where s.finished_at is not null
                where j.id = s.job_id
                  and j.queue like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.steps is
-  'The finished steps of durable jobs: their values, and the claims that finished them. A sleep and a wait for'
-    ' jobs (await_jobs) appear when they begin; the value of a sleep is the time of its end. failures: how often'
-    ' it failed before it finished; error: if it has failed for good.';
+  'The finished steps of durable jobs: their values, and the claims that finished them. A sleep and a wait'
+    ' for jobs (await_jobs) appear when they begin; the value of a sleep is the time of its end. failures:'
+    ' how often it failed before it finished; error: if it has failed for good.';
 
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
@@ -10383,6 +10383,27 @@ end $$;
 -- Settling: releases what ended claims held and passes it on, under the admission lock.
 -- Tests: admit/admission.sql.
 
+-- Fails a job whose yield would close a cycle, and forgets the step of its wait: it has waited for nobody.
+-- Locks: the caller holds the admission lock; the row of the job's queueing lock by skip locked. While a
+-- defer holds that, to replace the job, the yield stays for the next admission.
+create or replace function queue._fail_for_cycle(p_id bigint, p_flags smallint, p_payload jsonb)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not queue._try_lock_queueing_lock(p_id) then
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    values (p_id, 'again', p_flags & ~16390/* counted */, p_payload);
+    return;
+  end if;
+  -- a wait is the last step of its claim
+  delete from queue.step s
+  where s.ctid = (select o.ctid from queue.step o
+    where o.job_id = p_id and o.claim = (p_payload ->> 'awaits')::bigint
+    order by o.finished_at desc nulls last limit 1);
+  perform queue._finish_unclaimed(array[p_id], 'failed', 'dependency_cycle',
+    'the needs of two jobs form a cycle');
+  perform queue._advance(p_ended => array[p_id]);
+end $$;
+
 -- Frees the slots of ended claims. Sends those jobs that run again through the gates, together with jobs that
 -- are in no gate for another reason (flags 0: they did not run, and have no turn to keep). Then gives the
 -- slots to the first jobs that wait for them. Only after that may anything take jobs out of their places:
@@ -10447,20 +10468,7 @@ begin
       perform queue._apply_replacement(v_item.id, v_item.payload);
     elsif v_item.id = any (v_cyclic) then
       v_keys := v_keys || (select t.keys from queue._dequeue(v_item.id) t);
-      if not queue._try_lock_queueing_lock(v_item.id) then
-        -- a defer is replacing it, and holds its key
-        insert into queue.pending_settlement (job_id, kind, flags, payload)
-        values (v_item.id, 'again', v_item.flags & ~16390/* counted */, v_item.payload);
-        continue;
-      end if;
-      -- it has waited for nobody; a wait is the last step of its claim
-      delete from queue.step s
-      where s.ctid = (select o.ctid from queue.step o
-        where o.job_id = v_item.id and o.claim = (v_item.payload ->> 'awaits')::bigint
-        order by o.finished_at desc nulls last limit 1);
-      perform queue._finish_unclaimed(array[v_item.id], 'failed', 'dependency_cycle',
-        'the needs of two jobs form a cycle');
-      perform queue._advance(p_ended => array[v_item.id]);
+      perform queue._fail_for_cycle(v_item.id, v_item.flags, v_item.payload);
     else
       perform queue._change_lock(v_item.id, v_item.payload #>> '{change,lock}');
     end if;
@@ -12688,8 +12696,9 @@ end $$;
 comment on function queue.sleep(bigint, bigint, text, timestamptz) is
   'Ends the claim. The job continues with a new claim at the given time, or at once if that has passed. It'
     ' holds no slot and no worker meanwhile; at an ordered lock it keeps its turn. In its next run the step'
-    ' of this name is finished; its value is the time at which the sleep ended: that one, unless queue.retry,'
-    ' queue.reschedule or a replacement (on_conflict) has changed it. A sleep counts neither as a failure nor as progress.';
+    ' of this name is finished; its value is the time at which the sleep ended: that one, unless'
+    ' queue.retry, queue.reschedule or a replacement (on_conflict) has changed it. A sleep counts neither as'
+    ' a failure nor as progress.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is finished), QJ008.
 create or replace function queue.wait(id bigint, claim bigint, name text, signal text default null,
@@ -16516,11 +16525,12 @@ begin
   select c.statement, c.args, c.timeout, c.late_at into v_call
   from queue.function_call(run_function.id, run_function.claim) c;
   if v_call.statement is null then
-    select f.state into run_function.state
+    select f.state into v_state
     from queue.finish_many(pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
       'id', run_function.id, 'claim', run_function.claim, 'outcome', 'unknown_task'))) f;
+    state := v_state;
     outcome := 'released';
-    if pg_catalog.texteq(state, 'failed') then
+    if pg_catalog.texteq(v_state, 'failed') then
       outcome := 'failed';
     end if;
     error := 'no worker knows the task';
@@ -19142,9 +19152,11 @@ begin
           order by n.id) d
     left join lateral (select j.state, j.queue from queue.jobs j where j.id = d.id offset 0) j on true
     where queue._allows(v_allowed, j.queue) is false
-      or d.is_met is not true and case when p_failed
-           then coalesce(j.state, d.deleted_state, 'failed') in ('failed', 'cancelled', 'held', 'upstream_failed')
-           else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
+      or d.is_met is not true
+        and case when p_failed
+          then coalesce(j.state, d.deleted_state, 'failed')
+            in ('failed', 'cancelled', 'held', 'upstream_failed')
+          else coalesce(j.state, d.deleted_state, 'failed') <> 'succeeded' end
     limit 21);
   return nullif(array_to_string(v_texts[:20], ', '), '') || case
     when cardinality(v_texts) > 20 then ' and more' else '' end;

@@ -135,11 +135,12 @@ begin
   select c.statement, c.args, c.timeout, c.late_at into v_call
   from queue.function_call(run_function.id, run_function.claim) c;
   if v_call.statement is null then
-    select f.state into run_function.state
+    select f.state into v_state
     from queue.finish_many(pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
       'id', run_function.id, 'claim', run_function.claim, 'outcome', 'unknown_task'))) f;
+    state := v_state;
     outcome := 'released';
-    if pg_catalog.texteq(state, 'failed') then
+    if pg_catalog.texteq(v_state, 'failed') then
       outcome := 'failed';
     end if;
     error := 'no worker knows the task';

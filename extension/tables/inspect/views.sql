@@ -140,9 +140,9 @@ where s.finished_at is not null
                where j.id = s.job_id
                  and j.queue like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.steps is
-  'The finished steps of durable jobs: their values, and the claims that finished them. A sleep and a wait for'
-    ' jobs (await_jobs) appear when they begin; the value of a sleep is the time of its end. failures: how often'
-    ' it failed before it finished; error: if it has failed for good.';
+  'The finished steps of durable jobs: their values, and the claims that finished them. A sleep and a wait'
+    ' for jobs (await_jobs) appear when they begin; the value of a sleep is the time of its end. failures:'
+    ' how often it failed before it finished; error: if it has failed for good.';
 
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
