@@ -9395,7 +9395,8 @@ begin
     v_more := array(
       select w.job_id from queue.suspended w
       where w.event = v_event.name and v_event.published_at > w.until is not true
-        and (select max(a.finished_at) from queue.attempt a where a.job_id = w.job_id) <= v_event.expires_at
+        and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.job_id
+          order by a.claim desc limit 1) <= v_event.expires_at, true)
       limit 500);
     with gone as (
       delete from queue.waiting w

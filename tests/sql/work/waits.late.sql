@@ -1,6 +1,6 @@
 -- What comes too late for a wait, or has gone before it, does not end it, also if no session ticks in between.
 
-select plan(16);
+select plan(17);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -71,6 +71,11 @@ select queue.wait(:id, pg_temp.claim(:id), 'w#6', event => 'gone') \g /dev/null
 select queue.publish('gone', '"g"', '0') \g /dev/null
 select pg_sleep(0.001) \g /dev/null
 select is((select f.steps ->> 'w#6' from queue.fetch(:worker) f), 'g', 'one that expired after the wait began ends it');
+select queue.wait(:id, pg_temp.claim(:id), 'w#7', event => 'moved') \g /dev/null
+select queue.tick() \g /dev/null
+delete from queue.attempt where job_id = :id;
+select queue.publish('moved', '"m"', '0') \g /dev/null
+select is((select f.steps ->> 'w#7' from queue.fetch(:worker) f), 'm', 'also for a job that came from another shard, without its attempts');
 select is_empty('select * from queue.check()', 'all is sound');
 
 select * from finish();
