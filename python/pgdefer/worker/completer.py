@@ -77,9 +77,9 @@ class Completer:
         """Report the successes that finish_and_fetch has accepted: its rows name the others."""
         if self._reporter.reports_successes:
             refused = {(row[0], row[1]) for row in rows if row[14] is not None}
-            for claim, outcome in sent:
+            for claim, _ in sent:
                 if (claim.job.id, claim.job.claim) not in refused:
-                    self._reporter.taken(claim, outcome, "succeeded")
+                    self._reporter.settled(claim, outcomes.SUCCEEDED)
 
     async def send_apart(self, connection: Connection, sending: Sequence[Outcome]) -> None:
         """Send outcomes of which one may get the call refused: if so, send each alone."""

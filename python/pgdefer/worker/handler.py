@@ -125,10 +125,10 @@ def run_function(job: JobContext, pool: SyncPool) -> str | outcomes.Settled:
         return timed_out(job, RETRY_POLICY_ONLY, error)
     except BaseException as error:
         return outcome_of(job, RETRY_POLICY_ONLY, error)
-    state, outcome, error_text = ended
+    state, outcome, said = ended
     if outcome == "released":
         log.warning("%r has a task that nobody knows here; the job is %s", job, state)
-    return outcomes.Settled(outcome, state, error_text or "")
+    return outcomes.Settled(outcome, state, said or "")
 
 
 def _milliseconds(timeout: dt.timedelta | None) -> int:

@@ -21,6 +21,7 @@ from pgdefer.tasks.error_report import (
 )
 
 __all__ = [
+    "SUCCEEDED",
     "Settled",
     "aborted",
     "crashed",
@@ -52,6 +53,9 @@ class Settled:
     kind: str
     state: str
     error: str = ""
+
+
+SUCCEEDED = Settled("succeeded", "succeeded")
 
 
 def succeeded(id: int, claim: int, result: str | None = None) -> str:

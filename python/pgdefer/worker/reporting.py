@@ -1,4 +1,4 @@
-"""Reports how jobs ended: to the log, and to the hooks of the application."""
+"""Reports how jobs ended: to the log, and to the meters and hooks of the application."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ class Reporter:
     def taken(self, claim: Claim, outcome: str, state: str) -> None:
         """Report an outcome that the database has accepted, and the job's state afterwards."""
         if outcomes.is_success(outcome):
-            if self.reports_successes:
-                self.settled(claim, outcomes.Settled("succeeded", state))
+            self.settled(claim, outcomes.SUCCEEDED)
             return
         said = json.loads(outcome)
         is_aborted = state == "cancelled" and claim.job._abort_reason is not None
@@ -66,8 +65,9 @@ class Reporter:
         if claim.runner is not None:
             self._measure(job, kind, claim.duration)
         if kind == "succeeded":
-            said = f"{job!r} succeeded in {claim.duration:.3f} s"
-            log.info("%s", said, extra=_fields(job, kind, state, claim.duration))
+            if log.isEnabledFor(logging.INFO):
+                said = f"{job!r} succeeded in {claim.duration:.3f} s"
+                log.info("%s", said, extra=_fields(job, kind, state, claim.duration))
             return
         is_final = state == "failed"
         if kind not in ("failed", "timed_out", "crashed") and not is_final:

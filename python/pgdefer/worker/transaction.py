@@ -69,7 +69,7 @@ def settled_by(result: object, rows: Rows) -> outcomes.Settled:
     """Return what the last statement has made of a claim; its rows have the job's new state."""
     if isinstance(result, RetryLater):
         return outcomes.Settled("yielded", rows[0][0], result.message)
-    return outcomes.Settled("succeeded", "succeeded")
+    return outcomes.SUCCEEDED
 
 
 def driver_of(connection: Any) -> Any:
