@@ -96,6 +96,12 @@ PREPARE = [
             then jsonb_build_object('concurrency_key', $1, 'concurrency_limit', 20) else '{}' end)
         from generate_series(1, 600) g))
     """,
+    """
+    prepare locks(text) as
+      select count(*) from queue.defer_many((
+        select jsonb_agg(jsonb_build_object('task', 'noop', 'queue', $1, 'lock', 'l' || g % 100))
+        from generate_series(1, 600) g))
+    """,
 ]
 # What stands before and after the turns that count: the position in the WAL, and a dump of callgrind's.
 MARK = "select pg_current_wal_insert_lsn() as mark"
@@ -177,13 +183,14 @@ CASES = [
             20,
             80,
             5,
-            first=(NONE, f"execute keyed('{queue}', {every})", ADMIT),
+            first=(NONE, f"execute {fill}", ADMIT),
         )
-        # every: which of the jobs have a key
-        for name, queue, every in (
-            ("", "plain", 1000),
-            (", half with a key", "mixed", 2),
-            (" with a key, limit 20", "keyed", 1),
+        # the second number says which of the jobs have a key
+        for name, queue, fill in (
+            ("", "plain", "keyed('plain', 1000)"),
+            (", half with a key", "mixed", "keyed('mixed', 2)"),
+            (" with a key, limit 20", "keyed", "keyed('keyed', 1)"),
+            (" with 100 locks", "locked", "locks('locked')"),
         )
     ),
 ]

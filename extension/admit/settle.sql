@@ -124,7 +124,8 @@ begin
     array_agg(distinct -u.id) filter (where u.kind = 'group') as groups
   into v_ended
   from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
-  if v_ended.locked is not null or v_ended.needed is not null then
+  if v_ended.needed is not null
+    or v_ended.locked is not null and not queue._pass_turns_on(v_ended.locked) then
     perform queue._advance(
       p_turned => case when v_ended.locked is not null then queue._leave_locks(v_ended.locked, true) end,
         p_changed => v_ended.needed);

@@ -9935,6 +9935,85 @@ begin
   end if;
 end $$;
 
+-- admit/pass_turns.sql
+-- The common case of locks, in one statement: the next jobs have nothing else that counts.
+-- Tests: admit/pass_turns.sql.
+
+-- Claims of jobs with ordered locks have ended. Removes the jobs from their locks and makes the next ones
+-- ready, as _leave_locks and _enter_slots do together. Returns whether it did; if not, nothing has changed.
+-- It does if no lock is mixed or has a late member or two of these jobs; and if the next jobs wait for
+-- nothing but their turn, have never started or been changed, and go to one lane, which exists and has no
+-- shares. With p_unless_news it does not if there may be jobs that are not admitted yet (_has_news).
+-- Locks: the caller holds the admission lock, so that the rows do not move meanwhile.
+-- Why no wake-up is lost: in each lock the first member that has not ended becomes ready.
+-- One statement, because to set statements up is most of what they cost (ADR 1).
+create or replace function queue._pass_turns_on(p_ids bigint[], p_unless_news boolean default false)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_high_need_id bigint := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
+  v_next record;
+begin
+  with next as materialized (
+    select g.tid, n.id, n.deadline, n.flags, n.queue, n.priority,
+      -- a job without its row has got another lock since
+      (g.tid is not null and (n.id is null or n.is_simple)
+        and (select m.id from queue.lock_member m where m.lock = j.lock and m.is_mutex limit 1) is null
+        and (select m.id from queue.lock_member m where m.lock = j.lock and m.is_late limit 1) is null)
+        is true as is_simple
+    from unnest(p_ids) u (id)
+    cross join lateral (select j.lock from queue.job j where j.id = u.id offset 0) j
+    left join lateral (select m.ctid as tid from queue.lock_member m
+      where m.lock = j.lock and m.id = u.id offset 0) g on true
+    left join lateral (
+      select m.id, k.queue, k.priority, coalesce(k.deadline, 'infinity') as deadline,
+        k.flags & (1/* ordered */ | 128/* lease */ | 512/* retain */ | 4096/* needed */ | -32768/* large */)
+          | case when m.id <= v_high_need_id and (select d.job_id from queue.need d
+            where d.need_id = m.id limit 1) is not null then 4096/* needed */ else 0 end as flags,
+        m.is_passed and k.options ? 'share' is not true
+          and k.flags & (2/* mutex */ | 4/* keys */ | 8/* needs */ | 64/* expires */ | 8448/* queueing_lock */) = 0
+          and (select f.id from queue.finished f where f.id = m.id) is null
+          and (select s.id from queue.job_override s where s.id = m.id) is null as is_simple
+      from (
+        select m.id, m.is_passed from queue.lock_member m
+        where m.lock = j.lock and m.id > u.id
+        order by m.id limit 1) m
+      cross join lateral (
+        select k.queue, k.priority, k.flags, k.deadline, k.options
+        from queue.job k where k.id = m.id offset 0) k) n on true),
+  place as materialized (
+    select a.tids, a.id, a.deadline, l.lane, l.extra_flags,
+      l.is_idle or (a.deadline, a.id) < (l.low_deadline, l.low_id) as is_low,
+      a.are_simple and (a.id is null or l.lane is not null and l.tag_base is null)
+        and (p_unless_news and (
+          select k.has_backlog or k.in_flight <> '{}' or (select j.id from queue.job j
+            where j.xid >= k.next_xid limit 1) is not null
+          from queue.cursor_now k)) is not true as are_simple
+    from (
+      select array_agg(n.tid) as tids, min(n.id) as id, min(n.deadline) as deadline, min(n.queue) as queue,
+        min(n.priority) as priority,
+        bool_and(n.is_simple)
+          and (min(n.queue) = max(n.queue) and min(n.priority) = max(n.priority)) is not false as are_simple
+      from next n) a
+    left join lateral (
+      select l.lane, l.extra_flags, l.is_idle, l.low_deadline, l.low_id, l.tag_base
+      from queue.lane l
+      -- a queue with a limit has no such lane
+      where l.queue = a.queue and l.priority = a.priority and l.kind = 0/* lane_plain */ limit 1) l on true),
+  gone as (
+    delete from queue.lock_member m
+    where m.ctid = any ((select p.tids from place p where p.are_simple)::tid[])),
+  ready as (
+    insert into queue.active_job (id, deadline, lane, attempt, flags)
+    select n.id, n.deadline, p.lane, 0, (n.flags | p.extra_flags)::smallint
+    from place p cross join next n
+    where p.are_simple and n.id is not null)
+  select p.are_simple, p.is_low, p.lane, p.id, p.deadline into v_next from place p;
+  if v_next.are_simple and v_next.is_low then
+    perform queue._lower_marks(array[v_next.lane], array[v_next.deadline], array[v_next.id]);
+  end if;
+  return coalesce(v_next.are_simple, false);
+end $$;
+
 -- admit/gates.sql
 -- The gates, in their order: held, needs, signals, schedule, a paused task, the lock's turn, slots. Each gate
 -- checks a job once, and has its own place for waiting jobs. Everything here runs under the admission lock.
@@ -10507,7 +10586,8 @@ begin
     array_agg(distinct -u.id) filter (where u.kind = 'group') as groups
   into v_ended
   from unnest(p_ids, p_kinds, p_flags) u (id, kind, flags);
-  if v_ended.locked is not null or v_ended.needed is not null then
+  if v_ended.needed is not null
+    or v_ended.locked is not null and not queue._pass_turns_on(v_ended.locked) then
     perform queue._advance(
       p_turned => case when v_ended.locked is not null then queue._leave_locks(v_ended.locked, true) end,
         p_changed => v_ended.needed);
@@ -11195,33 +11275,35 @@ end $$;
 -- Tests: work/finish.sql, admit/locks.late_defer.spec.
 
 -- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement.
+-- p_all_flags: the flags that any of them has.
 -- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.
-create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_kind text,
-  p_settle boolean, p_payload jsonb default null)
+create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
+  p_kind text, p_settle boolean, p_payload jsonb default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[] := p_ids;
   v_flags smallint[] := p_flags;
-  v_all_flags smallint;
 begin
-  if p_kind = 'ended' then
-    select array_agg(u.id), array_agg(u.flags), bit_or(u.flags) into v_ids, v_flags, v_all_flags
+  if p_kind = 'ended' and p_all_flags & (7/* lock_or_keys */ | 4096/* needed */ | 16384/* queue_slot */) = 0 then
+    return;
+  elsif p_kind = 'ended' and p_all_flags & ~(7/* lock_or_keys */ | 4096/* needed */ | 16384/* queue_slot */) <> 0 then
+    -- some may hold nothing that others wait for
+    select array_agg(u.id), array_agg(u.flags) into v_ids, v_flags
     from unnest(p_ids, p_flags) u (id, flags)
-    where u.flags & (1/* ordered */ | 2/* mutex */ | 4/* keys */ | 4096/* needed */ | 16384/* queue_slot */) <> 0;
-    if v_ids is null then
-      return;
-    end if;
+    where u.flags & (7/* lock_or_keys */ | 4096/* needed */ | 16384/* queue_slot */) <> 0;
   end if;
   if not p_settle or not queue._lock_admission(false) then
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     select u.id, p_kind, u.flags, p_payload from unnest(v_ids, v_flags) u (id, flags);
-  elsif v_all_flags & (2/* mutex */ | 4/* keys */ | 4096/* needed */ | 16384/* queue_slot */) = 0 then
+  elsif p_kind = 'ended' and p_all_flags & (16390/* counted */ | 4096/* needed */) = 0 then
     -- the same as _settle_now for claims that have only an ordered lock
-    if queue._has_news() then
-      perform queue._admit(1000);
+    if not queue._pass_turns_on(v_ids, true) then
+      if queue._has_news() then
+        perform queue._admit(1000);
+      end if;
+      perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
     end if;
-    perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
-  elsif p_kind = 'ended' and v_all_flags & (3/* lock */ | 4096/* needed */) = 0
+  elsif p_kind = 'ended' and p_all_flags & (3/* lock */ | 4096/* needed */) = 0
     and (queue._pass_slots_on(queue._only_key(v_ids, v_flags), cardinality(v_ids))).is_done then
     null;  -- the claims held nothing else
   else
@@ -11320,7 +11402,7 @@ begin
       kept_flags := v_flags;
     else
       -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
-      perform queue._settle_or_append(v_special, v_flags, 'ended', cardinality(p_ids) <= 1000);
+      perform queue._settle_or_append(v_special, v_flags, v_all_flags, 'ended', cardinality(p_ids) <= 1000);
     end if;
   end if;
 end $$;
@@ -11779,7 +11861,7 @@ begin
       v_end.error);
     perform queue._clean_up(array[p_id], array[v_active.flags]);
     perform queue._notify_waiters(array[p_id]);
-    perform queue._settle_or_append(array[p_id], array[v_active.flags], 'ended', p_settle);
+    perform queue._settle_or_append(array[p_id], array[v_active.flags], v_active.flags, 'ended', p_settle);
     return v_end.final;
   end if;
   if v_active.flags & 128/* lease */ <> 0 then
@@ -11789,7 +11871,7 @@ begin
     perform queue._reset_counters(array[p_id], v_end.at);
   end if;
   v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
-  perform queue._settle_or_append(array[p_id], array[v_active.flags], 'again', p_settle,
+  perform queue._settle_or_append(array[p_id], array[v_active.flags], v_active.flags, 'again', p_settle,
     jsonb_build_object('state', v_state) || v_end.payload);  -- queue.jobs shows it until then
   return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
@@ -12368,7 +12450,7 @@ begin
   end if;
   if v_flags <> 0 then
     perform queue._clean_up_succeeded(array[succeed.id], array[v_flags], v_flags);
-    perform queue._settle_or_append(array[succeed.id], array[v_flags], 'ended', false);
+    perform queue._settle_or_append(array[succeed.id], array[v_flags], v_flags, 'ended', false);
   end if;
   if not has_function_privilege(case current_setting('role') when 'none' then session_user else current_setting('role')::name end, 'queue.finish_many(jsonb)'::regprocedure, 'execute') then
     perform queue._audit_claim('succeed', succeed.id, succeed.claim);
@@ -14951,7 +15033,7 @@ end $$;
 -- admission lock: a settlement that is appended is dearer, and the next fetch would have to wait as well.
 -- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql; if it
 -- claims as many jobs as have ended, no more are ready than before. Two sessions:
--- tests/py/races/test_one_key.py.
+-- tests/py/races/test_short_ways.py.
 create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
   p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -14988,7 +15070,7 @@ begin
       return;
     end if;
   end if;
-  perform queue._settle_or_append(p_ids, p_flags, 'ended', true);
+  perform queue._settle_or_append(p_ids, p_flags, bit_or(f), 'ended', true) from unnest(p_flags) f;
 end $$;
 
 -- work/claim_filtered.sql

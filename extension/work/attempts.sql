@@ -101,7 +101,7 @@ begin
       v_end.error);
     perform queue._clean_up(array[p_id], array[v_active.flags]);
     perform queue._notify_waiters(array[p_id]);
-    perform queue._settle_or_append(array[p_id], array[v_active.flags], 'ended', p_settle);
+    perform queue._settle_or_append(array[p_id], array[v_active.flags], v_active.flags, 'ended', p_settle);
     return v_end.final;
   end if;
   if v_active.flags & {{lease}} <> 0 then
@@ -111,7 +111,7 @@ begin
     perform queue._reset_counters(array[p_id], v_end.at);
   end if;
   v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
-  perform queue._settle_or_append(array[p_id], array[v_active.flags], 'again', p_settle,
+  perform queue._settle_or_append(array[p_id], array[v_active.flags], v_active.flags, 'again', p_settle,
     jsonb_build_object('state', v_state) || v_end.payload);  -- queue.jobs shows it until then
   return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;

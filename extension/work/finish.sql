@@ -46,7 +46,7 @@ begin
   end if;
   if v_flags <> 0 then
     perform queue._clean_up_succeeded(array[succeed.id], array[v_flags], v_flags);
-    perform queue._settle_or_append(array[succeed.id], array[v_flags], 'ended', false);
+    perform queue._settle_or_append(array[succeed.id], array[v_flags], v_flags, 'ended', false);
   end if;
   {{if_operator}}
     perform queue._audit_claim('succeed', succeed.id, succeed.claim);

@@ -3,33 +3,35 @@
 -- Tests: work/finish.sql, admit/locks.late_defer.spec.
 
 -- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement.
+-- p_all_flags: the flags that any of them has.
 -- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.
-create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_kind text,
-  p_settle boolean, p_payload jsonb default null)
+create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
+  p_kind text, p_settle boolean, p_payload jsonb default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[] := p_ids;
   v_flags smallint[] := p_flags;
-  v_all_flags smallint;
 begin
-  if p_kind = 'ended' then
-    select array_agg(u.id), array_agg(u.flags), bit_or(u.flags) into v_ids, v_flags, v_all_flags
+  if p_kind = 'ended' and p_all_flags & ({{lock_or_keys}} | {{needed}} | {{queue_slot}}) = 0 then
+    return;
+  elsif p_kind = 'ended' and p_all_flags & ~({{lock_or_keys}} | {{needed}} | {{queue_slot}}) <> 0 then
+    -- some may hold nothing that others wait for
+    select array_agg(u.id), array_agg(u.flags) into v_ids, v_flags
     from unnest(p_ids, p_flags) u (id, flags)
-    where u.flags & ({{ordered}} | {{mutex}} | {{keys}} | {{needed}} | {{queue_slot}}) <> 0;
-    if v_ids is null then
-      return;
-    end if;
+    where u.flags & ({{lock_or_keys}} | {{needed}} | {{queue_slot}}) <> 0;
   end if;
   if not p_settle or not queue._lock_admission(false) then
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     select u.id, p_kind, u.flags, p_payload from unnest(v_ids, v_flags) u (id, flags);
-  elsif v_all_flags & ({{mutex}} | {{keys}} | {{needed}} | {{queue_slot}}) = 0 then
+  elsif p_kind = 'ended' and p_all_flags & ({{counted}} | {{needed}}) = 0 then
     -- the same as _settle_now for claims that have only an ordered lock
-    if queue._has_news() then
-      perform queue._admit(1000);
+    if not queue._pass_turns_on(v_ids, true) then
+      if queue._has_news() then
+        perform queue._admit(1000);
+      end if;
+      perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
     end if;
-    perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
-  elsif p_kind = 'ended' and v_all_flags & ({{lock}} | {{needed}}) = 0
+  elsif p_kind = 'ended' and p_all_flags & ({{lock}} | {{needed}}) = 0
     and (queue._pass_slots_on(queue._only_key(v_ids, v_flags), cardinality(v_ids))).is_done then
     null;  -- the claims held nothing else
   else
@@ -128,7 +130,7 @@ begin
       kept_flags := v_flags;
     else
       -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
-      perform queue._settle_or_append(v_special, v_flags, 'ended', cardinality(p_ids) <= 1000);
+      perform queue._settle_or_append(v_special, v_flags, v_all_flags, 'ended', cardinality(p_ids) <= 1000);
     end if;
   end if;
 end $$;

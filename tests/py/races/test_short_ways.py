@@ -1,4 +1,4 @@
-"""The short ways for batches of one concurrency key change nothing that the general ways would not.
+"""The short ways for one concurrency key and for locks do what the general ways would.
 
 Two databases get the same random calls. In the second, the functions of the short ways always
 decline. After each call, what it returned and the stored state must be the same in both.
@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,13 +34,16 @@ language plpgsql as 'begin is_done := false; end';
 create or replace function queue._claim_one_key(
   p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)
 language plpgsql as 'begin end';
+create or replace function queue._pass_turns_on(p_ids bigint[], p_unless_news boolean default false)
+returns boolean language plpgsql as 'begin return false; end';
 """
 # Counts how often each short way was taken, in sequences, which a rollback leaves alone.
 COUNT_USES = """
 create sequence test.passed;
 create sequence test.claimed;
 create sequence test.followed;
-grant usage on sequence test.passed, test.claimed, test.followed to public;
+create sequence test.turned;
+grant usage on sequence test.passed, test.claimed, test.followed, test.turned to public;
 alter function queue._pass_slots_on(text, integer, bigint, text[], integer)
 rename to _pass_slots_on_short;
 create function queue._pass_slots_on(p_key text, p_n integer,
@@ -68,6 +71,16 @@ begin
     perform nextval('test.claimed');
   end if;
 end $$;
+alter function queue._pass_turns_on(bigint[], boolean) rename to _pass_turns_on_short;
+create function queue._pass_turns_on(p_ids bigint[], p_unless_news boolean default false)
+returns boolean language plpgsql as $$
+begin
+  if queue._pass_turns_on_short(p_ids, p_unless_news) then
+    perform nextval('test.turned');
+    return true;
+  end if;
+  return false;
+end $$;
 """
 # Where nothing waits, a low mark says nothing; the lane of a running job may be missing.
 STATE = """
@@ -83,7 +96,7 @@ select id, deadline, case when claim is null then lane end, attempt, flags, clai
 from queue.active_job order by id;
 select id, reason, key, lane, deadline, flags, attempt, has_several, weight
 from queue.waiting order by id;
-select id, lock, has_turn from queue.lock_member order by id;
+select id, lock, has_turn, is_late, is_passed from queue.lock_member order by id;
 select l.id, l.expires_at - a.claimed_at
 from queue.lease l left join queue.active_job a on a.id = l.id order by l.id;
 select job_id, kind, flags from queue.pending_settlement order by seq;
@@ -118,12 +131,14 @@ def a_defer(rng: random.Random, rare: float, keys: str) -> Call:
     if rng.random() < 0.2:
         options["retry"] = {"max_attempts": 3, "base": 0}
     key = rng.choice(keys)
+    if key == "L":
+        given["lock"] = rng.choice("lmn")
     if rng.random() < 0.06 * rare:
         options["concurrency"] = [
             {"key": k, "limit": rng.randint(2, 5)} | ({"weight": 2} if rng.random() < 0.5 else {})
             for k in rng.choice(["A", "B", "AB"])
         ]
-    elif key != " ":
+    elif key not in "L ":
         given |= {"concurrency_key": key, "concurrency_limit": rng.choice([1, 2, 3, 3, 3, 4, 5])}
     if rng.random() < rare * 0.3:
         given["priority"] = rng.choice([0, 0, 5])
@@ -351,7 +366,7 @@ class Pairs:
                         for one, other in zip(*found, strict=True)
                         if one != other or one is found[0][-1]
                     )
-            for name in "passed", "claimed", "followed":
+            for name in "passed", "claimed", "followed", "turned":
                 query = f"select case when is_called then last_value else 0 end from test.{name}"
                 uses[name] += short.one(query)
         return None
@@ -371,10 +386,15 @@ class Pairs:
         return calls
 
 
-def compare(pairs: Pairs, seed: int, n: int, uses: Counter[str]) -> None:
+# Which key new jobs have: L stands for one of three locks, a blank for nothing.
+KEYS = ["AAAAB ", "AAAAB", "A", "A"]
+LOCKS = ["L", "LL ", "LLLA"]
+
+
+def compare(pairs: Pairs, seed: int, n: int, uses: Counter[str], of: Sequence[str] = KEYS) -> None:
     rng = random.Random(seed)
     rare = rng.choice([0, 0.2, 0.5, 1])
-    keys = rng.choice(["AAAAB ", "AAAAB", "A", "A"])
+    keys = rng.choice(of)
     calls = [a_call(rng, rare, keys) for _ in range(n)]
     if found := pairs.difference(calls, uses):
         fewest = pairs.shrink(calls[: found[0] + 1])
@@ -394,6 +414,20 @@ def test_the_short_ways_do_the_same(pairs: Pairs) -> None:
     assert uses["passed"] > 3
     assert uses["claimed"] > 3
     assert uses["followed"] > 3
+
+
+def test_turns_are_passed_on_alike(pairs: Pairs) -> None:
+    uses: Counter[str] = Counter()
+    compare(pairs, 1, 80, uses, LOCKS)
+    assert uses["turned"] > 3
+
+
+@pytest.mark.long
+def test_turns_are_passed_on_alike_with_all_options(pairs: Pairs) -> None:
+    uses: Counter[str] = Counter()
+    for seed in range(6):
+        compare(pairs, seed, 100, uses, LOCKS)
+    assert uses["turned"] > 30
 
 
 @pytest.mark.long
@@ -458,3 +492,4 @@ def test_a_turn_is_not_waited_for_long(dsn: str) -> None:
 def test_the_short_ways_do_the_same_for_long(pairs: Pairs, seed: int) -> None:
     for part in range(10):
         compare(pairs, 1000 * seed + part, 300, Counter())
+        compare(pairs, 1000 * seed + part, 300, Counter(), LOCKS)
