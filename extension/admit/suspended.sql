@@ -47,8 +47,9 @@ begin
       v_is_over := found;
     elsif v_job.event is not null then
       select e.payload into v_payload from queue.event e
-      where e.name = v_job.event and e.is_standing and e.expires_at > v_now
-        and e.published_at > v_job.until is not true;
+      where e.name = v_job.event and e.is_standing and e.published_at > v_job.until is not true
+        and coalesce((select a.finished_at from queue.attempt a where a.job_id = v_job.id
+          order by a.claim desc limit 1) <= e.expires_at, true);
       v_is_over := found;
     end if;
     if not v_is_over and v_job.until <= v_now is not true then
@@ -218,16 +219,17 @@ begin
   update queue.job_override s set is_suspended = false where s.id = any (p_ids);
 end $$;
 
--- Deletes expired events, except those that a later admission must still deliver.
--- Locks: the caller holds the admission lock. No wake-up can be lost: every job that waits for one of these
--- events has got it.
-create or replace function queue._prune_events(p_max integer)
+-- Deletes expired events, except those that a later admission must still deliver. p_safe_at: the result of
+-- _safe_at, called before everything visible was admitted.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: every job that has begun to wait before
+-- the event expired has got it, because its transaction had ended at p_safe_at.
+create or replace function queue._prune_events(p_max integer, p_safe_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   delete from queue.event e
   where e.ctid = any (array(
     select e.ctid from queue.event e
-    where e.expires_at <= clock_timestamp()
+    where e.expires_at <= least(p_safe_at, clock_timestamp())
       and not exists (select from queue.pending_settlement h where h.kind = 'event' and h.job_id = -e.no)
     limit p_max));
 end $$;

@@ -31,7 +31,7 @@ begin
     v_safe_at := queue._safe_at();
     perform queue._admit_all();
     perform queue._forget_deleted();
-    perform queue._prune_events(prune.max_jobs);
+    perform queue._prune_events(prune.max_jobs, v_safe_at);
     perform queue._prune_groups(prune.max_jobs);
     perform queue._prune_idempotency_keys(prune.max_jobs);
     v_pruned := queue._prune(prune.max_jobs, v_safe_at, prune.state, coalesce(prune.older_than,

@@ -1,6 +1,6 @@
 -- What comes too late for a wait, or has gone before it, does not end it, also if no session ticks in between.
 
-select plan(17);
+select plan(18);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -76,6 +76,11 @@ select queue.tick() \g /dev/null
 delete from queue.attempt where job_id = :id;
 select queue.publish('moved', '"m"', '0') \g /dev/null
 select is((select f.steps ->> 'w#7' from queue.fetch(:worker) f), 'm', 'also for a job that came from another shard, without its attempts');
+select queue.publish('short', '"b"', '1 hour') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.wait(:id, pg_temp.claim(:id), 'w#8', event => 'short') \g /dev/null
+update queue.event set expires_at = clock_timestamp() where name = 'short';
+select is((select f.steps ->> 'w#8' from queue.fetch(:worker) f), 'b', 'one that expired between the wait and its admission ends it');
 select is_empty('select * from queue.check()', 'all is sound');
 
 select * from finish();

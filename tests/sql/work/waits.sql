@@ -295,7 +295,7 @@ select queue.wait(f.id, f.claim, 'w', event => 'for many') from queue.fetch(:wor
 select queue.tick() \g /dev/null
 select queue.publish('for many', '1', '0') \g /dev/null
 select queue.tick() \g /dev/null
-select queue._prune_events(10) \g /dev/null
+select queue._prune_events(10, 'infinity') \g /dev/null
 select queue.tick() from generate_series(1, 2) \g /dev/null
 select is((select count(*) from queue.jobs where state = 'ready'), 501::bigint, 'an event reaches all who wait for it');
 select is((select count(*) from queue.step where value = '1'), 501::bigint, 'with its payload');
