@@ -59,128 +59,6 @@ begin
   return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim, 'state', 'waiting');
 end $$;
 
--- Raises: QJ005 if one of p_needs needs p_id.
-create or replace function queue._refuse_cycle(p_id bigint, p_needs bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_pending record;
-begin
-  if p_needs = '{}' then
-    return;
-  end if;
-  select y.jobs, y.needs into v_pending from queue._pending_yields() y;
-  if queue._closes_cycle(p_id, p_needs, v_pending.jobs, v_pending.needs) then
-    raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
-      detail = 'path: '
-        || array_to_string(queue._cycle_path(p_id, p_needs, v_pending.jobs, v_pending.needs), ' -> '),
-      hint = 'A job can''t need a job that needs it, directly or through others.';
-  end if;
-end $$;
-
--- A job keeps its place in its lock while it waits. So it can't wait for a younger ordered job of the same
--- lock, nor for a job that needs one. A mutex job waits for no place, and slots are free meanwhile.
--- Raises: QJ005 if p_needs would have it do so.
-create or replace function queue._refuse_own_lock(p_id bigint, p_needs bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_lock text := (select j.lock from queue.job_now j where j.id = p_id);
-  v_id bigint;
-begin
-  if v_lock is null or p_needs = '{}' then
-    return;
-  end if;
-  with recursive walk (id) as (
-    select n from unnest(p_needs) n
-    union
-    select d.id
-    from walk w
-    cross join lateral (select j.options from queue.job_now j where j.id = w.id and not j.ignores_needs
-      and not exists (select from queue.finished f where f.id = w.id) offset 0) j
-    cross join lateral (select d.id from queue._direct_needs(w.id) d
-      where queue._needs_mode(j.options) & {{any}} = 0) d)
-  select j.id into v_id
-  from walk w cross join lateral (
-    select j.id from queue.job_now j
-    where j.id = w.id and j.id > p_id and j.lock = v_lock and j.flags & {{mutex}} = 0
-      and not exists (select from queue.finished f where f.id = w.id) offset 0) j
-  order by j.id limit 1;
-  if found then
-    raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
-      detail = format('job %s waits behind job %s for lock %s', v_id, p_id, v_lock),
-      hint = 'A job keeps its place in its lock while it waits. Give the other job another lock, or none.';
-  end if;
-end $$;
-
--- Yields that are committed and not settled yet: jobs[i] will need needs[i].
-create or replace function queue._pending_yields(out jobs bigint[], out needs bigint[])
-language plpgsql stable parallel safe security invoker as $$
-begin
-  select array_agg(h.job_id), array_agg(n.id::bigint) into jobs, needs
-  from queue.pending_settlement h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)
-  where h.kind = 'again'
-    and h.xid >= (select least(k.next_xid, k.in_flight[1]) from queue.cursor_now k);
-end $$;
-
--- Whether one of p_needs needs p_id, directly or indirectly. Needs that have succeeded count: they may be
--- retried.
--- p_jobs, p_more: additional needs that are not written yet.
-create or replace function queue._closes_cycle(p_id bigint, p_needs bigint[], p_jobs bigint[],
-  p_more bigint[])
-returns boolean language plpgsql stable parallel safe security invoker as $$
-begin
-  if p_needs = '{}' then
-    return false;
-  end if;
-  return exists (
-    with recursive walk (id) as (
-      select n from unnest(p_needs) n
-      union
-      select d.id
-      from walk w
-      cross join lateral (
-        (select d.need_id as id from queue.need d where d.job_id = w.id offset 0)
-        union all
-        (select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = w.id)
-        union all
-        (select n from (select j.needs from queue.job j where j.id = w.id offset 0) j
-          cross join lateral unnest(j.needs) n)) d
-      where w.id <> p_id)
-    select from walk w where w.id = p_id);
-end $$;
-
--- The shortest cycle that p_needs would create: p_id, its need, and so on to p_id.
-create or replace function queue._cycle_path(p_id bigint, p_needs bigint[], p_jobs bigint[], p_more bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker as $$
-declare
-  v_ids bigint[];
-  v_depths integer[];
-  v_path bigint[] := array[p_id];
-  v_depth integer;
-begin
-  with recursive walk (id, depth) as (
-    select n, 1 from unnest(p_needs) n
-    union
-    select d.id, w.depth + 1
-    from walk w
-    cross join lateral (
-      select d.id from queue._direct_needs(w.id) d
-      union
-      select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = w.id) d
-    where w.id <> p_id and w.depth < 100000)
-  select array_agg(w.id), array_agg(w.depth), min(w.depth) filter (where w.id = p_id)
-  into v_ids, v_depths, v_depth from walk w;
-  while v_depth > 1 loop
-    v_depth := v_depth - 1;
-    select w.id || v_path into v_path from unnest(v_ids, v_depths) w (id, depth)
-    where w.depth = v_depth
-      and (exists (select from queue._direct_needs(w.id) d where d.id = v_path[1])
-           or exists (select from unnest(p_jobs, p_more) y (job_id, need_id)
-             where y.job_id = w.id and y.need_id = v_path[1]))
-    limit 1;
-  end loop;
-  return p_id || v_path;
-end $$;
-
 -- How its needs hold a job that yields, as far as its transaction can see: waiting or upstream_failed, NULL
 -- if they don't. Like _needs_states, which sees the yield only after it has settled (_add_yield_needs). The
 -- needs have no rows yet, so queue.need_now can't tell their states. Awaited jobs need only end.
@@ -238,8 +116,8 @@ end $$;
 
 -- Adds the needs of a yield. With the key awaits, which has the claim, these are jobs that it awaits, even if
 -- it needs them already: under any, a need alone might not hold it. If two concurrent yields have created a
--- cycle, it adds none and returns false. Under any, a need that the job did not have before counts as
--- satisfied at the start of the run if its end had certainly settled by then (began_xid).
+-- cycle, also by way of a lock, it adds none and returns false. Under any, a need that the job did not have
+-- before counts as satisfied at the start of the run if its end had certainly settled by then (began_xid).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._add_yield_needs(p_id bigint, p_payload jsonb)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -256,7 +134,10 @@ begin
     return true;
   end if;
   v_needs := array(select n::bigint from jsonb_array_elements_text(p_payload -> 'needs') n order by 1);
-  if queue._closes_cycle(p_id, v_needs, null, null) then
+  if queue._closes_cycle(p_id, v_needs, null, null)
+    or (p_payload ? 'awaits'
+        or (select queue._needs_mode(j.options) from queue.job j where j.id = p_id) & {{any}} = 0)
+      and (queue._blocked_need(p_id, v_needs, null, null)).id is not null then
     return false;
   end if;
   insert into queue.need as t (job_id, need_id, claim, mode, is_open, deleted_state)

@@ -8892,67 +8892,9 @@ begin
   return case when exists (select from queue.deleted d where d.id = p_id) then 'succeeded' else 'failed' end;
 end $$;
 
--- admit/yields.sql
--- Yields: needs that a job adds while it runs.
-
--- The payload that retry_later hands over: the needs to add. JSON null: run again whatever the needs are.
--- Raises: 22023, QJ001, QJ005.
-create or replace function queue._check_yield(p_id bigint, p_needs jsonb)
-returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_needs bigint[];
-begin
-  if p_needs is null then
-    p_needs := '[]'::jsonb;
-  elsif jsonb_typeof(p_needs) = 'null' then
-    return '{"ignore": true}'::jsonb;
-  end if;
-  begin
-    v_needs := array(select n::bigint from jsonb_array_elements_text(p_needs) n);
-  exception when data_exception then
-    perform queue._invalid('needs must be a list of ids', 'Pass ids of jobs, or null.');
-  end;
-  v_needs := queue._check_needs(v_needs);
-  perform queue._refuse_cycle(p_id, v_needs);
-  if (select queue._needs_mode(j.options) from queue.job j where j.id = p_id) & 1/* any */ = 0 then
-    perform queue._refuse_own_lock(p_id, v_needs);
-  end if;
-  return jsonb_build_object('needs', to_jsonb(v_needs));
-end $$;
-
--- The payload that await_jobs hands over. A job that has ended may be awaited also when its retention is
--- over. One that no longer exists counts as ended, if the job has awaited it before, or if a finished step
--- has its id in a list: then it did exist, because the job has deferred it in that step.
--- Raises: QJ001, QJ005.
-create or replace function queue._check_awaited(p_id bigint, p_claim bigint, p_ids jsonb)
-returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_ids bigint[] := array(select distinct n::bigint from jsonb_array_elements_text(p_ids) n order by 1);
-  v_missing bigint[];
-  v_unknown bigint;
-begin
-  perform pg_current_xact_id();  -- as in _check_needs
-  v_missing := array(
-    select u.id from unnest(v_ids) u (id)
-    left join lateral (select j.id from queue.job j where j.id = u.id offset 0) j on true
-    where j.id is null);
-  if v_missing <> '{}' then
-    select u.id into v_unknown from unnest(v_missing) u (id)
-    where not exists (select from queue.need d where d.job_id = p_id and d.need_id = u.id)
-      and u.id not in (
-        select x.id::bigint
-        from queue.step s
-        cross join lateral jsonb_array_elements(
-          case when jsonb_typeof(s.value) = 'array' then s.value end) e
-        cross join lateral (select case when e::text ~ '^[0-9]{1,18}$' then e::text end as id) x
-        where s.job_id = p_id and x.id is not null)
-    limit 1;
-    perform queue._job_not_found(v_unknown) where v_unknown is not null;
-  end if;
-  perform queue._refuse_cycle(p_id, v_ids);
-  perform queue._refuse_own_lock(p_id, v_ids);
-  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim, 'state', 'waiting');
-end $$;
+-- admit/cycles.sql
+-- Cycles that the needs of a yield would close, also by way of a lock.
+-- Tests: admit/cycles.sql, admit/cycles.two_yields.spec.
 
 -- Raises: QJ005 if one of p_needs needs p_id.
 create or replace function queue._refuse_cycle(p_id bigint, p_needs bigint[])
@@ -8972,38 +8914,76 @@ begin
   end if;
 end $$;
 
--- A job keeps its place in its lock while it waits. So it can't wait for a younger ordered job of the same
--- lock, nor for a job that needs one. A mutex job waits for no place, and slots are free meanwhile.
--- Raises: QJ005 if p_needs would have it do so.
+-- A job keeps its place in its lock while it waits. So neither it nor a job that needs it may wait for a
+-- younger ordered job of its lock, nor for a job that needs one.
+-- Raises: QJ005 if p_needs would have it so.
 create or replace function queue._refuse_own_lock(p_id bigint, p_needs bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_lock text := (select j.lock from queue.job_now j where j.id = p_id);
-  v_id bigint;
+  v_pending record;
+  v_blocked record;
 begin
-  if v_lock is null or p_needs = '{}' then
+  select y.jobs, y.needs into v_pending from queue._pending_yields() y;
+  v_blocked := queue._blocked_need(p_id, p_needs, v_pending.jobs, v_pending.needs);
+  if v_blocked.id is not null then
+    raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
+      detail = format('job %s waits behind job %s for lock %s', v_blocked.id, v_blocked.holder,
+        v_blocked.lock),
+      hint = 'A job keeps its place in its lock while it waits. Give the other job another lock, or none.';
+  end if;
+end $$;
+
+-- A job below p_needs (one of them, or needed by one) that waits in an ordered lock behind p_id or behind a
+-- job that needs p_id: the holder. NULL if there is none. A mutex job waits for no place, and slots are free
+-- meanwhile. Under any, a need does not hold its job up.
+-- p_jobs, p_more: additional needs that are not written yet.
+create or replace function queue._blocked_need(p_id bigint, p_needs bigint[], p_jobs bigint[],
+  p_more bigint[], out id bigint, out holder bigint, out lock text)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  if p_needs = '{}' or p_id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
+    and p_id = any (p_more) is not true
+    and (select j.lock from queue.job_now j where j.id = p_id) is null then
     return;
   end if;
-  with recursive walk (id) as (
+  with recursive below (id) as (
     select n from unnest(p_needs) n
     union
     select d.id
-    from walk w
-    cross join lateral (select j.options from queue.job_now j where j.id = w.id and not j.ignores_needs
-      and not exists (select from queue.finished f where f.id = w.id) offset 0) j
-    cross join lateral (select d.id from queue._direct_needs(w.id) d
-      where queue._needs_mode(j.options) & 1/* any */ = 0) d)
-  select j.id into v_id
-  from walk w cross join lateral (
-    select j.id from queue.job_now j
-    where j.id = w.id and j.id > p_id and j.lock = v_lock and j.flags & 2/* mutex */ = 0
-      and not exists (select from queue.finished f where f.id = w.id) offset 0) j
-  order by j.id limit 1;
-  if found then
-    raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
-      detail = format('job %s waits behind job %s for lock %s', v_id, p_id, v_lock),
-      hint = 'A job keeps its place in its lock while it waits. Give the other job another lock, or none.';
-  end if;
+    from below b
+    cross join lateral (select j.options from queue.job_now j where j.id = b.id and not j.ignores_needs
+      and not exists (select from queue.finished f where f.id = b.id) offset 0) j
+    cross join lateral (
+      select d.id from queue._direct_needs(b.id) d
+      union all
+      select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = b.id) d
+    where queue._needs_mode(j.options) & 1/* any */ = 0),
+  blocked as materialized (
+    select j.lock, max(j.id) as id
+    from below b cross join lateral (
+      select j.id, j.lock from queue.job_now j
+      where j.id = b.id and j.lock is not null and j.flags & 2/* mutex */ = 0
+        and not exists (select from queue.finished f where f.id = b.id) offset 0) j
+    group by j.lock),
+  above (id) as (
+    select p_id where exists (select from blocked)
+    union
+    select d.job_id
+    from above a
+    cross join lateral (
+      select d.job_id from queue.need d
+      where d.need_id = a.id and (d.mode & 4/* ended */ = 0 or d.claim is not null)
+      union all
+      select y.job_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.need_id = a.id) d
+    cross join lateral (select from queue.job_now j
+      where j.id = d.job_id and not j.ignores_needs and queue._needs_mode(j.options) & 1/* any */ = 0
+        and not exists (select from queue.finished f where f.id = d.job_id) offset 0) j)
+  select b.id, j.id, b.lock into id, holder, lock
+  from above a
+  cross join lateral (
+    select j.id, j.lock from queue.job_now j where j.id = a.id and j.lock is not null offset 0) j
+  join blocked b on b.lock = j.lock and b.id > j.id
+  order by b.id limit 1;
 end $$;
 
 -- Yields that are committed and not settled yet: jobs[i] will need needs[i].
@@ -9076,6 +9056,68 @@ begin
   return p_id || v_path;
 end $$;
 
+-- admit/yields.sql
+-- Yields: needs that a job adds while it runs.
+
+-- The payload that retry_later hands over: the needs to add. JSON null: run again whatever the needs are.
+-- Raises: 22023, QJ001, QJ005.
+create or replace function queue._check_yield(p_id bigint, p_needs jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_needs bigint[];
+begin
+  if p_needs is null then
+    p_needs := '[]'::jsonb;
+  elsif jsonb_typeof(p_needs) = 'null' then
+    return '{"ignore": true}'::jsonb;
+  end if;
+  begin
+    v_needs := array(select n::bigint from jsonb_array_elements_text(p_needs) n);
+  exception when data_exception then
+    perform queue._invalid('needs must be a list of ids', 'Pass ids of jobs, or null.');
+  end;
+  v_needs := queue._check_needs(v_needs);
+  perform queue._refuse_cycle(p_id, v_needs);
+  if (select queue._needs_mode(j.options) from queue.job j where j.id = p_id) & 1/* any */ = 0 then
+    perform queue._refuse_own_lock(p_id, v_needs);
+  end if;
+  return jsonb_build_object('needs', to_jsonb(v_needs));
+end $$;
+
+-- The payload that await_jobs hands over. A job that has ended may be awaited also when its retention is
+-- over. One that no longer exists counts as ended, if the job has awaited it before, or if a finished step
+-- has its id in a list: then it did exist, because the job has deferred it in that step.
+-- Raises: QJ001, QJ005.
+create or replace function queue._check_awaited(p_id bigint, p_claim bigint, p_ids jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := array(select distinct n::bigint from jsonb_array_elements_text(p_ids) n order by 1);
+  v_missing bigint[];
+  v_unknown bigint;
+begin
+  perform pg_current_xact_id();  -- as in _check_needs
+  v_missing := array(
+    select u.id from unnest(v_ids) u (id)
+    left join lateral (select j.id from queue.job j where j.id = u.id offset 0) j on true
+    where j.id is null);
+  if v_missing <> '{}' then
+    select u.id into v_unknown from unnest(v_missing) u (id)
+    where not exists (select from queue.need d where d.job_id = p_id and d.need_id = u.id)
+      and u.id not in (
+        select x.id::bigint
+        from queue.step s
+        cross join lateral jsonb_array_elements(
+          case when jsonb_typeof(s.value) = 'array' then s.value end) e
+        cross join lateral (select case when e::text ~ '^[0-9]{1,18}$' then e::text end as id) x
+        where s.job_id = p_id and x.id is not null)
+    limit 1;
+    perform queue._job_not_found(v_unknown) where v_unknown is not null;
+  end if;
+  perform queue._refuse_cycle(p_id, v_ids);
+  perform queue._refuse_own_lock(p_id, v_ids);
+  return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim, 'state', 'waiting');
+end $$;
+
 -- How its needs hold a job that yields, as far as its transaction can see: waiting or upstream_failed, NULL
 -- if they don't. Like _needs_states, which sees the yield only after it has settled (_add_yield_needs). The
 -- needs have no rows yet, so queue.need_now can't tell their states. Awaited jobs need only end.
@@ -9133,8 +9175,8 @@ end $$;
 
 -- Adds the needs of a yield. With the key awaits, which has the claim, these are jobs that it awaits, even if
 -- it needs them already: under any, a need alone might not hold it. If two concurrent yields have created a
--- cycle, it adds none and returns false. Under any, a need that the job did not have before counts as
--- satisfied at the start of the run if its end had certainly settled by then (began_xid).
+-- cycle, also by way of a lock, it adds none and returns false. Under any, a need that the job did not have
+-- before counts as satisfied at the start of the run if its end had certainly settled by then (began_xid).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._add_yield_needs(p_id bigint, p_payload jsonb)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -9151,7 +9193,10 @@ begin
     return true;
   end if;
   v_needs := array(select n::bigint from jsonb_array_elements_text(p_payload -> 'needs') n order by 1);
-  if queue._closes_cycle(p_id, v_needs, null, null) then
+  if queue._closes_cycle(p_id, v_needs, null, null)
+    or (p_payload ? 'awaits'
+        or (select queue._needs_mode(j.options) from queue.job j where j.id = p_id) & 1/* any */ = 0)
+      and (queue._blocked_need(p_id, v_needs, null, null)).id is not null then
     return false;
   end if;
   insert into queue.need as t (job_id, need_id, claim, mode, is_open, deleted_state)

@@ -1,5 +1,5 @@
 -- retry_later: which needs it waits for, what it returns, max_progress, cycles.
--- The races are in yields.cycle.spec and needs.*.spec.
+-- The races are in cycles.two_yields.spec and needs.*.spec.
 
 select plan(83);
 
@@ -196,7 +196,7 @@ do $$
 declare
   v record;
 begin
-  -- what the races in admit/yields.cycle.spec come to: both have passed _check_yield
+  -- what the races in admit/cycles.two_yields.spec come to: both have passed _check_yield
   for v in select j.id, j.claim, o.id as other from queue.jobs j join queue.jobs o on o.task in ('a', 'b') and o.id <> j.id where j.task in ('a', 'b') order by j.id loop
     delete from queue.active_job l where l.id = v.id;
     insert into queue.job_override (id, attempts, claims, progress) values (v.id, 1, 1, 1);

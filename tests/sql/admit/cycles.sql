@@ -1,6 +1,6 @@
 -- A job can't wait for one that waits behind it for its own lock: both would wait for ever.
 
-select plan(23);
+select plan(28);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -85,6 +85,34 @@ select pg_temp.claim(:p) as claim \gset
 select queue.defer('t', concurrency_key => 'K', concurrency_limit => 1) as c \gset
 select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :c), 'waits', 'a concurrency key holds up neither');
 select isnt(pg_temp.claim(:c), null, 'because the slot is free meanwhile');
+call pg_temp.clear();
+
+-- A holder further up: the parent of the parent, and a job that has not started and needs it
+select pg_temp.defer('L', 'ordered') as top \gset
+select pg_temp.claim(:top) as claim \gset
+select pg_temp.defer(null, null) as p, pg_temp.defer(null, null, '{"needs_mode": "any"}') as loose \gset
+select queue.await_jobs(:top, :claim, 'p', array[:p]) \g /dev/null
+select pg_temp.claim(:p) as claim \gset
+select pg_temp.defer('L', 'ordered') as c, pg_temp.defer('L', 'mutex') as mutex, pg_temp.defer('M', 'ordered') as other \gset
+select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :c), '%: job ' || :c || ' waits behind job ' || :top || ' for lock L.%', 'nor for one behind a job that waits for it');
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s, %s])', :p, :claim, :mutex, :other), 'waits', 'a mutex job and other locks are no obstacle');
+call pg_temp.clear();
+select pg_temp.defer(null, null) as p \gset
+select pg_temp.claim(:p) as claim \gset
+select pg_temp.defer('L', 'ordered', needs => array[:p]) as needing, pg_temp.defer('M', 'ordered', '{"needs_mode": "any"}', array[:p]) as any \gset
+select pg_temp.defer('L', 'ordered') as c, pg_temp.defer('M', 'ordered') as d \gset
+select queue.tick() \g /dev/null
+select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :c), '%: job ' || :c || ' waits behind job ' || :needing || ' for lock L.%', 'also if that one needs it from the beginning');
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :d), 'waits', 'one that needs any of several holds up nobody for good');
+call pg_temp.clear();
+select pg_temp.defer('L', 'ordered') as top \gset
+select pg_temp.claim(:top) as claim \gset
+select pg_temp.defer(null, null) as p \gset
+select queue.await_jobs(:top, :claim, 'p', array[:p]) \g /dev/null
+select queue.cancel(:top) \g /dev/null
+select pg_temp.claim(:p) as claim \gset
+select pg_temp.defer('L', 'ordered') as c \gset
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :c), 'waits', 'a holder that has ended is none');
 call pg_temp.clear();
 
 -- A retry changes the lock
