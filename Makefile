@@ -66,7 +66,7 @@ test-all: test-sql test-sql-owner test-py-all test-django test-sql-system test-p
 
 .PHONY: test-sql test-sql-owner test-py test-py-all test-django test-sql-system test-py-system
 test-sql: venv build tools
-	$(BIN)/python tests/sql/run --jobs 2
+	$(BIN)/python tests/sql/run --jobs 2 --servers 4
 
 test-sql-owner: venv build tools
 	$(BIN)/python tests/sql/run --owner pgdefer_owner $(OWNED)
@@ -82,7 +82,7 @@ test-py-all: venv build tools compiled
 test-django: venv build tools
 	$(BIN)/python tests/matrix --django
 
-test-sql-system test-py-system: command = $(if $(findstring sql,$@),$(BIN)/python tests/sql/run --jobs 2,$(BIN)/$(PYTEST) $(AGAIN) tests/py --ignore tests/py/unit -m 'not soak and not client')
+test-sql-system test-py-system: command = $(if $(findstring sql,$@),$(BIN)/python tests/sql/run --jobs 2 --servers 4,$(BIN)/$(PYTEST) $(AGAIN) tests/py --ignore tests/py/unit -m 'not soak and not client')
 test-sql-system test-py-system: venv build tools compiled
 	@if [ -n "$(SYSTEM_PG)" ]; then \
 	  echo "PGDEFER_PG_BIN=$(SYSTEM_PG) $(command)"; \
