@@ -67,6 +67,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None if it is closed
             stream.reconfigure(errors="replace")
+    _leave_out_others(sys.argv[1:2])
     try:
         cli()
     except OSError as error:
@@ -77,3 +78,15 @@ def main() -> None:
         with contextlib.suppress(typer.Exit):
             fail(Exit.ERROR, f"the output can't be written: {error.strerror}")
         sys.exit(Exit.ERROR)
+
+
+def _leave_out_others(words: list[str]) -> None:
+    """Keep only the command that is called: to build all takes as long as to import them."""
+    groups = [group for group in cli.registered_groups if group.name in words]
+    commands = [
+        command
+        for command in cli.registered_commands
+        if (command.name or getattr(command.callback, "__name__", None)) in words
+    ]
+    if groups or commands:
+        cli.registered_groups, cli.registered_commands = groups, commands

@@ -11,12 +11,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 import pgdefer
-from pgdefer import App, MultiWorker, Worker, WorkerOptions
+from pgdefer import App
 from pgdefer.database import sql
 from pgdefer.logs import JsonFormatter
 from pgdefer.worker.options import check_options
@@ -26,6 +26,9 @@ from pgdefer.worker.supervisor import Supervisor, SupervisorChannel
 from . import _show
 from ._base import DSN, AsJson, Exit, fail, reported, session
 from ._reload import run_and_reload
+
+if TYPE_CHECKING:
+    from pgdefer import MultiWorker, Worker, WorkerOptions
 
 workers = typer.Typer(invoke_without_command=True)
 # Exit codes with which a new process would end again.
@@ -303,7 +306,7 @@ def worker(
         _supervise(processes, options)
     found = _moved(_load(app), _one(dsn), listen_dsn, pgbouncer=pgbouncer)
     with _checked():
-        running = Worker(found, wanted, **options)
+        running = pgdefer.Worker(found, wanted, **options)
     if channel is not None:
         running.supervisor, channel.on_close = channel, running.stop
     _run(running)
@@ -523,7 +526,7 @@ def _run_many(
     if is_single:
         fail(Exit.USAGE, "--processes, --pgbouncer and --listen-dsn are for one database.")
     with reported(), _checked():
-        worker = MultiWorker(app, databases, queues, per_database=per_database, **options)
+        worker = pgdefer.MultiWorker(app, databases, queues, per_database=per_database, **options)
     _run(worker)
 
 
