@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -11,12 +12,16 @@ from typing import Any
 
 import psycopg
 import pytest
+import typer.testing
 from psycopg.rows import dict_row
 
 from pgdefer import App
 from workers import running as running
 from workers import until as until
 from workers import wait_for as wait_for
+
+# A test runs many commands in its process: typer would build all sixty anew for each.
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
