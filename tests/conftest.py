@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pgdefer.database.server import EmbeddedServer, temporary_server
+from pgdefer.database.server import EmbeddedServer
+from support import quick_server
 
 
 @pytest.fixture(scope="session")
@@ -19,5 +20,5 @@ def server() -> Iterator[EmbeddedServer]:
         "jit": "off",
         "timezone": "UTC",
     }
-    with temporary_server(settings=settings) as running:
+    with quick_server(settings) as running:
         yield running
