@@ -9988,9 +9988,9 @@ end $$;
 
 -- Claims of jobs with ordered locks have ended. Removes the jobs from their locks and makes the next ones
 -- ready, as _leave_locks and _enter_slots do together. Returns whether it did; if not, nothing has changed.
--- It does if no lock is mixed or has a late member or two of these jobs; and if the next jobs wait for
--- nothing but their turn, have never started or been changed, and go to one lane, which exists and has no
--- shares. With p_unless_news it does not if there may be jobs that are not admitted yet (_has_news).
+-- It does if no lock is mixed or has a late member, and if the next jobs wait for nothing but their turn,
+-- have never started or been changed, and go to one lane, which exists and has no shares. With p_unless_news
+-- it looks at nothing if there may be jobs that are not admitted yet (_has_news).
 -- Locks: the caller holds the admission lock, so that the rows do not move meanwhile.
 -- Why no wake-up is lost: in each lock the first member that has not ended becomes ready.
 -- One statement, because to set statements up is most of what they cost (ADR 1).
@@ -10026,15 +10026,15 @@ begin
         order by m.id limit 1) m
       cross join lateral (
         select k.queue, k.priority, k.flags, k.deadline, k.options
-        from queue.job k where k.id = m.id offset 0) k) n on true),
+        from queue.job k where k.id = m.id offset 0) k) n on true
+    where (p_unless_news and (
+      select k.has_backlog or k.in_flight <> '{}' or (select j.id from queue.job j
+        where j.xid >= k.next_xid limit 1) is not null
+      from queue.cursor_now k)) is not true),
   place as materialized (
     select a.tids, a.id, a.deadline, l.lane, l.extra_flags,
       l.is_idle or (a.deadline, a.id) < (l.low_deadline, l.low_id) as is_low,
-      a.are_simple and (a.id is null or l.lane is not null and l.tag_base is null)
-        and (p_unless_news and (
-          select k.has_backlog or k.in_flight <> '{}' or (select j.id from queue.job j
-            where j.xid >= k.next_xid limit 1) is not null
-          from queue.cursor_now k)) is not true as are_simple
+      a.are_simple and (a.id is null or l.lane is not null and l.tag_base is null) as are_simple
     from (
       select array_agg(n.tid) as tids, min(n.id) as id, min(n.deadline) as deadline, min(n.queue) as queue,
         min(n.priority) as priority,
@@ -11330,6 +11330,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[] := p_ids;
   v_flags smallint[] := p_flags;
+  v_has_news boolean;
 begin
   if p_kind = 'ended' and p_all_flags & (7/* lock_or_keys */ | 4096/* needed */ | 16384/* queue_slot */) = 0 then
     return;
@@ -11345,10 +11346,13 @@ begin
   elsif p_kind = 'ended' and p_all_flags & (16390/* counted */ | 4096/* needed */) = 0 then
     -- the same as _settle_now for claims that have only an ordered lock
     if not queue._pass_turns_on(v_ids, true) then
-      if queue._has_news() then
+      v_has_news := queue._has_news();
+      if v_has_news then
         perform queue._admit(1000);
       end if;
-      perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
+      if not v_has_news or not queue._pass_turns_on(v_ids) then
+        perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
+      end if;
     end if;
   elsif p_kind = 'ended' and p_all_flags & (3/* lock */ | 4096/* needed */) = 0
     and (queue._pass_slots_on(queue._only_key(v_ids, v_flags), cardinality(v_ids))).is_done then
@@ -13308,7 +13312,7 @@ end $$;
 -- any other gone worker.
 create or replace function queue.worker_died(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_worker(worker_died.worker);

@@ -10,7 +10,7 @@
 -- any other gone worker.
 create or replace function queue.worker_died(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
+set search_path = pg_catalog, pg_temp {{planner}} as $$
 begin
   {{if_restricted}}
     perform queue._require_worker(worker_died.worker);

@@ -11,6 +11,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[] := p_ids;
   v_flags smallint[] := p_flags;
+  v_has_news boolean;
 begin
   if p_kind = 'ended' and p_all_flags & ({{lock_or_keys}} | {{needed}} | {{queue_slot}}) = 0 then
     return;
@@ -26,10 +27,13 @@ begin
   elsif p_kind = 'ended' and p_all_flags & ({{counted}} | {{needed}}) = 0 then
     -- the same as _settle_now for claims that have only an ordered lock
     if not queue._pass_turns_on(v_ids, true) then
-      if queue._has_news() then
+      v_has_news := queue._has_news();
+      if v_has_news then
         perform queue._admit(1000);
       end if;
-      perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
+      if not v_has_news or not queue._pass_turns_on(v_ids) then
+        perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
+      end if;
     end if;
   elsif p_kind = 'ended' and p_all_flags & ({{lock}} | {{needed}}) = 0
     and (queue._pass_slots_on(queue._only_key(v_ids, v_flags), cardinality(v_ids))).is_done then

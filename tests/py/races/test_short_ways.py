@@ -164,7 +164,7 @@ def a_defer(rng: random.Random, rare: float, keys: str) -> Call:
 OUTCOMES: list[dict[str, Any]] = [
     {"outcome": "succeeded"},
     {"outcome": "failed", "error": "x"},
-    {"outcome": "failed", "error": "x", "retry_in": "0"},
+    {"outcome": "failed", "error": "x", "options": {"retry_in": "0"}},
     {"outcome": "released"},
     {"outcome": "retry_later"},
     {"outcome": "succeeded", "steps": [{"name": "s", "value": 1}]},
