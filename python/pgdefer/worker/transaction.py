@@ -30,6 +30,10 @@ __all__ = [
     "settled_by",
 ]
 
+# SQLSTATEs of errors that the application causes, though they may pass: an earlier error in the
+# transaction, its statement_timeout and lock_timeout, deadlocks, conflicts of its transactions.
+OF_APPLICATION = frozenset({"25P02", "57014", "55P03", "40P01", "40001"})
+
 # The types that a call returns if the function's code has not run yet.
 UNRUN = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
@@ -135,8 +139,8 @@ class OwnPart:
     def is_cause(self, error: BaseException) -> bool:
         """Whether this is an error of the server, not of what the handler has set or deferred."""
         code = sqlstate_of(error) or ""
-        if not self.is_on or code in ("25P02", "57014") or not is_transient(error):
-            return False  # 57014 comes from a statement_timeout, 25P02 from an earlier error
+        if not self.is_on or code in OF_APPLICATION or not is_transient(error):
+            return False
         if code == "25006":  # read-only
             info = getattr(self._connection, "info", None)
             names = "in_hot_standby", "default_transaction_read_only"

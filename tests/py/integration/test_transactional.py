@@ -92,6 +92,9 @@ MISTAKES = [
     ("select 1/0", "has failed, which has ended the transaction"),
     ("set transaction read only", "read-only transaction"),
     ("insert into late values (1); set local statement_timeout = 1", "statement timeout"),
+    ("insert into busy values (1); set local lock_timeout = 1", "lock timeout"),
+    ("insert into torn values ('40P01')", "torn by 40P01"),
+    ("insert into torn values ('40001')", "torn by 40001"),
     ("rollback", "has ended its transaction"),
     ("commit", "has ended its transaction"),
     ("close", "has closed its connection"),
@@ -110,6 +113,22 @@ async def test_what_the_handler_may_not_do(
         end $$;
         create constraint trigger sleep after insert on late initially deferred
         for each row execute function sleep();
+        create table busy (n integer);
+        create table held (n integer);
+        create function read_held() returns trigger language plpgsql as $$
+        begin
+          perform from held;
+          return null;
+        end $$;
+        create constraint trigger read_held after insert on busy initially deferred
+        for each row execute function read_held();
+        create table torn (code text);
+        create function tear() returns trigger language plpgsql as $$
+        begin
+          raise 'torn by %', new.code using errcode = new.code;
+        end $$;
+        create constraint trigger tear after insert on torn initially deferred
+        for each row execute function tear();
     """)
     crashes = []
     app.on("crash")(crashes.append)
@@ -128,10 +147,12 @@ async def test_what_the_handler_may_not_do(
             with contextlib.suppress(psycopg.Error):
                 connection.close() if what == "close" else connection.execute(what)
 
-    async with running(app):
-        for what, _ in MISTAKES:
-            app.defer("t", {"what": what})
-        rows = await jobs.end()
+    with conn.transaction():
+        conn.execute("lock table held")
+        async with running(app):
+            for what, _ in MISTAKES:
+                app.defer("t", {"what": what})
+            rows = await jobs.end()
     for row, (_, error) in zip(rows, MISTAKES, strict=True):
         assert error in row["error"]
     assert [(row["state"], row["failures"], row["crashes"]) for row in rows] == [
