@@ -99,12 +99,7 @@ class Completer:
             sending = self.take()
             if not sending:
                 return
-            try:
-                await self.send(connection, sending)
-            except psycopg.Error as error:
-                log.warning("outcomes were refused: %s", describe(error))
-                for claim, outcome in sending:
-                    await self._send_one(connection, claim, outcome)
+            await self.send_apart(connection, sending)
 
     async def _send_one(self, connection: Connection, claim: Claim, outcome: str) -> None:
         """Send an outcome; if the database can't store it, the closest one that it can.

@@ -468,6 +468,9 @@ class Fetcher:
             await self._listener.after_sleep(worker)
         except (ConnectionLost, psycopg.Error) as error:
             log.warning("the worker could not deregister: %s", error)
+        except asyncio.CancelledError:
+            state.id = worker  # it is still to be done
+            raise
 
     async def listen_again(self) -> None:
         """Listen again to what is meant for this worker."""

@@ -19,6 +19,7 @@ from pgdefer.database.backoff import Backoff
 from pgdefer.database.source import Source
 from pgdefer.errors import InvalidParameter, PgDeferError, describe, translate
 from pgdefer.tasks.registry import Registry
+from pgdefer.worker.closing import to_the_end
 from pgdefer.worker.databases import Database, DsnFile, read_dsns
 from pgdefer.worker.gate import Gate
 from pgdefer.worker.heartbeat import HeartbeatThread, clock
@@ -252,7 +253,7 @@ class MultiWorker:
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
-                await asyncio.wait(self._tasks)
+                await to_the_end(lambda: asyncio.gather(*self._tasks, return_exceptions=True))
 
     async def _watch(self, file: DsnFile) -> None:
         """Follow the file."""

@@ -21,6 +21,7 @@ from pgdefer.options import as_list
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker.batch_runner import BatchRunner
 from pgdefer.worker.claim import Claim, Runner
+from pgdefer.worker.closing import to_the_end
 from pgdefer.worker.completer import Completer
 from pgdefer.worker.ending import STOPPED
 from pgdefer.worker.executor import Executor
@@ -179,12 +180,9 @@ class Worker:
                 await self._fetch_until_end()
             except BaseException:
                 self.stop_at_once()
-                running = [one.coroutine for one in self.executor.running if one.coroutine]
-                if running:
-                    await asyncio.wait(running, timeout=GRACE)
                 raise
             finally:
-                await self._end()
+                await to_the_end(self._end)
 
     async def _fetch_until_end(self) -> None:
         """Fetch until the end. Cancelled, it stops first, if there is a time for that."""
@@ -198,7 +196,7 @@ class Worker:
             raise
         finally:
             fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
+            await to_the_end(lambda: asyncio.gather(fetching, return_exceptions=True))
 
     def _answer(self, path: str) -> Answer:
         """Answer a probe. Called in threads."""
@@ -358,6 +356,10 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *args)
 
     async def _end(self) -> None:
+        """Give back what runs, report and leave. Each part has a limit, and may be repeated."""
+        running = [one.coroutine for one in self.executor.running if one.coroutine]
+        if running:
+            await asyncio.wait(running, timeout=GRACE)
         self.executor.give_back_all()
         await self.heartbeat.stop()
         await self.fetcher.close(GRACE)

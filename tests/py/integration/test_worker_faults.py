@@ -1637,6 +1637,9 @@ async def main() -> None:
     working = asyncio.create_task(app.run_worker_async(**options))
     while begun < 4:
         await asyncio.sleep(0.005)
+    if "twice" in sys.argv:
+        working.cancel()
+        await asyncio.sleep(0.02)
     if "raise" in sys.argv:
         raise RuntimeError("main has failed")
 
@@ -1644,7 +1647,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", ["return", "raise", "patient"])
+@pytest.mark.parametrize("how", ["return", "raise", "patient", "twice"])
 async def test_the_end_of_the_event_loop_gives_jobs_back(
     jobs: Jobs, conn: Connection, dsn: str, tmp_path: Path, how: str
 ) -> None:
@@ -1659,6 +1662,36 @@ async def test_the_end_of_the_event_loop_gives_jobs_back(
     assert ("main has failed" in ended.stderr) is (how == "raise")
     assert list(jobs.states().values()) == ["ready"] * 5
     assert {(row["attempts"], row["crashes"]) for row in jobs()} == {(0, 0)}
+    assert conn.execute("select from queue.workers where is_alive").fetchall() == []
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_worker_that_is_cancelled_twice_gives_jobs_back(
+    app: App, jobs: Jobs, conn: Connection, goes_on: bool
+) -> None:
+    """Also with a handler that does not end, for which it waits a moment."""
+    release = asyncio.Event()
+
+    @app.task(name="t")
+    async def task() -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                if not goes_on:
+                    raise
+
+    app.defer("t")
+    worker = Worker(app)
+    working = asyncio.create_task(worker.run_async())
+    await until(lambda: bool(worker.executor.running))
+    for _ in range(20):
+        working.cancel()
+        await asyncio.sleep(0.005)
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    release.set()
+    assert [(row["state"], row["attempts"]) for row in jobs()] == [("ready", 0)]
     assert conn.execute("select from queue.workers where is_alive").fetchall() == []
 
 
