@@ -227,7 +227,7 @@ begin
         finish_and_fetch, finish_many, finish_step, finish_steps, function_call, heartbeat, is_busy,
         read_steps, register_worker, run_function, set_progress, sleep, wait, work, worker_died}'),
       ('{worker,operator}', true, '{attempts_left, extend, fail, reap, release, retry_later, succeed, tick}'),
-      ('{worker,operator,reader}', true, '{backoff, needs, next_runs, peek}'),
+      ('{worker,operator,reader}', true, '{attempt_outcome, backoff, needs, next_runs, peek}'),
       ('{operator}', true, '{
         cancel, cancel_children, configure_queue, copy, create_queue, delete, delete_queue, done,
         fail_jobs, fork, hold, move, next, pause, reschedule, resume, retry, retry_failed, set_args,

@@ -25,6 +25,23 @@ comment on function queue.attempts_left(bigint, bigint) is
   'For a handler: at which failure its job fails for good by its retry policy (NULL: never), how often it'
     ' has failed since the last manual retry, and whether a failure of this run would be the last.';
 
+-- Volatile, so that it sees what another call in the same statement has done.
+-- Locks: none. Raises: QJ001.
+create or replace function queue.attempt_outcome(id bigint, claim bigint)
+returns text language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp {{planner}} as $$
+begin
+  {{if_restricted}}
+    perform queue._require_jobs('{worker,operator,reader}', array[attempt_outcome.id]);
+  end if;
+  return (select a.outcome from queue.attempt a
+          where a.job_id = attempt_outcome.id and a.claim = attempt_outcome.claim);
+end $$;
+comment on function queue.attempt_outcome(bigint, bigint) is
+  'Returns how queue.attempts shows the end of a claim; NULL if it has succeeded or has not ended. For a'
+    ' worker whose handler has ended its claim by sleep, wait, await_jobs or fail_step: if the job was told'
+    ' to abort, that ended as aborted.';
+
 -- Ends the claim with an outcome other than succeeded and returns the job's new state. In addition to the
 -- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force; at and change:
 -- the time and the changes) and suspended (work/waits.sql, work/step_failures.sql; is_open: its wait has not

@@ -187,6 +187,9 @@ RETRY_LATER = Statement("""
 
 # Durable jobs
 
+# What queue.attempts calls the end of a claim. The call that ends it comes first: in a subquery.
+_OUTCOME = "queue.attempt_outcome(cast(:id as bigint), cast(:claim as bigint))"
+
 BEGIN_STEP = Statement("""
     select finished from queue.begin_step(
       cast(:id as bigint), cast(:claim as bigint), cast(:name as text),
@@ -204,10 +207,12 @@ FINISH_STEPS = Statement("""
       cast(:id as bigint), cast(:claim as bigint), cast(cast(:steps as text) as jsonb))
 """)
 
-FAIL_STEP = Statement("""
-    select queue.fail_step(
+FAIL_STEP = Statement(f"""
+    select ended.state, {_OUTCOME} as outcome
+    from (select queue.fail_step(
       cast(:id as bigint), cast(:claim as bigint), cast(:name as text), cast(:error as text),
-      cast(cast(:details as text) as jsonb), cast(cast(:options as text) as jsonb))
+      cast(cast(:details as text) as jsonb), cast(cast(:options as text) as jsonb)) as state
+    ) as ended
 """)
 
 READ_STEPS = Statement("""
@@ -215,22 +220,26 @@ READ_STEPS = Statement("""
       cast(:id as bigint), cast(:claim as bigint), cast(:after as text))
 """)
 
-SLEEP = Statement("""
-    select queue.sleep(
+SLEEP = Statement(f"""
+    select {_OUTCOME} as outcome
+    from (select queue.sleep(
       cast(:id as bigint), cast(:claim as bigint), cast(:name as text),
       coalesce(cast(cast(:at as text) as timestamptz),
-        clock_timestamp() + cast(cast(:delay as text) as interval)))
+        clock_timestamp() + cast(cast(:delay as text) as interval)))) as ended
 """)
 
-WAIT = Statement("""
-    select queue.wait(
+WAIT = Statement(f"""
+    select {_OUTCOME} as outcome
+    from (select queue.wait(
       cast(:id as bigint), cast(:claim as bigint), cast(:name as text), cast(:signal as text),
-      cast(:event as text), cast(cast(:timeout as text) as interval))
+      cast(:event as text), cast(cast(:timeout as text) as interval))) as ended
 """)
 
-AWAIT_JOBS = Statement("""
-    select queue.await_jobs(
-      cast(:id as bigint), cast(:claim as bigint), cast(:name as text), cast(:jobs as bigint[]))
+AWAIT_JOBS = Statement(f"""
+    select {_OUTCOME} as outcome
+    from (select queue.await_jobs(
+      cast(:id as bigint), cast(:claim as bigint), cast(:name as text),
+      cast(:jobs as bigint[]))) as ended
 """)
 
 SIGNAL = Statement("""

@@ -54,8 +54,8 @@ class DurableCalls(StepCalls):
                 return
             parameters = {**self._keyed(key), **when}
             self._store_kept()
-            self.client.call(sql.SLEEP, parameters)
-            self.steps.ended_as = ("yielded", "scheduled")
+            ((outcome,),) = self.client.call(sql.SLEEP, parameters)
+            self.steps.suspended(outcome, "scheduled")
             raise JobSuspended
 
     def wait_for(
@@ -85,8 +85,8 @@ class DurableCalls(StepCalls):
                 "timeout": length,
             }
             self._store_kept()
-            self.client.call(sql.WAIT, parameters)
-            self.steps.ended_as = ("yielded", "waiting")
+            ((outcome,),) = self.client.call(sql.WAIT, parameters)
+            self.steps.suspended(outcome, "waiting")
             raise JobSuspended
 
     # Children
@@ -115,8 +115,9 @@ class DurableCalls(StepCalls):
         with self._step(f"{name} ended", None) as (key, _):
             if key is not None and ids:
                 self._store_kept()
-                self.client.call(sql.AWAIT_JOBS, {**self._keyed(key), "jobs": ids})
-                self.steps.ended_as = ("yielded", "waiting")
+                parameters = {**self._keyed(key), "jobs": ids}
+                ((outcome,),) = self.client.call(sql.AWAIT_JOBS, parameters)
+                self.steps.suspended(outcome, "waiting")
                 raise JobSuspended
         rows = self.client.call(sql.NEEDS, {"id": self.id})
         decode = self.client.codec.decode

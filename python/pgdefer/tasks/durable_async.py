@@ -53,8 +53,8 @@ class AsyncDurableCalls(AsyncStepCalls):
                 return
             parameters = {**self._keyed(key), **when}
             await self._store_kept_async()
-            await self.client.call_async(sql.SLEEP, parameters)
-            self.steps.ended_as = ("yielded", "scheduled")
+            ((outcome,),) = await self.client.call_async(sql.SLEEP, parameters)
+            self.steps.suspended(outcome, "scheduled")
             raise JobSuspended
 
     async def wait_for_async(
@@ -84,8 +84,8 @@ class AsyncDurableCalls(AsyncStepCalls):
                 "timeout": length,
             }
             await self._store_kept_async()
-            await self.client.call_async(sql.WAIT, parameters)
-            self.steps.ended_as = ("yielded", "waiting")
+            ((outcome,),) = await self.client.call_async(sql.WAIT, parameters)
+            self.steps.suspended(outcome, "waiting")
             raise JobSuspended
 
     # Children
@@ -114,8 +114,9 @@ class AsyncDurableCalls(AsyncStepCalls):
         async with self._step_async(f"{name} ended", None) as (key, _):
             if key is not None and ids:
                 await self._store_kept_async()
-                await self.client.call_async(sql.AWAIT_JOBS, {**self._keyed(key), "jobs": ids})
-                self.steps.ended_as = ("yielded", "waiting")
+                parameters = {**self._keyed(key), "jobs": ids}
+                ((outcome,),) = await self.client.call_async(sql.AWAIT_JOBS, parameters)
+                self.steps.suspended(outcome, "waiting")
                 raise JobSuspended
         rows = await self.client.call_async(sql.NEEDS, {"id": self.id})
         decode_async = self.client.codec.decode_async

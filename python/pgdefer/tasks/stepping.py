@@ -164,17 +164,18 @@ class StepCalls:
         self._store_kept()
         parameters = {**self._keyed(key), **tries.failure(error)}
         try:
-            ((state,),) = self.client.call(sql.FAIL_STEP, parameters)
+            ((state, outcome),) = self.client.call(sql.FAIL_STEP, parameters)
         except InvalidParameter as refused:
             if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
                 raise
             with self.client.transaction() as connection:
                 encoding = connection.info.parameter_status("server_encoding")
                 parameters = fitted(parameters, encoding)
-                ((state,),) = self.client.call(sql.FAIL_STEP, parameters, connection)
+                rows = self.client.call(sql.FAIL_STEP, parameters, connection)
+            ((state, outcome),) = rows
         if state is not None:
             log.info("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
-            self.steps.ended_as = ("failed", state)
+            self.steps.ended_as = (outcome, state)
             raise JobSuspended from error
         failed = StepFailed(key, parameters["error"])
         failed.__cause__ = error

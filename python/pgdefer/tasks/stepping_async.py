@@ -165,17 +165,18 @@ class AsyncStepCalls:
         await self._store_kept_async()
         parameters = {**self._keyed(key), **tries.failure(error)}
         try:
-            ((state,),) = await self.client.call_async(sql.FAIL_STEP, parameters)
+            ((state, outcome),) = await self.client.call_async(sql.FAIL_STEP, parameters)
         except InvalidParameter as refused:
             if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
                 raise
             async with self.client.transaction_async() as connection:
                 encoding = connection.info.parameter_status("server_encoding")
                 parameters = fitted(parameters, encoding)
-                ((state,),) = await self.client.call_async(sql.FAIL_STEP, parameters, connection)
+                rows = await self.client.call_async(sql.FAIL_STEP, parameters, connection)
+            ((state, outcome),) = rows
         if state is not None:
             log.info("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
-            self.steps.ended_as = ("failed", state)
+            self.steps.ended_as = (outcome, state)
             raise JobSuspended from error
         failed = StepFailed(key, parameters["error"])
         failed.__cause__ = error

@@ -99,6 +99,13 @@ class Steps:
             self._stored = None
         return self._finished
 
+    def suspended(self, outcome: str, state: str) -> None:
+        """Record that a sleep or wait has ended the claim: with this outcome, by queue.attempts.
+
+        `state` is the job's, unless it was told to abort.
+        """
+        self.ended_as = (outcome, "cancelled" if outcome == "aborted" else state)
+
     def complete(self, rows: Iterable[Sequence[Any]]) -> None:
         """Store all finished steps, which were read separately."""
         self._finished = {row[0]: row[1] for row in rows}

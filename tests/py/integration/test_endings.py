@@ -8,7 +8,7 @@ import contextlib
 import datetime as dt
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pgdefer import App, JobContext, JobEvent, JobSuspended, Retry, RetryLater, current_job
 from pgdefer.contrib import otel
+from pgdefer.worker.executor import Executor
 
 from .conftest import Jobs, running, until
 
 pytestmark = pytest.mark.client
 
 MOMENT = dt.timedelta(milliseconds=1)
+LATER = dt.datetime(2999, 1, 1, tzinfo=dt.UTC)
 IN_PROCESS = """
 from pgdefer import App, RetryLater
 
@@ -143,6 +145,15 @@ def define_durable_tasks(app: App) -> None:
 
         await current_job().step_async("a", once_only, retry=Retry(2, base=dt.timedelta(0)))
 
+    @app.task(name="late step")
+    async def late_step() -> None:
+        async def once_late() -> None:
+            if is_first(seen):
+                await asyncio.Event().wait()
+
+        retry = Retry(2, base=dt.timedelta(0))
+        await current_job().step_async("a", once_late, retry=retry, timeout=10 * MOMENT)
+
     @app.task(name="suspends itself", retry=Retry(1))
     async def suspends_itself() -> None:
         raise JobSuspended
@@ -231,11 +242,79 @@ async def test_all_is_told_as_it_is_recorded(
     assert told.exhausted == failed
     assert told.logged(logging.ERROR) == failed
     assert told.logged(logging.INFO) == recorded.by_state["succeeded"]
-    assert told.logged(logging.WARNING) == told.retried == {"fails once": 1, "step": 1}
+    assert (
+        told.logged(logging.WARNING)
+        == told.retried
+        == {
+            "fails once": 1,
+            "step": 1,
+            "late step": 1,
+        }
+    )
     spans = {span.name for span in exporter.get_finished_spans() if not span.status.is_ok}
-    names = {"late", "suspends itself", "fails once", "step", "writes, then broken"}
+    names = {"late", "suspends itself", "fails once", "step", "late step", "writes, then broken"}
     assert spans == {f"process {name}" for name in names}
     tracers.shutdown()
+
+
+async def sleep(job: JobContext) -> None:
+    await job.sleep_async("nap", MOMENT)
+
+
+async def wait(job: JobContext) -> None:
+    await job.wait_for_async("approval")
+
+
+async def gather(job: JobContext) -> None:
+    await job.gather_async([App().prepare("child", scheduled_at=LATER)])
+
+
+async def fail(job: JobContext) -> None:
+    def always() -> None:
+        raise ValueError("no")
+
+    await job.step_async("a", always, retry=Retry(2))
+
+
+async def fail_late(job: JobContext) -> None:
+    retry = Retry(2, base=dt.timedelta(0))
+    await job.step_async("a", asyncio.Event().wait, retry=retry, timeout=10 * MOMENT)
+
+
+async def test_a_job_told_to_abort_that_suspends_is_told_as_aborted(
+    app: App,
+    jobs: Jobs,
+    told: Told,
+    conn: psycopg.Connection[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The database knows of the abort, and the worker does not yet."""
+    monkeypatch.setattr(Executor, "abort_some", lambda *_: None)
+    begun: list[int] = []
+    goes_on = asyncio.Event()
+    ways = (sleep, wait, gather, fail, fail_late)
+    for way in ways:
+
+        @app.task(name=way.__name__)
+        async def task(way: Callable[[JobContext], Awaitable[None]] = way) -> None:
+            begun.append(current_job().id)
+            await goes_on.wait()
+            await way(current_job())
+
+    async with running(app):
+        for way in ways:
+            await app.defer_async(way.__name__)
+        await until(lambda: len(begun) == len(ways))
+        for id in begun:
+            conn.execute("select queue.cancel(%s, abort => true)", [id])
+        goes_on.set()
+        await jobs.end(*begun)
+        await until(lambda: told.measured.total() >= len(ways))
+    recorded = Recorded(jobs)
+    assert told.measured == {(way.__name__, "aborted"): 1 for way in ways} == recorded.measured
+    assert not told.retried
+    assert not told.exhausted
+    assert not told.logged(logging.WARNING)
 
 
 async def test_a_success_that_is_refused_is_not_told(

@@ -1,6 +1,6 @@
 -- Retry policies and their tables, options of fail, crashes, and the size limits of errors.
 
-select plan(192);
+select plan(197);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -303,4 +303,19 @@ select claim from queue.fetch(:worker) \gset
 select is(queue.attempts_left(:id, :claim)::text, '(,0,f)', 'a registered one, without a limit');
 select queue.succeed(:id, :claim) \g /dev/null
 select throws_ok('select queue.attempts_left(0, 0)', 'QJ001', null, 'no such job');
+
+-- attempt_outcome, for the worker whose handler has ended its claim
+select queue.defer('slept') as id \gset
+select claim from queue.fetch(:worker) \gset
+select is(queue.attempt_outcome(:id, :claim), null, 'it has not ended');
+select is((select queue.attempt_outcome(:id, :claim) from (select queue.sleep(:id, :claim, 'nap', now())) s), 'yielded', 'the same statement sees it');
+select claim from queue.fetch(:worker) \gset
+select queue.cancel(:id, abort => true) \g /dev/null
+select is((select queue.attempt_outcome(:id, :claim) from (select queue.wait(:id, :claim, 'w', signal => 's')) s), 'aborted', 'a job that was told to abort has not slept');
+select queue.defer('slept') as id \gset
+select claim from queue.fetch(:worker) \gset
+select is((select queue.attempt_outcome(:id, :claim) from (select queue.fail_step(:id, :claim, 'a', 'late', options => '{"retry": {"max_attempts": 2}, "outcome": "timed_out"}')) s), 'timed_out', 'a step that was too late');
+select claim from queue.fetch(:worker) \gset
+select queue.succeed(:id, :claim) \g /dev/null
+select is(queue.attempt_outcome(:id, :claim), null, 'a success is no attempt there');
 select * from finish();
