@@ -11,7 +11,7 @@ from pgdefer.database import sql
 from pgdefer.options import checked_interval, to_json
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping import StepCalls
-from pgdefer.tasks.steps import check_name, check_text, ids_of, results_of
+from pgdefer.tasks.steps import Child, check_name, check_text, ids_of, results_of
 
 __all__ = ["DurableCalls"]
 
@@ -112,17 +112,34 @@ class DurableCalls(StepCalls):
         check_name("name, with ' ended',", f"{name} ended")
         with self._step(name, None) as (key, value):
             ids = ids_of(value) if key is None else self._defer(key, list(calls))
-        with self._step(f"{name} ended", None) as (key, _):
+        self._await_jobs(f"{name} ended", ids)
+        while (rows := self._ended(ids)) is None:
+            # An operator has retried one. The name must be of no other use: it may be skipped.
+            self._await_jobs(f"job {ids[0]} ended again", ids)
+        decode = self.client.codec.decode
+        results = [(row[0], row[2], decode(row[3]), row[4]) for row in rows]
+        return results_of(results, return_errors=return_errors)
+
+    def _await_jobs(self, name: str, ids: list[int]) -> None:
+        """Wait for jobs, unless the step of this name is finished."""
+        with self._step(name, None) as (key, _):
             if key is not None and ids:
                 self._store_kept()
                 parameters = {**self._keyed(key), "jobs": ids}
                 ((outcome,),) = self.client.call(sql.AWAIT_JOBS, parameters)
                 self.steps.suspended(outcome, "waiting")
                 raise JobSuspended
-        rows = self.client.call(sql.NEEDS, {"id": self.id})
-        decode = self.client.codec.decode
-        results = {row[0]: (row[2], decode(row[3]), row[4]) for row in rows}
-        return results_of(ids, results, return_errors=return_errors)
+
+    def _ended(self, ids: list[int]) -> list[Child] | None:
+        """Return the rows of children, or None unless all have ended; reads only unknown ones.
+
+        One call reads the children of all steps: a run of many steps would read them many times.
+        """
+        rows = self.steps.ended_children(ids)
+        if rows is None:
+            self.steps.read_children(ids, self.client.call(sql.NEEDS, {"id": self.id}))
+            rows = self.steps.ended_children(ids)
+        return rows
 
     def _defer(self, key: str, calls: list[_Call]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""

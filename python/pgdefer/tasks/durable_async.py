@@ -10,7 +10,7 @@ from pgdefer.database import sql
 from pgdefer.options import checked_interval, to_json
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping_async import AsyncStepCalls
-from pgdefer.tasks.steps import check_name, check_text, ids_of, results_of
+from pgdefer.tasks.steps import Child, check_name, check_text, ids_of, results_of
 
 __all__ = ["AsyncDurableCalls"]
 
@@ -111,17 +111,34 @@ class AsyncDurableCalls(AsyncStepCalls):
         check_name("name, with ' ended',", f"{name} ended")
         async with self._step_async(name, None) as (key, value):
             ids = ids_of(value) if key is None else await self._defer_async(key, list(calls))
-        async with self._step_async(f"{name} ended", None) as (key, _):
+        await self._await_jobs_async(f"{name} ended", ids)
+        while (rows := await self._ended_async(ids)) is None:
+            # An operator has retried one. The name must be of no other use: it may be skipped.
+            await self._await_jobs_async(f"job {ids[0]} ended again", ids)
+        decode_async = self.client.codec.decode_async
+        results = [(row[0], row[2], await decode_async(row[3]), row[4]) for row in rows]
+        return results_of(results, return_errors=return_errors)
+
+    async def _await_jobs_async(self, name: str, ids: list[int]) -> None:
+        """Wait for jobs, unless the step of this name is finished."""
+        async with self._step_async(name, None) as (key, _):
             if key is not None and ids:
                 await self._store_kept_async()
                 parameters = {**self._keyed(key), "jobs": ids}
                 ((outcome,),) = await self.client.call_async(sql.AWAIT_JOBS, parameters)
                 self.steps.suspended(outcome, "waiting")
                 raise JobSuspended
-        rows = await self.client.call_async(sql.NEEDS, {"id": self.id})
-        decode_async = self.client.codec.decode_async
-        results = {row[0]: (row[2], await decode_async(row[3]), row[4]) for row in rows}
-        return results_of(ids, results, return_errors=return_errors)
+
+    async def _ended_async(self, ids: list[int]) -> list[Child] | None:
+        """Return the rows of children, or None unless all have ended; reads only unknown ones.
+
+        One call reads the children of all steps: a run of many steps would read them many times.
+        """
+        rows = self.steps.ended_children(ids)
+        if rows is None:
+            self.steps.read_children(ids, await self.client.call_async(sql.NEEDS, {"id": self.id}))
+            rows = self.steps.ended_children(ids)
+        return rows
 
     async def _defer_async(self, key: str, calls: list[_Call]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""

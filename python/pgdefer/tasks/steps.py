@@ -53,6 +53,8 @@ AsyncStepFunction: TypeAlias = Callable[P, Coroutine[Any, Any, R]]
 StepValue: TypeAlias = Any
 TakeSteps: TypeAlias = Callable[..., str]
 AsyncStepValue: TypeAlias = Coroutine[Any, Any, Any]
+# A row of queue.needs: a child's id, task, state, result and last error.
+Child: TypeAlias = Sequence[Any]
 
 
 class StepDecorator(Protocol):
@@ -78,13 +80,14 @@ class Steps:
     or the run's outcome.
     """
 
-    __slots__ = ("_finished", "_stored", "_taken", "_uses", "ended_as", "kept")
+    __slots__ = ("_children", "_finished", "_stored", "_taken", "_uses", "ended_as", "kept")
 
     def __init__(self, stored: str | None) -> None:
         self._stored = stored
         self._finished: dict[str, Any] | None = {} if stored is None else None
         self._uses: dict[str, int] = {}
         self._taken: set[str] = set()  # the steps of this run
+        self._children: dict[int, Child] = {}  # as last read; those that had ended do not change
         #: Once a step, sleep or wait has ended the claim: what queue.attempts calls that, and the
         #: job's state afterwards.
         self.ended_as: tuple[str, str] | None = None
@@ -146,6 +149,20 @@ class Steps:
         """Return the lazy steps to store now."""
         kept, self.kept = self.kept, []
         return kept
+
+    def read_children(self, ids: Iterable[int], rows: Iterable[Child]) -> None:
+        """Record the children as read. Those of `ids` that have no row are gone.
+
+        A child that had ended when read stays so in this run, even if an operator retries it.
+        """
+        found = {id: (id, None, *_GONE) for id in ids} | {row[0]: row for row in rows}
+        self._children = found | {id: row for id, row in self._children.items() if _has_ended(row)}
+
+    def ended_children(self, ids: Iterable[int]) -> list[Child] | None:
+        """Return the rows of these children, or None unless all are known to have ended."""
+        found = [self._children.get(id) for id in ids]
+        ended = [row for row in found if row is not None and _has_ended(row)]
+        return ended if len(ended) == len(found) else None
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[TakeSteps]:
@@ -234,23 +251,27 @@ def failure_of(stored: Any) -> str | None:
     return None
 
 
-# A child that was removed by retention, or by an operator.
+# A child that was removed by retention, or by an operator: its state, result and error.
 _GONE = ("deleted", None, "it is gone, and its result with it")
+# The states of a child that has ended; None: its queue is not for this role.
+_ENDED = ("succeeded", "failed", "cancelled", "deleted", None)
+
+
+def _has_ended(row: Child) -> bool:
+    return row[2] in _ENDED
 
 
 def results_of(
-    ids: Sequence[int], rows: Mapping[int, tuple[str, Any, str | None]], *, return_errors: bool
+    rows: Iterable[tuple[int, str, Any, str | None]], *, return_errors: bool
 ) -> list[Any]:
-    """Return the results of children that have ended, in the order of ids.
+    """Return the results of children that have ended, in the order of their rows.
 
     Raises JobFailed or JobCancelled for the first that has not succeeded; with `return_errors` the
     list contains these errors. A child that no longer exists has failed.
     """
     found: list[Any] = []
-    for id in ids:
-        state, result, why = rows.get(id, _GONE)
-        if state == "deleted":
-            why = _GONE[2]
+    for id, state, result, said in rows:
+        why = _GONE[2] if state == "deleted" else said
         if state != "succeeded":
             cancelled = state == "cancelled"
             error = JobCancelled(id, why) if cancelled else JobFailed(id, why, state)
