@@ -50,7 +50,7 @@ class ClientCalls(ClientBase):
             if self.stand_in is not None:
                 own = stack.enter_context(self.stand_in.transaction())
             else:
-                own = stack.enter_context(self.pool.connection())
+                own = stack.enter_context(self.pool.connection(undo=True))
                 stack.enter_context(own.transaction())
             yield own
 

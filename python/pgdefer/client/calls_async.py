@@ -49,7 +49,7 @@ class AsyncClientCalls(ClientBase):
             if self.stand_in is not None:
                 own = await stack.enter_async_context(self.stand_in.transaction_async())
             else:
-                own = await stack.enter_async_context(self.pool_async.connection())
+                own = await stack.enter_async_context(self.pool_async.connection(undo=True))
                 await stack.enter_async_context(own.transaction())
             yield own
 

@@ -9,12 +9,13 @@ import select
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, cast
+from typing import Any
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
+from pgdefer.database import sql
 from pgdefer.database.source import (
     AsyncPsycopgConnection,
     PsycopgConnection,
@@ -39,21 +40,106 @@ def is_usable(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
     return not readable and connection.info.transaction_status == TransactionStatus.IDLE
 
 
+# How long to wait for the answer to UNDO, in seconds. Then another connection is opened.
+_UNDO_TIMEOUT = 5.0
+
+
+def _begin_undo(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Send UNDO, whose answer is read when the connection is lent again; return whether it could.
+
+    So nobody waits for it: another call per job would slow transactional jobs down.
+    """
+    try:
+        connection.pgconn.send_query(sql.UNDO.psycopg)
+        return connection.pgconn.flush() == 0
+    except psycopg.Error:
+        return False
+
+
+def _is_undoing(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether the whole answer to UNDO has not come yet; an idle connection awaits no other.
+
+    Raises psycopg's error if the connection is lost, or if UNDO has failed.
+    """
+    pgconn = connection.pgconn
+    if pgconn.transaction_status != TransactionStatus.ACTIVE:
+        return False
+    pgconn.consume_input()
+    while not pgconn.is_busy():
+        result = pgconn.get_result()
+        if result is None:
+            return False
+        if result.status != ExecStatus.COMMAND_OK:
+            raise psycopg.OperationalError("the session's settings could not be reset")
+    return True
+
+
+def _undone(connection: psycopg.Connection[Any]) -> bool:
+    """Wait for the answer to UNDO, if one is to come; return whether the connection is as new."""
+    try:
+        while _is_undoing(connection):
+            poll = select.poll()
+            poll.register(connection.pgconn.socket, select.POLLIN | select.POLLHUP)
+            if not poll.poll(_UNDO_TIMEOUT * 1000):
+                return False
+    except (OSError, psycopg.Error):
+        return False
+    return True
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _undone_async(connection: psycopg.AsyncConnection[Any]) -> bool:
+    """As `_undone`."""
+    try:
+        while _is_undoing(connection):
+            loop, socket = asyncio.get_running_loop(), connection.pgconn.socket
+            readable = loop.create_future()
+            loop.add_reader(socket, _finish, readable)
+            try:
+                async with asyncio.timeout(_UNDO_TIMEOUT):
+                    await readable
+            finally:
+                loop.remove_reader(socket)
+    except (OSError, psycopg.Error):  # a TimeoutError is an OSError
+        return False
+    return True
+
+
 class _Idle:
     """Open connections that are not in use; the last one in is the first one out."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
 
-    def take(self) -> Any:
+    def take(self) -> PsycopgConnection | None:
         """Return a usable connection, or None."""
         while self.items:
             try:
-                connection = self.items.pop()
+                connection: PsycopgConnection = self.items.pop()
             except IndexError:
                 return None
-            if is_usable(connection):
+            if _undone(connection) and is_usable(connection):
                 return connection
+            close_now(connection)
+        return None
+
+    async def take_async(self) -> AsyncPsycopgConnection | None:
+        """Return a usable connection, or None."""
+        while self.items:
+            try:
+                connection: AsyncPsycopgConnection = self.items.pop()
+            except IndexError:
+                return None
+            try:
+                if await _undone_async(connection) and is_usable(connection):
+                    return connection
+            except BaseException:
+                close_now(connection)
+                raise
             close_now(connection)
         return None
 
@@ -84,8 +170,12 @@ class SyncPool:
         self._turn = threading.BoundedSemaphore(self._most) if self._most else _NO_TURN
 
     @contextlib.contextmanager
-    def connection(self) -> Iterator[PsycopgConnection]:
-        """Lend a connection; wait for one if all are lent."""
+    def connection(self, *, undo: bool = False) -> Iterator[PsycopgConnection]:
+        """Lend a connection; wait for one if all are lent.
+
+        With `undo` the next borrower finds nothing of what this one has set for its session, be
+        it a role or a setting. Behind pgbouncer that is impossible: it may be another session.
+        """
         if self._pid != os.getpid():
             # After a fork they belong to the parent: the child must neither use nor close them.
             self._inherited.append(self._idle)
@@ -93,14 +183,17 @@ class SyncPool:
             self._pid = os.getpid()
         idle = self._idle
         with self._turn:
-            connection = cast("PsycopgConnection | None", idle.take()) or self._connect()
+            connection = idle.take() or self._connect()
             try:
                 yield connection
             except psycopg.errors.ReadOnlySqlTransaction:
                 connection.close()  # the DSN may name another server, which can write
                 raise
             finally:
-                if len(idle.items) < self._max_idle and not connection.closed:
+                keep = len(idle.items) < self._max_idle and is_usable(connection)
+                if keep and undo and not self._source.pgbouncer:
+                    keep = _begin_undo(connection)
+                if keep:
                     idle.items.append(connection)
                 else:
                     connection.close()
@@ -132,24 +225,25 @@ class AsyncPool:
         ] = weakref.WeakKeyDictionary()
 
     @contextlib.asynccontextmanager
-    async def connection(self) -> AsyncIterator[AsyncPsycopgConnection]:
-        """Lend a connection; wait for one if all are lent."""
+    async def connection(self, *, undo: bool = False) -> AsyncIterator[AsyncPsycopgConnection]:
+        """Lend a connection; wait for one if all are lent. For `undo` see SyncPool."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
             self._loops[loop] = _Idle(), turn
         idle, turn = self._loops[loop]
         async with turn:
-            connection = cast("AsyncPsycopgConnection | None", idle.take())
-            if connection is None:
-                connection = await self._connect()
+            connection = await idle.take_async() or await self._connect()
             try:
                 yield connection
             except psycopg.errors.ReadOnlySqlTransaction:
                 close_now(connection)  # as in SyncPool
                 raise
             finally:
-                if len(idle.items) < self._max_idle and is_usable(connection):
+                keep = len(idle.items) < self._max_idle and is_usable(connection)
+                if keep and undo and not self._source.pgbouncer:
+                    keep = _begin_undo(connection)
+                if keep:
                     idle.items.append(connection)
                 else:
                     close_now(connection)

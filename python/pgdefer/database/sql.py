@@ -44,6 +44,9 @@ class Statement:
 
 READ_COMMITTED = Statement("set default_transaction_isolation to 'read committed'")
 
+# Undoes what a handler may have set in its session; what the DSN sets remains.
+UNDO = Statement(f"reset session authorization; reset role; reset all; {READ_COMMITTED.text}")
+
 # Deferring
 
 REGISTER_TASKS = Statement("""

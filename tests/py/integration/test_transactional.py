@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
@@ -56,6 +58,89 @@ async def test_what_a_handler_sets_on_its_connection_reaches_no_other(
             app.defer("t")
         rows = await jobs.end()
     assert [row["result"] for row in rows] == ["(1,)"] * 2
+
+
+@pytest.fixture
+def low(conn: Connection) -> Iterator[str]:
+    """Return the name of a role that may do a worker's work."""
+    name = f"low_{secrets.token_hex(4)}"
+    conn.execute(f"create role {name}")
+    conn.execute("select queue.grant_access(%s, 'worker')", [name])
+    yield name
+    conn.execute(f"drop owned by {name}; drop role {name}")
+
+
+LEFT = """
+    set search_path = nowhere; set statement_timeout = '1min'; set application_name = 'other';
+    set default_transaction_read_only = on; set default_transaction_isolation = serializable;
+"""
+FOUND = """
+    select pg_backend_pid(), current_user::text, current_setting('search_path'),
+      current_setting('statement_timeout'), current_setting('application_name'),
+      current_setting('default_transaction_read_only'),
+      current_setting('default_transaction_isolation')
+"""
+
+
+async def test_what_a_handler_sets_in_its_session_reaches_no_other(
+    dsn: str, jobs: Jobs, is_async: bool, low: str
+) -> None:
+    options = "-c statement_timeout=50s -c search_path=public,queue"
+    app = App(psycopg.conninfo.make_conninfo(dsn, options=options, application_name="mine"))
+    if is_async:
+
+        @app.task(name="t", transactional=True)
+        async def coroutine(connection: AsyncConnection) -> Any:
+            row = await (await connection.execute(FOUND)).fetchone()
+            await connection.execute(f"{LEFT}; set role {low}")
+            return list(row or [])
+    else:
+
+        @app.task(name="t", transactional=True)
+        def function(connection: Connection) -> Any:
+            row = connection.execute(FOUND).fetchone()
+            connection.execute(f"{LEFT}; set role {low}")
+            return list(row or [])
+
+    async with running(app, concurrency=1):
+        for _ in range(3):
+            app.defer("t")
+        rows = await jobs.end()
+    app.close()
+    first, *others = (row["result"] for row in rows)
+    assert first[2:] == ["public,queue", "50s", "mine", "off", "read committed"]
+    assert others == [first] * 2  # in the same session
+
+
+async def test_what_a_step_sets_in_its_session_reaches_no_other(
+    app: App, is_async: bool, low: str
+) -> None:
+    @app.task(name="async")
+    async def coroutine() -> list[Any]:
+        found = []
+        for name in "ab":
+            async with current_job().transaction_async(name) as connection:
+                assert connection is not None
+                query = "select pg_backend_pid(), current_user::text"
+                found.append(await (await connection.execute(query)).fetchone())
+                await connection.execute(f"set role {low}")
+        return found
+
+    @app.task(name="sync")
+    def function() -> list[Any]:
+        found = []
+        for name in "ab":
+            with current_job().transaction(name) as connection:
+                assert connection is not None
+                query = "select pg_backend_pid(), current_user::text"
+                found.append(connection.execute(query).fetchone())
+                connection.execute(f"set role {low}")
+        return found
+
+    job = app.defer("async" if is_async else "sync")
+    async with running(app):
+        first, second = await job.result_async(60)
+    assert first == second
 
 
 async def test_both_or_neither(app: App, jobs: Jobs, conn: Connection) -> None:
