@@ -1,10 +1,10 @@
 -- Changing jobs: moving them, other priorities, deadlines, times and args.
 --
--- Each call is one transaction and takes its locks in the order of operate/lock_jobs.sql: rows of
--- queue.active_job, queueing locks and rows of queue.finished, each sorted and waited for, then the admission
--- lock. Rows that it finds only under the admission lock, it locks by skip locked (_try_lock_job): if another
--- transaction holds such a job, it is refused like one whose state does not allow the call. If the claim of a
--- running job is taken away, it is lost: its worker is told to abort, and its late outcome gets QJ002.
+-- Each call is one transaction and takes its locks in the order of operate/lock_jobs.sql: claimed rows of
+-- queue.active_job and rows of queue.finished, each sorted and waited for, then the admission lock. Other
+-- rows it locks under the admission lock, by skip locked (_try_lock_job): if another transaction holds such a
+-- job, it is refused like one whose state does not allow the call. If the claim of a running job is taken
+-- away, it is lost: its worker is told to abort, and its late outcome gets QJ002.
 --
 -- (NOT) IN (SELECT unnest(...)) checks whether an id is one of many, because the planner hashes it: = ANY
 -- (array) reads the array for each row.

@@ -54,10 +54,7 @@ begin
   end if;
   perform queue._check_isolation();
   perform queue._check_queue(delete_queue.name);
-  perform from queue.active_job aj
-  where aj.id = any (array(select q.id from queue._active_jobs_of(delete_queue.name) q))
-  order by aj.id for no key update;
-  perform queue._admit_all();
+  perform queue._lock_rows(array(select q.id from queue._active_jobs_of(delete_queue.name) q));
   if not exists (select from queue.queue_config c where c.queue = delete_queue.name)
     and not exists (select from queue.lane l where l.queue = delete_queue.name)
     and not exists (select from queue.job_now j where j.queue = delete_queue.name) then

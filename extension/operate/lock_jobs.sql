@@ -8,7 +8,11 @@
 -- UPDATE: a transaction that has only finished a step (work/steps.sql) may last, and is not waited for;
 -- _try_lock_job then finds the job busy. Whether the caller may use the jobs' queues is checked again under
 -- the admission lock, because they may have moved while this waited.
--- Tests: operate/change.claim.spec.
+--
+-- A call on many jobs must not keep the ready ones from workers while it waits for one client. So it waits
+-- for each unclaimed row and queueing lock before it holds anything, and lets it go again; while it waits for
+-- claimed rows, it holds only those. All other rows it takes under the admission lock, by skip locked.
+-- Tests: operate/change.claim.spec, operate/change.frozen.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
 -- Locks, each waited for: the job's row of queue.active_job, that of its queueing lock, the admission lock.
@@ -28,20 +32,76 @@ begin
 end $$;
 
 -- Prepares a call that changes many jobs: takes the locks in their order.
--- Locks: see the top. Raises: 22023, QJ008.
+-- Locks: those of _await_replacements and _lock_rows. Raises: 22023, QJ008.
 create or replace function queue._lock_all_for_change(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._check_isolation();
   perform queue._check_ids(p_ids);
-  perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
-  perform from queue.queueing_lock k
-  where k.key = any (array(select j.queueing_lock from queue.job j
-    where j.id = any (p_ids) and j.queueing_lock is not null)) and k.job_id = any (p_ids)
-  order by k.key for update;
+  perform queue._await_replacements(p_ids);
+  perform queue._lock_rows(p_ids);
+  perform queue._require_jobs('{operator}', p_ids);
+end $$;
+
+-- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row.
+-- Locks: those of _await_claims; claimed rows of queue.active_job and rows of queue.finished, waited for in
+-- the order of ids; the admission lock, waited for; all other rows of queue.active_job by skip locked.
+-- Why no deadlock: it waits for an unclaimed row only before it holds one of these locks. Ends of claims take
+-- claimed rows in the order of ids, too, and all take the admission lock after them. A row that is claimed
+-- after the claimed ones were looked up is not waited for.
+create or replace function queue._lock_rows(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._await_claims(p_ids);
+  perform from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null
+  order by aj.id for no key update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
-  perform queue._require_jobs('{operator}', p_ids);
+  perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
+end $$;
+
+-- Waits for the transactions that are claiming jobs, or else hold unclaimed ones.
+-- Locks: unclaimed rows of queue.active_job, one at a time; each is free again at once, as its savepoint is
+-- rolled back. xmax is 0 if no transaction has locked this version of the row.
+create or replace function queue._await_claims(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+begin
+  foreach v_id in array array(
+    select aj.id from queue.active_job aj
+    where aj.id = any (p_ids) and aj.claim is null and aj.xmax <> '0'::xid order by aj.id)
+  loop
+    begin
+      perform from queue.active_job aj where aj.id = v_id and aj.claim is null for no key update;
+      raise exception using errcode = 'P0999';
+    exception when sqlstate 'P0999' then
+      null;
+    end;
+  end loop;
+end $$;
+
+-- Waits for the transactions that replace the jobs of queueing locks.
+-- Locks: rows of queue.queueing_lock, one at a time, as _await_claims.
+create or replace function queue._await_replacements(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_key text;
+begin
+  foreach v_key in array array(
+    select k.key from queue.queueing_lock k
+    where k.key = any (array(select j.queueing_lock from queue.job j
+      where j.id = any (p_ids) and j.queueing_lock is not null)) and k.job_id = any (p_ids)
+      and k.xmax <> '0'::xid
+    order by k.key)
+  loop
+    begin
+      perform from queue.queueing_lock k where k.key = v_key and k.job_id = any (p_ids) for update;
+      raise exception using errcode = 'P0999';
+    exception when sqlstate 'P0999' then
+      null;
+    end;
+  end loop;
 end $$;
 
 -- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,

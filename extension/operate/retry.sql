@@ -1,7 +1,6 @@
 -- Manual retries: finished jobs become unfinished again, under their old ids and with their history.
 
--- Locks: the jobs' rows of queue.active_job and queue.finished, waited for in the order of ids; the admission
--- lock, waited for.
+-- Locks: the free queueing locks of its jobs (_retake_queueing_locks); then those of _lock_rows.
 -- Raises: 22023, QJ008.
 create or replace function queue.retry(ids bigint[], force boolean default false,
   from_step text default null, changes jsonb default null)
@@ -91,7 +90,7 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
 -- forgets it and those after it, before it goes through its gates. p_changes: the result of _check_changes,
 -- also written before it does; a finished job is in no lock, so it just joins the other one. A job that has
 -- never started takes its queueing lock again, and is refused (QJ004) if another job holds it.
--- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then as retry.
+-- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then those of _lock_rows.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
 -- again under it. What else others may change meanwhile is looked at under it, too: whether a job has still
 -- failed, and whether the caller may still use its queue.
@@ -111,9 +110,7 @@ declare
   v_unkeyed bigint[];
 begin
   v_keyed := queue._retake_queueing_locks(p_ids);
-  perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
-  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
-  perform queue._admit_all();
+  perform queue._lock_rows(p_ids);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
   v_before := queue._jobs_before(p_ids, variadic array(
     select k from jsonb_object_keys(v_change - 'queue') k

@@ -16990,7 +16990,11 @@ end $$;
 -- UPDATE: a transaction that has only finished a step (work/steps.sql) may last, and is not waited for;
 -- _try_lock_job then finds the job busy. Whether the caller may use the jobs' queues is checked again under
 -- the admission lock, because they may have moved while this waited.
--- Tests: operate/change.claim.spec.
+--
+-- A call on many jobs must not keep the ready ones from workers while it waits for one client. So it waits
+-- for each unclaimed row and queueing lock before it holds anything, and lets it go again; while it waits for
+-- claimed rows, it holds only those. All other rows it takes under the admission lock, by skip locked.
+-- Tests: operate/change.claim.spec, operate/change.frozen.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
 -- Locks, each waited for: the job's row of queue.active_job, that of its queueing lock, the admission lock.
@@ -17010,20 +17014,76 @@ begin
 end $$;
 
 -- Prepares a call that changes many jobs: takes the locks in their order.
--- Locks: see the top. Raises: 22023, QJ008.
+-- Locks: those of _await_replacements and _lock_rows. Raises: 22023, QJ008.
 create or replace function queue._lock_all_for_change(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._check_isolation();
   perform queue._check_ids(p_ids);
-  perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
-  perform from queue.queueing_lock k
-  where k.key = any (array(select j.queueing_lock from queue.job j
-    where j.id = any (p_ids) and j.queueing_lock is not null)) and k.job_id = any (p_ids)
-  order by k.key for update;
+  perform queue._await_replacements(p_ids);
+  perform queue._lock_rows(p_ids);
+  perform queue._require_jobs('{operator}', p_ids);
+end $$;
+
+-- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row.
+-- Locks: those of _await_claims; claimed rows of queue.active_job and rows of queue.finished, waited for in
+-- the order of ids; the admission lock, waited for; all other rows of queue.active_job by skip locked.
+-- Why no deadlock: it waits for an unclaimed row only before it holds one of these locks. Ends of claims take
+-- claimed rows in the order of ids, too, and all take the admission lock after them. A row that is claimed
+-- after the claimed ones were looked up is not waited for.
+create or replace function queue._lock_rows(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._await_claims(p_ids);
+  perform from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null
+  order by aj.id for no key update;
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   perform queue._admit_all();
-  perform queue._require_jobs('{operator}', p_ids);
+  perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
+end $$;
+
+-- Waits for the transactions that are claiming jobs, or else hold unclaimed ones.
+-- Locks: unclaimed rows of queue.active_job, one at a time; each is free again at once, as its savepoint is
+-- rolled back. xmax is 0 if no transaction has locked this version of the row.
+create or replace function queue._await_claims(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+begin
+  foreach v_id in array array(
+    select aj.id from queue.active_job aj
+    where aj.id = any (p_ids) and aj.claim is null and aj.xmax <> '0'::xid order by aj.id)
+  loop
+    begin
+      perform from queue.active_job aj where aj.id = v_id and aj.claim is null for no key update;
+      raise exception using errcode = 'P0999';
+    exception when sqlstate 'P0999' then
+      null;
+    end;
+  end loop;
+end $$;
+
+-- Waits for the transactions that replace the jobs of queueing locks.
+-- Locks: rows of queue.queueing_lock, one at a time, as _await_claims.
+create or replace function queue._await_replacements(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_key text;
+begin
+  foreach v_key in array array(
+    select k.key from queue.queueing_lock k
+    where k.key = any (array(select j.queueing_lock from queue.job j
+      where j.id = any (p_ids) and j.queueing_lock is not null)) and k.job_id = any (p_ids)
+      and k.xmax <> '0'::xid
+    order by k.key)
+  loop
+    begin
+      perform from queue.queueing_lock k where k.key = v_key and k.job_id = any (p_ids) for update;
+      raise exception using errcode = 'P0999';
+    exception when sqlstate 'P0999' then
+      null;
+    end;
+  end loop;
 end $$;
 
 -- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,
@@ -17320,11 +17380,11 @@ end $$;
 -- operate/change.sql
 -- Changing jobs: moving them, other priorities, deadlines, times and args.
 --
--- Each call is one transaction and takes its locks in the order of operate/lock_jobs.sql: rows of
--- queue.active_job, queueing locks and rows of queue.finished, each sorted and waited for, then the admission
--- lock. Rows that it finds only under the admission lock, it locks by skip locked (_try_lock_job): if another
--- transaction holds such a job, it is refused like one whose state does not allow the call. If the claim of a
--- running job is taken away, it is lost: its worker is told to abort, and its late outcome gets QJ002.
+-- Each call is one transaction and takes its locks in the order of operate/lock_jobs.sql: claimed rows of
+-- queue.active_job and rows of queue.finished, each sorted and waited for, then the admission lock. Other
+-- rows it locks under the admission lock, by skip locked (_try_lock_job): if another transaction holds such a
+-- job, it is refused like one whose state does not allow the call. If the claim of a running job is taken
+-- away, it is lost: its worker is told to abort, and its late outcome gets QJ002.
 --
 -- (NOT) IN (SELECT unnest(...)) checks whether an id is one of many, because the planner hashes it: = ANY
 -- (array) reads the array for each row.
@@ -17861,10 +17921,7 @@ begin
   end if;
   perform queue._check_isolation();
   perform queue._check_queue(delete_queue.name);
-  perform from queue.active_job aj
-  where aj.id = any (array(select q.id from queue._active_jobs_of(delete_queue.name) q))
-  order by aj.id for no key update;
-  perform queue._admit_all();
+  perform queue._lock_rows(array(select q.id from queue._active_jobs_of(delete_queue.name) q));
   if not exists (select from queue.queue_config c where c.queue = delete_queue.name)
     and not exists (select from queue.lane l where l.queue = delete_queue.name)
     and not exists (select from queue.job_now j where j.queue = delete_queue.name) then
@@ -18010,8 +18067,7 @@ end $$;
 -- operate/retry.sql
 -- Manual retries: finished jobs become unfinished again, under their old ids and with their history.
 
--- Locks: the jobs' rows of queue.active_job and queue.finished, waited for in the order of ids; the admission
--- lock, waited for.
+-- Locks: the free queueing locks of its jobs (_retake_queueing_locks); then those of _lock_rows.
 -- Raises: 22023, QJ008.
 create or replace function queue.retry(ids bigint[], force boolean default false,
   from_step text default null, changes jsonb default null)
@@ -18101,7 +18157,7 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
 -- forgets it and those after it, before it goes through its gates. p_changes: the result of _check_changes,
 -- also written before it does; a finished job is in no lock, so it just joins the other one. A job that has
 -- never started takes its queueing lock again, and is refused (QJ004) if another job holds it.
--- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then as retry.
+-- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then those of _lock_rows.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
 -- again under it. What else others may change meanwhile is looked at under it, too: whether a job has still
 -- failed, and whether the caller may still use its queue.
@@ -18121,9 +18177,7 @@ declare
   v_unkeyed bigint[];
 begin
   v_keyed := queue._retake_queueing_locks(p_ids);
-  perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
-  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
-  perform queue._admit_all();
+  perform queue._lock_rows(p_ids);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
   v_before := queue._jobs_before(p_ids, variadic array(
     select k from jsonb_object_keys(v_change - 'queue') k
