@@ -258,9 +258,6 @@ class Executor:
         if claim.slots is not None:
             claim.slots.started()
         claim.started_at = clock()
-        if job.timeout is not None:
-            seconds = job.timeout.total_seconds()
-            claim.timer = asyncio.get_running_loop().call_later(seconds, self._time_out, claim)
         claim.task = self._registry.tasks.get(job.task)
         if claim.task is not None and not claim.task.versions.understand(job._stored):
             claim.task = None  # another worker knows its version
@@ -272,7 +269,14 @@ class Executor:
                 self.running.add(other)
                 other.started_at = claim.started_at
                 other.task, other.runner = claim.task, claim.runner
+        self.start_timer(claim)
         claim.runner.start(claim)
+
+    def start_timer(self, claim: Claim) -> None:
+        """Count the timeout from now."""
+        if claim.job.timeout is not None and not claim.has_left:
+            seconds = claim.job.timeout.total_seconds()
+            claim.timer = asyncio.get_running_loop().call_later(seconds, self._time_out, claim)
 
     def _is_to_run(self, claim: Claim) -> bool:
         """Whether a job is still to run; if not, it ends or is given back."""

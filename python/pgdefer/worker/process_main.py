@@ -26,7 +26,7 @@ from pgdefer.tasks.task import Task, find_task
 from pgdefer.worker import ending, handler, memory
 from pgdefer.worker.outcomes import Settled
 
-__all__ = ["AbortRequest", "Result", "Started", "main"]
+__all__ = ["AbortRequest", "Prepare", "Prepared", "Result", "Started", "main"]
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,6 +37,18 @@ class AbortRequest:
 
     claim: int
     reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """Asks the process to import a module, before it gets a job of that."""
+
+    module: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The module is imported, as far as that is possible."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,18 +111,20 @@ class _Inbox:
         self._jobs.put(None)
 
     def jobs(self) -> Iterator[Any]:
+        """Yield the jobs, and the requests to prepare for some."""
         for received in iter(self._jobs.get, None):
-            self._connection.send(Started())
+            if not isinstance(received, Prepare):
+                self._connection.send(Started())
             yield received
 
     def begin(self, job: JobContext) -> None:
         self._job = job
         self._pass_on()
 
-    def end(self, result: Result) -> None:
+    def end(self, answer: Result | Prepared) -> None:
         self._job = None
         self._is_idle = True
-        self._connection.send(result)
+        self._connection.send(answer)
 
     def _pass_on(self) -> None:
         # A request may come before its job has begun, and after it has ended.
@@ -130,10 +144,20 @@ def main(connection: Connection, dsn: str) -> None:
     inbox = _Inbox(connection)
     threading.Thread(target=inbox.read, name="pgdefer-inbox", daemon=True).start()
     tasks: dict[tuple[str, str], tuple[Task[..., Any], SyncPool]] = {}
-    for module, name, row in inbox.jobs():
+    failed: dict[str, Exception] = {}
+    for received in inbox.jobs():
+        if isinstance(received, Prepare):
+            try:
+                importlib.import_module(received.module)
+            except Exception as error:
+                failed[received.module] = error  # which is told of the job
+            inbox.end(Prepared())
+            continue
+        module, name, row = received
         try:
+            if module in failed:
+                raise failed[module]
             if (module, name) not in tasks:
-                importlib.import_module(module)
                 task = find_task(module, name)
                 task.client.move(dsn)
                 tasks[module, name] = task, SyncPool(task.client.source)

@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pgdefer._text import logger
@@ -28,6 +28,10 @@ log = logger("pgdefer.worker")
 LINGER = 2.0
 # How many new processes in a row may die before they have begun the job.
 MAX_EARLY_DEATHS = 3
+# How long a process may take to start and to import a module, in seconds.
+MAX_PREPARATION = 300.0
+# How often to look whether a job still waits for that.
+LOOK_EVERY = 0.1
 
 
 class Processes:
@@ -46,29 +50,45 @@ class Processes:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def run(self, job: JobContext, task: Task[..., Any]) -> str | Settled:
-        """Run a job and return its outcome."""
+    def run(
+        self,
+        job: JobContext,
+        task: Task[..., Any],
+        is_too_late: Callable[[], bool],
+        begun: Callable[[], None],
+    ) -> str | Settled | None:
+        """Run a job and return its outcome; None: it has not begun, and is too late.
+
+        The time until a process has imported the task's module is not the handler's, so `begun` is
+        called after it. If the job may not wait so long, the process goes on for the next one.
+        """
         died_early = 0
         try:
-            while not (process := self._take(job)).begin(job, task):
+            while True:
+                process = self._take(job, task.module)
+                is_ready = process.prepare(task.module, lambda: _must_end(job, is_too_late))
+                if is_ready is None:
+                    self._put_back(job, process, is_good=True)
+                    return _ended(job, task)
+                if is_ready and process.begin(job, task, is_too_late):
+                    break
                 # It died before the job began, so the job is not the cause.
                 died_early += not process.jobs
                 self._put_back(job, process, is_good=False)
-                if died_early == MAX_EARLY_DEATHS:
+                if process.is_slow or died_early == MAX_EARLY_DEATHS:
                     return _crashed(job, process)
-                if job._abort_reason is not None:
-                    return outcome_of(job, task.failure_policy, JobAborted(job._abort_reason))
+                if _must_end(job, is_too_late):
+                    return _ended(job, task)
         except Exception as error:
             log.exception("no process could be started for %r", job)
             return outcomes.crashed(job.id, job.claim, error)
+        begun()
         result = process.receive()
         self._put_back(job, process, is_good=result is not None and result.may_go_on)
         if result is not None:
             _write(result.logged)
             return result.outcome
-        if job._abort_reason is not None:
-            return outcome_of(job, task.failure_policy, JobAborted(job._abort_reason))
-        return _crashed(job, process)
+        return _ended(job, task) or _crashed(job, process)
 
     def pids(self) -> list[int]:
         """Return the numbers of the processes, also of those that have nothing to do."""
@@ -81,9 +101,9 @@ class Processes:
             process.tell(process_main.AbortRequest(job.claim, reason))
 
     def kill(self, job: JobContext) -> None:
-        """End the job's process at once."""
+        """End the job's process at once, if that has the job."""
         with self._lock:
-            if process := self._busy.get(job):
+            if (process := self._busy.get(job)) and process.has_job:
                 process.kill()
 
     def close(self) -> None:
@@ -105,10 +125,11 @@ class Processes:
         for process in idle:
             process.close(end - time.monotonic())
 
-    def _take(self, job: JobContext) -> ChildProcess:
+    def _take(self, job: JobContext, module: str) -> ChildProcess:
         dead = []
         try:
             with self._lock:
+                self._idle.sort(key=lambda process: module in process.modules)
                 while self._idle:
                     process = self._idle.pop()
                     if process.is_alive:
@@ -148,6 +169,18 @@ def _write(records: Iterable[logging.LogRecord]) -> None:
             logger.handle(record)
 
 
+def _must_end(job: JobContext, is_too_late: Callable[[], bool]) -> bool:
+    """Whether a job that has not begun must not begin any more."""
+    return job._abort_reason is not None or is_too_late()
+
+
+def _ended(job: JobContext, task: Task[..., Any]) -> str | None:
+    """Return the outcome of a job that was aborted."""
+    if job._abort_reason is None:
+        return None
+    return outcome_of(job, task.failure_policy, JobAborted(job._abort_reason))
+
+
 def _crashed(job: JobContext, process: ChildProcess) -> str:
     job._error = error = ProcessDied(process.how_it_ended())
     return outcomes.crashed(job.id, job.claim, error)
@@ -167,6 +200,12 @@ class ChildProcess:
         self._lock = threading.Lock()
         self.jobs = 0
         self.is_killed = False
+        #: Whether it has got the job that it is to run.
+        self.has_job = False
+        #: The modules that it has imported, the one that it imports now, and since when.
+        self.modules: set[str] = set()
+        self._prepares: str | None = None
+        self._prepares_since = 0.0
 
     @property
     def pid(self) -> int:
@@ -179,12 +218,41 @@ class ChildProcess:
         """Whether it seems able to run a job; it may die in the next moment."""
         return self._process.exitcode is None
 
-    def begin(self, job: JobContext, task: Task[..., Any]) -> bool:
+    @property
+    def is_slow(self) -> bool:
+        """Whether it was killed because it could not be prepared in time."""
+        return self._prepares is not None and (
+            time.monotonic() - self._prepares_since > MAX_PREPARATION
+        )
+
+    def prepare(self, module: str, must_end: Callable[[], bool]) -> bool | None:
+        """Have it import a module; return False if it died, None if it goes on after `must_end`."""
+        while module not in self.modules:
+            if self._prepares is None:
+                self._prepares, self._prepares_since = module, time.monotonic()
+                with contextlib.suppress(OSError):
+                    self._connection.send(process_main.Prepare(module))
+            while not self._poll(LOOK_EVERY):
+                if must_end():
+                    return None
+                if self.is_slow:
+                    self.kill()
+            if not isinstance(self._next(), process_main.Prepared):
+                return False
+            self.modules.add(self._prepares)
+            self._prepares = None
+        return True
+
+    def begin(self, job: JobContext, task: Task[..., Any], is_too_late: Callable[[], bool]) -> bool:
         """Send a job; return whether the process has taken it."""
+        self.has_job = True
         with self._lock, contextlib.suppress(OSError):
             self._connection.send((task.module, task.name, job._row))
         if job._abort_reason is not None:
             self.tell(process_main.AbortRequest(job.claim, job._abort_reason))
+        while not self._poll(1.0):
+            if is_too_late():
+                self.kill()
         return isinstance(self._next(), process_main.Started)
 
     def tell(self, request: process_main.AbortRequest) -> None:
@@ -202,7 +270,14 @@ class ChildProcess:
         """Return the job's result; None if the process ended without one."""
         self.jobs += 1
         result = self._next()
+        self.has_job = False
         return result if isinstance(result, process_main.Result) else None
+
+    def _poll(self, seconds: float) -> bool:
+        """Wait for a message, or for the end of the process; return whether one has come."""
+        with contextlib.suppress(OSError, EOFError):
+            return self._connection.poll(seconds) or not self.is_alive
+        return True
 
     def _next(self) -> object:
         """Return the next message; None if the process has ended."""
@@ -235,6 +310,8 @@ class ChildProcess:
     def how_it_ended(self) -> str:
         """Return a text that says so, after it was closed."""
         code = self._process.exitcode
+        if self.is_slow:
+            return f"its process had not imported {self._prepares} after {MAX_PREPARATION:g} s"
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
                 return f"its process was ended by {signal.Signals(-code).name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import datetime as dt
 import functools
@@ -152,8 +153,22 @@ class ProcessRunner:
 
     def start(self, claim: Claim) -> None:
         """Let a process call the handler; a thread waits for it."""
+        loop = asyncio.get_running_loop()
+        if claim.timer is not None:  # the timeout counts once a process has taken the job
+            claim.timer.cancel()
+            claim.timer = None
+
+        def begun() -> None:
+            if claim.job.timeout is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+                    loop.call_soon_threadsafe(self._keeper.start_timer, claim)
+
         context = contextvars.copy_context()
-        function = functools.partial(context.run, self._processes.run, claim.job, task_of(claim))
+        too_late = functools.partial(self._keeper.is_too_late, claim)
+        run_job = self._processes.run
+        function = functools.partial(
+            context.run, run_job, claim.job, task_of(claim), too_late, begun
+        )
         submit(self._threads, claim, function, self._keeper)
 
     def abort(self, claim: Claim, reason: str) -> None:
@@ -192,10 +207,10 @@ def task_of(claim: Claim) -> Task[..., Any]:
 def submit(
     threads: Threads,
     claim: Claim,
-    function: Callable[[], str | Settled],
+    function: Callable[[], str | Settled | None],
     keeper: Keeper,
 ) -> None:
-    """Run a function in a thread; it returns a job's outcome."""
+    """Run a function in a thread; it returns a job's outcome, None if it was too late to begin."""
 
     def work() -> Callable[[], None]:
         if keeper.is_too_late(claim):
@@ -207,6 +222,8 @@ def submit(
             ended = outcome_of(claim.job, claim.failure_policy, error)
         except Exception as error:
             ended = internal_error(claim, error)
+        if ended is None:
+            return functools.partial(keeper.give_back_unbegun, claim)
         return functools.partial(keeper.ended, claim, ended)
 
     threads.submit(work)
