@@ -8951,10 +8951,13 @@ begin
     union
     select d.id
     from below b
-    cross join lateral (select j.options from queue.job_now j where j.id = b.id and not j.ignores_needs
-      and not exists (select from queue.finished f where f.id = b.id) offset 0) j
     cross join lateral (
-      select d.id from queue._direct_needs(b.id) d
+      select j.options, j.needs from queue.job_now j where j.id = b.id and not j.ignores_needs
+        and not exists (select from queue.finished f where f.id = b.id) offset 0) j
+    cross join lateral (
+      (select d.need_id as id from queue.need d where d.job_id = b.id offset 0)
+      union all
+      select n from unnest(j.needs) n
       union all
       select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = b.id) d
     where queue._needs_mode(j.options) & 1/* any */ = 0),
