@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -40,7 +41,7 @@ def is_usable(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
     return not readable and connection.info.transaction_status == TransactionStatus.IDLE
 
 
-# How long to wait for the answer to UNDO, in seconds. Then another connection is opened.
+# How long a borrower waits for answers to UNDO, in seconds. Then it opens a new connection.
 _UNDO_TIMEOUT = 5.0
 
 
@@ -69,18 +70,18 @@ def _is_undoing(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[An
         result = pgconn.get_result()
         if result is None:
             return False
-        if result.status != ExecStatus.COMMAND_OK:
+        if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
             raise psycopg.OperationalError("the session's settings could not be reset")
     return True
 
 
-def _undone(connection: psycopg.Connection[Any]) -> bool:
-    """Wait for the answer to UNDO, if one is to come; return whether the connection is as new."""
+def _undone(connection: psycopg.Connection[Any], end: float) -> bool:
+    """Wait for the answer to UNDO until `end`; return whether the connection is as new."""
     try:
         while _is_undoing(connection):
             poll = select.poll()
             poll.register(connection.pgconn.socket, select.POLLIN | select.POLLHUP)
-            if not poll.poll(_UNDO_TIMEOUT * 1000):
+            if not poll.poll(max(end - time.monotonic(), 0) * 1000):
                 return False
     except (OSError, psycopg.Error):
         return False
@@ -92,7 +93,7 @@ def _finish(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _undone_async(connection: psycopg.AsyncConnection[Any]) -> bool:
+async def _undone_async(connection: psycopg.AsyncConnection[Any], end: float) -> bool:
     """As `_undone`."""
     try:
         while _is_undoing(connection):
@@ -100,7 +101,7 @@ async def _undone_async(connection: psycopg.AsyncConnection[Any]) -> bool:
             readable = loop.create_future()
             loop.add_reader(socket, _finish, readable)
             try:
-                async with asyncio.timeout(_UNDO_TIMEOUT):
+                async with asyncio.timeout(max(end - time.monotonic(), 0)):
                     await readable
             finally:
                 loop.remove_reader(socket)
@@ -117,25 +118,31 @@ class _Idle:
 
     def take(self) -> PsycopgConnection | None:
         """Return a usable connection, or None."""
+        end = time.monotonic() + _UNDO_TIMEOUT
         while self.items:
             try:
                 connection: PsycopgConnection = self.items.pop()
             except IndexError:
                 return None
-            if _undone(connection) and is_usable(connection):
-                return connection
+            try:
+                if _undone(connection, end) and is_usable(connection):
+                    return connection
+            except BaseException:  # a JobTimeout may be raised in this thread
+                close_now(connection)
+                raise
             close_now(connection)
         return None
 
     async def take_async(self) -> AsyncPsycopgConnection | None:
         """Return a usable connection, or None."""
+        end = time.monotonic() + _UNDO_TIMEOUT
         while self.items:
             try:
                 connection: AsyncPsycopgConnection = self.items.pop()
             except IndexError:
                 return None
             try:
-                if await _undone_async(connection) and is_usable(connection):
+                if await _undone_async(connection, end) and is_usable(connection):
                     return connection
             except BaseException:
                 close_now(connection)
@@ -173,8 +180,8 @@ class SyncPool:
     def connection(self, *, undo: bool = False) -> Iterator[PsycopgConnection]:
         """Lend a connection; wait for one if all are lent.
 
-        With `undo` the next borrower finds nothing of what this one has set for its session, be
-        it a role or a setting. Behind pgbouncer that is impossible: it may be another session.
+        With `undo` the next borrower finds nothing of what this one has left in its session, but
+        prepared statements. Behind pgbouncer that is impossible: it may be another session.
         """
         if self._pid != os.getpid():
             # After a fork they belong to the parent: the child must neither use nor close them.

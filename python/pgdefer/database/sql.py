@@ -44,8 +44,11 @@ class Statement:
 
 READ_COMMITTED = Statement("set default_transaction_isolation to 'read committed'")
 
-# Undoes what a handler may have set in its session; what the DSN sets remains.
-UNDO = Statement(f"reset session authorization; reset role; reset all; {READ_COMMITTED.text}")
+# Undoes what a handler may have left in its session; what the DSN sets remains.
+UNDO = Statement(f"""
+    reset session authorization; reset role; reset all; close all; unlisten *; discard temp;
+    select pg_advisory_unlock_all(); {READ_COMMITTED.text}
+""")
 
 # Deferring
 

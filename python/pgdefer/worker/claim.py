@@ -133,8 +133,8 @@ def gather(claims: Iterable[Claim], tasks: Mapping[str, Task[..., Any]]) -> list
 class Keeper(Protocol):
     """What runners tell about their claims."""
 
-    def start_timer(self, claim: Claim) -> None:
-        """Count the timeout from now, in the worker's loop."""
+    def handler_begins(self, claim: Claim) -> None:
+        """Count the handler's duration and its timeout from now, in the worker's loop."""
 
     def ended(self, claim: Claim, outcome: str | Settled) -> None:
         """Take in the outcome of a handler, in the worker's loop."""

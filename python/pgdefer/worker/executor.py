@@ -257,7 +257,7 @@ class Executor:
         self.running.add(claim)
         if claim.slots is not None:
             claim.slots.started()
-        claim.started_at = clock()
+        self.handler_begins(claim)
         claim.task = self._registry.tasks.get(job.task)
         if claim.task is not None and not claim.task.versions.understand(job._stored):
             claim.task = None  # another worker knows its version
@@ -269,11 +269,11 @@ class Executor:
                 self.running.add(other)
                 other.started_at = claim.started_at
                 other.task, other.runner = claim.task, claim.runner
-        self.start_timer(claim)
         claim.runner.start(claim)
 
-    def start_timer(self, claim: Claim) -> None:
-        """Count the timeout from now."""
+    def handler_begins(self, claim: Claim) -> None:
+        """Count the handler's duration and its timeout from now."""
+        claim.started_at = clock()
         if claim.job.timeout is not None and not claim.has_left:
             seconds = claim.job.timeout.total_seconds()
             claim.timer = asyncio.get_running_loop().call_later(seconds, self._time_out, claim)

@@ -75,7 +75,7 @@ class Processes:
                 # It died before the job began, so the job is not the cause.
                 died_early += not process.jobs
                 self._put_back(job, process, is_good=False)
-                if process.is_slow or died_early == MAX_EARLY_DEATHS:
+                if process.was_slow or died_early == MAX_EARLY_DEATHS:
                     return _crashed(job, process)
                 if _must_end(job, is_too_late):
                     return _ended(job, task)
@@ -129,9 +129,7 @@ class Processes:
         dead = []
         try:
             with self._lock:
-                self._idle.sort(key=lambda process: module in process.modules)
-                while self._idle:
-                    process = self._idle.pop()
+                while (process := self._pop_idle(module)) is not None:
                     if process.is_alive:
                         self._busy[job] = process
                         return process
@@ -147,6 +145,18 @@ class Processes:
         process.kill()
         process.close()
         raise ProcessDied("the worker ends")
+
+    def _pop_idle(self, module: str) -> ChildProcess | None:
+        """Return the last idle process that has imported the module, or else imports it, or can.
+
+        One that still imports another module is for jobs of that.
+        """
+        fit = [process for process in self._idle if process.prepares in (None, module)]
+        if not fit:
+            return None
+        found = max(reversed(fit), key=lambda one: (module in one.modules, one.prepares == module))
+        self._idle.remove(found)
+        return found
 
     def _put_back(self, job: JobContext, process: ChildProcess, *, is_good: bool) -> None:
         with self._lock:
@@ -202,10 +212,12 @@ class ChildProcess:
         self.is_killed = False
         #: Whether it has got the job that it is to run.
         self.has_job = False
-        #: The modules that it has imported, the one that it imports now, and since when.
+        #: The modules that it has imported, and the one that it imports now.
         self.modules: set[str] = set()
-        self._prepares: str | None = None
+        self.prepares: str | None = None
         self._prepares_since = 0.0
+        #: Whether it was killed because that took too long.
+        self.was_slow = False
 
     @property
     def pid(self) -> int:
@@ -218,29 +230,24 @@ class ChildProcess:
         """Whether it seems able to run a job; it may die in the next moment."""
         return self._process.exitcode is None
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether it was killed because it could not be prepared in time."""
-        return self._prepares is not None and (
-            time.monotonic() - self._prepares_since > MAX_PREPARATION
-        )
-
     def prepare(self, module: str, must_end: Callable[[], bool]) -> bool | None:
         """Have it import a module; return False if it died, None if it goes on after `must_end`."""
-        while module not in self.modules:
-            if self._prepares is None:
-                self._prepares, self._prepares_since = module, time.monotonic()
-                with contextlib.suppress(OSError):
-                    self._connection.send(process_main.Prepare(module))
-            while not self._poll(LOOK_EVERY):
-                if must_end():
-                    return None
-                if self.is_slow:
-                    self.kill()
-            if not isinstance(self._next(), process_main.Prepared):
-                return False
-            self.modules.add(self._prepares)
-            self._prepares = None
+        if module in self.modules:
+            return True
+        if self.prepares is None:
+            self.prepares, self._prepares_since = module, time.monotonic()
+            with self._lock, contextlib.suppress(OSError):
+                self._connection.send(process_main.Prepare(module))
+        while not self._poll(LOOK_EVERY):
+            if must_end():
+                return None
+            if time.monotonic() - self._prepares_since > MAX_PREPARATION and not self.is_killed:
+                self.was_slow = True
+                self.kill()
+        if not isinstance(self._next(), process_main.Prepared):
+            return False
+        self.modules.add(module)
+        self.prepares = None
         return True
 
     def begin(self, job: JobContext, task: Task[..., Any], is_too_late: Callable[[], bool]) -> bool:
@@ -310,8 +317,8 @@ class ChildProcess:
     def how_it_ended(self) -> str:
         """Return a text that says so, after it was closed."""
         code = self._process.exitcode
-        if self.is_slow:
-            return f"its process had not imported {self._prepares} after {MAX_PREPARATION:g} s"
+        if self.was_slow:
+            return f"its process had not imported {self.prepares} after {MAX_PREPARATION:g} s"
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
                 return f"its process was ended by {signal.Signals(-code).name}"

@@ -154,14 +154,13 @@ class ProcessRunner:
     def start(self, claim: Claim) -> None:
         """Let a process call the handler; a thread waits for it."""
         loop = asyncio.get_running_loop()
-        if claim.timer is not None:  # the timeout counts once a process has taken the job
+        if claim.timer is not None:  # the handler begins once a process has taken the job
             claim.timer.cancel()
             claim.timer = None
 
         def begun() -> None:
-            if claim.job.timeout is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
-                    loop.call_soon_threadsafe(self._keeper.start_timer, claim)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+                loop.call_soon_threadsafe(self._keeper.handler_begins, claim)
 
         context = contextvars.copy_context()
         too_late = functools.partial(self._keeper.is_too_late, claim)

@@ -39,6 +39,20 @@ def endless() -> None:
         pass
 """
 
+QUICK = """
+import multiprocessing, os
+from pgdefer import App
+
+if multiprocessing.parent_process() is None:
+    from slow_to_import import app
+else:
+    app = App()
+
+@app.task(name="quick", run_in="process")
+def pid() -> int:
+    return os.getpid()
+"""
+
 
 class Slow:
     """An application whose import ends in child processes when `go` exists."""
@@ -116,3 +130,26 @@ async def test_an_import_that_never_ends(
         (row,) = await jobs.end()
     assert (row["state"], row["reason"]) == ("failed", "crashed")
     assert row["error"] == ("ProcessDied: its process had not imported slow_to_import after 0.5 s")
+
+
+async def test_a_process_that_imports_another_module_is_left_alone(
+    slow: Slow, jobs: Jobs, conn: psycopg.Connection[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "quick_to_import.py").write_text(QUICK)
+    quick = importlib.import_module("quick_to_import")
+    try:
+        async with running(slow.app):
+            first = await slow.tasks.pid.configure(timeout=None).defer_async()
+            await until(slow.started.exists)
+            (child,) = multiprocessing.active_children()
+            conn.execute("select queue.cancel(%s, abort => true)", (first.id,))
+            await jobs.end()
+            second = await quick.pid.defer_async()
+            assert await second.result_async(300) != child.pid
+            slow.go.touch()
+            third = await slow.tasks.pid.defer_async()
+            assert await third.result_async(300) == child.pid
+    finally:
+        del sys.modules["quick_to_import"]
+    rows = {row["id"]: row for row in jobs()}
+    assert (rows[second.id]["attempts"], rows[second.id]["crashes"]) == (1, 0)
