@@ -226,8 +226,9 @@ begin
         after_sleep, await_jobs, before_sleep, begin_step, claims, deregister_worker, emit, fail_step, fetch,
         finish_and_fetch, finish_many, finish_step, finish_steps, function_call, heartbeat, is_busy,
         read_steps, register_worker, run_function, set_progress, sleep, wait, work, worker_died}'),
-      ('{worker,operator}', true, '{attempts_left, extend, fail, reap, release, retry_later, succeed, tick}'),
-      ('{worker,operator,reader}', true, '{attempt_outcome, backoff, needs, next_runs, peek}'),
+      ('{worker,operator}', true, '{attempt_outcome, attempts_left, extend, fail, reap, release, retry_later,
+        succeed, tick}'),
+      ('{worker,operator,reader}', true, '{backoff, needs, next_runs, peek}'),
       ('{operator}', true, '{
         cancel, cancel_children, configure_queue, copy, create_queue, delete, delete_queue, done,
         fail_jobs, fork, hold, move, next, pause, reschedule, resume, retry, retry_failed, set_args,

@@ -1,7 +1,7 @@
 -- Finding and locking jobs wherever they are.
 --
--- Lock order: first the job's row in queue.active_job (waiting for a session that ends or claims it),
--- then its queueing lock's row (waiting for a session that replaces it), then the admission lock, then
+-- Lock order of a call on one job: its row in queue.active_job (waiting for a session that ends or claims
+-- it), then its queueing lock's row (waiting for a session that replaces it), then the admission lock, then
 -- the rest. Once the admission lock is held, only a claim can move the job, and claims skip the locked
 -- row. Under the admission lock it waits for nothing that another transaction could hold long: not for
 -- these rows, nor for queue.job_override of a job that is being finished. The first lock is FOR NO KEY
@@ -61,20 +61,37 @@ begin
 end $$;
 
 -- Waits for the transactions that are claiming jobs, or else hold unclaimed ones.
--- Locks: unclaimed rows of queue.active_job, one at a time; each is free again at once, as its savepoint is
--- rolled back. xmax is 0 if no transaction has locked this version of the row.
+-- Locks: the unclaimed rows of queue.active_job that are free, by skip locked; then the others, one at a time
+-- in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
+-- transaction has ever locked this version of the row.
+-- Why no wake-up is lost: a fetch that skips such a row looks again when the call announces what it has
+-- changed, or after its sleep, which is short.
+-- Two sessions: operate/change.frozen.spec.
 create or replace function queue._await_claims(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_free bigint[];
   v_id bigint;
 begin
+  begin
+    v_free := array(select aj.id from queue.active_job aj
+      where aj.id = any (p_ids) and aj.claim is null and aj.xmax <> '0'::xid
+      for no key update skip locked);
+    raise exception using errcode = 'P0999', message = 'rolled back',
+      hint = 'It never reaches the caller.';
+  exception when sqlstate 'P0999' then
+    null;
+  end;
   foreach v_id in array array(
     select aj.id from queue.active_job aj
-    where aj.id = any (p_ids) and aj.claim is null and aj.xmax <> '0'::xid order by aj.id)
+    where aj.id in (select unnest(p_ids) except select unnest(v_free)) and aj.claim is null
+      and aj.xmax <> '0'::xid
+    order by aj.id)
   loop
     begin
       perform from queue.active_job aj where aj.id = v_id and aj.claim is null for no key update;
-      raise exception using errcode = 'P0999';
+      raise exception using errcode = 'P0999', message = 'rolled back',
+        hint = 'It never reaches the caller.';
     exception when sqlstate 'P0999' then
       null;
     end;
@@ -82,7 +99,8 @@ begin
 end $$;
 
 -- Waits for the transactions that replace the jobs of queueing locks.
--- Locks: rows of queue.queueing_lock, one at a time, as _await_claims.
+-- Locks: rows of queue.queueing_lock, one at a time in the order of keys, as _await_claims.
+-- Two sessions: operate/change.frozen.spec.
 create or replace function queue._await_replacements(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -97,7 +115,8 @@ begin
   loop
     begin
       perform from queue.queueing_lock k where k.key = v_key and k.job_id = any (p_ids) for update;
-      raise exception using errcode = 'P0999';
+      raise exception using errcode = 'P0999', message = 'rolled back',
+        hint = 'It never reaches the caller.';
     exception when sqlstate 'P0999' then
       null;
     end;

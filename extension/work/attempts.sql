@@ -32,7 +32,7 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 begin
   {{if_restricted}}
-    perform queue._require_jobs('{worker,operator,reader}', array[attempt_outcome.id]);
+    perform queue._require_jobs('{worker,operator}', array[attempt_outcome.id]);
   end if;
   return (select a.outcome from queue.attempt a
           where a.job_id = attempt_outcome.id and a.claim = attempt_outcome.claim);

@@ -125,7 +125,7 @@ select is_empty($$
       or not exists (select from queue._function_grants() g where g.name = p.proname))
     and p.proname not in (select c.name from calls c)
     and p.proname <> all ('{install,migrate,uninstall}'::text[])  -- the table queue.installation tells
-    and p.proname <> all ('{backoff,rehearse}'::text[])  -- the one draws a number, the other's transaction can't be committed
+    and p.proname <> all ('{attempt_outcome,backoff,rehearse}'::text[])  -- reads; draws a number; its transaction can't be committed
 $$, 'every function that may change something, and that an operator or only the owner may call, writes one row');
 
 -- A call that asks for what is so already succeeds, changes nothing and is noted, with how it was before.

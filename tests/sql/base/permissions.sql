@@ -47,7 +47,7 @@ insert into calls values
   ('select queue.retry_later(:id, :claim)', 'wo'),
   ('select queue.release(:id, :claim)', 'wo'),
   ('select queue.attempts_left(:id, :claim)', 'wo'),
-  ('select queue.attempt_outcome(:id, :claim)', 'wor'),
+  ('select queue.attempt_outcome(:id, :claim)', 'wo'),
   ('select queue.finish_many(''[]'')', 'w'),
   ('select queue.function_call(:id, :claim)', 'w'),
   ('select queue.run_function(:id, :claim)', 'w'),
