@@ -1,5 +1,5 @@
 -- Cycles that the needs of a yield would close, also by way of a lock.
--- Tests: admit/cycles.sql, admit/cycles.two_yields.spec.
+-- Tests: admit/cycles.sql, admit/cycles.two_yields.spec, admit/cycles.lock.spec.
 
 -- Raises: QJ005 if one of p_needs needs p_id.
 create or replace function queue._refuse_cycle(p_id bigint, p_needs bigint[])
@@ -22,7 +22,7 @@ end $$;
 -- A job keeps its place in its lock while it waits. So neither it nor a job that needs it may wait for a
 -- younger ordered job of its lock, nor for a job that needs one.
 -- Raises: QJ005 if p_needs would have it so.
-create or replace function queue._refuse_own_lock(p_id bigint, p_needs bigint[])
+create or replace function queue._refuse_blocked_need(p_id bigint, p_needs bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_pending record;

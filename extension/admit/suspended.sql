@@ -10,8 +10,8 @@
 -- because that signal was committed. A later admission reads the settlement of a signal that commits later,
 -- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks for
 -- its signals when it comes back; an event ends its wait at once, because it may not be kept for so long.
--- Two sessions: work/signals.wait.spec, work/signals.timeout.spec.
--- Tests: admit/suspended.sql, work/waits.sql, work/signals.wait.spec.
+-- Two sessions: work/signals.wait.spec, work/signals.timeout.spec, work/waits.prune.spec.
+-- Tests: admit/suspended.sql, work/waits.sql, work/waits.late.sql.
 
 -- Sends jobs through the gate. passed: the jobs that wait for nothing, have taken their signal or event, or
 -- have timed out. The others wait; is_timed: at least one of them has a timeout.
@@ -141,7 +141,8 @@ end $$;
 
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
--- a name counts until it expires. If many jobs wait for an event, this ends the waits of 500 of them; later
+-- a name counts until it expires; then the next one takes its place, also for waits that began before and are
+-- not committed yet. If many jobs wait for an event, this ends the waits of 500 of them; later
 -- admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
@@ -219,10 +220,11 @@ begin
   update queue.job_override s set is_suspended = false where s.id = any (p_ids);
 end $$;
 
--- Deletes expired events, except those that a later admission must still deliver. p_safe_at: the result of
--- _safe_at, called before everything visible was admitted.
--- Locks: the caller holds the admission lock. No wake-up can be lost: every job that has begun to wait before
--- the event expired has got it, because its transaction had ended at p_safe_at.
+-- Deletes expired events, except those that a wait must still get. p_safe_at: the result of _safe_at, called
+-- before everything visible was admitted.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: at p_safe_at the transactions of all
+-- waits that began before the event expired had ended; such a wait has got the event, or is on its way to the
+-- gate (its job is held, or needs another), and queue.suspended shows it.
 create or replace function queue._prune_events(p_max integer, p_safe_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -230,6 +232,10 @@ begin
   where e.ctid = any (array(
     select e.ctid from queue.event e
     where e.expires_at <= least(p_safe_at, clock_timestamp())
-      and not exists (select from queue.pending_settlement h where h.kind = 'event' and h.job_id = -e.no)
+      and not exists (
+        select from queue.suspended w
+        where w.event = e.name
+          and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.job_id
+            order by a.claim desc limit 1) <= e.expires_at, true))
     limit p_max));
 end $$;

@@ -1,4 +1,5 @@
 -- Yields: needs that a job adds while it runs.
+-- Tests: admit/yields.sql, admit/cycles.sql.
 
 -- The payload that retry_later hands over: the needs to add. JSON null: run again whatever the needs are.
 -- Raises: 22023, QJ001, QJ005.
@@ -20,7 +21,7 @@ begin
   v_needs := queue._check_needs(v_needs);
   perform queue._refuse_cycle(p_id, v_needs);
   if (select queue._needs_mode(j.options) from queue.job j where j.id = p_id) & {{any}} = 0 then
-    perform queue._refuse_own_lock(p_id, v_needs);
+    perform queue._refuse_blocked_need(p_id, v_needs);
   end if;
   return jsonb_build_object('needs', to_jsonb(v_needs));
 end $$;
@@ -55,7 +56,7 @@ begin
     perform queue._job_not_found(v_unknown) where v_unknown is not null;
   end if;
   perform queue._refuse_cycle(p_id, v_ids);
-  perform queue._refuse_own_lock(p_id, v_ids);
+  perform queue._refuse_blocked_need(p_id, v_ids);
   return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim, 'state', 'waiting');
 end $$;
 

@@ -3299,8 +3299,9 @@ begin
         after_sleep, await_jobs, before_sleep, begin_step, claims, deregister_worker, emit, fail_step, fetch,
         finish_and_fetch, finish_many, finish_step, finish_steps, function_call, heartbeat, is_busy,
         read_steps, register_worker, run_function, set_progress, sleep, wait, work, worker_died}'),
-      ('{worker,operator}', true, '{attempts_left, extend, fail, reap, release, retry_later, succeed, tick}'),
-      ('{worker,operator,reader}', true, '{attempt_outcome, backoff, needs, next_runs, peek}'),
+      ('{worker,operator}', true, '{attempt_outcome, attempts_left, extend, fail, reap, release, retry_later,
+        succeed, tick}'),
+      ('{worker,operator,reader}', true, '{backoff, needs, next_runs, peek}'),
       ('{operator}', true, '{
         cancel, cancel_children, configure_queue, copy, create_queue, delete, delete_queue, done,
         fail_jobs, fork, hold, move, next, pause, reschedule, resume, retry, retry_failed, set_args,
@@ -8894,7 +8895,7 @@ end $$;
 
 -- admit/cycles.sql
 -- Cycles that the needs of a yield would close, also by way of a lock.
--- Tests: admit/cycles.sql, admit/cycles.two_yields.spec.
+-- Tests: admit/cycles.sql, admit/cycles.two_yields.spec, admit/cycles.lock.spec.
 
 -- Raises: QJ005 if one of p_needs needs p_id.
 create or replace function queue._refuse_cycle(p_id bigint, p_needs bigint[])
@@ -8917,7 +8918,7 @@ end $$;
 -- A job keeps its place in its lock while it waits. So neither it nor a job that needs it may wait for a
 -- younger ordered job of its lock, nor for a job that needs one.
 -- Raises: QJ005 if p_needs would have it so.
-create or replace function queue._refuse_own_lock(p_id bigint, p_needs bigint[])
+create or replace function queue._refuse_blocked_need(p_id bigint, p_needs bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_pending record;
@@ -9061,6 +9062,7 @@ end $$;
 
 -- admit/yields.sql
 -- Yields: needs that a job adds while it runs.
+-- Tests: admit/yields.sql, admit/cycles.sql.
 
 -- The payload that retry_later hands over: the needs to add. JSON null: run again whatever the needs are.
 -- Raises: 22023, QJ001, QJ005.
@@ -9082,7 +9084,7 @@ begin
   v_needs := queue._check_needs(v_needs);
   perform queue._refuse_cycle(p_id, v_needs);
   if (select queue._needs_mode(j.options) from queue.job j where j.id = p_id) & 1/* any */ = 0 then
-    perform queue._refuse_own_lock(p_id, v_needs);
+    perform queue._refuse_blocked_need(p_id, v_needs);
   end if;
   return jsonb_build_object('needs', to_jsonb(v_needs));
 end $$;
@@ -9117,7 +9119,7 @@ begin
     perform queue._job_not_found(v_unknown) where v_unknown is not null;
   end if;
   perform queue._refuse_cycle(p_id, v_ids);
-  perform queue._refuse_own_lock(p_id, v_ids);
+  perform queue._refuse_blocked_need(p_id, v_ids);
   return jsonb_build_object('needs', to_jsonb(v_ids), 'awaits', p_claim, 'state', 'waiting');
 end $$;
 
@@ -9272,8 +9274,8 @@ end $$;
 -- because that signal was committed. A later admission reads the settlement of a signal that commits later,
 -- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks for
 -- its signals when it comes back; an event ends its wait at once, because it may not be kept for so long.
--- Two sessions: work/signals.wait.spec, work/signals.timeout.spec.
--- Tests: admit/suspended.sql, work/waits.sql, work/signals.wait.spec.
+-- Two sessions: work/signals.wait.spec, work/signals.timeout.spec, work/waits.prune.spec.
+-- Tests: admit/suspended.sql, work/waits.sql, work/waits.late.sql.
 
 -- Sends jobs through the gate. passed: the jobs that wait for nothing, have taken their signal or event, or
 -- have timed out. The others wait; is_timed: at least one of them has a timeout.
@@ -9403,7 +9405,8 @@ end $$;
 
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
--- a name counts until it expires. If many jobs wait for an event, this ends the waits of 500 of them; later
+-- a name counts until it expires; then the next one takes its place, also for waits that began before and are
+-- not committed yet. If many jobs wait for an event, this ends the waits of 500 of them; later
 -- admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
@@ -9481,10 +9484,11 @@ begin
   update queue.job_override s set is_suspended = false where s.id = any (p_ids);
 end $$;
 
--- Deletes expired events, except those that a later admission must still deliver. p_safe_at: the result of
--- _safe_at, called before everything visible was admitted.
--- Locks: the caller holds the admission lock. No wake-up can be lost: every job that has begun to wait before
--- the event expired has got it, because its transaction had ended at p_safe_at.
+-- Deletes expired events, except those that a wait must still get. p_safe_at: the result of _safe_at, called
+-- before everything visible was admitted.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: at p_safe_at the transactions of all
+-- waits that began before the event expired had ended; such a wait has got the event, or is on its way to the
+-- gate (its job is held, or needs another), and queue.suspended shows it.
 create or replace function queue._prune_events(p_max integer, p_safe_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -9492,7 +9496,11 @@ begin
   where e.ctid = any (array(
     select e.ctid from queue.event e
     where e.expires_at <= least(p_safe_at, clock_timestamp())
-      and not exists (select from queue.pending_settlement h where h.kind = 'event' and h.job_id = -e.no)
+      and not exists (
+        select from queue.suspended w
+        where w.event = e.name
+          and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.job_id
+            order by a.claim desc limit 1) <= e.expires_at, true))
     limit p_max));
 end $$;
 
@@ -9987,13 +9995,14 @@ end $$;
 
 -- admit/pass_turns.sql
 -- The common case of locks, in one statement: the next jobs have nothing else that counts.
--- Tests: admit/pass_turns.sql.
+-- Tests: admit/pass_turns.sql; compared with the general way, in tests/py/races/test_short_ways.py. Two
+-- sessions: admit/locks.late_defer.spec.
 
 -- Claims of jobs with ordered locks have ended. Removes the jobs from their locks and makes the next ones
 -- ready, as _leave_locks and _enter_slots do together. Returns whether it did; if not, nothing has changed.
 -- It does if no lock is mixed or has a late member, and if the next jobs wait for nothing but their turn,
 -- have never started or been changed, and go to one lane, which exists and has no shares. With p_unless_news
--- it looks at nothing if there may be jobs that are not admitted yet (_has_news).
+-- it looks at nothing if there may be jobs that are not admitted yet (the condition of _has_news).
 -- Locks: the caller holds the admission lock, so that the rows do not move meanwhile.
 -- Why no wake-up is lost: in each lock the first member that has not ended becomes ready.
 -- One statement, because to set statements up is most of what they cost (ADR 1).
@@ -11846,7 +11855,7 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
-    perform queue._require_jobs('{worker,operator,reader}', array[attempt_outcome.id]);
+    perform queue._require_jobs('{worker,operator}', array[attempt_outcome.id]);
   end if;
   return (select a.outcome from queue.attempt a
           where a.job_id = attempt_outcome.id and a.claim = attempt_outcome.claim);
@@ -13970,9 +13979,9 @@ begin
 end $$;
 
 -- The time up to which retention may count. Every transaction that named a job as a need before that time
--- (_check_needs refuses it afterwards) has ended, and if it committed, its job is visible, so that _prune
--- sees the need once everything visible is admitted. If no other transaction has an xid, this is now; else
--- the recorded time before the last one up to which every transaction has ended.
+-- (_check_needs refuses it afterwards), or began a wait, has ended, and if it committed, that is visible, so
+-- that _prune and _prune_events see it once everything visible is admitted. If no other transaction has an
+-- xid, this is now; else the recorded time before the last one up to which every transaction has ended.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._safe_at()
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
@@ -13992,7 +14001,8 @@ begin
     update queue.horizon h set looked_at = now(), looked_xid = pg_current_xact_id(), safe_at = v_safe_at;
   end if;
   if v_safe_at > v_now - interval '1 minute'
-    and not exists (select from queue.finished f where f.purge_at > v_safe_at and f.purge_at <= v_now) then
+    and not exists (select from queue.finished f where f.purge_at > v_safe_at and f.purge_at <= v_now)
+    and not exists (select from queue.event e where e.expires_at > v_safe_at and e.expires_at <= v_now) then
     return v_safe_at;
   end if;
   perform from pg_locks l
@@ -16985,8 +16995,8 @@ end $$;
 -- operate/lock_jobs.sql
 -- Finding and locking jobs wherever they are.
 --
--- Lock order: first the job's row in queue.active_job (waiting for a session that ends or claims it),
--- then its queueing lock's row (waiting for a session that replaces it), then the admission lock, then
+-- Lock order of a call on one job: its row in queue.active_job (waiting for a session that ends or claims
+-- it), then its queueing lock's row (waiting for a session that replaces it), then the admission lock, then
 -- the rest. Once the admission lock is held, only a claim can move the job, and claims skip the locked
 -- row. Under the admission lock it waits for nothing that another transaction could hold long: not for
 -- these rows, nor for queue.job_override of a job that is being finished. The first lock is FOR NO KEY
@@ -17046,20 +17056,37 @@ begin
 end $$;
 
 -- Waits for the transactions that are claiming jobs, or else hold unclaimed ones.
--- Locks: unclaimed rows of queue.active_job, one at a time; each is free again at once, as its savepoint is
--- rolled back. xmax is 0 if no transaction has locked this version of the row.
+-- Locks: the unclaimed rows of queue.active_job that are free, by skip locked; then the others, one at a time
+-- in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
+-- transaction has ever locked this version of the row.
+-- Why no wake-up is lost: a fetch that skips such a row looks again when the call announces what it has
+-- changed, or after its sleep, which is short.
+-- Two sessions: operate/change.frozen.spec.
 create or replace function queue._await_claims(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_free bigint[];
   v_id bigint;
 begin
+  begin
+    v_free := array(select aj.id from queue.active_job aj
+      where aj.id = any (p_ids) and aj.claim is null and aj.xmax <> '0'::xid
+      for no key update skip locked);
+    raise exception using errcode = 'P0999', message = 'rolled back',
+      hint = 'It never reaches the caller.';
+  exception when sqlstate 'P0999' then
+    null;
+  end;
   foreach v_id in array array(
     select aj.id from queue.active_job aj
-    where aj.id = any (p_ids) and aj.claim is null and aj.xmax <> '0'::xid order by aj.id)
+    where aj.id in (select unnest(p_ids) except select unnest(v_free)) and aj.claim is null
+      and aj.xmax <> '0'::xid
+    order by aj.id)
   loop
     begin
       perform from queue.active_job aj where aj.id = v_id and aj.claim is null for no key update;
-      raise exception using errcode = 'P0999';
+      raise exception using errcode = 'P0999', message = 'rolled back',
+        hint = 'It never reaches the caller.';
     exception when sqlstate 'P0999' then
       null;
     end;
@@ -17067,7 +17094,8 @@ begin
 end $$;
 
 -- Waits for the transactions that replace the jobs of queueing locks.
--- Locks: rows of queue.queueing_lock, one at a time, as _await_claims.
+-- Locks: rows of queue.queueing_lock, one at a time in the order of keys, as _await_claims.
+-- Two sessions: operate/change.frozen.spec.
 create or replace function queue._await_replacements(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -17082,7 +17110,8 @@ begin
   loop
     begin
       perform from queue.queueing_lock k where k.key = v_key and k.job_id = any (p_ids) for update;
-      raise exception using errcode = 'P0999';
+      raise exception using errcode = 'P0999', message = 'rolled back',
+        hint = 'It never reaches the caller.';
     exception when sqlstate 'P0999' then
       null;
     end;
@@ -18179,6 +18208,7 @@ declare
   v_keyed bigint[];
   v_unkeyed bigint[];
 begin
+  perform queue._await_claims(p_ids);  -- before it holds keys that a defer would wait for
   v_keyed := queue._retake_queueing_locks(p_ids);
   perform queue._lock_rows(p_ids);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
@@ -19664,7 +19694,9 @@ begin
       and (exists (select from queue.received_signal r where r.job_id = w.id and r.name = s.signal)
         and not exists (select from queue.pending_settlement h where h.job_id = w.id and h.kind = 'signal')
         or exists (select from queue.event e where e.name = s.event and e.is_standing
-          and e.expires_at > clock_timestamp()
+          and e.published_at > s.until is not true
+          and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.id
+            order by a.claim desc limit 1) <= e.expires_at, true)
           and not exists (select from queue.pending_settlement h
             where h.job_id = -e.no and h.kind = 'event')));
   return query

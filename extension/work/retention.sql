@@ -115,9 +115,9 @@ begin
 end $$;
 
 -- The time up to which retention may count. Every transaction that named a job as a need before that time
--- (_check_needs refuses it afterwards) has ended, and if it committed, its job is visible, so that _prune
--- sees the need once everything visible is admitted. If no other transaction has an xid, this is now; else
--- the recorded time before the last one up to which every transaction has ended.
+-- (_check_needs refuses it afterwards), or began a wait, has ended, and if it committed, that is visible, so
+-- that _prune and _prune_events see it once everything visible is admitted. If no other transaction has an
+-- xid, this is now; else the recorded time before the last one up to which every transaction has ended.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._safe_at()
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
@@ -137,7 +137,8 @@ begin
     update queue.horizon h set looked_at = now(), looked_xid = pg_current_xact_id(), safe_at = v_safe_at;
   end if;
   if v_safe_at > v_now - interval '1 minute'
-    and not exists (select from queue.finished f where f.purge_at > v_safe_at and f.purge_at <= v_now) then
+    and not exists (select from queue.finished f where f.purge_at > v_safe_at and f.purge_at <= v_now)
+    and not exists (select from queue.event e where e.expires_at > v_safe_at and e.expires_at <= v_now) then
     return v_safe_at;
   end if;
   perform from pg_locks l

@@ -1,6 +1,6 @@
 -- What comes too late for a wait, or has gone before it, does not end it, also if no session ticks in between.
 
-select plan(18);
+select plan(21);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -81,6 +81,24 @@ select queue.tick() \g /dev/null
 select queue.wait(:id, pg_temp.claim(:id), 'w#8', event => 'short') \g /dev/null
 update queue.event set expires_at = clock_timestamp() where name = 'short';
 select is((select f.steps ->> 'w#8' from queue.fetch(:worker) f), 'b', 'one that expired between the wait and its admission ends it');
+
+-- A wait that needs another job again when it comes back, and is not at its gate when the event expires
+select queue.succeed(:id, pg_temp.claim(:id)) \g /dev/null
+select queue.defer('need') as need \gset
+select queue.succeed(f.id, f.claim) from queue.fetch(:worker) f \g /dev/null
+select queue.defer('t', needs => array[:need]) as id \gset
+select claim from queue.fetch(:worker) \gset
+select queue.retry(array[:need], force => true), queue.publish('kept', '"k"', '1 hour') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.wait(:id, :claim, 'w', event => 'kept') \g /dev/null
+select queue.tick() \g /dev/null
+update queue.event set expires_at = clock_timestamp() where name = 'kept';
+select queue.prune() \g /dev/null
+select is(pg_temp.state(:id), 'waiting', 'it waits for the job first');
+select queue.succeed(f.id, f.claim) from queue.fetch(:worker) f \g /dev/null
+select is((select f.steps ->> 'w' from queue.fetch(:worker) f), 'k', 'then it finds the event');
+select queue.prune() \g /dev/null
+select is((select count(*) from queue.event where name = 'kept'), 0::bigint, 'which is then forgotten');
 select is_empty('select * from queue.check()', 'all is sound');
 
 select * from finish();
