@@ -6,7 +6,7 @@
 -- ready, as _leave_locks and _enter_slots do together. Returns whether it did; if not, nothing has changed.
 -- It does if no lock is mixed or has a late member, and if the next jobs wait for nothing but their turn,
 -- have never started or been changed, and go to one lane, which exists and has no shares. With p_unless_news
--- it looks at nothing if there may be jobs that are not admitted yet (the condition of _has_news).
+-- it looks at nothing if there may be jobs that are not admitted yet (_has_news).
 -- Locks: the caller holds the admission lock, so that the rows do not move meanwhile.
 -- Why no wake-up is lost: in each lock the first member that has not ended becomes ready.
 -- One statement, because to set statements up is most of what they cost (ADR 1).
@@ -43,10 +43,7 @@ begin
       cross join lateral (
         select k.queue, k.priority, k.flags, k.deadline, k.options
         from queue.job k where k.id = m.id offset 0) k) n on true
-    where (p_unless_news and (
-      select k.has_backlog or k.in_flight <> '{}' or (select j.id from queue.job j
-        where j.xid >= k.next_xid limit 1) is not null
-      from queue.cursor_now k)) is not true),
+    where (p_unless_news and (select {{has_news}} from queue.cursor_now k)) is not true),
   place as materialized (
     select a.tids, a.id, a.deadline, l.lane, l.extra_flags,
       l.is_idle or (a.deadline, a.id) < (l.low_deadline, l.low_id) as is_low,

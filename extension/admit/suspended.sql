@@ -13,6 +13,15 @@
 -- Two sessions: work/signals.wait.spec, work/signals.timeout.spec, work/waits.prune.spec.
 -- Tests: admit/suspended.sql, work/waits.sql, work/waits.late.sql.
 
+-- Whether the wait of a suspended job began before an event expired, at p_at: when its last attempt ended. A
+-- job that came from another shard has no attempts; its wait counts as begun.
+create or replace function queue._wait_began_by(p_id bigint, p_at timestamptz)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((select a.finished_at from queue.attempt a where a.job_id = p_id
+    order by a.claim desc limit 1) <= p_at, true);
+end $$;
+
 -- Sends jobs through the gate. passed: the jobs that wait for nothing, have taken their signal or event, or
 -- have timed out. The others wait; is_timed: at least one of them has a timeout.
 -- Locks: the caller holds the admission lock; the jobs are in no gate, so no other session changes their
@@ -48,8 +57,7 @@ begin
     elsif v_job.event is not null then
       select e.payload into v_payload from queue.event e
       where e.name = v_job.event and e.is_standing and e.published_at > v_job.until is not true
-        and coalesce((select a.finished_at from queue.attempt a where a.job_id = v_job.id
-          order by a.claim desc limit 1) <= e.expires_at, true);
+        and queue._wait_began_by(v_job.id, e.expires_at);
       v_is_over := found;
     end if;
     if not v_is_over and v_job.until <= v_now is not true then
@@ -183,8 +191,7 @@ begin
     v_more := array(
       select w.job_id from queue.suspended w
       where w.event = v_event.name and v_event.published_at > w.until is not true
-        and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.job_id
-          order by a.claim desc limit 1) <= v_event.expires_at, true)
+        and queue._wait_began_by(w.job_id, v_event.expires_at)
       limit 500);
     with gone as (
       delete from queue.waiting w
@@ -234,8 +241,6 @@ begin
     where e.expires_at <= least(p_safe_at, clock_timestamp())
       and not exists (
         select from queue.suspended w
-        where w.event = e.name
-          and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.job_id
-            order by a.claim desc limit 1) <= e.expires_at, true))
+        where w.event = e.name and queue._wait_began_by(w.job_id, e.expires_at))
     limit p_max));
 end $$;

@@ -215,8 +215,7 @@ begin
         and not exists (select from queue.pending_settlement h where h.job_id = w.id and h.kind = 'signal')
         or exists (select from queue.event e where e.name = s.event and e.is_standing
           and e.published_at > s.until is not true
-          and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.id
-            order by a.claim desc limit 1) <= e.expires_at, true)
+          and queue._wait_began_by(w.id, e.expires_at)
           and not exists (select from queue.pending_settlement h
             where h.job_id = -e.no and h.kind = 'event')));
   return query

@@ -5191,9 +5191,7 @@ create or replace function queue._has_news()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   return (
-    select k.has_backlog or k.in_flight <> '{}' or (select j.id from queue.job j
-      where j.xid >= k.next_xid limit 1) is not null
-    from queue.cursor_now k);
+    select (k.has_backlog or k.in_flight <> '{}' or (select j.id from queue.job j where j.xid >= k.next_xid limit 1) is not null) from queue.cursor_now k);
 end $$;
 
 -- If the clock was set back past the due mark, moves the mark back too. Otherwise the next admission might
@@ -9277,6 +9275,15 @@ end $$;
 -- Two sessions: work/signals.wait.spec, work/signals.timeout.spec, work/waits.prune.spec.
 -- Tests: admit/suspended.sql, work/waits.sql, work/waits.late.sql.
 
+-- Whether the wait of a suspended job began before an event expired, at p_at: when its last attempt ended. A
+-- job that came from another shard has no attempts; its wait counts as begun.
+create or replace function queue._wait_began_by(p_id bigint, p_at timestamptz)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((select a.finished_at from queue.attempt a where a.job_id = p_id
+    order by a.claim desc limit 1) <= p_at, true);
+end $$;
+
 -- Sends jobs through the gate. passed: the jobs that wait for nothing, have taken their signal or event, or
 -- have timed out. The others wait; is_timed: at least one of them has a timeout.
 -- Locks: the caller holds the admission lock; the jobs are in no gate, so no other session changes their
@@ -9312,8 +9319,7 @@ begin
     elsif v_job.event is not null then
       select e.payload into v_payload from queue.event e
       where e.name = v_job.event and e.is_standing and e.published_at > v_job.until is not true
-        and coalesce((select a.finished_at from queue.attempt a where a.job_id = v_job.id
-          order by a.claim desc limit 1) <= e.expires_at, true);
+        and queue._wait_began_by(v_job.id, e.expires_at);
       v_is_over := found;
     end if;
     if not v_is_over and v_job.until <= v_now is not true then
@@ -9447,8 +9453,7 @@ begin
     v_more := array(
       select w.job_id from queue.suspended w
       where w.event = v_event.name and v_event.published_at > w.until is not true
-        and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.job_id
-          order by a.claim desc limit 1) <= v_event.expires_at, true)
+        and queue._wait_began_by(w.job_id, v_event.expires_at)
       limit 500);
     with gone as (
       delete from queue.waiting w
@@ -9498,9 +9503,7 @@ begin
     where e.expires_at <= least(p_safe_at, clock_timestamp())
       and not exists (
         select from queue.suspended w
-        where w.event = e.name
-          and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.job_id
-            order by a.claim desc limit 1) <= e.expires_at, true))
+        where w.event = e.name and queue._wait_began_by(w.job_id, e.expires_at))
     limit p_max));
 end $$;
 
@@ -10002,7 +10005,7 @@ end $$;
 -- ready, as _leave_locks and _enter_slots do together. Returns whether it did; if not, nothing has changed.
 -- It does if no lock is mixed or has a late member, and if the next jobs wait for nothing but their turn,
 -- have never started or been changed, and go to one lane, which exists and has no shares. With p_unless_news
--- it looks at nothing if there may be jobs that are not admitted yet (the condition of _has_news).
+-- it looks at nothing if there may be jobs that are not admitted yet (_has_news).
 -- Locks: the caller holds the admission lock, so that the rows do not move meanwhile.
 -- Why no wake-up is lost: in each lock the first member that has not ended becomes ready.
 -- One statement, because to set statements up is most of what they cost (ADR 1).
@@ -10039,10 +10042,7 @@ begin
       cross join lateral (
         select k.queue, k.priority, k.flags, k.deadline, k.options
         from queue.job k where k.id = m.id offset 0) k) n on true
-    where (p_unless_news and (
-      select k.has_backlog or k.in_flight <> '{}' or (select j.id from queue.job j
-        where j.xid >= k.next_xid limit 1) is not null
-      from queue.cursor_now k)) is not true),
+    where (p_unless_news and (select (k.has_backlog or k.in_flight <> '{}' or (select j.id from queue.job j where j.xid >= k.next_xid limit 1) is not null) from queue.cursor_now k)) is not true),
   place as materialized (
     select a.tids, a.id, a.deadline, l.lane, l.extra_flags,
       l.is_idle or (a.deadline, a.id) < (l.low_deadline, l.low_id) as is_low,
@@ -19695,8 +19695,7 @@ begin
         and not exists (select from queue.pending_settlement h where h.job_id = w.id and h.kind = 'signal')
         or exists (select from queue.event e where e.name = s.event and e.is_standing
           and e.published_at > s.until is not true
-          and coalesce((select a.finished_at from queue.attempt a where a.job_id = w.id
-            order by a.claim desc limit 1) <= e.expires_at, true)
+          and queue._wait_began_by(w.id, e.expires_at)
           and not exists (select from queue.pending_settlement h
             where h.job_id = -e.no and h.kind = 'event')));
   return query
