@@ -150,6 +150,13 @@ class _Idle:
             close_now(connection)
         return None
 
+    def put(self, connection: Any, *, undo: bool) -> bool:
+        """Take a connection back, if it is usable; return whether it is."""
+        if not is_usable(connection) or (undo and not _begin_undo(connection)):
+            return False
+        self.items.append(connection)
+        return True
+
     def close(self) -> None:
         """Close all of them."""
         while self.items:
@@ -197,12 +204,8 @@ class SyncPool:
                 connection.close()  # the DSN may name another server, which can write
                 raise
             finally:
-                keep = len(idle.items) < self._max_idle and is_usable(connection)
-                if keep and undo and not self._source.pgbouncer:
-                    keep = _begin_undo(connection)
-                if keep:
-                    idle.items.append(connection)
-                else:
+                undo = undo and not self._source.pgbouncer
+                if len(idle.items) >= self._max_idle or not idle.put(connection, undo=undo):
                     connection.close()
 
     def _connect(self) -> PsycopgConnection:
@@ -247,12 +250,8 @@ class AsyncPool:
                 close_now(connection)  # as in SyncPool
                 raise
             finally:
-                keep = len(idle.items) < self._max_idle and is_usable(connection)
-                if keep and undo and not self._source.pgbouncer:
-                    keep = _begin_undo(connection)
-                if keep:
-                    idle.items.append(connection)
-                else:
+                undo = undo and not self._source.pgbouncer
+                if len(idle.items) >= self._max_idle or not idle.put(connection, undo=undo):
                     close_now(connection)
 
     async def _connect(self) -> AsyncPsycopgConnection:
