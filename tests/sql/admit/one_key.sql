@@ -5,17 +5,8 @@ select plan(115);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
-create function pg_temp.claim(n integer) returns bigint[] language plpgsql as $$
-begin
-  return (select array_agg(f.id order by f.n) from queue.fetch((select max(w.id) from queue.workers w), null, claim.n)
-    with ordinality f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout,
-      headers, parent, n));
-end $$;
-create function pg_temp.succeed(variadic ids bigint[]) returns void language plpgsql as $$
-begin
-  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', 'succeeded')))
-  from queue.jobs j where j.id = any (succeed.ids);
-end $$;
+\ir one_key.helpers.psql
+
 -- limit, used, ready and waiting of a key; and how many problems queue.check() finds
 create function pg_temp.counts(key text) returns text language plpgsql as $$
 begin

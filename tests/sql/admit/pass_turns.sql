@@ -5,17 +5,8 @@ select plan(47);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
-create function pg_temp.claim(n integer default 20) returns bigint[] language plpgsql as $$
-begin
-  return (select array_agg(f.id order by f.n) from queue.fetch((select max(w.id) from queue.workers w), null, claim.n)
-    with ordinality f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout,
-      headers, parent, n));
-end $$;
-create function pg_temp.succeed(variadic ids bigint[]) returns void language plpgsql as $$
-begin
-  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', 'succeeded')))
-  from queue.jobs j where j.id = any (succeed.ids) having count(*) > 0;
-end $$;
+\ir one_key.helpers.psql
+
 -- Ends all that runs, until nothing is left; returns how many problems queue.check() has found.
 create function pg_temp.drain() returns integer language plpgsql as $$
 begin
