@@ -134,16 +134,11 @@ begin
 end $$;
 
 -- Takes the locks of a change of these jobs, however many, in their order (operate/lock_jobs.sql).
--- Locks, waited for: rows of queue.active_job and queue.queueing_lock; the admission lock.
+-- Locks: those of _await_replacements and _lock_rows.
 create or replace function queue._shard_lock(p_ids bigint[])
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin
-  perform from queue.active_job aj where aj.id = any (p_ids) order by aj.id for no key update;
-  perform from queue.queueing_lock k
-  where k.key = any (array(select j.queueing_lock from queue.job j
-    where j.id = any (p_ids) and j.queueing_lock is not null)) and k.job_id = any (p_ids)
-  order by k.key for update;
-  perform queue._admit_all();
+  perform queue._await_replacements(p_ids), queue._lock_rows(p_ids);
 end $$;
 
 -- What is left of a part: its unfinished jobs, or some of them, but not those that are held ahead. why: what

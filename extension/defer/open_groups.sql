@@ -87,10 +87,7 @@ begin
   -- whatever defer refuses is refused now
   begin
     perform queue._defer_callback(p_callback);
-    raise exception using errcode = 'P0999', message = 'rolled back',
-      hint = 'It never reaches the caller.';
-  exception when sqlstate 'P0999' then
-    null;
+    {{roll_back}}
   end;
 end $$;
 

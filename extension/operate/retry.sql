@@ -109,7 +109,7 @@ declare
   v_keyed bigint[];
   v_unkeyed bigint[];
 begin
-  perform queue._await_claims(p_ids);  -- before it holds keys that a defer would wait for
+  perform queue._await_rows(p_ids);  -- before it holds keys that a defer would wait for
   v_keyed := queue._retake_queueing_locks(p_ids);
   perform queue._lock_rows(p_ids);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited

@@ -4984,10 +4984,7 @@ begin
   -- whatever defer refuses is refused now
   begin
     perform queue._defer_callback(p_callback);
-    raise exception using errcode = 'P0999', message = 'rolled back',
-      hint = 'It never reaches the caller.';
-  exception when sqlstate 'P0999' then
-    null;
+    raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
   end;
 end $$;
 
@@ -17004,9 +17001,9 @@ end $$;
 -- _try_lock_job then finds the job busy. Whether the caller may use the jobs' queues is checked again under
 -- the admission lock, because they may have moved while this waited.
 --
--- A call on many jobs must not keep the ready ones from workers while it waits for one client. So it waits
--- for each unclaimed row and queueing lock before it holds anything, and lets it go again; while it waits for
--- claimed rows, it holds only those. All other rows it takes under the admission lock, by skip locked.
+-- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it waits
+-- for each row and queueing lock before it holds anything, and lets it go again. Then it takes the rows, and
+-- waits for none of them.
 -- Tests: operate/change.claim.spec, operate/change.frozen.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
@@ -17039,62 +17036,77 @@ begin
 end $$;
 
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row.
--- Locks: those of _await_claims; claimed rows of queue.active_job and rows of queue.finished, waited for in
--- the order of ids; the admission lock, waited for; all other rows of queue.active_job by skip locked.
--- Why no deadlock: it waits for an unclaimed row only before it holds one of these locks. Ends of claims take
--- claimed rows in the order of ids, too, and all take the admission lock after them. A row that is claimed
--- after the claimed ones were looked up is not waited for.
+-- Locks: those of _await_rows and _take_rows; the admission lock, waited for; all other rows of
+-- queue.active_job by skip locked.
+-- Why no deadlock: it waits for a row only before it holds one of these locks, and all take the admission lock
+-- after rows. Why it ends: each turn but the first was made necessary by a transaction that took a row
+-- meanwhile; it waits for that one.
 create or replace function queue._lock_rows(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  perform queue._await_claims(p_ids);
-  perform from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null
-  order by aj.id for no key update;
-  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
+  loop
+    perform queue._await_rows(p_ids);
+    exit when queue._take_rows(p_ids);
+  end loop;
   perform queue._admit_all();
   perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
 end $$;
 
--- Waits for the transactions that are claiming jobs, or else hold unclaimed ones.
--- Locks: the unclaimed rows of queue.active_job that are free, by skip locked; then the others, one at a time
--- in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
+-- Waits for the transactions that are claiming, ending or changing jobs.
+-- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then the others, one at
+-- a time in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
 -- transaction has ever locked this version of the row.
 -- Why no wake-up is lost: a fetch that skips such a row looks again when the call announces what it has
 -- changed, or after its sleep, which is short.
 -- Two sessions: operate/change.frozen.spec.
-create or replace function queue._await_claims(p_ids bigint[])
+create or replace function queue._await_rows(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_free bigint[];
   v_id bigint;
 begin
   begin
-    v_free := array(select aj.id from queue.active_job aj
-      where aj.id = any (p_ids) and aj.claim is null and aj.xmax <> '0'::xid
-      for no key update skip locked);
-    raise exception using errcode = 'P0999', message = 'rolled back',
-      hint = 'It never reaches the caller.';
-  exception when sqlstate 'P0999' then
-    null;
+    v_free := array(select aj.id from queue.active_job aj where aj.id = any (p_ids) and aj.xmax <> '0'::xid
+        for no key update skip locked)
+      || array(select f.id from queue.finished f where f.id = any (p_ids) and f.xmax <> '0'::xid
+        for update skip locked);
+    raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
   end;
   foreach v_id in array array(
-    select aj.id from queue.active_job aj
-    where aj.id in (select unnest(p_ids) except select unnest(v_free)) and aj.claim is null
-      and aj.xmax <> '0'::xid
-    order by aj.id)
+    select aj.id from queue.active_job aj where aj.id = any (p_ids) and aj.xmax <> '0'::xid
+    union select f.id from queue.finished f where f.id = any (p_ids) and f.xmax <> '0'::xid
+    except select unnest(v_free)
+    order by 1)
   loop
     begin
-      perform from queue.active_job aj where aj.id = v_id and aj.claim is null for no key update;
-      raise exception using errcode = 'P0999', message = 'rolled back',
-        hint = 'It never reaches the caller.';
-    exception when sqlstate 'P0999' then
-      null;
+      perform from queue.active_job aj where aj.id = v_id for no key update;
+      perform from queue.finished f where f.id = v_id for update;
+      raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
     end;
   end loop;
 end $$;
 
+-- Locks the rows of claimed and finished jobs: all, or none and returns false.
+-- Locks: these rows of queue.active_job and queue.finished, by skip locked.
+create or replace function queue._take_rows(p_ids bigint[])
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if (select count(*) from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null)
+    = (select count(*) from (
+        select from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null
+        for no key update skip locked) taken)
+    and (select count(*) from queue.finished f where f.id = any (p_ids))
+    = (select count(*) from (
+        select from queue.finished f where f.id = any (p_ids) for update skip locked) taken)
+  then
+    return true;
+  end if;
+  raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
+  return false;
+end $$;
+
 -- Waits for the transactions that replace the jobs of queueing locks.
--- Locks: rows of queue.queueing_lock, one at a time in the order of keys, as _await_claims.
+-- Locks: rows of queue.queueing_lock, one at a time in the order of keys, as _await_rows.
 -- Two sessions: operate/change.frozen.spec.
 create or replace function queue._await_replacements(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -17110,10 +17122,7 @@ begin
   loop
     begin
       perform from queue.queueing_lock k where k.key = v_key and k.job_id = any (p_ids) for update;
-      raise exception using errcode = 'P0999', message = 'rolled back',
-        hint = 'It never reaches the caller.';
-    exception when sqlstate 'P0999' then
-      null;
+      raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
     end;
   end loop;
 end $$;
@@ -18208,7 +18217,7 @@ declare
   v_keyed bigint[];
   v_unkeyed bigint[];
 begin
-  perform queue._await_claims(p_ids);  -- before it holds keys that a defer would wait for
+  perform queue._await_rows(p_ids);  -- before it holds keys that a defer would wait for
   v_keyed := queue._retake_queueing_locks(p_ids);
   perform queue._lock_rows(p_ids);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
