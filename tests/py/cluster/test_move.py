@@ -6,7 +6,6 @@ import collections
 import contextlib
 import datetime as dt
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -177,29 +176,48 @@ def test_a_slot_with_100_000_jobs_moves_under_load(cluster: Cluster, dsns: dict[
     assert move_under_load(cluster, dsns, 100_000, names, patience=0.5) <= 1
 
 
-MOVER = """
+# Moves the slot in a process of its own for each step that it reads, and prints how that ended.
+MOVERS = """
 import os, signal, sys, json
 from pgdefer import App
 from pgdefer.contrib.cluster import Cluster
 from pgdefer.contrib.cluster import moving
-step, before, real = int(sys.argv[2]), sys.argv[3] == "before", moving.execute
-count = 0
+parts, real, count = json.loads(sys.argv[2]), moving.execute, 0
 def execute(connection, statement, parameters):
     global count
-    # the parts without jobs are all alike: of their steps only the first few count
-    count += parameters.get("part") in (None, *json.loads(sys.argv[4]))
-    if count == step and before:
-        os.kill(os.getpid(), signal.SIGKILL)
     found = real(connection, statement, parameters)
+    # the parts without jobs are all alike: of their steps only the first few count
+    count += parameters.get("part") in (None, *parts)
     if count == step:
         os.kill(os.getpid(), signal.SIGKILL)
     return found
 moving.execute = execute
-Cluster(App(), sys.argv[1]).move(5, "c")
+for step in map(int, sys.stdin):
+    mover = os.fork()
+    if mover == 0:
+        Cluster(App(), sys.argv[1]).move(5, "c")
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(mover, 0)[1]), flush=True)
 """
 
 
-@pytest.mark.parametrize("piece", [100, 4])
+def ends_of_movers(dsn: str, parts: str) -> Iterator[int]:
+    """Start one mover after another, each of which dies a step later; yield the exit codes."""
+    command = [sys.executable, "-c", MOVERS, dsn, parts]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as movers:
+        assert movers.stdin is not None
+        assert movers.stdout is not None
+        try:
+            for step in range(1, 100):
+                print(step, file=movers.stdin)
+                yield int(movers.stdout.readline())
+        finally:
+            movers.kill()
+
+
+@pytest.mark.parametrize("piece", [100, pytest.param(4, marks=pytest.mark.long)])
 def test_a_mover_that_dies_at_any_step_is_followed(
     cluster: Cluster, dsns: dict[str, str], piece: int
 ) -> None:
@@ -211,12 +229,10 @@ def test_a_mover_that_dies_at_any_step_is_followed(
     with psycopg.connect(dsns["a"], autocommit=True) as connection:
         connection.execute("select queue.hold(%s)", [rows(dsns["a"], UNFINISHED)[3][0]])
     killed = 0
-    for step in range(1, 100):
-        mover = [sys.executable, "-c", MOVER, dsns["b"], str(step), "after", parts]
-        done = subprocess.run(mover, capture_output=True, text=True, check=False, env=os.environ)
-        if done.returncode == 0:
+    for code in ends_of_movers(dsns["b"], parts):
+        if code == 0:
             break
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert code == -signal.SIGKILL
         killed += 1
         # at each point one shard at most has the key, and no job is in two places
         homes = [rows(dsns[name], "select queue.shard_find(%s)", [names[0]])[0][0] for name in "ac"]

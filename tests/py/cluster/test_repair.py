@@ -138,7 +138,7 @@ def restored(server: EmbeddedServer, name: str) -> Iterator[None]:
         connection.execute(f"alter database {copy} rename to {database}".encode())
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("name", ["a", pytest.param("b", marks=pytest.mark.long)])
 def test_a_shard_is_restored_to_the_middle_of_a_move(
     app: App, dsns: dict[str, str], server: EmbeddedServer, name: str
 ) -> None:

@@ -153,6 +153,7 @@ def test_changes_are_refused(both: tuple[Connection, Connection], ids: dict[str,
         assert refused(standby, f"select queue.{call.format(**ids)}") == "25006", call
 
 
+@pytest.mark.long
 def test_commands(pair: Pair, ids: dict[str, int], tmp_path: Path) -> None:
     def run(dsn: str, *arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "pgdefer", *arguments, "--dsn", dsn]
