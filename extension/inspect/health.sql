@@ -28,6 +28,8 @@ begin
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_work(p_now) h
     union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_deadlocks() h
+    union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_claims(p_now) h
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_sessions(p_now) h

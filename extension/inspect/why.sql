@@ -287,19 +287,26 @@ begin
     where l.expires_at > t.at + interval '10 s';
 end $$;
 
+-- The job that has the turn at a lock, apart from p_id; NULL if there is none.
+create or replace function queue._turn_of(p_lock text, p_id bigint)
+returns bigint language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select m.id
+    from (select m.id, 0 as n from queue.lock_member m where m.lock = p_lock and m.has_turn
+          union all (select m.id, 1 from queue.lock_member m where m.lock = p_lock and not m.is_late
+            order by m.id limit 1)
+          union all (select m.id, 2 from queue.lock_member m where m.lock = p_lock
+            order by m.id limit 1)) m
+    where m.id <> p_id order by m.n limit 1);
+end $$;
+
 -- The job that has the turn at a lock, for queue.why().
 create or replace function queue._why_no_turn(p_id bigint, p_lock text)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
-  v_id bigint;
+  v_id bigint := queue._turn_of(p_lock, p_id);
 begin
-  select m.id into v_id
-  from (select m.id, 0 as n from queue.lock_member m where m.lock = p_lock and m.has_turn
-        union all (select m.id, 1 from queue.lock_member m where m.lock = p_lock and not m.is_late
-          order by m.id limit 1)
-        union all (select m.id, 2 from queue.lock_member m where m.lock = p_lock
-          order by m.id limit 1)) m
-  where m.id <> p_id order by m.n limit 1;
   return coalesce(
     (select format('its lock %s is held by job %s', p_lock, j.id)
        || case when not queue._allows(queue._allowed_queues('{operator,reader}'), j.queue) then ''

@@ -46,9 +46,9 @@ end $$;
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row.
 -- Locks: those of _await_rows and _take_rows; the admission lock, waited for; all other rows of
 -- queue.active_job by skip locked.
--- Why no deadlock: it waits for a row only before it holds one of these locks, and all take the admission lock
--- after rows. Why it ends: each turn but the first was made necessary by a transaction that took a row
--- meanwhile; it waits for that one.
+-- Why no deadlock: it waits for a row only before it holds one of these locks, and all take the admission
+-- lock after rows. Why it ends: each turn but the first was made necessary by a transaction that took a row
+-- meanwhile, and waits for that one.
 create or replace function queue._lock_rows(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -61,8 +61,8 @@ begin
 end $$;
 
 -- Waits for the transactions that are claiming, ending or changing jobs.
--- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then the others, one at
--- a time in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
+-- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then the others, one
+-- at a time in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
 -- transaction has ever locked this version of the row.
 -- Why no wake-up is lost: a fetch that skips such a row looks again when the call announces what it has
 -- changed, or after its sleep, which is short.

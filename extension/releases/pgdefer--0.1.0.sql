@@ -17038,9 +17038,9 @@ end $$;
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row.
 -- Locks: those of _await_rows and _take_rows; the admission lock, waited for; all other rows of
 -- queue.active_job by skip locked.
--- Why no deadlock: it waits for a row only before it holds one of these locks, and all take the admission lock
--- after rows. Why it ends: each turn but the first was made necessary by a transaction that took a row
--- meanwhile; it waits for that one.
+-- Why no deadlock: it waits for a row only before it holds one of these locks, and all take the admission
+-- lock after rows. Why it ends: each turn but the first was made necessary by a transaction that took a row
+-- meanwhile, and waits for that one.
 create or replace function queue._lock_rows(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -17053,8 +17053,8 @@ begin
 end $$;
 
 -- Waits for the transactions that are claiming, ending or changing jobs.
--- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then the others, one at
--- a time in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
+-- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then the others, one
+-- at a time in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
 -- transaction has ever locked this version of the row.
 -- Why no wake-up is lost: a fetch that skips such a row looks again when the call announces what it has
 -- changed, or after its sleep, which is short.
@@ -19463,19 +19463,26 @@ begin
     where l.expires_at > t.at + interval '10 s';
 end $$;
 
+-- The job that has the turn at a lock, apart from p_id; NULL if there is none.
+create or replace function queue._turn_of(p_lock text, p_id bigint)
+returns bigint language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select m.id
+    from (select m.id, 0 as n from queue.lock_member m where m.lock = p_lock and m.has_turn
+          union all (select m.id, 1 from queue.lock_member m where m.lock = p_lock and not m.is_late
+            order by m.id limit 1)
+          union all (select m.id, 2 from queue.lock_member m where m.lock = p_lock
+            order by m.id limit 1)) m
+    where m.id <> p_id order by m.n limit 1);
+end $$;
+
 -- The job that has the turn at a lock, for queue.why().
 create or replace function queue._why_no_turn(p_id bigint, p_lock text)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
-  v_id bigint;
+  v_id bigint := queue._turn_of(p_lock, p_id);
 begin
-  select m.id into v_id
-  from (select m.id, 0 as n from queue.lock_member m where m.lock = p_lock and m.has_turn
-        union all (select m.id, 1 from queue.lock_member m where m.lock = p_lock and not m.is_late
-          order by m.id limit 1)
-        union all (select m.id, 2 from queue.lock_member m where m.lock = p_lock
-          order by m.id limit 1)) m
-  where m.id <> p_id order by m.n limit 1;
   return coalesce(
     (select format('its lock %s is held by job %s', p_lock, j.id)
        || case when not queue._allows(queue._allowed_queues('{operator,reader}'), j.queue) then ''
@@ -20416,6 +20423,61 @@ begin
   return null;
 end $$;
 
+-- inspect/deadlocks.sql
+-- Jobs that wait for each other. A yield after which they would is refused (admit/cycles.sql), but a job may
+-- get another lock afterwards.
+
+-- Checks whether jobs wait for each other. From each of the 100 oldest jobs that have a lock and wait for a
+-- need, it goes on to the awaited one, at most 100 times.
+create or replace function queue._health_of_deadlocks()
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security invoker rows 1 as $$
+declare
+  v_facts record;
+begin
+  name := 'deadlocks';
+  with recursive start as materialized (
+    select w.id
+    from (select w.id, w.reason from queue.waiting w order by w.id limit 10000) w
+    cross join lateral (
+      select from queue.job_now j where j.id = w.id and j.lock is not null offset 0) j
+    where w.reason = 'needs' limit 100),
+  walk (path) as (
+    select array[s.id] from start s
+    union all
+    select w.path || n.id
+    from walk w
+    cross join lateral (select queue._awaited_job(w.path[cardinality(w.path)]) as id) n
+    where n.id <> all (w.path[2:]) and cardinality(w.path) < 100
+      and (cardinality(w.path) = 1 or w.path[1] <> w.path[cardinality(w.path)]))
+  select count(*) as n, min(array_to_string(w.path, ' -> ')) as path into v_facts
+  from walk w
+  where cardinality(w.path) > 1 and w.path[1] = w.path[cardinality(w.path)]
+    and w.path[1] = (select min(u.id) from unnest(w.path) u (id));
+  status := case when v_facts.n > 0 then 'fail' else 'ok' end;
+  detail := case when v_facts.n > 0 then format('jobs that wait for each other: %s%s', v_facts.path,
+    case when v_facts.n > 1 then format(', and %s more', v_facts.n - 1) else '' end)
+    else 'no jobs wait for each other' end;
+  fix := case when v_facts.n > 0 then 'Cancel one of them: select queue.cancel(id)' end;
+  return next;
+end $$;
+
+-- The job for which another one waits now: a need, or the one that has the turn at its lock; or NULL.
+create or replace function queue._awaited_job(p_id bigint)
+returns bigint language plpgsql stable parallel safe security invoker as $$
+declare
+  v_id bigint;
+begin
+  select w.need_id into v_id from queue.waiting w where w.id = p_id and w.reason = 'needs';
+  if found then
+    return v_id;
+  end if;
+  return (
+    select queue._turn_of(m.lock, m.id)
+    from queue.job_now j join queue.lock_member m on m.lock = j.lock and m.id = j.id
+    where j.id = p_id and m.is_passed and not exists (select from queue.active_job aj where aj.id = p_id));
+end $$;
+
 -- inspect/health_of_server.sql
 -- Checks of queue.health() for the sessions, the tables and the server.
 -- Tests: inspect/stats.sql.
@@ -20608,6 +20670,8 @@ begin
     select h.name, h.status, h.detail, h.fix from queue._health_of_pauses(p_now) h
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_work(p_now) h
+    union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_deadlocks() h
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_claims(p_now) h
     union all

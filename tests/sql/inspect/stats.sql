@@ -17,7 +17,7 @@ select is_empty('select * from queue.metrics', 'nor metrics');
 select is_empty('select * from queue.autoscale_hint()', 'nor a hint');
 select is((select array_agg(distinct status) from queue.health() where name <> 'workers'), '{ok}', 'and it is well');
 select results_eq($$select status, detail, fix from queue.health() where name = 'workers'$$, $$values ('warn', '0 alive', 'Start a worker: pgdefer worker')$$, 'but has no worker');
-select is((select count(distinct name)::integer from queue.health()), 15, 'health has a row for each check');
+select is((select count(distinct name)::integer from queue.health()), 16, 'health has a row for each check');
 select is(test.refusal('select queue.autoscale_hint(' || within || ')'), '22023', 'autoscale_hint(' || within || ')') from (values ('null'), ('''0'''), ('''-1 minute''')) v (within);
 
 -- Before any worker has called

@@ -1,0 +1,53 @@
+-- Jobs that wait for each other, because one got another lock after the other had begun to wait: health tells of them.
+
+select plan(11);
+
+select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+
+create function pg_temp.claim(job bigint) returns bigint language sql as $$
+  select f.claim from queue.fetch((select max(w.id) from queue.workers w), options => jsonb_build_object('ids', array[job])) f
+$$;
+create function pg_temp.health() returns text language plpgsql as $$
+begin
+  perform queue.tick();
+  return (select concat_ws('|', h.status, h.detail, h.fix) from queue.health() h where h.name = 'deadlocks');
+end $$;
+-- A job with a lock begins, and waits for a new one, which it returns.
+create function pg_temp.awaited(parent bigint) returns bigint language plpgsql as $$
+declare
+  v_child bigint := queue.defer('child');
+begin
+  perform queue.await_jobs(parent, pg_temp.claim(parent), 'aw', array[v_child]);
+  return v_child;
+end $$;
+create procedure pg_temp.lock(job bigint, lock text) language sql as $$
+  select queue.fail(job, pg_temp.claim(job), 'x', null, jsonb_build_object('retry_in', 0, 'retryable', true, 'lock', lock))
+$$;
+
+select is(pg_temp.health(), 'ok|no jobs wait for each other', 'of none');
+
+-- A parent and its child
+select queue.defer('p', lock => 'L') as p \gset
+select pg_temp.awaited(:p) as c \gset
+select is(pg_temp.health(), 'ok|no jobs wait for each other', 'a job that waits for one that is ready');
+call pg_temp.lock(:c, 'L');
+select is(pg_temp.health(), format('fail|jobs that wait for each other: %s -> %s -> %s|Cancel one of them: select queue.cancel(id)', :p, :c, :p), 'its child gets its lock');
+select is(queue.why(:c), format('its lock L is held by job %s (waiting)', :p), 'why says what it waits for');
+select queue.defer('late', lock => 'L') as late, queue.defer('needs', lock => 'M', needs => array[:p]) as needs \gset
+select alike(pg_temp.health(), '% -> ' || :p || '|%', 'those who wait for these are not counted');
+
+-- Over two locks
+select queue.defer('a', lock => 'A') as a, queue.defer('b', lock => 'B') as b \gset
+select pg_temp.awaited(:a) as of_a, pg_temp.awaited(:b) as of_b \gset
+call pg_temp.lock(:of_a, 'B');
+select alike(pg_temp.health(), '% -> ' || :p || '|%', 'a child waits behind another parent, whose child is ready');
+call pg_temp.lock(:of_b, 'A');
+select alike(pg_temp.health(), '% -> ' || :p || ', and 1 more|%', 'and that one behind the first');
+select queue.cancel(:c) \g /dev/null
+select is(pg_temp.health(), format('fail|jobs that wait for each other: %s -> %s -> %s -> %s -> %s|Cancel one of them: select queue.cancel(id)', :a, :of_a, :b, :of_b, :a), 'the first two are free');
+select queue.cancel(:of_b) \g /dev/null
+select is(pg_temp.health(), 'ok|no jobs wait for each other', 'so are these');
+select isnt(pg_temp.claim(:b), null, 'and go on');
+select is_empty('select * from queue.check()', 'all is sound');
+
+select * from finish();
