@@ -134,11 +134,11 @@ begin
 end $$;
 
 -- Takes the locks of a change of these jobs, however many, in their order (operate/lock_jobs.sql).
--- Locks: those of _await_replacements and _lock_rows.
+-- Locks: those of _lock_rows.
 create or replace function queue._shard_lock(p_ids bigint[])
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin
-  perform queue._await_replacements(p_ids), queue._lock_rows(p_ids);
+  perform queue._lock_rows(p_ids);
 end $$;
 
 -- What is left of a part: its unfinished jobs, or some of them, but not those that are held ahead. why: what

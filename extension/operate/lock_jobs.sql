@@ -9,9 +9,9 @@
 -- _try_lock_job then finds the job busy. Whether the caller may use the jobs' queues is checked again under
 -- the admission lock, because they may have moved while this waited.
 --
--- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it waits
--- for each row and queueing lock before it holds anything, and lets it go again. Then it takes the rows, and
--- waits for none of them.
+-- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
+-- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their order,
+-- and gives up and begins anew if it waits for one for half a second.
 -- Tests: operate/change.claim.spec, operate/change.frozen.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
@@ -32,32 +32,34 @@ begin
 end $$;
 
 -- Prepares a call that changes many jobs: takes the locks in their order.
--- Locks: those of _await_replacements and _lock_rows. Raises: 22023, QJ008.
+-- Locks: those of _lock_rows. Raises: 22023, QJ008.
 create or replace function queue._lock_all_for_change(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._check_isolation();
   perform queue._check_ids(p_ids);
-  perform queue._await_replacements(p_ids);
   perform queue._lock_rows(p_ids);
   perform queue._require_jobs('{operator}', p_ids);
 end $$;
 
--- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row.
--- Locks: those of _await_rows and _take_rows; the admission lock, waited for; all other rows of
--- queue.active_job by skip locked.
--- Why no deadlock: it waits for a row only before it holds one of these locks, and all take the admission
--- lock after rows. Why it ends: each turn but the first was made necessary by a transaction that took a row
--- meanwhile, and waits for that one.
-create or replace function queue._lock_rows(p_ids bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+-- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
+-- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
+-- Locks: those of _take_rows; all other rows of queue.active_job by skip locked.
+-- Why it ends: the fifth turn does not give up. Then as many transactions have begun to hold one of these locks
+-- for long after they were waited for; while the last turn waits, it holds what it has.
+create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_taken record;
 begin
-  loop
-    perform queue._await_rows(p_ids);
-    exit when queue._take_rows(p_ids);
+  for v_turn in 1 .. 5 loop
+    perform queue._await_rows(p_ids), queue._await_keys(p_ids, p_retakes), queue._await_admission();
+    v_taken := queue._take_rows(p_ids, p_retakes, v_turn < 5);
+    exit when v_taken.is_done;
   end loop;
   perform queue._admit_all();
   perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
+  return v_taken.keyed;
 end $$;
 
 -- Waits for the transactions that are claiming, ending or changing jobs.
@@ -94,29 +96,11 @@ begin
   end loop;
 end $$;
 
--- Locks the rows of claimed and finished jobs: all, or none and returns false.
--- Locks: these rows of queue.active_job and queue.finished, by skip locked.
-create or replace function queue._take_rows(p_ids bigint[])
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  if (select count(*) from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null)
-    = (select count(*) from (
-        select from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null
-        for no key update skip locked) taken)
-    and (select count(*) from queue.finished f where f.id = any (p_ids))
-    = (select count(*) from (
-        select from queue.finished f where f.id = any (p_ids) for update skip locked) taken)
-  then
-    return true;
-  end if;
-  {{roll_back}}
-  return false;
-end $$;
-
--- Waits for the transactions that replace the jobs of queueing locks.
+-- Waits for the transactions that replace the jobs of queueing locks and, with p_retakes, for those that
+-- defer others with the keys of finished jobs.
 -- Locks: rows of queue.queueing_lock, one at a time in the order of keys, as _await_rows.
 -- Two sessions: operate/change.frozen.spec.
-create or replace function queue._await_replacements(p_ids bigint[])
+create or replace function queue._await_keys(p_ids bigint[], p_retakes boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_key text;
@@ -133,6 +117,56 @@ begin
       {{roll_back}}
     end;
   end loop;
+  if p_retakes then
+    foreach v_key in array array(
+      select distinct j.queueing_lock from queue.job j
+      where j.id = any (queue._retakable(p_ids)) order by j.queueing_lock)
+    loop
+      begin
+        insert into queue.queueing_lock (key, job_id) values (v_key, 0)
+        on conflict on constraint queueing_lock_pkey do nothing;
+        {{roll_back}}
+      end;
+    end loop;
+  end if;
+end $$;
+
+-- Waits for the transaction that holds the admission lock.
+-- Locks: the admission lock, free again at once. Why no wake-up is lost: the caller takes it next, and admits
+-- what others have left to it.
+create or replace function queue._await_admission()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._lock_admission(true);
+  {{roll_back}}
+end $$;
+
+-- Takes the locks of a change of many jobs. With p_gives_up, takes none and is not done if it has waited for
+-- one of them for half a second. keyed: the jobs whose queueing locks were taken (p_retakes).
+-- Locks, each waited for: the free queueing locks of finished jobs (p_retakes); claimed rows of
+-- queue.active_job and rows of queue.finished, in the order of ids; the admission lock.
+-- Why no deadlock: ends of claims take claimed rows in the order of ids, too, and all take the admission lock
+-- after them. Who holds that lock and wants one of these rows, or a key, waits for half a second.
+create or replace function queue._take_rows(p_ids bigint[], p_retakes boolean, p_gives_up boolean,
+  out is_done boolean, out keyed bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_timeout text := current_setting('lock_timeout');
+begin
+  if p_gives_up and (v_timeout = '0' or v_timeout::interval > interval '500 ms') then
+    perform set_config('lock_timeout', '500ms', true);
+  end if;
+  keyed := case when p_retakes then queue._retake_queueing_locks(p_ids) end;
+  perform from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null
+  order by aj.id for no key update;
+  perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
+  is_done := queue._lock_admission(true);
+  perform set_config('lock_timeout', v_timeout, true);
+exception when lock_not_available then
+  if not p_gives_up then
+    raise;
+  end if;
+  is_done := false;
 end $$;
 
 -- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,

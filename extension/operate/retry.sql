@@ -1,7 +1,6 @@
 -- Manual retries: finished jobs become unfinished again, under their old ids and with their history.
 
--- Locks: the free queueing locks of its jobs (_retake_queueing_locks); then those of _lock_rows.
--- Raises: 22023, QJ008.
+-- Locks: those of _lock_rows. Raises: 22023, QJ008.
 create or replace function queue.retry(ids bigint[], force boolean default false,
   from_step text default null, changes jsonb default null)
 returns table (id bigint, outcome text, error text)
@@ -90,7 +89,7 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
 -- forgets it and those after it, before it goes through its gates. p_changes: the result of _check_changes,
 -- also written before it does; a finished job is in no lock, so it just joins the other one. A job that has
 -- never started takes its queueing lock again, and is refused (QJ004) if another job holds it.
--- Locks: first of all the queueing locks' rows (_retake_queueing_locks); then those of _lock_rows.
+-- Locks: those of _lock_rows, with the free queueing locks of its jobs.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
 -- again under it. What else others may change meanwhile is looked at under it, too: whether a job has still
 -- failed, and whether the caller may still use its queue.
@@ -109,9 +108,7 @@ declare
   v_keyed bigint[];
   v_unkeyed bigint[];
 begin
-  perform queue._await_rows(p_ids);  -- before it holds keys that a defer would wait for
-  v_keyed := queue._retake_queueing_locks(p_ids);
-  perform queue._lock_rows(p_ids);
+  v_keyed := queue._lock_rows(p_ids, p_retakes => true);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
   v_before := queue._jobs_before(p_ids, variadic array(
     select k from jsonb_object_keys(v_change - 'queue') k
@@ -183,27 +180,33 @@ end $$;
 
 -- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:
 -- not those for which another call took it while this one waited.
--- Locks: the locks' rows, in their order, before anything else: a session that defers such a job may hold
--- them long.
+-- Locks: the locks' rows, in their order, before anything else.
 create or replace function queue._retake_queueing_locks(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_ids bigint[] := queue._retakable(p_ids);
   v_keyed bigint[];
 begin
-  v_keyed := array(
+  with taken as (
+    insert into queue.queueing_lock (key, job_id)
+    select j.queueing_lock, j.id from queue.job j where j.id = any (v_ids) order by j.queueing_lock, j.id
+    on conflict on constraint queueing_lock_pkey do nothing
+    returning job_id)
+  select array_agg(t.job_id) into v_keyed from taken t;
+  return v_keyed;
+end $$;
+
+-- The finished jobs among these that have never started, and have a queueing lock.
+create or replace function queue._retakable(p_ids bigint[])
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
     select f.id from unnest(p_ids) u (id)
     cross join lateral (
       select f.id from queue.finished f join queue.job_now j on j.id = f.id
       where f.id = u.id and j.queueing_lock is not null and j.claims = 0
         and not (f.state = 'succeeded' and f.worker_id is not null)
       offset 0) f);
-  with taken as (
-    insert into queue.queueing_lock (key, job_id)
-    select j.queueing_lock, j.id from queue.job j where j.id = any (v_keyed) order by j.queueing_lock, j.id
-    on conflict on constraint queueing_lock_pkey do nothing
-    returning job_id)
-  select array_agg(t.job_id) into v_keyed from taken t;
-  return v_keyed;
 end $$;
 
 -- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
