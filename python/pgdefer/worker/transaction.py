@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 
 from pgdefer.database import sql
 from pgdefer.database.callers import Rows
@@ -88,7 +88,15 @@ def check_can_end(connection: Any, driver: Any) -> None:
     `driver` is the driver's connection. For its own ones, a library may begin a transaction only
     with the next statement.
     """
-    status = getattr(getattr(driver, "info", None), "transaction_status", None)
+    info = getattr(driver, "info", None)
+    status = getattr(info, "transaction_status", None)
+    pipeline = getattr(info, "pipeline_status", PipelineStatus.OFF)
+    if status == TransactionStatus.ACTIVE or pipeline != PipelineStatus.OFF:
+        driver.pgconn.finish()  # a statement would wait for it, or for nobody
+        raise PgDeferError(
+            "the handler has left a stream, a copy or a pipeline open: use each in a `with` "
+            "statement, or close it"
+        )
     if status == TransactionStatus.INERROR:
         raise PgDeferError(
             "a statement of the handler has failed, which has ended the transaction: let the "

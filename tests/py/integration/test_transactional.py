@@ -246,6 +246,45 @@ async def test_what_the_handler_may_not_do(
     assert (effects(conn), crashes) == ([1], [])  # of the one that commits
 
 
+async def test_what_the_handler_may_not_leave_open(
+    app: App, jobs: Jobs, conn: Connection, is_async: bool
+) -> None:
+    kept: list[Any] = []
+    if is_async:
+
+        @app.task(transactional=True, name="t")
+        async def coroutine(connection: AsyncConnection, what: str) -> None:
+            await connection.execute("insert into effect values (1)")
+            if what == "pipeline":
+                kept.append(connection.pipeline())
+                await kept[-1].__aenter__()
+                await connection.execute("insert into effect values (2)")
+            elif what == "stream":
+                kept.append(connection.cursor().stream("select generate_series(1, 1000)"))
+                await anext(kept[-1])
+    else:
+
+        @app.task(transactional=True, name="t")
+        def function(connection: Connection, what: str) -> None:
+            connection.execute("insert into effect values (1)")
+            if what == "pipeline":
+                kept.append(connection.pipeline())
+                kept[-1].__enter__()
+                connection.execute("insert into effect values (2)")
+            elif what == "stream":
+                kept.append(connection.cursor().stream("select generate_series(1, 1000)"))
+                next(kept[-1])
+
+    async with running(app):
+        for what in ("pipeline", "stream", "nothing"):
+            app.defer("t", {"what": what})
+        *rows, last = await jobs.end()
+    for row in rows:
+        assert (row["state"], row["failures"], row["crashes"]) == ("failed", 1, 0)
+        assert "has left a stream, a copy or a pipeline open" in row["error"]
+    assert (last["state"], effects(conn)) == ("succeeded", [1])
+
+
 async def test_an_error_that_a_session_swallows(
     app: App, jobs: Jobs, url: sa.URL, is_async: bool
 ) -> None:
