@@ -55,9 +55,11 @@ begin
       returning r.payload into v_payload;
       v_is_over := found;
     elsif v_job.event is not null then
+      -- also by one that this admission takes later: the wait may not last until then
       select e.payload into v_payload from queue.event e
-      where e.name = v_job.event and e.is_standing and e.published_at > v_job.until is not true
-        and queue._wait_began_by(v_job.id, e.expires_at);
+      where e.name = v_job.event and e.published_at > v_job.until is not true
+        and queue._wait_began_by(v_job.id, e.expires_at)
+      order by e.is_standing desc, e.no limit 1;
       v_is_over := found;
     end if;
     if not v_is_over and v_job.until <= v_now is not true then
@@ -150,8 +152,8 @@ end $$;
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
 -- a name counts until it expires; then the next one takes its place, also for waits that began before and are
--- not committed yet. If many jobs wait for an event, this ends the waits of 500 of them; later
--- admissions end those of the others.
+-- not committed yet, but not for others: those end first. If many jobs wait for an event, this ends the waits
+-- of 500 of them; later admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -159,7 +161,8 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 declare
   v_ids bigint[];
   v_event record;
-  v_more bigint[];
+  v_ended record;
+  v_expired bigint;
 begin
   if p_ids is not null then
     with gone as (
@@ -176,37 +179,56 @@ begin
       where not exists (select from queue.job j where j.id = u.id)));
   end if;
   for v_event in
-    select e.no, e.name, e.is_standing, e.payload, e.published_at, e.expires_at from queue.event e
-    where e.no = any (p_events) order by e.no
+    select e.no, e.name, e.is_standing from queue.event e where e.no = any (p_events) order by e.no
   loop
     if not v_event.is_standing then
-      delete from queue.event e
+      select e.no into v_expired from queue.event e
       where e.name = v_event.name and e.is_standing and e.expires_at <= clock_timestamp();
+      while v_expired is not null loop
+        v_ended := queue._end_waits_for(v_expired);
+        v_ids := v_ids || v_ended.ids;
+        exit when not v_ended.has_more;
+      end loop;
+      delete from queue.event e where e.no = v_expired;
       if exists (select from queue.event e where e.name = v_event.name and e.is_standing) then
         delete from queue.event e where e.no = v_event.no;
         continue;
       end if;
       update queue.event e set is_standing = true where e.no = v_event.no;
     end if;
-    v_more := array(
-      select w.job_id from queue.suspended w
-      where w.event = v_event.name and v_event.published_at > w.until is not true
-        and queue._wait_began_by(w.job_id, v_event.expires_at)
-      limit 500);
-    with gone as (
-      delete from queue.waiting w
-      where w.ctid = any (array(
-        select w.ctid from unnest(v_more) s (job_id)
-        cross join lateral (
-          select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w))
-      returning w.id)
-    select v_ids || array_agg(g.id) into v_ids from gone g;
-    perform queue._end_waits(v_more, v_event.payload);
-    if cardinality(v_more) = 500 then
+    v_ended := queue._end_waits_for(v_event.no);
+    v_ids := v_ids || v_ended.ids;
+    if v_ended.has_more then
       insert into queue.pending_settlement (job_id, kind, flags) values (-v_event.no, 'event', 0);
     end if;
   end loop;
   return v_ids;
+end $$;
+
+-- Ends up to 500 waits for an event. ids: the jobs that have left the gate; has_more: there may be others.
+-- Locks and wake-ups: as _take_signals.
+create or replace function queue._end_waits_for(p_no bigint, out ids bigint[], out has_more boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_event record;
+  v_jobs bigint[];
+begin
+  select e.name, e.payload, e.published_at, e.expires_at into v_event from queue.event e where e.no = p_no;
+  v_jobs := array(
+    select w.job_id from queue.suspended w
+    where w.event = v_event.name and v_event.published_at > w.until is not true
+      and queue._wait_began_by(w.job_id, v_event.expires_at)
+    limit 500);
+  with gone as (
+    delete from queue.waiting w
+    where w.ctid = any (array(
+      select w.ctid from unnest(v_jobs) s (job_id)
+      cross join lateral (
+        select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w))
+    returning w.id)
+  select array_agg(g.id) into ids from gone g;
+  perform queue._end_waits(v_jobs, v_event.payload);
+  has_more := cardinality(v_jobs) = 500;
 end $$;
 
 -- Ends the waits of jobs: the step of each is finished, and the payload is its value.

@@ -10,8 +10,8 @@
 -- the admission lock, because they may have moved while this waited.
 --
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
--- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their order,
--- and gives up and begins anew if it waits for one for half a second.
+-- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their
+-- order, and gives up and begins anew if it waits for one for half a second.
 -- Tests: operate/change.claim.spec, operate/change.frozen.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
@@ -45,8 +45,8 @@ end $$;
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
 -- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked.
--- Why it ends: the fifth turn does not give up. Then as many transactions have begun to hold one of these locks
--- for long after they were waited for; while the last turn waits, it holds what it has.
+-- Why it ends: the fifth turn does not give up. By then four transactions have begun to hold one of these
+-- locks for long after it was waited for.
 create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -167,6 +167,37 @@ exception when lock_not_available then
     raise;
   end if;
   is_done := false;
+end $$;
+
+-- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:
+-- not those for which another call took it while this one waited.
+-- Locks: the locks' rows, in their order, before anything else.
+create or replace function queue._retake_queueing_locks(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := queue._retakable(p_ids);
+  v_keyed bigint[];
+begin
+  with taken as (
+    insert into queue.queueing_lock (key, job_id)
+    select j.queueing_lock, j.id from queue.job j where j.id = any (v_ids) order by j.queueing_lock, j.id
+    on conflict on constraint queueing_lock_pkey do nothing
+    returning job_id)
+  select array_agg(t.job_id) into v_keyed from taken t;
+  return v_keyed;
+end $$;
+
+-- The finished jobs among these that have never started, and have a queueing lock.
+create or replace function queue._retakable(p_ids bigint[])
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    select f.id from unnest(p_ids) u (id)
+    cross join lateral (
+      select f.id from queue.finished f join queue.job_now j on j.id = f.id
+      where f.id = u.id and j.queueing_lock is not null and j.claims = 0
+        and not (f.state = 'succeeded' and f.worker_id is not null)
+      offset 0) f);
 end $$;
 
 -- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,

@@ -178,37 +178,6 @@ begin
     clock_timestamp() + queue._interval('retry_in', p_changes -> 'retry_in'));
 end $$;
 
--- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:
--- not those for which another call took it while this one waited.
--- Locks: the locks' rows, in their order, before anything else.
-create or replace function queue._retake_queueing_locks(p_ids bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_ids bigint[] := queue._retakable(p_ids);
-  v_keyed bigint[];
-begin
-  with taken as (
-    insert into queue.queueing_lock (key, job_id)
-    select j.queueing_lock, j.id from queue.job j where j.id = any (v_ids) order by j.queueing_lock, j.id
-    on conflict on constraint queueing_lock_pkey do nothing
-    returning job_id)
-  select array_agg(t.job_id) into v_keyed from taken t;
-  return v_keyed;
-end $$;
-
--- The finished jobs among these that have never started, and have a queueing lock.
-create or replace function queue._retakable(p_ids bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker as $$
-begin
-  return array(
-    select f.id from unnest(p_ids) u (id)
-    cross join lateral (
-      select f.id from queue.finished f join queue.job_now j on j.id = f.id
-      where f.id = u.id and j.queueing_lock is not null and j.claims = 0
-        and not (f.state = 'succeeded' and f.worker_id is not null)
-      offset 0) f);
-end $$;
-
 -- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
 -- ending it. With a step (p_step, p_no) the job forgets it, and those after it. Settling makes the changes
 -- (p_change), after it has released what the claim held under the old names.

@@ -9314,9 +9314,11 @@ begin
       returning r.payload into v_payload;
       v_is_over := found;
     elsif v_job.event is not null then
+      -- also by one that this admission takes later: the wait may not last until then
       select e.payload into v_payload from queue.event e
-      where e.name = v_job.event and e.is_standing and e.published_at > v_job.until is not true
-        and queue._wait_began_by(v_job.id, e.expires_at);
+      where e.name = v_job.event and e.published_at > v_job.until is not true
+        and queue._wait_began_by(v_job.id, e.expires_at)
+      order by e.is_standing desc, e.no limit 1;
       v_is_over := found;
     end if;
     if not v_is_over and v_job.until <= v_now is not true then
@@ -9409,8 +9411,8 @@ end $$;
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
 -- a name counts until it expires; then the next one takes its place, also for waits that began before and are
--- not committed yet. If many jobs wait for an event, this ends the waits of 500 of them; later
--- admissions end those of the others.
+-- not committed yet, but not for others: those end first. If many jobs wait for an event, this ends the waits
+-- of 500 of them; later admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -9418,7 +9420,8 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 declare
   v_ids bigint[];
   v_event record;
-  v_more bigint[];
+  v_ended record;
+  v_expired bigint;
 begin
   if p_ids is not null then
     with gone as (
@@ -9435,37 +9438,56 @@ begin
       where not exists (select from queue.job j where j.id = u.id)));
   end if;
   for v_event in
-    select e.no, e.name, e.is_standing, e.payload, e.published_at, e.expires_at from queue.event e
-    where e.no = any (p_events) order by e.no
+    select e.no, e.name, e.is_standing from queue.event e where e.no = any (p_events) order by e.no
   loop
     if not v_event.is_standing then
-      delete from queue.event e
+      select e.no into v_expired from queue.event e
       where e.name = v_event.name and e.is_standing and e.expires_at <= clock_timestamp();
+      while v_expired is not null loop
+        v_ended := queue._end_waits_for(v_expired);
+        v_ids := v_ids || v_ended.ids;
+        exit when not v_ended.has_more;
+      end loop;
+      delete from queue.event e where e.no = v_expired;
       if exists (select from queue.event e where e.name = v_event.name and e.is_standing) then
         delete from queue.event e where e.no = v_event.no;
         continue;
       end if;
       update queue.event e set is_standing = true where e.no = v_event.no;
     end if;
-    v_more := array(
-      select w.job_id from queue.suspended w
-      where w.event = v_event.name and v_event.published_at > w.until is not true
-        and queue._wait_began_by(w.job_id, v_event.expires_at)
-      limit 500);
-    with gone as (
-      delete from queue.waiting w
-      where w.ctid = any (array(
-        select w.ctid from unnest(v_more) s (job_id)
-        cross join lateral (
-          select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w))
-      returning w.id)
-    select v_ids || array_agg(g.id) into v_ids from gone g;
-    perform queue._end_waits(v_more, v_event.payload);
-    if cardinality(v_more) = 500 then
+    v_ended := queue._end_waits_for(v_event.no);
+    v_ids := v_ids || v_ended.ids;
+    if v_ended.has_more then
       insert into queue.pending_settlement (job_id, kind, flags) values (-v_event.no, 'event', 0);
     end if;
   end loop;
   return v_ids;
+end $$;
+
+-- Ends up to 500 waits for an event. ids: the jobs that have left the gate; has_more: there may be others.
+-- Locks and wake-ups: as _take_signals.
+create or replace function queue._end_waits_for(p_no bigint, out ids bigint[], out has_more boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_event record;
+  v_jobs bigint[];
+begin
+  select e.name, e.payload, e.published_at, e.expires_at into v_event from queue.event e where e.no = p_no;
+  v_jobs := array(
+    select w.job_id from queue.suspended w
+    where w.event = v_event.name and v_event.published_at > w.until is not true
+      and queue._wait_began_by(w.job_id, v_event.expires_at)
+    limit 500);
+  with gone as (
+    delete from queue.waiting w
+    where w.ctid = any (array(
+      select w.ctid from unnest(v_jobs) s (job_id)
+      cross join lateral (
+        select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w))
+    returning w.id)
+  select array_agg(g.id) into ids from gone g;
+  perform queue._end_waits(v_jobs, v_event.payload);
+  has_more := cardinality(v_jobs) = 500;
 end $$;
 
 -- Ends the waits of jobs: the step of each is finished, and the payload is its value.
@@ -17002,8 +17024,8 @@ end $$;
 -- the admission lock, because they may have moved while this waited.
 --
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
--- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their order,
--- and gives up and begins anew if it waits for one for half a second.
+-- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their
+-- order, and gives up and begins anew if it waits for one for half a second.
 -- Tests: operate/change.claim.spec, operate/change.frozen.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
@@ -17037,8 +17059,8 @@ end $$;
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
 -- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked.
--- Why it ends: the fifth turn does not give up. Then as many transactions have begun to hold one of these locks
--- for long after they were waited for; while the last turn waits, it holds what it has.
+-- Why it ends: the fifth turn does not give up. By then four transactions have begun to hold one of these
+-- locks for long after it was waited for.
 create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -17159,6 +17181,37 @@ exception when lock_not_available then
     raise;
   end if;
   is_done := false;
+end $$;
+
+-- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:
+-- not those for which another call took it while this one waited.
+-- Locks: the locks' rows, in their order, before anything else.
+create or replace function queue._retake_queueing_locks(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := queue._retakable(p_ids);
+  v_keyed bigint[];
+begin
+  with taken as (
+    insert into queue.queueing_lock (key, job_id)
+    select j.queueing_lock, j.id from queue.job j where j.id = any (v_ids) order by j.queueing_lock, j.id
+    on conflict on constraint queueing_lock_pkey do nothing
+    returning job_id)
+  select array_agg(t.job_id) into v_keyed from taken t;
+  return v_keyed;
+end $$;
+
+-- The finished jobs among these that have never started, and have a queueing lock.
+create or replace function queue._retakable(p_ids bigint[])
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    select f.id from unnest(p_ids) u (id)
+    cross join lateral (
+      select f.id from queue.finished f join queue.job_now j on j.id = f.id
+      where f.id = u.id and j.queueing_lock is not null and j.claims = 0
+        and not (f.state = 'succeeded' and f.worker_id is not null)
+      offset 0) f);
 end $$;
 
 -- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,
@@ -18318,37 +18371,6 @@ returns timestamptz language plpgsql volatile parallel unsafe security invoker a
 begin
   return coalesce(queue._timestamp('retry_at', p_changes -> 'retry_at'),
     clock_timestamp() + queue._interval('retry_in', p_changes -> 'retry_in'));
-end $$;
-
--- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:
--- not those for which another call took it while this one waited.
--- Locks: the locks' rows, in their order, before anything else.
-create or replace function queue._retake_queueing_locks(p_ids bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_ids bigint[] := queue._retakable(p_ids);
-  v_keyed bigint[];
-begin
-  with taken as (
-    insert into queue.queueing_lock (key, job_id)
-    select j.queueing_lock, j.id from queue.job j where j.id = any (v_ids) order by j.queueing_lock, j.id
-    on conflict on constraint queueing_lock_pkey do nothing
-    returning job_id)
-  select array_agg(t.job_id) into v_keyed from taken t;
-  return v_keyed;
-end $$;
-
--- The finished jobs among these that have never started, and have a queueing lock.
-create or replace function queue._retakable(p_ids bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker as $$
-begin
-  return array(
-    select f.id from unnest(p_ids) u (id)
-    cross join lateral (
-      select f.id from queue.finished f join queue.job_now j on j.id = f.id
-      where f.id = u.id and j.queueing_lock is not null and j.claims = 0
-        and not (f.state = 'succeeded' and f.worker_id is not null)
-      offset 0) f);
 end $$;
 
 -- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
@@ -20460,61 +20482,6 @@ begin
   return null;
 end $$;
 
--- inspect/deadlocks.sql
--- Jobs that wait for each other. A yield after which they would is refused (admit/cycles.sql), but a job may
--- get another lock afterwards.
-
--- Checks whether jobs wait for each other. From each of the 100 oldest jobs that have a lock and wait for a
--- need, it goes on to the awaited one, at most 100 times.
-create or replace function queue._health_of_deadlocks()
-returns table (name text, status text, detail text, fix text)
-language plpgsql stable parallel safe security invoker rows 1 as $$
-declare
-  v_facts record;
-begin
-  name := 'deadlocks';
-  with recursive start as materialized (
-    select w.id
-    from (select w.id, w.reason from queue.waiting w order by w.id limit 10000) w
-    cross join lateral (
-      select from queue.job_now j where j.id = w.id and j.lock is not null offset 0) j
-    where w.reason = 'needs' limit 100),
-  walk (path) as (
-    select array[s.id] from start s
-    union all
-    select w.path || n.id
-    from walk w
-    cross join lateral (select queue._awaited_job(w.path[cardinality(w.path)]) as id) n
-    where n.id <> all (w.path[2:]) and cardinality(w.path) < 100
-      and (cardinality(w.path) = 1 or w.path[1] <> w.path[cardinality(w.path)]))
-  select count(*) as n, min(array_to_string(w.path, ' -> ')) as path into v_facts
-  from walk w
-  where cardinality(w.path) > 1 and w.path[1] = w.path[cardinality(w.path)]
-    and w.path[1] = (select min(u.id) from unnest(w.path) u (id));
-  status := case when v_facts.n > 0 then 'fail' else 'ok' end;
-  detail := case when v_facts.n > 0 then format('jobs that wait for each other: %s%s', v_facts.path,
-    case when v_facts.n > 1 then format(', and %s more', v_facts.n - 1) else '' end)
-    else 'no jobs wait for each other' end;
-  fix := case when v_facts.n > 0 then 'Cancel one of them: select queue.cancel(id)' end;
-  return next;
-end $$;
-
--- The job for which another one waits now: a need, or the one that has the turn at its lock; or NULL.
-create or replace function queue._awaited_job(p_id bigint)
-returns bigint language plpgsql stable parallel safe security invoker as $$
-declare
-  v_id bigint;
-begin
-  select w.need_id into v_id from queue.waiting w where w.id = p_id and w.reason = 'needs';
-  if found then
-    return v_id;
-  end if;
-  return (
-    select queue._turn_of(m.lock, m.id)
-    from queue.job_now j join queue.lock_member m on m.lock = j.lock and m.id = j.id
-    where j.id = p_id and m.is_passed and not exists (select from queue.active_job aj where aj.id = p_id));
-end $$;
-
 -- inspect/health_of_server.sql
 -- Checks of queue.health() for the sessions, the tables and the server.
 -- Tests: inspect/stats.sql.
@@ -20675,6 +20642,76 @@ begin
   fix := case when status <> 'ok'
     then 'A session that listens has had a transaction open for long: see pg_stat_activity, and end it.' end;
   return next;
+end $$;
+
+-- inspect/deadlocks.sql
+-- Jobs that wait for each other. A yield after which they would is refused (admit/cycles.sql), but a job may
+-- get another lock afterwards.
+
+-- Checks whether jobs wait for each other. Each waits for one other at a time, so after enough steps whoever
+-- has not come to an end is on a circle; each turn below doubles the steps. Reads the 1,000 oldest jobs that
+-- have a lock and wait for a need, and 5,000 jobs in all.
+create or replace function queue._health_of_deadlocks()
+returns table (name text, status text, detail text, fix text)
+language plpgsql stable parallel safe security invoker rows 1 as $$
+declare
+  v_ids bigint[];
+  v_awaited bigint[];
+  v_begins bigint[];
+  v_ends bigint[];
+  v_path bigint[];
+  v_n integer;
+begin
+  with recursive start as materialized (
+    select w.id
+    from (select w.id, w.reason from queue.waiting w order by w.id limit 10000) w
+    cross join lateral (
+      select from queue.job_now j where j.id = w.id and j.lock is not null offset 0) j
+    where w.reason = 'needs' limit 1000),
+  walk (id, awaited) as (
+    select s.id, queue._awaited_job(s.id) from start s
+    union
+    select w.awaited, queue._awaited_job(w.awaited) from walk w where w.awaited is not null)
+  select array_agg(w.id), array_agg(w.awaited) into v_ids, v_awaited
+  from (select w.id, w.awaited from walk w where w.awaited is not null limit 5000) w;
+  v_begins := v_ids;
+  v_ends := v_awaited;
+  for v_turn in 1 .. 13 loop
+    exit when v_begins is null;
+    select array_agg(a.id), array_agg(b.awaited) into v_begins, v_ends
+    from unnest(v_begins, v_ends) a (id, awaited) join unnest(v_begins, v_ends) b (id, awaited)
+      on b.id = a.awaited;
+  end loop;
+  select count(distinct u.id), array[min(u.id)] into v_n, v_path from unnest(v_ends) u (id);
+  while v_n > 0 and (cardinality(v_path) = 1 or v_path[cardinality(v_path)] <> v_path[1]) loop
+    v_path := v_path || v_awaited[array_position(v_ids, v_path[cardinality(v_path)])];
+  end loop;
+  name := 'deadlocks';
+  status := case when v_n > 0 then 'fail' else 'ok' end;
+  detail := case when v_n > 0 then format('%s wait for each other: %s%s', queue._count_of(v_n, 'job'),
+      array_to_string(v_path[:20], ' -> '),
+      case when cardinality(v_path) > 20 then ' -> ...' when cardinality(v_path) <= v_n then ', ...'
+        else '' end)
+    when cardinality(v_ids) >= 1000 then 'none of the oldest jobs wait for each other'
+    else 'no jobs wait for each other' end;
+  fix := case when v_n > 0 then 'Cancel one of them: select queue.cancel(id)' end;
+  return next;
+end $$;
+
+-- The job for which another one waits now: a need, or the one that has the turn at its lock; or NULL.
+create or replace function queue._awaited_job(p_id bigint)
+returns bigint language plpgsql stable parallel safe security invoker as $$
+declare
+  v_id bigint;
+begin
+  select w.need_id into v_id from queue.waiting w where w.id = p_id and w.reason = 'needs';
+  if found then
+    return v_id;
+  end if;
+  return (
+    select queue._turn_of(m.lock, m.id)
+    from queue.job_now j join queue.lock_member m on m.lock = j.lock and m.id = j.id
+    where j.id = p_id and m.is_passed and not exists (select from queue.active_job aj where aj.id = p_id));
 end $$;
 
 -- inspect/health.sql

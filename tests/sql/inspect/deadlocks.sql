@@ -1,6 +1,6 @@
 -- Jobs that wait for each other, because one got another lock after the other had begun to wait: health tells of them.
 
-select plan(11);
+select plan(13);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -31,7 +31,7 @@ select queue.defer('p', lock => 'L') as p \gset
 select pg_temp.awaited(:p) as c \gset
 select is(pg_temp.health(), 'ok|no jobs wait for each other', 'a job that waits for one that is ready');
 call pg_temp.lock(:c, 'L');
-select is(pg_temp.health(), format('fail|jobs that wait for each other: %s -> %s -> %s|Cancel one of them: select queue.cancel(id)', :p, :c, :p), 'its child gets its lock');
+select is(pg_temp.health(), format('fail|2 jobs wait for each other: %s -> %s -> %s|Cancel one of them: select queue.cancel(id)', :p, :c, :p), 'its child gets its lock');
 select is(queue.why(:c), format('its lock L is held by job %s (waiting)', :p), 'why says what it waits for');
 select queue.defer('late', lock => 'L') as late, queue.defer('needs', lock => 'M', needs => array[:p]) as needs \gset
 select alike(pg_temp.health(), '% -> ' || :p || '|%', 'those who wait for these are not counted');
@@ -42,12 +42,19 @@ select pg_temp.awaited(:a) as of_a, pg_temp.awaited(:b) as of_b \gset
 call pg_temp.lock(:of_a, 'B');
 select alike(pg_temp.health(), '% -> ' || :p || '|%', 'a child waits behind another parent, whose child is ready');
 call pg_temp.lock(:of_b, 'A');
-select alike(pg_temp.health(), '% -> ' || :p || ', and 1 more|%', 'and that one behind the first');
+select alike(pg_temp.health(), '% -> ' || :p || ', ...|%', 'and that one behind the first');
 select queue.cancel(:c) \g /dev/null
-select is(pg_temp.health(), format('fail|jobs that wait for each other: %s -> %s -> %s -> %s -> %s|Cancel one of them: select queue.cancel(id)', :a, :of_a, :b, :of_b, :a), 'the first two are free');
+select is(pg_temp.health(), format('fail|4 jobs wait for each other: %s -> %s -> %s -> %s -> %s|Cancel one of them: select queue.cancel(id)', :a, :of_a, :b, :of_b, :a), 'the first two are free');
 select queue.cancel(:of_b) \g /dev/null
 select is(pg_temp.health(), 'ok|no jobs wait for each other', 'so are these');
 select isnt(pg_temp.claim(:b), null, 'and go on');
+
+-- 60 parents in a ring, younger than 200 that wait for others
+create temp table parent as select n, queue.defer('parent', lock => 'parent ' || n) as id from generate_series(1, 260) n;
+create temp table child as select p.n, pg_temp.awaited(p.id) as id from parent p;
+select is(pg_temp.health(), 'ok|no jobs wait for each other', 'each waits for its child');
+do $$ begin perform queue.fail(c.id, pg_temp.claim(c.id), 'x', null, jsonb_build_object('retry_in', 0, 'retryable', true, 'lock', 'parent ' || case c.n when 260 then 201 else c.n + 1 end)) from child c where c.n > 200; end $$;
+select alike(pg_temp.health(), 'fail|120 jobs wait for each other: ' || (select p.id from parent p where p.n = 201) || ' -> % -> ...|%', 'then 60 for the next parent');
 select is_empty('select * from queue.check()', 'all is sound');
 
 select * from finish();

@@ -1,6 +1,6 @@
 -- What comes too late for a wait, or has gone before it, does not end it, also if no session ticks in between.
 
-select plan(21);
+select plan(24);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -99,6 +99,25 @@ select queue.succeed(f.id, f.claim) from queue.fetch(:worker) f \g /dev/null
 select is((select f.steps ->> 'w' from queue.fetch(:worker) f), 'k', 'then it finds the event');
 select queue.prune() \g /dev/null
 select is((select count(*) from queue.event where name = 'kept'), 0::bigint, 'which is then forgotten');
+
+-- An event of which no session has heard before the wait comes to its gate
+select queue.succeed(:id, pg_temp.claim(:id)), queue.defer('t') as id \gset
+select claim from queue.fetch(:worker) \gset
+select queue.publish('both', '"x"') \g /dev/null
+select queue.wait(:id, :claim, 'w', event => 'both', timeout => '0') \g /dev/null
+select is((select f.steps ->> 'w' from queue.fetch(:worker) f), 'x', 'an event that comes with a wait without patience ends it');
+select queue.succeed(:id, pg_temp.claim(:id)) \g /dev/null
+
+-- More waits than admissions have ended when the event has expired and the next one comes
+select count(queue.defer('many')) from generate_series(1, 1100) \g /dev/null
+select count(queue.wait(f.id, f.claim, 'w', event => 'm')) from generate_series(1, 3) n, queue.fetch(:worker, max_jobs => 499 + n) f \g /dev/null
+select queue.tick() \g /dev/null
+select queue.publish('m', '1', '0') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.publish('m', '2', '1 hour') \g /dev/null
+select queue.tick(), queue.tick(), queue.tick() \g /dev/null
+select results_eq($$select s.value::text, count(*) from queue.step s join queue.jobs j on j.id = s.job_id where j.task = 'many' group by 1$$, $$values ('1', 1100::bigint)$$, 'the expired one ends all that began before it expired');
+select is((select count(*) from queue.event where name = 'm'), 1::bigint, 'and makes room for the next');
 select is_empty('select * from queue.check()', 'all is sound');
 
 select * from finish();
