@@ -41,6 +41,16 @@ def is_usable(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
     return not readable and connection.info.transaction_status == TransactionStatus.IDLE
 
 
+def _is_unchanged(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether the next borrower's transactions are as usual: without autocommit none would end."""
+    return (
+        connection.autocommit
+        and connection.read_only is None
+        and connection.deferrable is None
+        and connection.isolation_level in (None, psycopg.IsolationLevel.READ_COMMITTED)
+    )
+
+
 # How long a borrower waits for answers to UNDO, in seconds. Then it opens a new connection.
 _UNDO_TIMEOUT = 5.0
 
@@ -152,7 +162,9 @@ class _Idle:
 
     def put(self, connection: Any, *, undo: bool) -> bool:
         """Take a connection back, if it is usable; return whether it is."""
-        if not is_usable(connection) or (undo and not _begin_undo(connection)):
+        if not (is_usable(connection) and _is_unchanged(connection)):
+            return False
+        if undo and not _begin_undo(connection):
             return False
         self.items.append(connection)
         return True

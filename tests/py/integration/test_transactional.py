@@ -143,6 +143,34 @@ async def test_what_a_step_sets_in_its_session_reaches_no_other(
     assert first == second
 
 
+async def test_a_connection_without_autocommit_is_not_lent_again(
+    app: App, jobs: Jobs, is_async: bool
+) -> None:
+    """What the next call defers on it would never be committed."""
+    app.task(name="child")(lambda: None)
+
+    @app.task(name="async")
+    async def coroutine() -> None:
+        async with current_job().transaction_async("step") as connection:
+            assert connection is not None
+            await connection.execute("commit")
+            await connection.set_autocommit(False)
+        await app.defer_async("child")
+
+    @app.task(name="sync")
+    def function() -> None:
+        with current_job().transaction("step") as connection:
+            assert connection is not None
+            connection.execute("commit")
+            connection.autocommit = False
+        app.defer("child")
+
+    app.defer("async" if is_async else "sync")
+    async with running(app):
+        rows = await jobs.end()
+    assert [(row["task"], row["state"]) for row in rows[1:]] == [("child", "succeeded")]
+
+
 async def test_both_or_neither(app: App, jobs: Jobs, conn: Connection) -> None:
     @app.task(transactional=True)
     async def coroutine(connection: AsyncConnection, n: int) -> int:
