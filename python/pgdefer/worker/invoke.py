@@ -24,6 +24,7 @@ from pgdefer.worker.transaction import (
     Session,
     check_can_end,
     check_has_run,
+    closed_if_busy,
     driver_of,
     last_statements,
     losses_told_apart,
@@ -104,6 +105,7 @@ def transaction(
         own_part.begin(connection)
         stack.enter_context(connection.transaction())
         own_part.end()
+        stack.enter_context(closed_if_busy(connection))
         yield connection, own_part
 
 

@@ -23,6 +23,7 @@ from pgdefer.worker.transaction import (
     Session,
     check_can_end,
     check_has_run,
+    closed_if_busy,
     driver_of,
     last_statements,
     losses_told_apart,
@@ -105,6 +106,7 @@ async def transaction_async(
         own_part.begin(connection)
         await stack.enter_async_context(connection.transaction())
         own_part.end()
+        stack.enter_context(closed_if_busy(connection))
         yield connection, own_part
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Session",
     "check_can_end",
     "check_has_run",
+    "closed_if_busy",
     "driver_of",
     "last_statements",
     "losses_told_apart",
@@ -82,6 +83,20 @@ def driver_of(connection: Any) -> Any:
     return connection.connection.driver_connection
 
 
+@contextlib.contextmanager
+def closed_if_busy(connection: Any) -> Iterator[None]:
+    """Close the connection if a block raises while a stream or copy is open.
+
+    Its traceback may keep that open, and ROLLBACK would wait for it.
+    """
+    try:
+        yield
+    except BaseException:
+        if connection.lock.locked():
+            connection.pgconn.finish()
+        raise
+
+
 def check_can_end(connection: Any, driver: Any) -> None:
     """Raise PgDeferError if the handler has left no transaction that its job could end in.
 
@@ -92,7 +107,7 @@ def check_can_end(connection: Any, driver: Any) -> None:
     status = getattr(info, "transaction_status", None)
     pipeline = getattr(info, "pipeline_status", PipelineStatus.OFF)
     if status == TransactionStatus.ACTIVE or pipeline != PipelineStatus.OFF:
-        driver.pgconn.finish()  # a statement would wait for it, or for nobody
+        driver.pgconn.finish()  # a statement would wait for it, or be sent with the next ones
         raise PgDeferError(
             "the handler has left a stream, a copy or a pipeline open: use each in a `with` "
             "statement, or close it"

@@ -274,6 +274,34 @@ async def test_what_the_handler_may_not_do(
     assert (effects(conn), crashes) == ([1], [])  # of the one that commits
 
 
+async def leave_open_async(connection: AsyncConnection, what: str, kept: list[Any]) -> None:
+    """Leave something open that is kept, or that the traceback of an error has."""
+    if what == "pipeline":
+        kept.append(connection.pipeline())
+        await kept[-1].__aenter__()
+        await connection.execute("insert into effect values (2)")
+    elif what != "nothing":
+        stream = connection.cursor().stream("select generate_series(1, 1000)")
+        await anext(stream)
+        if what == "raises":
+            raise ValueError(what)
+        kept.append(stream)
+
+
+def leave_open(connection: Connection, what: str, kept: list[Any]) -> None:
+    """Leave something open, as leave_open_async."""
+    if what == "pipeline":
+        kept.append(connection.pipeline())
+        kept[-1].__enter__()
+        connection.execute("insert into effect values (2)")
+    elif what != "nothing":
+        stream = connection.cursor().stream("select generate_series(1, 1000)")
+        next(stream)
+        if what == "raises":
+            raise ValueError(what)
+        kept.append(stream)
+
+
 async def test_what_the_handler_may_not_leave_open(
     app: App, jobs: Jobs, conn: Connection, is_async: bool
 ) -> None:
@@ -283,33 +311,22 @@ async def test_what_the_handler_may_not_leave_open(
         @app.task(transactional=True, name="t")
         async def coroutine(connection: AsyncConnection, what: str) -> None:
             await connection.execute("insert into effect values (1)")
-            if what == "pipeline":
-                kept.append(connection.pipeline())
-                await kept[-1].__aenter__()
-                await connection.execute("insert into effect values (2)")
-            elif what == "stream":
-                kept.append(connection.cursor().stream("select generate_series(1, 1000)"))
-                await anext(kept[-1])
+            await leave_open_async(connection, what, kept)
     else:
 
         @app.task(transactional=True, name="t")
         def function(connection: Connection, what: str) -> None:
             connection.execute("insert into effect values (1)")
-            if what == "pipeline":
-                kept.append(connection.pipeline())
-                kept[-1].__enter__()
-                connection.execute("insert into effect values (2)")
-            elif what == "stream":
-                kept.append(connection.cursor().stream("select generate_series(1, 1000)"))
-                next(kept[-1])
+            leave_open(connection, what, kept)
 
     async with running(app):
-        for what in ("pipeline", "stream", "nothing"):
+        for what in ("pipeline", "stream", "raises", "nothing"):
             app.defer("t", {"what": what})
         *rows, last = await jobs.end()
-    for row in rows:
+    open_left = "has left a stream, a copy or a pipeline open"
+    for row, error in zip(rows, (open_left, open_left, "ValueError: raises"), strict=True):
         assert (row["state"], row["failures"], row["crashes"]) == ("failed", 1, 0)
-        assert "has left a stream, a copy or a pipeline open" in row["error"]
+        assert error in row["error"]
     assert (last["state"], effects(conn)) == ("succeeded", [1])
 
 

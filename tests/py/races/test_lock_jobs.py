@@ -47,6 +47,7 @@ def test_a_row_that_is_taken_after_it_was_waited_for(connect: Connect) -> None:
         frozen.execute("select queue.succeed(%s, %s)", second)
         holder.execute("rollback")
         holder.execute("begin")
+        until(lambda: is_waiting(conn, operator))
         worker.execute("select queue.succeed(%s, %s)", first)
         assert not changed.done()
         frozen.execute("commit")
