@@ -101,7 +101,8 @@ begin
   where l.pid <> pg_backend_pid();
   if not found then
     -- a savepoint took it, and its number is gone: so look for the lock on the table, which comes with that
-    -- on the row. pid is NULL for a prepared transaction, which has no session
+    -- on the row; sessions that only tried to get it mostly have no transaction's number. pid is NULL for a
+    -- prepared transaction, which has no session
     select l.pid,
       coalesce(a.usename, p.owner), case when l.pid is null then 'prepared transaction ' || p.gid
       else a.state end, a.application_name,
@@ -115,7 +116,9 @@ begin
       and l.database = (select d.oid from pg_database d where d.datname = current_database())
       and l.pid is distinct from pg_backend_pid()
       and not exists (select from pg_locks w where w.pid = l.pid and not w.granted)
-    order by coalesce(a.xact_start, p.prepared) limit 1;
+    order by (select count(*) from pg_locks x
+      where x.locktype = 'transactionid' and x.virtualtransaction = l.virtualtransaction and x.granted) = 0,
+      coalesce(a.xact_start, p.prepared) limit 1;
   end if;
 end $$;
 

@@ -11,7 +11,7 @@
 --
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
 -- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their
--- order, and gives up and begins anew if it waits for one for half a second.
+-- order. If it waits for one for half a second, it lets all of them go and begins anew, four times at most.
 -- Tests: operate/change.claim.spec, operate/change.frozen.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
@@ -45,8 +45,7 @@ end $$;
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
 -- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked.
--- Why it ends: the fifth turn does not give up. By then four transactions have begun to hold one of these
--- locks for long after it was waited for.
+-- Why it ends: after five turns it goes on without the rows that others hold: those jobs are busy.
 create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -54,7 +53,7 @@ declare
 begin
   for v_turn in 1 .. 5 loop
     perform queue._await_rows(p_ids), queue._await_keys(p_ids, p_retakes), queue._await_admission();
-    v_taken := queue._take_rows(p_ids, p_retakes, v_turn < 5);
+    v_taken := queue._take_rows(p_ids, p_retakes);
     exit when v_taken.is_done;
   end loop;
   perform queue._admit_all();
@@ -62,37 +61,38 @@ begin
   return v_taken.keyed;
 end $$;
 
--- Waits for the transactions that are claiming, ending or changing jobs.
--- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then the others, one
--- at a time in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
--- transaction has ever locked this version of the row.
+-- Waits for the transactions that are claiming, ending or changing jobs, in the order of ids. A job that is
+-- free meanwhile is not waited for.
+-- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then one of the
+-- others, and so on. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no transaction
+-- has ever locked this version of the row.
 -- Why no wake-up is lost: a fetch that skips such a row looks again when the call announces what it has
 -- changed, or after its sleep, which is short.
 -- Two sessions: operate/change.frozen.spec.
 create or replace function queue._await_rows(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_left bigint[];
   v_free bigint[];
-  v_id bigint;
 begin
-  begin
-    v_free := array(select aj.id from queue.active_job aj where aj.id = any (p_ids) and aj.xmax <> '0'::xid
-        for no key update skip locked)
-      || array(select f.id from queue.finished f where f.id = any (p_ids) and f.xmax <> '0'::xid
-        for update skip locked);
-    {{roll_back}}
-  end;
-  foreach v_id in array array(
+  v_left := array(
     select aj.id from queue.active_job aj where aj.id = any (p_ids) and aj.xmax <> '0'::xid
-    union select f.id from queue.finished f where f.id = any (p_ids) and f.xmax <> '0'::xid
-    except select unnest(v_free)
-    order by 1)
+    union select f.id from queue.finished f where f.id = any (p_ids) and f.xmax <> '0'::xid);
   loop
     begin
-      perform from queue.active_job aj where aj.id = v_id for no key update;
-      perform from queue.finished f where f.id = v_id for update;
+      v_free := array(select aj.id from queue.active_job aj where aj.id = any (v_left)
+          for no key update skip locked)
+        || array(select f.id from queue.finished f where f.id = any (v_left) for update skip locked);
       {{roll_back}}
     end;
+    v_left := array(select unnest(v_left) except select unnest(v_free) order by 1);
+    exit when v_left = '{}';
+    begin
+      perform from queue.active_job aj where aj.id = v_left[1] for no key update;
+      perform from queue.finished f where f.id = v_left[1] for update;
+      {{roll_back}}
+    end;
+    v_left := v_left[2:];
   end loop;
 end $$;
 
@@ -141,19 +141,19 @@ begin
   {{roll_back}}
 end $$;
 
--- Takes the locks of a change of many jobs. With p_gives_up, takes none and is not done if it has waited for
--- one of them for half a second. keyed: the jobs whose queueing locks were taken (p_retakes).
+-- Takes the locks of a change of many jobs: all, or none if it has waited for one of them for half a second.
+-- keyed: the jobs whose queueing locks were taken (p_retakes).
 -- Locks, each waited for: the free queueing locks of finished jobs (p_retakes); claimed rows of
 -- queue.active_job and rows of queue.finished, in the order of ids; the admission lock.
 -- Why no deadlock: ends of claims take claimed rows in the order of ids, too, and all take the admission lock
--- after them. Who holds that lock and wants one of these rows, or a key, waits for half a second.
-create or replace function queue._take_rows(p_ids bigint[], p_retakes boolean, p_gives_up boolean,
-  out is_done boolean, out keyed bigint[])
+-- after them. Who holds that lock or a key and wants one of these rows waits for half a second.
+create or replace function queue._take_rows(p_ids bigint[], p_retakes boolean, out is_done boolean,
+  out keyed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_timeout text := current_setting('lock_timeout');
+  v_timeout constant text := current_setting('lock_timeout');
 begin
-  if p_gives_up and (v_timeout = '0' or v_timeout::interval > interval '500 ms') then
+  if v_timeout = '0' or v_timeout::interval > interval '500 ms' then
     perform set_config('lock_timeout', '500ms', true);
   end if;
   keyed := case when p_retakes then queue._retake_queueing_locks(p_ids) end;
@@ -162,11 +162,9 @@ begin
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   is_done := queue._lock_admission(true);
   perform set_config('lock_timeout', v_timeout, true);
-exception when lock_not_available then
-  if not p_gives_up then
-    raise;
-  end if;
+exception when lock_not_available or deadlock_detected then
   is_done := false;
+  keyed := null;
 end $$;
 
 -- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:

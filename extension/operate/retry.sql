@@ -123,7 +123,8 @@ begin
       f.id is not null and j.queueing_lock is not null and j.claims = 0
         and not (f.state = 'succeeded' and f.worker_id is not null)
         and (select k.job_id from queue.queueing_lock k where k.key = j.queueing_lock) is distinct from j.id
-          as lacks_key
+          as lacks_key,
+      (select k.key from queue.queueing_lock k where k.key = j.queueing_lock) is null as is_key_free
     from (select distinct u.id from unnest(p_ids) u (id)) u
     join queue.job_now j on j.id = u.id
     left join queue.active_job aj on aj.id = j.id
@@ -135,6 +136,7 @@ begin
       or p_call = 'retry_failed' and v_job.state is distinct from 'failed' then
       continue;
     elsif v_job.lacks_key then
+      continue when v_job.is_key_free;  -- it has ended while this waited
       v_unkeyed := v_unkeyed || v_job.id;
     elsif v_job.is_finished then
       -- it may have ended meanwhile, and another call may hold its row and wait for the admission lock

@@ -1,6 +1,6 @@
 -- Changing many jobs by hand: move, set_priority, set_deadline, reschedule, set_args; the arguments of copy, delete, fail_jobs and done, too.
 
-select plan(138);
+select plan(140);
 
 \ir change.helpers.psql
 
@@ -156,5 +156,17 @@ select is((select string_agg(m.outcome, ' ') from pg_temp.odd o join queue.jobs 
 select is((select string_agg(m.outcome, ' ') from pg_temp.odd o join queue.jobs j on j.queue = 'x' || left(o.name, 999) cross join lateral queue.move(array[j.id], o.name) m), 'ready' || repeat(' ready', 7), 'and back');
 select is((select sum(queue.delete_queue(o.name, true))::integer from pg_temp.odd o), 8, 'and delete_queue');
 select is_empty('select * from queue.check()', 'in order');
+
+-- The caller's own limit of waiting
+set lock_timeout = '3s';
+begin;
+select queue.set_priority(array(select j.id from queue.jobs j limit 2), 3) \g /dev/null
+select is(current_setting('lock_timeout'), '3s', 'a call on many jobs leaves it as it was');
+rollback;
+reset lock_timeout;
+begin;
+select queue.set_priority(array(select j.id from queue.jobs j limit 2), 3) \g /dev/null
+select is(current_setting('lock_timeout'), '10s', 'or sets one for the rest of the transaction');
+rollback;
 
 select * from finish();
