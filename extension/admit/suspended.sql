@@ -151,9 +151,9 @@ end $$;
 
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
--- a name counts until it expires; then the next one takes its place, also for waits that began before and are
--- not committed yet, but not for others: those end first. If many jobs wait for an event, this ends the waits
--- of 500 of them; later admissions end those of the others.
+-- a name counts until it expires. Then the next one takes its place, once the waits that began before are
+-- over; it counts also for those that are not committed yet. If many jobs wait for an event, this ends the
+-- waits of 500 of them; later admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -184,12 +184,15 @@ begin
     if not v_event.is_standing then
       select e.no into v_expired from queue.event e
       where e.name = v_event.name and e.is_standing and e.expires_at <= clock_timestamp();
-      while v_expired is not null loop
+      if found then
         v_ended := queue._end_waits_for(v_expired);
         v_ids := v_ids || v_ended.ids;
-        exit when not v_ended.has_more;
-      end loop;
-      delete from queue.event e where e.no = v_expired;
+        if v_ended.has_more then
+          insert into queue.pending_settlement (job_id, kind, flags) values (-v_event.no, 'event', 0);
+          continue;
+        end if;
+        delete from queue.event e where e.no = v_expired;
+      end if;
       if exists (select from queue.event e where e.name = v_event.name and e.is_standing) then
         delete from queue.event e where e.no = v_event.no;
         continue;

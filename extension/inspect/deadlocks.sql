@@ -2,8 +2,8 @@
 -- get another lock afterwards.
 
 -- Checks whether jobs wait for each other. Each waits for one other at a time, so after enough steps whoever
--- has not come to an end is on a circle; each turn below doubles the steps. Reads the 1,000 oldest jobs that
--- have a lock and wait for a need, and 5,000 jobs in all.
+-- has not come to an end is on a circle; each turn below doubles the steps. Reads the 10,000 oldest jobs that
+-- wait, of these 1,000 that have a lock and wait for a need, and from there 5,000 jobs.
 create or replace function queue._health_of_deadlocks()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 1 as $$
@@ -41,11 +41,14 @@ begin
   end loop;
   name := 'deadlocks';
   status := case when v_n > 0 then 'fail' else 'ok' end;
-  detail := case when v_n > 0 then format('%s wait for each other: %s%s', queue._count_of(v_n, 'job'),
+  detail := case
+    when v_n > 0 then format('%s wait for each other: %s%s', queue._count_of(v_n, 'job'),
       array_to_string(v_path[:20], ' -> '),
       case when cardinality(v_path) > 20 then ' -> ...' when cardinality(v_path) <= v_n then ', ...'
         else '' end)
-    when cardinality(v_ids) >= 1000 then 'none of the oldest jobs wait for each other'
+    when cardinality(v_ids) >= 1000
+      or (select count(*) from (select from queue.waiting limit 10000) w) = 10000
+      then 'none of the oldest jobs wait for each other'
     else 'no jobs wait for each other' end;
   fix := case when v_n > 0 then 'Cancel one of them: select queue.cancel(id)' end;
   return next;
@@ -57,8 +60,9 @@ returns bigint language plpgsql stable parallel safe security invoker as $$
 declare
   v_id bigint;
 begin
-  select w.need_id into v_id from queue.waiting w where w.id = p_id and w.reason = 'needs';
-  if found then
+  select case w.reason when 'needs' then w.need_id end into v_id from queue.waiting w where w.id = p_id;
+  if found or exists (
+    select from queue.pending_settlement h where h.job_id = p_id and h.kind in ('ended', 'again')) then
     return v_id;
   end if;
   return (

@@ -3041,7 +3041,8 @@ begin
   where l.pid <> pg_backend_pid();
   if not found then
     -- a savepoint took it, and its number is gone: so look for the lock on the table, which comes with that
-    -- on the row. pid is NULL for a prepared transaction, which has no session
+    -- on the row; sessions that only tried to get it mostly have no transaction's number. pid is NULL for a
+    -- prepared transaction, which has no session
     select l.pid,
       coalesce(a.usename, p.owner), case when l.pid is null then 'prepared transaction ' || p.gid
       else a.state end, a.application_name,
@@ -3055,7 +3056,9 @@ begin
       and l.database = (select d.oid from pg_database d where d.datname = current_database())
       and l.pid is distinct from pg_backend_pid()
       and not exists (select from pg_locks w where w.pid = l.pid and not w.granted)
-    order by coalesce(a.xact_start, p.prepared) limit 1;
+    order by (select count(*) from pg_locks x
+      where x.locktype = 'transactionid' and x.virtualtransaction = l.virtualtransaction and x.granted) = 0,
+      coalesce(a.xact_start, p.prepared) limit 1;
   end if;
 end $$;
 
@@ -9410,9 +9413,9 @@ end $$;
 
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
--- a name counts until it expires; then the next one takes its place, also for waits that began before and are
--- not committed yet, but not for others: those end first. If many jobs wait for an event, this ends the waits
--- of 500 of them; later admissions end those of the others.
+-- a name counts until it expires. Then the next one takes its place, once the waits that began before are
+-- over; it counts also for those that are not committed yet. If many jobs wait for an event, this ends the
+-- waits of 500 of them; later admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -9443,12 +9446,15 @@ begin
     if not v_event.is_standing then
       select e.no into v_expired from queue.event e
       where e.name = v_event.name and e.is_standing and e.expires_at <= clock_timestamp();
-      while v_expired is not null loop
+      if found then
         v_ended := queue._end_waits_for(v_expired);
         v_ids := v_ids || v_ended.ids;
-        exit when not v_ended.has_more;
-      end loop;
-      delete from queue.event e where e.no = v_expired;
+        if v_ended.has_more then
+          insert into queue.pending_settlement (job_id, kind, flags) values (-v_event.no, 'event', 0);
+          continue;
+        end if;
+        delete from queue.event e where e.no = v_expired;
+      end if;
       if exists (select from queue.event e where e.name = v_event.name and e.is_standing) then
         delete from queue.event e where e.no = v_event.no;
         continue;
@@ -17025,7 +17031,7 @@ end $$;
 --
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
 -- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their
--- order, and gives up and begins anew if it waits for one for half a second.
+-- order. If it waits for one for half a second, it lets all of them go and begins anew, four times at most.
 -- Tests: operate/change.claim.spec, operate/change.frozen.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
@@ -17059,8 +17065,7 @@ end $$;
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
 -- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked.
--- Why it ends: the fifth turn does not give up. By then four transactions have begun to hold one of these
--- locks for long after it was waited for.
+-- Why it ends: after five turns it goes on without the rows that others hold: those jobs are busy.
 create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -17068,7 +17073,7 @@ declare
 begin
   for v_turn in 1 .. 5 loop
     perform queue._await_rows(p_ids), queue._await_keys(p_ids, p_retakes), queue._await_admission();
-    v_taken := queue._take_rows(p_ids, p_retakes, v_turn < 5);
+    v_taken := queue._take_rows(p_ids, p_retakes);
     exit when v_taken.is_done;
   end loop;
   perform queue._admit_all();
@@ -17076,37 +17081,38 @@ begin
   return v_taken.keyed;
 end $$;
 
--- Waits for the transactions that are claiming, ending or changing jobs.
--- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then the others, one
--- at a time in the order of ids. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no
--- transaction has ever locked this version of the row.
+-- Waits for the transactions that are claiming, ending or changing jobs, in the order of ids. A job that is
+-- free meanwhile is not waited for.
+-- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then one of the
+-- others, and so on. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no transaction
+-- has ever locked this version of the row.
 -- Why no wake-up is lost: a fetch that skips such a row looks again when the call announces what it has
 -- changed, or after its sleep, which is short.
 -- Two sessions: operate/change.frozen.spec.
 create or replace function queue._await_rows(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_left bigint[];
   v_free bigint[];
-  v_id bigint;
 begin
-  begin
-    v_free := array(select aj.id from queue.active_job aj where aj.id = any (p_ids) and aj.xmax <> '0'::xid
-        for no key update skip locked)
-      || array(select f.id from queue.finished f where f.id = any (p_ids) and f.xmax <> '0'::xid
-        for update skip locked);
-    raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
-  end;
-  foreach v_id in array array(
+  v_left := array(
     select aj.id from queue.active_job aj where aj.id = any (p_ids) and aj.xmax <> '0'::xid
-    union select f.id from queue.finished f where f.id = any (p_ids) and f.xmax <> '0'::xid
-    except select unnest(v_free)
-    order by 1)
+    union select f.id from queue.finished f where f.id = any (p_ids) and f.xmax <> '0'::xid);
   loop
     begin
-      perform from queue.active_job aj where aj.id = v_id for no key update;
-      perform from queue.finished f where f.id = v_id for update;
+      v_free := array(select aj.id from queue.active_job aj where aj.id = any (v_left)
+          for no key update skip locked)
+        || array(select f.id from queue.finished f where f.id = any (v_left) for update skip locked);
       raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
     end;
+    v_left := array(select unnest(v_left) except select unnest(v_free) order by 1);
+    exit when v_left = '{}';
+    begin
+      perform from queue.active_job aj where aj.id = v_left[1] for no key update;
+      perform from queue.finished f where f.id = v_left[1] for update;
+      raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
+    end;
+    v_left := v_left[2:];
   end loop;
 end $$;
 
@@ -17155,19 +17161,19 @@ begin
   raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
 end $$;
 
--- Takes the locks of a change of many jobs. With p_gives_up, takes none and is not done if it has waited for
--- one of them for half a second. keyed: the jobs whose queueing locks were taken (p_retakes).
+-- Takes the locks of a change of many jobs: all, or none if it has waited for one of them for half a second.
+-- keyed: the jobs whose queueing locks were taken (p_retakes).
 -- Locks, each waited for: the free queueing locks of finished jobs (p_retakes); claimed rows of
 -- queue.active_job and rows of queue.finished, in the order of ids; the admission lock.
 -- Why no deadlock: ends of claims take claimed rows in the order of ids, too, and all take the admission lock
--- after them. Who holds that lock and wants one of these rows, or a key, waits for half a second.
-create or replace function queue._take_rows(p_ids bigint[], p_retakes boolean, p_gives_up boolean,
-  out is_done boolean, out keyed bigint[])
+-- after them. Who holds that lock or a key and wants one of these rows waits for half a second.
+create or replace function queue._take_rows(p_ids bigint[], p_retakes boolean, out is_done boolean,
+  out keyed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_timeout text := current_setting('lock_timeout');
+  v_timeout constant text := current_setting('lock_timeout');
 begin
-  if p_gives_up and (v_timeout = '0' or v_timeout::interval > interval '500 ms') then
+  if v_timeout = '0' or v_timeout::interval > interval '500 ms' then
     perform set_config('lock_timeout', '500ms', true);
   end if;
   keyed := case when p_retakes then queue._retake_queueing_locks(p_ids) end;
@@ -17176,11 +17182,9 @@ begin
   perform from queue.finished f where f.id = any (p_ids) order by f.id for update;
   is_done := queue._lock_admission(true);
   perform set_config('lock_timeout', v_timeout, true);
-exception when lock_not_available then
-  if not p_gives_up then
-    raise;
-  end if;
+exception when lock_not_available or deadlock_detected then
   is_done := false;
+  keyed := null;
 end $$;
 
 -- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:
@@ -18318,7 +18322,8 @@ begin
       f.id is not null and j.queueing_lock is not null and j.claims = 0
         and not (f.state = 'succeeded' and f.worker_id is not null)
         and (select k.job_id from queue.queueing_lock k where k.key = j.queueing_lock) is distinct from j.id
-          as lacks_key
+          as lacks_key,
+      (select k.key from queue.queueing_lock k where k.key = j.queueing_lock) is null as is_key_free
     from (select distinct u.id from unnest(p_ids) u (id)) u
     join queue.job_now j on j.id = u.id
     left join queue.active_job aj on aj.id = j.id
@@ -18330,6 +18335,7 @@ begin
       or p_call = 'retry_failed' and v_job.state is distinct from 'failed' then
       continue;
     elsif v_job.lacks_key then
+      continue when v_job.is_key_free;  -- it has ended while this waited
       v_unkeyed := v_unkeyed || v_job.id;
     elsif v_job.is_finished then
       -- it may have ended meanwhile, and another call may hold its row and wait for the admission lock
@@ -20649,8 +20655,8 @@ end $$;
 -- get another lock afterwards.
 
 -- Checks whether jobs wait for each other. Each waits for one other at a time, so after enough steps whoever
--- has not come to an end is on a circle; each turn below doubles the steps. Reads the 1,000 oldest jobs that
--- have a lock and wait for a need, and 5,000 jobs in all.
+-- has not come to an end is on a circle; each turn below doubles the steps. Reads the 10,000 oldest jobs that
+-- wait, of these 1,000 that have a lock and wait for a need, and from there 5,000 jobs.
 create or replace function queue._health_of_deadlocks()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 1 as $$
@@ -20688,11 +20694,14 @@ begin
   end loop;
   name := 'deadlocks';
   status := case when v_n > 0 then 'fail' else 'ok' end;
-  detail := case when v_n > 0 then format('%s wait for each other: %s%s', queue._count_of(v_n, 'job'),
+  detail := case
+    when v_n > 0 then format('%s wait for each other: %s%s', queue._count_of(v_n, 'job'),
       array_to_string(v_path[:20], ' -> '),
       case when cardinality(v_path) > 20 then ' -> ...' when cardinality(v_path) <= v_n then ', ...'
         else '' end)
-    when cardinality(v_ids) >= 1000 then 'none of the oldest jobs wait for each other'
+    when cardinality(v_ids) >= 1000
+      or (select count(*) from (select from queue.waiting limit 10000) w) = 10000
+      then 'none of the oldest jobs wait for each other'
     else 'no jobs wait for each other' end;
   fix := case when v_n > 0 then 'Cancel one of them: select queue.cancel(id)' end;
   return next;
@@ -20704,8 +20713,9 @@ returns bigint language plpgsql stable parallel safe security invoker as $$
 declare
   v_id bigint;
 begin
-  select w.need_id into v_id from queue.waiting w where w.id = p_id and w.reason = 'needs';
-  if found then
+  select case w.reason when 'needs' then w.need_id end into v_id from queue.waiting w where w.id = p_id;
+  if found or exists (
+    select from queue.pending_settlement h where h.job_id = p_id and h.kind in ('ended', 'again')) then
     return v_id;
   end if;
   return (

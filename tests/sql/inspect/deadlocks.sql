@@ -1,6 +1,6 @@
 -- Jobs that wait for each other, because one got another lock after the other had begun to wait: health tells of them.
 
-select plan(13);
+select plan(15);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -48,6 +48,14 @@ select is(pg_temp.health(), format('fail|4 jobs wait for each other: %s -> %s ->
 select queue.cancel(:of_b) \g /dev/null
 select is(pg_temp.health(), 'ok|no jobs wait for each other', 'so are these');
 select isnt(pg_temp.claim(:b), null, 'and go on');
+
+-- A child that needs a mutex job of its parent's lock, which waits for something else than the lock
+select queue.defer('o', lock => 'mixed') as o, queue.defer('m', lock => 'mixed', options => '{"lock_mode": "mutex"}') as m \gset
+select queue.defer('child', needs => array[:m]) as child \gset
+select queue.await_jobs(:o, pg_temp.claim(:o), 'aw', array[:child]) \g /dev/null
+select queue.fail(:m, pg_temp.claim(:m), 'x', null, '{"retry_in": "1 hour", "retryable": true}') \g /dev/null
+select is((select h.status from queue.health() h where h.name = 'deadlocks'), 'ok', 'a job whose run has just ended waits for nobody');
+select is(pg_temp.health(), 'ok|no jobs wait for each other', 'nor one that waits for its time');
 
 -- 60 parents in a ring, younger than 200 that wait for others
 create temp table parent as select n, queue.defer('parent', lock => 'parent ' || n) as id from generate_series(1, 260) n;
