@@ -55,7 +55,7 @@ begin
       returning r.payload into v_payload;
       v_is_over := found;
     elsif v_job.event is not null then
-      -- also by one that this admission takes later: the wait may not last until then
+      -- an event that this admission takes only later counts, too: the timeout may be over by then
       select e.payload into v_payload from queue.event e
       where e.name = v_job.event and e.published_at > v_job.until is not true
         and queue._wait_began_by(v_job.id, e.expires_at)
@@ -165,14 +165,7 @@ declare
   v_expired bigint;
 begin
   if p_ids is not null then
-    with gone as (
-      delete from queue.waiting w
-      where w.ctid = any (array(
-        select w.ctid from unnest(p_ids) u (id)
-        cross join lateral (
-          select w.ctid from queue.waiting w where w.id = u.id and w.reason || '' = 'signal' offset 0) w))
-      returning w.id)
-    select array_agg(g.id) into v_ids from gone g;
+    v_ids := queue._leave_signal_gate(p_ids);
     -- signals to jobs that were deleted meanwhile
     delete from queue.received_signal r
     where r.job_id = any (array(select u.id from unnest(p_ids) u (id)
@@ -222,16 +215,27 @@ begin
     where w.event = v_event.name and v_event.published_at > w.until is not true
       and queue._wait_began_by(w.job_id, v_event.expires_at)
     limit 500);
+  ids := queue._leave_signal_gate(v_jobs);
+  perform queue._end_waits(v_jobs, v_event.payload);
+  has_more := cardinality(v_jobs) = 500;
+end $$;
+
+-- Takes those of these jobs that are in this gate out of it, and returns them; a held one is in another.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._leave_signal_gate(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+begin
   with gone as (
     delete from queue.waiting w
     where w.ctid = any (array(
-      select w.ctid from unnest(v_jobs) s (job_id)
+      select w.ctid from unnest(p_ids) u (id)
       cross join lateral (
-        select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w))
+        select w.ctid from queue.waiting w where w.id = u.id and w.reason || '' = 'signal' offset 0) w))
     returning w.id)
-  select array_agg(g.id) into ids from gone g;
-  perform queue._end_waits(v_jobs, v_event.payload);
-  has_more := cardinality(v_jobs) = 500;
+  select array_agg(g.id) into v_ids from gone g;
+  return v_ids;
 end $$;
 
 -- Ends the waits of jobs: the step of each is finished, and the payload is its value.

@@ -33,6 +33,18 @@ comment on function queue.unblock() is
     ' admission of queue.health(). Its transaction is rolled back. Returns its process id, NULL if no'
     ' session holds the lock. A worker whose session is ended reconnects.';
 
+-- Sets lock_timeout for the rest of the transaction, unless it is lower; returns what it was.
+create or replace function queue._cap_lock_timeout(p_most text)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_timeout constant text := current_setting('lock_timeout');
+begin
+  if v_timeout = '0' or v_timeout::interval > p_most::interval then
+    perform set_config('lock_timeout', p_most, true);
+  end if;
+  return v_timeout;
+end $$;
+
 -- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
 -- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
@@ -55,10 +67,7 @@ begin
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
   end if;
   if p_wait then
-    v_timeout := current_setting('lock_timeout');
-    if v_timeout = '0' or v_timeout::interval > interval '10 s' then
-      v_timeout := set_config('lock_timeout', '10s', true);
-    end if;
+    perform queue._cap_lock_timeout('10s');
   end if;
   return true;
 end $$;
@@ -74,10 +83,7 @@ begin
   if queue._lock_admission(false) then
     return true;
   end if;
-  v_timeout := current_setting('lock_timeout');
-  if v_timeout = '0' or v_timeout::interval > interval '50 ms' then
-    perform set_config('lock_timeout', '50ms', true);
-  end if;
+  v_timeout := queue._cap_lock_timeout('50ms');
   begin
     v_has_lock := queue._lock_admission(true);
   exception when lock_not_available or deadlock_detected then

@@ -151,11 +151,9 @@ create or replace function queue._take_rows(p_ids bigint[], p_retakes boolean, o
   out keyed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_timeout constant text := current_setting('lock_timeout');
+  v_timeout text;
 begin
-  if v_timeout = '0' or v_timeout::interval > interval '500 ms' then
-    perform set_config('lock_timeout', '500ms', true);
-  end if;
+  v_timeout := queue._cap_lock_timeout('500ms');  -- here, so that it is undone with the rest
   keyed := case when p_retakes then queue._retake_queueing_locks(p_ids) end;
   perform from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null
   order by aj.id for no key update;

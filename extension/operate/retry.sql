@@ -107,8 +107,10 @@ declare
   v_back bigint[] := '{}'::bigint[];
   v_keyed bigint[];
   v_unkeyed bigint[];
+  v_retakable bigint[];
 begin
   v_keyed := queue._lock_rows(p_ids, p_retakes => true);
+  v_retakable := queue._retakable(p_ids);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
   v_before := queue._jobs_before(p_ids, variadic array(
     select k from jsonb_object_keys(v_change - 'queue') k
@@ -120,16 +122,14 @@ begin
         and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
       exists (select from queue.pending_settlement h where h.job_id = j.id and h.kind in ('ended', 'again'))
         as is_ending,
-      f.id is not null and j.queueing_lock is not null and j.claims = 0
-        and not (f.state = 'succeeded' and f.worker_id is not null)
-        and (select k.job_id from queue.queueing_lock k where k.key = j.queueing_lock) is distinct from j.id
-          as lacks_key,
-      (select k.key from queue.queueing_lock k where k.key = j.queueing_lock) is null as is_key_free
+      j.id = any (v_retakable) and k.job_id is distinct from j.id as lacks_key,
+      k.job_id is null as is_key_free
     from (select distinct u.id from unnest(p_ids) u (id)) u
     join queue.job_now j on j.id = u.id
     left join queue.active_job aj on aj.id = j.id
     left join queue.finished f on f.id = j.id
     left join queue.waiting w on w.id = j.id
+    left join queue.queueing_lock k on k.key = j.queueing_lock
     order by j.id
   loop
     if v_job.is_expired and not p_force or v_job.is_ending

@@ -2973,6 +2973,18 @@ comment on function queue.unblock() is
     ' admission of queue.health(). Its transaction is rolled back. Returns its process id, NULL if no'
     ' session holds the lock. A worker whose session is ended reconnects.';
 
+-- Sets lock_timeout for the rest of the transaction, unless it is lower; returns what it was.
+create or replace function queue._cap_lock_timeout(p_most text)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_timeout constant text := current_setting('lock_timeout');
+begin
+  if v_timeout = '0' or v_timeout::interval > p_most::interval then
+    perform set_config('lock_timeout', p_most, true);
+  end if;
+  return v_timeout;
+end $$;
+
 -- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
 -- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
@@ -2995,10 +3007,7 @@ begin
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
   end if;
   if p_wait then
-    v_timeout := current_setting('lock_timeout');
-    if v_timeout = '0' or v_timeout::interval > interval '10 s' then
-      v_timeout := set_config('lock_timeout', '10s', true);
-    end if;
+    perform queue._cap_lock_timeout('10s');
   end if;
   return true;
 end $$;
@@ -3014,10 +3023,7 @@ begin
   if queue._lock_admission(false) then
     return true;
   end if;
-  v_timeout := current_setting('lock_timeout');
-  if v_timeout = '0' or v_timeout::interval > interval '50 ms' then
-    perform set_config('lock_timeout', '50ms', true);
-  end if;
+  v_timeout := queue._cap_lock_timeout('50ms');
   begin
     v_has_lock := queue._lock_admission(true);
   exception when lock_not_available or deadlock_detected then
@@ -9317,7 +9323,7 @@ begin
       returning r.payload into v_payload;
       v_is_over := found;
     elsif v_job.event is not null then
-      -- also by one that this admission takes later: the wait may not last until then
+      -- an event that this admission takes only later counts, too: the timeout may be over by then
       select e.payload into v_payload from queue.event e
       where e.name = v_job.event and e.published_at > v_job.until is not true
         and queue._wait_began_by(v_job.id, e.expires_at)
@@ -9427,14 +9433,7 @@ declare
   v_expired bigint;
 begin
   if p_ids is not null then
-    with gone as (
-      delete from queue.waiting w
-      where w.ctid = any (array(
-        select w.ctid from unnest(p_ids) u (id)
-        cross join lateral (
-          select w.ctid from queue.waiting w where w.id = u.id and w.reason || '' = 'signal' offset 0) w))
-      returning w.id)
-    select array_agg(g.id) into v_ids from gone g;
+    v_ids := queue._leave_signal_gate(p_ids);
     -- signals to jobs that were deleted meanwhile
     delete from queue.received_signal r
     where r.job_id = any (array(select u.id from unnest(p_ids) u (id)
@@ -9484,16 +9483,27 @@ begin
     where w.event = v_event.name and v_event.published_at > w.until is not true
       and queue._wait_began_by(w.job_id, v_event.expires_at)
     limit 500);
+  ids := queue._leave_signal_gate(v_jobs);
+  perform queue._end_waits(v_jobs, v_event.payload);
+  has_more := cardinality(v_jobs) = 500;
+end $$;
+
+-- Takes those of these jobs that are in this gate out of it, and returns them; a held one is in another.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._leave_signal_gate(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+begin
   with gone as (
     delete from queue.waiting w
     where w.ctid = any (array(
-      select w.ctid from unnest(v_jobs) s (job_id)
+      select w.ctid from unnest(p_ids) u (id)
       cross join lateral (
-        select w.ctid from queue.waiting w where w.id = s.job_id and w.reason || '' = 'signal' offset 0) w))
+        select w.ctid from queue.waiting w where w.id = u.id and w.reason || '' = 'signal' offset 0) w))
     returning w.id)
-  select array_agg(g.id) into ids from gone g;
-  perform queue._end_waits(v_jobs, v_event.payload);
-  has_more := cardinality(v_jobs) = 500;
+  select array_agg(g.id) into v_ids from gone g;
+  return v_ids;
 end $$;
 
 -- Ends the waits of jobs: the step of each is finished, and the payload is its value.
@@ -17171,11 +17181,9 @@ create or replace function queue._take_rows(p_ids bigint[], p_retakes boolean, o
   out keyed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_timeout constant text := current_setting('lock_timeout');
+  v_timeout text;
 begin
-  if v_timeout = '0' or v_timeout::interval > interval '500 ms' then
-    perform set_config('lock_timeout', '500ms', true);
-  end if;
+  v_timeout := queue._cap_lock_timeout('500ms');  -- here, so that it is undone with the rest
   keyed := case when p_retakes then queue._retake_queueing_locks(p_ids) end;
   perform from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null
   order by aj.id for no key update;
@@ -18306,8 +18314,10 @@ declare
   v_back bigint[] := '{}'::bigint[];
   v_keyed bigint[];
   v_unkeyed bigint[];
+  v_retakable bigint[];
 begin
   v_keyed := queue._lock_rows(p_ids, p_retakes => true);
+  v_retakable := queue._retakable(p_ids);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
   v_before := queue._jobs_before(p_ids, variadic array(
     select k from jsonb_object_keys(v_change - 'queue') k
@@ -18319,16 +18329,14 @@ begin
         and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
       exists (select from queue.pending_settlement h where h.job_id = j.id and h.kind in ('ended', 'again'))
         as is_ending,
-      f.id is not null and j.queueing_lock is not null and j.claims = 0
-        and not (f.state = 'succeeded' and f.worker_id is not null)
-        and (select k.job_id from queue.queueing_lock k where k.key = j.queueing_lock) is distinct from j.id
-          as lacks_key,
-      (select k.key from queue.queueing_lock k where k.key = j.queueing_lock) is null as is_key_free
+      j.id = any (v_retakable) and k.job_id is distinct from j.id as lacks_key,
+      k.job_id is null as is_key_free
     from (select distinct u.id from unnest(p_ids) u (id)) u
     join queue.job_now j on j.id = u.id
     left join queue.active_job aj on aj.id = j.id
     left join queue.finished f on f.id = j.id
     left join queue.waiting w on w.id = j.id
+    left join queue.queueing_lock k on k.key = j.queueing_lock
     order by j.id
   loop
     if v_job.is_expired and not p_force or v_job.is_ending

@@ -41,7 +41,8 @@ def test_a_row_that_is_taken_after_it_was_waited_for(connect: Connect) -> None:
     with holder.transaction(force_rollback=True), ThreadPoolExecutor(1) as pool:
         holder.execute("select from queue.admission for update")
         ids = [first[0], second[0]]
-        changed = pool.submit(operator.execute, "select * from queue.set_priority(%s, 5)", [ids])
+        call = "select outcome, current_setting('lock_timeout') from queue.set_priority(%s, 5)"
+        changed = pool.submit(operator.execute, call, [ids])
         until(lambda: is_waiting(conn, operator))
         frozen.execute("begin")
         frozen.execute("select queue.succeed(%s, %s)", second)
@@ -51,7 +52,8 @@ def test_a_row_that_is_taken_after_it_was_waited_for(connect: Connect) -> None:
         worker.execute("select queue.succeed(%s, %s)", first)
         assert not changed.done()
         frozen.execute("commit")
-        assert [row[1] for row in changed.result(60)] == ["succeeded", "succeeded"]
+        # its limit of half a second is over, and that of the admission lock is on
+        assert changed.result(60).fetchall() == [("succeeded", "10s")] * 2
 
 
 def test_rows_of_which_one_is_always_held(connect: Connect) -> None:
