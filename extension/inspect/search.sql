@@ -23,6 +23,9 @@ declare
   v_job record;
   v_bytes integer;
   v_looked bigint := 0;
+  v_hits bigint[];
+  v_sizes integer[];
+  v_shown integer;
   v_found integer := 0;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
   v_hidden jsonb;
@@ -31,6 +34,8 @@ begin
   v_hidden := queue._hidden_paths();
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
+    v_hits := '{}';
+    v_sizes := '{}';
     for v_job in
       select u.id, x.is_asked,
         case when x.is_asked and search.pattern is not null
@@ -39,8 +44,7 @@ begin
       from unnest(v_ids) with ordinality u (id, n)
       cross join lateral (
         select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options, j.flags
-        from queue.job_now j
-        where j.id = u.id offset 0) j
+        from queue.job_now j where j.id = u.id offset 0) j
       cross join lateral (
         -- cut before the pattern is compared, so that nobody finds out by it what is hidden
         select case when v_hidden ? j.task
@@ -55,24 +59,21 @@ begin
       v_bytes := abs(v_job.match);
       v_looked := v_looked + greatest(100, v_bytes);
       if v_job.is_asked and (search.pattern is null or v_job.match > 0) then
-        select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
-          job.description, v_bytes,
-          queue._excerpt(search.pattern, search.by, v_path,
-            queue._cut(v_hidden -> job.task, job.args))
-        into id, queue_name, task_name, job_state, reason, priority, attempts, created_at, description, bytes,
-          excerpt
-        from queue.jobs job where job.id = v_job.id;
-        if search.state is null or job_state = search.state then
-          return next;
-          v_found := v_found + 1;
-        else
-          v_looked := v_looked + 1000;
-        end if;
+        v_hits := v_hits || v_job.id;
+        v_sizes := v_sizes || v_bytes;
       end if;
-      exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
+      exit when v_found + cardinality(v_hits) >= search.max_jobs or v_looked >= search.max_bytes;
     end loop;
+    if v_hits <> '{}' then
+      return query select *
+        from queue._found_jobs(v_hits, v_sizes, search.state, search.pattern, search.by, v_path, v_hidden);
+      get diagnostics v_shown = row_count;
+      v_found := v_found + v_shown;
+      v_looked := v_looked + 1000 * (cardinality(v_hits) - v_shown);
+    end if;
     -- fewer than it asked for: there are no others
-    exit when cardinality(v_ids) < v_n or v_found >= search.max_jobs or v_looked >= search.max_bytes;
+    exit when v_found >= search.max_jobs or v_looked >= search.max_bytes
+      or cardinality(v_ids) < v_n and v_before = coalesce(v_ids[cardinality(v_ids)], v_before);
     v_n := case when v_bytes > 10000 then 10 else least(v_n * 2, 500) end;
   end loop;
   if v_before > v_ids[cardinality(v_ids)]
@@ -122,6 +123,24 @@ comment on function queue.get(bigint, text) is
   'Returns the values that a path finds in a job''s args, a row for each: items[0].price, or any'
     ' jsonpath, such as $.items[*].price. JSON null gives a row with null; a missing value gives no row. A'
     ' sensitive value (register_task) gives *** to all but the owner.';
+
+-- Returns what search says of these jobs, in their order; with a state, only of those in it. One query reads
+-- them all: to begin one of queue.jobs takes as long as to read twenty of its rows.
+create or replace function queue._found_jobs(p_ids bigint[], p_bytes integer[], p_state text, p_pattern text,
+  p_by text, p_path jsonpath, p_hidden jsonb)
+returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer,
+  attempts integer, created_at timestamptz, description text, bytes integer, excerpt text, next_id bigint)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  return query
+    select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
+      job.description, f.bytes,
+      queue._excerpt(p_pattern, p_by, p_path, queue._cut(p_hidden -> job.task, job.args)), null::bigint
+    from unnest(p_ids, p_bytes) with ordinality f (id, bytes, n)
+    cross join lateral (select j.* from queue.jobs j where j.id = f.id offset 0) job
+    where p_state is null or job.state = p_state
+    order by f.n;
+end $$;
 
 -- Returns the pattern as a jsonpath if it is one.
 -- Raises: 22023.

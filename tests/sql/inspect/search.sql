@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a limit on what it reads.
 
-select plan(164);
+select plan(165);
 
 set pgdefer.notify = off;
 
@@ -130,6 +130,14 @@ select is((select string_agg(distinct s.job_state, ' ') from unnest('{scheduled,
            cross join lateral queue.search(state => u.state) s where s.job_state <> u.state), null, 'no other states');
 select is((select count(*)::integer from unnest('{scheduled,waiting,upstream_failed,blocked,ready,running,held,succeeded,failed,cancelled}'::text[]) u (state)
            cross join lateral queue.search(state => u.state) s), (select count(*)::integer from queue.jobs), 'each job has one');
+
+-- Jobs of other states that its candidates include, and that fill its batches: replacements that no admission has seen
+select queue.defer('early') \g /dev/null
+select queue.defer('late', queueing_lock => 'late ' || n) from generate_series(1, 5) n \g /dev/null
+select queue.tick() \g /dev/null
+select queue.defer('late', queueing_lock => 'late ' || n, scheduled_at => '2999-01-01Z', options => '{"on_conflict": "replace"}') from generate_series(1, 5) n \g /dev/null
+select is(pg_temp.found('state => ''ready'', max_jobs => 1'), 'early more', 'it reads on behind jobs of another state');
+select queue.delete(array(select j.id from queue.jobs j where j.task in ('early', 'late'))) \g /dev/null
 
 -- The limit: on the amount read, and reported
 select queue.defer('large', jsonb_build_object('text', repeat('0123456789', 100000), 'n', n)) from generate_series(1, 5) n \g /dev/null
