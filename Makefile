@@ -18,6 +18,8 @@ OWNED := base/era base/sensitive work/workers work/reap work/maintenance work/re
 # five seconds of an idle machine and have shorter ones beside them; only test-all runs them. Tests marked soak compute
 # for longer still, or are storms that find more the longer they last; each has a short form that runs here.
 PYTEST := pytest -q -n 3 --dist worksteal
+# Tests start hundreds of programs, which compile everything anew where the environment forbids Python to cache it.
+export PYTHONDONTWRITEBYTECODE :=
 # A test that failed runs up to two times more, and is listed with its trace: only CI does that, for at most 12 runs in all.
 AGAIN := --reruns 2 --reruns-delay 5 --max-suite-reruns 12 --rerun-show-tracebacks -raR
 
@@ -72,10 +74,10 @@ test-sql-owner: venv build tools
 	$(BIN)/python tests/sql/run --owner pgdefer_owner $(OWNED)
 	PGDEFER_TEST_OWNER=pgdefer_owner $(BIN)/$(PYTEST) tests/py/races/test_reap.py
 
-test-py: venv build tools compiled
+test-py: venv build tools
 	$(BIN)/$(PYTEST) -m 'not soak and not long'
 
-test-py-all: venv build tools compiled
+test-py-all: venv build tools
 	$(BIN)/$(PYTEST) $(AGAIN)
 
 # Django 6 needs Python 3.12.
@@ -83,16 +85,11 @@ test-django: venv build tools
 	$(BIN)/python tests/matrix --django
 
 test-sql-system test-py-system: command = $(if $(findstring sql,$@),$(BIN)/python tests/sql/run --jobs 2 --servers 4,$(BIN)/$(PYTEST) $(AGAIN) tests/py --ignore tests/py/unit -m 'not soak and not client')
-test-sql-system test-py-system: venv build tools compiled
+test-sql-system test-py-system: venv build tools
 	@if [ -n "$(SYSTEM_PG)" ]; then \
 	  echo "PGDEFER_PG_BIN=$(SYSTEM_PG) $(command)"; \
 	  PGDEFER_PG_BIN=$(SYSTEM_PG) $(command); \
 	else echo "SKIPPED: $@, as the system has no PostgreSQL 15, 16 or 17"; fi
-
-# Tests start hundreds of programs, which compile everything anew where the environment forbids Python to cache it.
-.PHONY: compiled
-compiled: venv
-	@$(BIN)/python -m compileall -q python
 
 .PHONY: test-matrix
 test-matrix: venv build tools ## Run all tests on PostgreSQL 15, 16, 17, 18 and on Python 3.13 (QUICK=1: a part)

@@ -65,6 +65,7 @@ class Reader:
         return output_of(command, self.folder, self.environment)
 
 
+@pytest.mark.long
 def test_the_page(tmp_path: Path, environment: dict[str, str]) -> None:
     reader = Reader(tmp_path, environment)
     page = (ROOT / "docs" / "django.md").read_text("utf-8")

@@ -106,7 +106,11 @@ def ask(random: Random, client: httpx.Client, form: dict[str, Any]) -> httpx.Res
 
 @pytest.mark.parametrize(
     ("seed", "requests"),
-    [(1, 500), pytest.param(2, 10_000, marks=pytest.mark.soak)],
+    [
+        (1, 150),
+        pytest.param(2, 500, marks=pytest.mark.long),
+        pytest.param(3, 10_000, marks=pytest.mark.soak),
+    ],
 )
 def test_no_request_leads_to_others(
     client: httpx.Client, conn: Connection, seed: int, requests: int

@@ -37,7 +37,7 @@ def hidden(answer: httpx.Response) -> dict[str, str]:
     return dict(re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', answer.text))
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ["hold", pytest.param("set_priority", marks=pytest.mark.long)])
 def test_killed_in_the_middle(
     dsn: str, conn: Connection, connect: Callable[..., Connection], call: str
 ) -> None:

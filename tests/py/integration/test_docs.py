@@ -307,6 +307,7 @@ def test_the_page_on_many_databases(reader: Reader, server: EmbeddedServer) -> N
             connection.execute("drop database if exists tenant_b with (force)")
 
 
+@pytest.mark.long
 def test_the_page_on_scaling(reader: Reader, server: EmbeddedServer) -> None:
     output = ""
     made = ("shop_a", "shop_b", "shop_c")
@@ -365,6 +366,7 @@ class Base(DeclarativeBase):
 """
 
 
+@pytest.mark.long
 def test_the_page_on_alembic(reader: Reader) -> None:
     reader.type_in(Block(0, "sh", "createdb shop"))
     reader.type_in(Block(0, "python", MODELS))

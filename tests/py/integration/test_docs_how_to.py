@@ -94,7 +94,11 @@ def reader(server: EmbeddedServer, dsn: str, tmp_path: Path) -> Iterator[QuickRe
 # What a page takes for granted.
 BEFORE = {"moving": Path(__file__).with_name("other_queues.sql").read_text("utf-8")}
 
-PAGES = sorted(path.stem for path in (ROOT / "docs" / "how-to").glob("*.md"))
+LONG = {"production", "workflows"}
+PAGES = [
+    pytest.param(path.stem, marks=pytest.mark.long if path.stem in LONG else [])
+    for path in sorted((ROOT / "docs" / "how-to").glob("*.md"))
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -24,6 +24,7 @@ def matches(output: str, shown: str) -> bool:
     return len(printed) == len(patterns) and all(map(re.fullmatch, patterns, printed))
 
 
+@pytest.mark.long
 def test_operating(reader: Reader, server: EmbeddedServer) -> None:
     if server_program(server, "pg_dump") is None:
         pytest.skip(f"the page makes a backup: there is no pg_dump for PostgreSQL {server.major}")

@@ -89,6 +89,7 @@ def test_apps_behind_pgbouncer(reader: Reader) -> None:
         reader.type_in(block._replace(text=f"import pgdefer\n{block.text}\nprint(app)"))
 
 
+@pytest.mark.long
 def test_the_embedded_server(reader: Reader) -> None:
     """The folder must be one that the server's own user may enter."""
     page = [block for block in shown("docs/installing.md") if block.language == "sh"]

@@ -20,6 +20,7 @@ __all__ = ["reader"]
 pytestmark = pytest.mark.client
 
 
+@pytest.mark.long
 def test_the_page_on_testing(server: EmbeddedServer, tmp_path: Path) -> None:
     environment = {**os.environ, "PGDEFER_TEST_SERVER": server.dsn("postgres")}
     environment |= {"PYTHONPATH": str(ROOT / "python"), "PYTEST_ADDOPTS": "-p no:cacheprovider"}

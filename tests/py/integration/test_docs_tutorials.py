@@ -38,6 +38,7 @@ def accepts(port: int) -> bool:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page types in curl")
+@pytest.mark.long
 def test_the_tutorial_on_fastapi(reader: Reader, free_tcp_port: int) -> None:
     before, output, is_up = None, "", False
     for block in blocks("docs/fastapi.md"):

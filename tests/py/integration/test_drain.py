@@ -48,7 +48,7 @@ def drain(app: App, how: str, queues: list[str] | None) -> None:
             job.succeed()
 
 
-@pytest.mark.parametrize("how", ["worker", "stream"])
+@pytest.mark.parametrize("how", ["worker", pytest.param("stream", marks=pytest.mark.long)])
 def test_behind_many_in_the_future(app: App, jobs: Jobs, conn: Connection[Any], how: str) -> None:
     some(conn, 30_000, scheduled_at="2999-01-01Z")
     job = app.defer("t")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.client
 Connection = psycopg.Connection[Any]
 
 
-@pytest.fixture(params=["psycopg", "asyncpg"])
+@pytest.fixture(params=["psycopg", pytest.param("asyncpg", marks=pytest.mark.long)])
 def environment(dsn: str, request: pytest.FixtureRequest) -> dict[str, str]:
     if request.param == "asyncpg":
         # libpq reads its URLs too, so one is enough for the engine and the queue.
