@@ -300,7 +300,8 @@ end $$;
 
 -- Source. Gives back the jobs that the move holds, of one part or of all that have not begun to leave, and
 -- lets defers in again. What an operator holds stays held.
--- Locks: as queue.unhold, for all of them; rows of the parts, for no key update. Raises: 22023, QJ008.
+-- Locks: rows of the parts, for no key update; the admission lock, not the jobs': they wait, so nobody claims
+-- them, and who replaces one may last. Raises: 22023, QJ008.
 create or replace function queue.shard_unhold(slot integer, part integer default null)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -316,7 +317,7 @@ begin
     join queue.waiting w on w.id = s.id and w.reason = 'moving'
     where s.slot = shard_unhold.slot and s.part = any (v_parts));
   if v_ids <> '{}' then
-    perform queue._shard_lock(v_ids);
+    perform queue._admit_all();
     with freed as (
       delete from queue.waiting w where w.id = any (v_ids) and w.reason = 'moving' returning w.id)
     select coalesce(array_agg(f.id), '{}') into v_ids from freed f;

@@ -1357,7 +1357,7 @@ select j.id, j.task, j.queue,
     when w.reason = 'upstream_failed' then 'upstream_failed'
     when w.reason in ('slot', 'parked', 'moving') then 'blocked'
     when w.reason = 'task_paused' then 'ready'
-    when m.id is not null and m.is_passed
+    when m.id is not null and m.is_passed and aj.id is null
       and not (j.claims > 0 and exists (select from queue.pending_settlement h
         where h.job_id = j.id and h.kind = 'again')) then 'blocked'
     when j.is_suspended then 'waiting'
@@ -2989,19 +2989,36 @@ end $$;
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
 -- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
 -- operations have it, lock_timeout is at most 10 s for the rest of the transaction.
+-- It waits for 2 s at a time: if the holder took the lock in a savepoint within one that it then rolls back,
+-- a session that already waits would wait for the end of the holder's transaction, and others behind it. 2 s
+-- is longer than deadlock_timeout's default, so a deadlock is still found.
+-- Raises: 55P03 after lock_timeout.
+-- Two sessions: tests/py/races/test_admission_lock.py.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
+  v_since timestamptz;
 begin
-  if p_wait then
-    perform from queue.admission for update;
-  else
+  loop
     perform from queue.admission for update skip locked;
-    if not found then
+    exit when found;
+    if not p_wait then
       return false;
     end if;
-  end if;
+    v_since := coalesce(v_since, clock_timestamp());
+    begin
+      v_timeout := queue._cap_lock_timeout('2s');
+      perform from queue.admission for update;
+      perform set_config('lock_timeout', v_timeout, true);
+      exit;
+    exception when lock_not_available then
+      v_timeout := current_setting('lock_timeout');
+      if v_timeout <> '0' and v_timeout::interval <= clock_timestamp() - v_since then
+        raise;
+      end if;
+    end;
+  end loop;
   v_timeout := current_setting('idle_in_transaction_session_timeout');
   if v_timeout = '0' or v_timeout::interval > interval '10 s' then
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
@@ -3039,24 +3056,27 @@ create or replace function queue._admission_holder(out pid integer, out role tex
   out application text, out since timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 begin
-  select l.pid, a.usename, a.state, a.application_name, a.xact_start into pid, role, state, application, since
+  -- pid is NULL for a prepared transaction, which has no session
+  select l.pid, coalesce(a.usename, p.owner), coalesce(a.state, 'prepared transaction ' || p.gid),
+    a.application_name, coalesce(a.xact_start, p.prepared)
+  into pid, role, state, application, since
   from queue.admission m
   join pg_locks l on l.locktype = 'transactionid' and l.transactionid = m.xmax and l.mode = 'ExclusiveLock'
     and l.granted
   left join pg_stat_activity a on a.pid = l.pid
-  where l.pid <> pg_backend_pid();
+  left join pg_prepared_xacts p on l.pid is null and p.transaction = m.xmax
+  where l.pid is distinct from pg_backend_pid();
   if not found then
     -- a savepoint took it, and its number is gone: so look for the lock on the table, which comes with that
-    -- on the row; sessions that only tried to get it mostly have no transaction's number. pid is NULL for a
-    -- prepared transaction, which has no session
-    select l.pid,
-      coalesce(a.usename, p.owner), case when l.pid is null then 'prepared transaction ' || p.gid
-      else a.state end, a.application_name,
-      coalesce(a.xact_start, p.prepared)
+    -- on the row; sessions that only tried to get it mostly have no transaction's number
+    select l.pid, coalesce(a.usename, p.owner), coalesce(a.state, 'prepared transaction ' || p.gid),
+      a.application_name, coalesce(a.xact_start, p.prepared)
     into pid, role, state, application, since
     from pg_locks l
     left join pg_stat_activity a on a.pid = l.pid
-    left join pg_prepared_xacts p on l.pid is null and l.virtualtransaction = '-1/' || p.transaction::text
+    left join pg_prepared_xacts p on l.pid is null and exists (select from pg_locks x
+      where x.locktype = 'transactionid' and x.transactionid = p.transaction and x.granted
+        and x.virtualtransaction = l.virtualtransaction)
     where l.locktype = 'relation' and l.relation = 'queue.admission'::regclass and l.mode = 'RowShareLock'
       and l.granted
       and l.database = (select d.oid from pg_database d where d.datname = current_database())
@@ -19841,8 +19861,8 @@ begin
       (select w.id from queue.waiting w
        where p_state = 'waiting' and w.reason = 'signal' and w.id < p_before order by w.id desc limit p_n)
       union
-      (select h.job_id from queue.pending_settlement h where h.kind = 'again' and h.job_id < p_before
-        order by h.job_id desc limit p_n)
+      (select h.job_id from queue.pending_settlement h where h.kind in ('again', 'replace')
+        and h.job_id < p_before order by h.job_id desc limit p_n)
       union
       select u.id from unnest(queue._unadmitted(p_state, p_before, p_n)) u (id)) c
     order by c.id desc limit p_n);

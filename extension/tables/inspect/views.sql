@@ -42,7 +42,7 @@ select j.id, j.task, j.queue,
     when w.reason = 'upstream_failed' then 'upstream_failed'
     when w.reason in ('slot', 'parked', 'moving') then 'blocked'
     when w.reason = 'task_paused' then 'ready'
-    when m.id is not null and m.is_passed
+    when m.id is not null and m.is_passed and aj.id is null
       and not (j.claims > 0 and exists (select from queue.pending_settlement h
         where h.job_id = j.id and h.kind = 'again')) then 'blocked'
     when j.is_suspended then 'waiting'

@@ -342,6 +342,24 @@ def test_an_open_transaction_keeps_its_part(cluster: Cluster, dsns: dict[str, st
     assert cluster.move(SLOT, "b").jobs == 1
 
 
+def test_who_replaces_a_job_keeps_none_of_its_part_held(
+    cluster: Cluster, dsns: dict[str, str]
+) -> None:
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    options: dict[str, Any] = {"shard_key": key, "queueing_lock": "q", "on_conflict": "replace"}
+    jobs = [cluster.defer("work", {}, **options), cluster.defer("work", {}, shard_key=key)]
+    rows(dsns["a"], "select queue.shard_leave(%s, 'b'), queue.shard_list(%s)", [SLOT, SLOT])
+    rows(dsns["a"], "select to_hold from queue.shard_hold(%s, %s)", [SLOT, part_of(key)])
+    states = "select state, reason from queue.jobs order by id"
+    assert rows(dsns["a"], states) == [("blocked", "moving")] * 2
+    with psycopg.connect(dsns["a"]) as producer:
+        assert cluster.defer("work", {}, connection=producer, **options) == jobs[0]
+        with psycopg.connect(dsns["a"], autocommit=True) as connection:
+            connection.execute("set statement_timeout to '60s'")
+            connection.execute("select queue.shard_unhold(%s, %s)", [SLOT, part_of(key)])
+    assert [state for state, _ in rows(dsns["a"], states)] == ["ready"] * 2
+
+
 def test_a_signal_that_is_not_committed_keeps_its_part(
     cluster: Cluster, dsns: dict[str, str]
 ) -> None:

@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a limit on what it reads.
 
-select plan(165);
+select plan(166);
 
 set pgdefer.notify = off;
 
@@ -133,10 +133,12 @@ select is((select count(*)::integer from unnest('{scheduled,waiting,upstream_fai
 
 -- Jobs of other states that its candidates include, and that fill its batches: replacements that no admission has seen
 select queue.defer('early') \g /dev/null
+select queue.defer('late', queueing_lock => 'late 0', lock => 'late') \g /dev/null
 select queue.defer('late', queueing_lock => 'late ' || n) from generate_series(1, 5) n \g /dev/null
 select queue.tick() \g /dev/null
-select queue.defer('late', queueing_lock => 'late ' || n, scheduled_at => '2999-01-01Z', options => '{"on_conflict": "replace"}') from generate_series(1, 5) n \g /dev/null
+select queue.defer('late', queueing_lock => 'late ' || n, scheduled_at => '2999-01-01Z', options => '{"on_conflict": "replace"}') from generate_series(0, 5) n \g /dev/null
 select is(pg_temp.found('state => ''ready'', max_jobs => 1'), 'early more', 'it reads on behind jobs of another state');
+select is((select count(*) from queue.search(state => 'scheduled', task => 'late')), 6::bigint, 'and finds them in the state that they get');
 select queue.delete(array(select j.id from queue.jobs j where j.task in ('early', 'late'))) \g /dev/null
 
 -- The limit: on the amount read, and reported

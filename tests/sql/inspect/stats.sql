@@ -1,6 +1,6 @@
 -- stats, metrics, autoscale_hint and health: every figure for known jobs, every check seen failing.
 
-select plan(88);
+select plan(89);
 
 set pgdefer.notify = off;
 
@@ -227,8 +227,11 @@ create function pg_temp.later(name text, in_time interval) returns text language
 create table public.written (id bigint);
 begin;
 insert into public.written values (1);
+set local pgdefer.notify = off;
+select queue.pause('health') \g /dev/null
 prepare transaction 'health';
 select matches(pg_temp.health('transactions'), '^ok', 'a prepared transaction');
+select matches(pg_temp.later('admission', '1 min'), '^fail\|a prepared transaction of role .* \(prepared transaction health\)', 'that holds the admission lock');
 select matches((select concat_ws('|', h.status, h.detail, h.fix) from pg_prepared_xacts p, queue._health(p.prepared + interval '10 min') h where p.gid = 'health' and h.name = 'transactions'), '^warn\|prepared transaction ''health'' has had a transaction open for 00:10:00: dead rows can''t be removed meanwhile\|commit prepared ''health'', or rollback prepared ''health''', 'after ten minutes');
 select matches(pg_temp.later('transactions', '2 h'), '^fail\|prepared transaction ''health'' has had a transaction open for', 'after two hours');
 rollback prepared 'health';
