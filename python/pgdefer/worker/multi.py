@@ -170,15 +170,19 @@ class MultiWorker:
             try:
                 await self._serve_all()
             finally:
-                if self.probes is not None:
-                    await asyncio.to_thread(self.probes.close)
-                await self._shared.heartbeats.stop()
-                self._shared.threads.close()
+                await to_the_end(self._close)
         if self._errors:
             raise PgDeferError(
                 f"{len(self._errors)} databases could not be drained: "
                 + "; ".join(f"{name}: {said}" for name, said in self._errors.items())
             )
+
+    async def _close(self) -> None:
+        """Close what the workers have shared. May be repeated."""
+        if self.probes is not None:
+            await asyncio.to_thread(self.probes.close)
+        await self._shared.heartbeats.stop()
+        self._shared.threads.close()
 
     def stop(self) -> None:
         """Claim no more; end when the running jobs have, or after `shutdown_timeout` at once.

@@ -8,7 +8,7 @@ import functools
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pgdefer._text import escaped, logger
@@ -40,6 +40,9 @@ class Reporter:
         self._hooks = hooks
         self._meters = meters
         self._running: set[asyncio.Task[None]] = set()
+        # The hooks that `call` has yet to call, by event, and the functions that run in threads.
+        self._left: dict[str, Iterator[Callable[[Any], Any]]] = {}
+        self._in_threads: set[asyncio.Future[tuple[Any, BaseException | None]]] = set()
         self._threads: Threads | None = None
 
     @property
@@ -121,13 +124,18 @@ class Reporter:
             task.add_done_callback(self._running.discard)
 
     async def call(self, event: str, about: Any, limit: asyncio.Timeout | None = None) -> None:
-        """Call the hooks of an event, one after another, and wait for them: `LAST`, or a limit."""
+        """Call the hooks of an event, one after another, and wait for them: `LAST`, or a limit.
+
+        Repeated after a cancel, it calls only those that it has not called before.
+        """
+        left = self._left.setdefault(event, iter(self._hooks.get(event, ())))
         try:
             async with limit or asyncio.timeout(LAST):
-                for hook in self._hooks.get(event, ()):
+                for hook in left:
                     await self._call(event, hook, about)
         except TimeoutError:
             log.warning("the worker waits no longer for the hook %r of %s", hook, event)
+            self._in_threads.clear()
 
     async def _call(self, event: str, hook: Callable[[Any], Any], about: Any) -> None:
         task = asyncio.current_task()
@@ -137,17 +145,20 @@ class Reporter:
             if inspect.iscoroutinefunction(hook):
                 await hook(about)
                 return
-            result, error = await self._in_thread(hook, about)
+            # A function goes on when the wait for it is cancelled: `close` waits for it.
+            result, error = await asyncio.shield(self._in_thread(hook, about))
             if error is not None:
                 raise error
             if inspect.isawaitable(result):
                 await result
         except (GeneratorExit, KeyboardInterrupt):
             raise
-        except BaseException:
-            if task.cancelling() > cancels:  # it is not the hook's own
-                raise
-            log.exception("the hook %r of %s failed", hook, event)
+        except BaseException as error:
+            is_cancelled = task.cancelling() > cancels  # and not by the hook itself
+            if not (is_cancelled and isinstance(error, asyncio.CancelledError)):
+                log.exception("the hook %r of %s failed", hook, event)
+            if is_cancelled:
+                raise asyncio.CancelledError from error
 
     def _in_thread(
         self, hook: Callable[[Any], Any], about: Any
@@ -157,6 +168,8 @@ class Reporter:
         if self._threads is None:
             self._threads = Threads(loop, MOST)
         ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        self._in_threads.add(ended)
+        ended.add_done_callback(self._in_threads.discard)
         context = contextvars.copy_context()
 
         def tell(end: tuple[Any, BaseException | None]) -> None:
@@ -174,8 +187,8 @@ class Reporter:
 
     async def close(self) -> None:
         """Wait for running hooks."""
-        if self._running:
-            await asyncio.wait(self._running, timeout=LAST)
+        if running := self._running | self._in_threads:
+            await asyncio.wait(running, timeout=LAST)
         if self._threads is not None:
             self._threads.close()
             self._threads = None

@@ -755,3 +755,30 @@ def test_the_command_line(dsns: list[str], tenants: Tenants, tmp_path: Path) -> 
     done = run("--dsn", dsns[0], "--per-database", "2")
     assert done.returncode == Exit.USAGE
     assert "--per-database is for many databases" in done.stderr
+
+
+async def test_a_cancel_while_it_ends_does_not_leave_it_half_ended(
+    dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads and its probes end, too, and its caller gets the cancel."""
+    app = App()
+    worker = MultiWorker(app, dsns[:1], http="127.0.0.1:0")
+    working = asyncio.create_task(worker.run_async())
+    await registered(worker, dsns[0])
+    closing, goes_on = asyncio.Event(), threading.Event()
+    assert worker.probes is not None
+    loop, real = asyncio.get_running_loop(), worker.probes.close
+
+    def close() -> None:
+        loop.call_soon_threadsafe(closing.set)
+        goes_on.wait()
+        real()
+
+    monkeypatch.setattr(worker.probes, "close", close)
+    working.cancel()
+    await closing.wait()
+    working.cancel()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    await until(lambda: not worker._shared.heartbeats._thread.is_alive(), 60)

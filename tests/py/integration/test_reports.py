@@ -9,10 +9,12 @@ import importlib
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from pgdefer import App, Deferral, JobContext, JobEvent, Retry, RetryLater, Worker, current_job
@@ -427,3 +429,91 @@ async def test_a_worker_is_cancelled_while_hooks_hang(app: App) -> None:
         await worker
     assert ends == ["start", "stop"]
     await app.close_async()
+
+
+def stopped_in_hooks(app: App, begun: asyncio.Event) -> None:
+    """Run a worker in an event loop that ends while the hooks of worker_stop are called."""
+
+    async def main() -> None:
+        worker = Worker(app)
+        working = asyncio.create_task(worker.run_async())
+        await until(lambda: worker.id)
+        worker.stop()
+        await until(begun.is_set)
+        assert not working.done()
+
+    asyncio.run(main())  # its end cancels all tasks, that of the worker's end, too
+
+
+def test_the_end_of_the_event_loop_repeats_no_hook(app: App, conn: psycopg.Connection[Any]) -> None:
+    """The hooks that were still to be called are called, and the worker ends as a whole."""
+    calls: list[str] = []
+    begun = asyncio.Event()
+
+    @app.on("worker_stop")
+    async def first(worker: Worker) -> None:
+        calls.append("first")
+
+    @app.on("worker_stop")
+    async def hang(worker: Worker) -> None:
+        calls.append("hang")
+        begun.set()
+        await asyncio.Event().wait()
+
+    @app.on("worker_stop")
+    async def last(worker: Worker) -> None:
+        calls.append("last")
+
+    stopped_in_hooks(app, begun)
+    assert calls == ["first", "hang", "last"]
+    assert conn.execute("select from queue.workers where is_alive").fetchall() == []
+
+
+def test_a_hook_in_a_thread_outlives_the_event_loop(app: App) -> None:
+    """It is waited for, and not called again."""
+    calls: list[str] = []
+    begun, may_end = asyncio.Event(), threading.Event()
+    others: list[asyncio.Task[None]] = []
+
+    async def release() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:  # after a moment in which a worker that does not wait has ended
+            asyncio.get_running_loop().call_later(0.2, may_end.set)
+
+    @app.on("worker_stop")
+    async def prepare(worker: Worker) -> None:
+        others.append(asyncio.create_task(release()))
+
+    @app.on("worker_stop")
+    def block(worker: Worker) -> None:
+        calls.append("begun")
+        begun.set()
+        may_end.wait()
+        calls.append("ended")
+
+    stopped_in_hooks(app, begun)
+    assert calls == ["begun", "ended"]
+
+
+def test_a_hook_that_fails_when_it_is_cancelled_stops_no_end(
+    app: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends: list[str] = []
+    begun = asyncio.Event()
+
+    @app.on("worker_stop")
+    async def fail(worker: Worker) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("cut short")
+
+    @app.on("worker_stop")
+    async def last(worker: Worker) -> None:
+        ends.append("last")
+
+    stopped_in_hooks(app, begun)
+    assert ends == ["last"]
+    assert [str(r.exc_info[1]) for r in caplog.records if r.exc_info] == ["cut short"]
