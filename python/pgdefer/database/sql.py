@@ -307,6 +307,10 @@ NEEDS = Statement("""
     select need_id, task, state, result, error from queue.needs(cast(:id as bigint))
 """)
 
+HOW_ENDED = Statement(f"""
+    select {_OUTCOME} as outcome, state from queue.result(cast(:id as bigint))
+""")
+
 STATE = Statement("select state from queue.result(cast(:id as bigint))")
 
 # Operating

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +41,8 @@ class Completer:
         self.unsent: list[Outcome] = []
         #: Whether one of them may not be a success: the settled states of such jobs are reported.
         self.has_others = False
+        #: Those that were refused because their claims had ended: `tell_ends` asks how.
+        self.too_late: list[Outcome] = []
         self._reporter = reporter
         # How often an outcome was refused on its own.
         self._refused: collections.Counter[Claim] = collections.Counter()
@@ -152,15 +156,47 @@ class Completer:
         return is_transient(error) or code in FATAL - {"22023"}
 
     def on_refused(self, id: int, number: int, error: str, sent: Sequence[Outcome]) -> None:
-        """Drop an outcome whose claim is lost; if it asks for something invalid, fail the job."""
-        log.warning("the outcome of job %d, claim %d, was refused: %s", id, number, error)
+        """Drop an outcome whose claim has ended; if it asks for something invalid, fail the job."""
+        is_over = error == "QJ002"
+        level = logging.INFO if is_over else logging.WARNING
+        log.log(level, "the outcome of job %d, claim %d, was refused: %s", id, number, error)
         for claim, outcome in sent:
-            job = claim.job
-            if (job.id, job.claim) == (id, number) and error != "QJ002" and not claim.is_refused:
+            if (claim.job.id, claim.job.claim) != (id, number):
+                continue
+            if is_over:
+                self.too_late.append((claim, outcome))
+            elif not claim.is_refused:
                 claim.is_refused = True
                 refused = PgDeferError(f"the outcome was refused ({error}): {outcome[:1000]}")
                 options = {"retryable": False}
                 self.add(claim, outcomes.failed(id, number, refused, options))
+
+    async def tell_ends(self, connection: Connection) -> None:
+        """Report how the claims have ended whose outcomes came too late.
+
+        The database may have stored an outcome before, and its answer was lost. Or the handler's
+        transaction has committed, and the handler was cancelled before it learned that.
+        """
+        while self.too_late:
+            claim, outcome = self.too_late[0]
+            job = claim.job
+            try:
+                rows = await connection.call(sql.HOW_ENDED, id=job.id, claim=job.claim)
+            except psycopg.Error as error:
+                log.warning("%r ended before it was reported: %s", job, describe(error))
+            else:
+                self._tell_end(claim, outcome, *rows[0])
+            del self.too_late[0]
+
+    def _tell_end(self, claim: Claim, outcome: str, ended: str | None, state: str) -> None:
+        """Report the end of a claim: `ended` is as queue.attempt_outcome returns it."""
+        if ended is None and state == "succeeded":
+            self._reporter.settled(claim, outcomes.SUCCEEDED)
+        elif ended == outcomes.kind(json.loads(outcome)):
+            self._reporter.taken(claim, outcome, state)
+        else:
+            said = "the outcome of %r was dropped: its claim has ended as %s, and the job is %s"
+            log.warning(said, claim.job, ended or "lost", state)
 
 
 def outcomes_json(sending: Iterable[Outcome]) -> str:

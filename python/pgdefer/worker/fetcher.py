@@ -184,9 +184,8 @@ class Fetcher:
         state, executor = self._state, self._executor
         self._is_dry = False
         while True:
-            now = asyncio.get_running_loop().time()
-            if self._lost_claim_checks and self._lost_claim_checks[0] <= now:
-                await self._release_lost_claims()
+            if self._lost_claim_checks or self._completer.too_late:
+                await self._make_up_for_losses()
             free = self._free()
             may_look = bool(free) and not self._is_dry
             if self._completer.unsent:
@@ -429,6 +428,13 @@ class Fetcher:
         self._executor.take(starts)
         return len(claims)
 
+    async def _make_up_for_losses(self) -> None:
+        """Give back claims whose answer was lost, and report ends whose answer was lost."""
+        now = asyncio.get_running_loop().time()
+        if self._lost_claim_checks and self._lost_claim_checks[0] <= now:
+            await self._release_lost_claims()
+        await self._completer.tell_ends(self._connection)
+
     async def _release_lost_claims(self) -> None:
         """Give back claims whose answer was lost: the database holds them, and nobody runs them."""
         del self._lost_claim_checks[0]
@@ -466,6 +472,7 @@ class Fetcher:
             self._registration.tell_done()
             # Otherwise other sleeping workers would not be woken for a while.
             await self._listener.after_sleep(worker)
+            await self._completer.tell_ends(self._connection)
         except (ConnectionLost, psycopg.Error) as error:
             log.warning("the worker could not deregister: %s", error)
         except asyncio.CancelledError:

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import datetime as dt
 import importlib
+import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pgdefer import App, JobContext, JobEvent, JobSuspended, Retry, RetryLater, current_job
 from pgdefer.contrib import otel
+from pgdefer.database import sql
+from pgdefer.database.connection import Connection, ConnectionLost
 from pgdefer.worker.executor import Executor
 
 from .conftest import Jobs, running, until
@@ -79,6 +82,14 @@ class Told:
             for record in self._caplog.records
             if record.name == "pgdefer.job" and record.levelno == level
         )
+
+    def troubles(self) -> list[str]:
+        """What the worker logs, apart from jobs, as a warning or worse."""
+        return [
+            record.getMessage()
+            for record in self._caplog.records
+            if record.name == "pgdefer.worker" and record.levelno >= logging.WARNING
+        ]
 
 
 class Recorded:
@@ -341,6 +352,52 @@ async def test_a_success_that_is_refused_is_not_told(
     assert jobs.states()[job.id] == "failed"
     assert told.logged(logging.INFO) == {"last": 1}
     assert ("slow", "succeeded") not in told.measured
+    assert "dropped: its claim has ended as failed, and the job is failed" in told.troubles()[0]
+
+
+async def test_reports_whose_answers_are_lost_are_told(
+    app: App, jobs: Jobs, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database has stored them; sent again, they are refused."""
+    lost: list[tuple[int, int]] = []
+    real = Connection.call
+
+    async def call(self: Connection, statement: sql.Statement, **given: Any) -> Any:
+        rows = await real(self, statement, **given)
+        sent = [(one["id"], one["claim"]) for one in json.loads(given.get("outcomes", "[]"))]
+        if new := [claim for claim in sent if claim not in lost]:
+            lost.extend(new)
+            self.close()
+            raise ConnectionLost("cut")
+        return rows
+
+    monkeypatch.setattr(Connection, "call", call)
+
+    @app.task(name="good")
+    async def good() -> str:
+        return "done"
+
+    @app.task(name="bad")
+    async def bad() -> None:
+        raise ValueError("no")
+
+    @app.task(name="again", retry=Retry(2, base=dt.timedelta(0)))
+    async def again() -> None:
+        if current_job().attempt == 1:
+            raise ValueError("not yet")
+
+    async with running(app):
+        for task in (good, bad, again):
+            await task.defer_async()
+        await jobs.end()
+        await until(lambda: told.measured.total() >= 4)
+        await until(lambda: told.exhausted)
+        await until(lambda: told.retried)
+    recorded = Recorded(jobs)
+    assert told.measured == recorded.measured
+    assert told.exhausted == {"bad": 1}
+    assert told.retried == {"again": 1}
+    assert not [said for said in told.troubles() if "refused" in said]
 
 
 def test_a_stream_tells_the_same(app: App, jobs: Jobs, told: Told) -> None:
