@@ -106,7 +106,7 @@ def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException)
             # A claim that was believed lost may be valid still: then the job runs again.
             return outcomes.released(job.id, job.claim)
         if job._abort_reason is not None:
-            log.info("%r was aborted: %s", job, job._abort_reason)
+            log.info("%r was told to abort: %s", job, job._abort_reason)
             cause = JobAborted(job._abort_reason).with_traceback(error.__traceback__)
             return outcomes.aborted(job.id, job.claim, cause)
         if isinstance(error, JobAborted):

@@ -50,6 +50,23 @@ select queue.register_task('sql', '{"function": "public.breaks"}');
 select queue.configure('{"unknown_task_grace": "0"}');
 """
 
+# A commit that waits, and goes on when it is cancelled.
+UNSTOPPABLE = """
+create table effect (n integer);
+create function public.wait_for_lock() returns trigger language plpgsql as $$
+begin
+  perform pg_advisory_xact_lock(1);
+  return null;
+exception when query_canceled then
+  return null;
+end $$;
+create constraint trigger wait_for_lock after insert on effect deferrable initially deferred
+  for each row execute function public.wait_for_lock();
+"""
+WAITING = (
+    "select from pg_stat_activity where wait_event = 'advisory' and datname = current_database()"
+)
+
 
 class Told:
     """All that is told about jobs: by name of the task, how often each."""
@@ -353,6 +370,37 @@ async def test_a_success_that_is_refused_is_not_told(
     assert told.logged(logging.INFO) == {"last": 1}
     assert ("slow", "succeeded") not in told.measured
     assert "dropped: its claim has ended as failed, and the job is failed" in told.troubles()[0]
+
+
+@pytest.mark.parametrize("cancel", ["time out", "stop"])
+async def test_a_commit_that_succeeds_though_it_is_cancelled(
+    app: App, jobs: Jobs, told: Told, conn: psycopg.Connection[Any], cancel: str
+) -> None:
+    """The handler's task is cancelled, and its worker reports that; the job has succeeded."""
+    conn.execute(UNSTOPPABLE)
+
+    @app.task(name="paid", transactional=True)
+    async def paid(connection: psycopg.AsyncConnection[Any]) -> None:
+        await connection.execute("insert into effect values (1)")
+
+    conn.execute("select pg_advisory_lock(1)")
+    async with running(app) as worker:
+        await app.defer_async("paid")
+        await until(lambda: conn.execute(WAITING).fetchall())
+        if cancel == "stop":
+            worker.stop_at_once()
+        else:
+            worker.executor._time_out(*worker.executor.running)
+        await until(lambda: not worker.executor.running)
+        conn.execute("select pg_advisory_unlock(1)")
+        await jobs.end()
+        await until(lambda: told.measured)
+    assert [row["state"] for row in jobs()] == ["succeeded"]
+    assert told.measured == {("paid", "succeeded"): 1}
+    assert told.logged(logging.INFO) == {"paid": 1}
+    assert not told.troubles()
+    assert not told.retried
+    assert not told.exhausted
 
 
 async def test_reports_whose_answers_are_lost_are_told(
