@@ -2993,7 +2993,7 @@ end $$;
 -- a session that already waits would wait for the end of the holder's transaction, and others behind it. 2 s
 -- is longer than deadlock_timeout's default, so a deadlock is still found.
 -- Raises: 55P03 after lock_timeout.
--- Two sessions: tests/py/races/test_admission_lock.py.
+-- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -3056,19 +3056,16 @@ create or replace function queue._admission_holder(out pid integer, out role tex
   out application text, out since timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 begin
-  -- pid is NULL for a prepared transaction, which has no session
-  select l.pid, coalesce(a.usename, p.owner), coalesce(a.state, 'prepared transaction ' || p.gid),
-    a.application_name, coalesce(a.xact_start, p.prepared)
-  into pid, role, state, application, since
+  select l.pid, a.usename, a.state, a.application_name, a.xact_start into pid, role, state, application, since
   from queue.admission m
   join pg_locks l on l.locktype = 'transactionid' and l.transactionid = m.xmax and l.mode = 'ExclusiveLock'
     and l.granted
   left join pg_stat_activity a on a.pid = l.pid
-  left join pg_prepared_xacts p on l.pid is null and p.transaction = m.xmax
-  where l.pid is distinct from pg_backend_pid();
+  where l.pid <> pg_backend_pid();
   if not found then
-    -- a savepoint took it, and its number is gone: so look for the lock on the table, which comes with that
-    -- on the row; sessions that only tried to get it mostly have no transaction's number
+    -- a savepoint took it, and its number is gone, or a prepared transaction has it, which has no session: so
+    -- look for the lock on the table, which comes with that on the row; sessions that only tried to get it
+    -- mostly have no transaction's number
     select l.pid, coalesce(a.usename, p.owner), coalesce(a.state, 'prepared transaction ' || p.gid),
       a.application_name, coalesce(a.xact_start, p.prepared)
     into pid, role, state, application, since

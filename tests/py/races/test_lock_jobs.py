@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
+import pytest
 
 from .conftest import until
 
@@ -91,3 +92,14 @@ def test_rows_of_which_one_is_always_held(connect: Connect) -> None:
         for worker in workers:
             worker.result(60)
     assert len(rows) == 2
+
+
+def test_the_wait_for_the_admission_lock_ends_with_lock_timeout(connect: Connect) -> None:
+    """Although it is a wait in parts of 2 s."""
+    holder, operator = connect(), connect()
+    operator.execute("select queue.defer('t')")
+    holder.execute("begin; select from queue.admission for update")
+    operator.execute("set lock_timeout = '2100 ms'")
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        operator.execute("select queue.hold(1)")
+    holder.execute("rollback")
