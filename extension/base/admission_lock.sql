@@ -124,12 +124,14 @@ begin
   where l.pid <> pg_backend_pid();
   if not found then
     -- a savepoint took it, and its number is gone, or a prepared transaction has it, which has no session: so
-    -- look for the lock on the table, which comes with that on the row; sessions that only tried to get it
-    -- mostly have no transaction's number
+    -- look for the lock on the table, which comes with that on the row. Sessions that only tried to get it
+    -- have that, too, but mostly no transaction's number. The holder's is that of the row or, most likely,
+    -- the nearest one below
     select l.pid, coalesce(a.usename, p.owner), coalesce(a.state, 'prepared transaction ' || p.gid),
       a.application_name, coalesce(a.xact_start, p.prepared)
     into pid, role, state, application, since
-    from pg_locks l
+    from queue.admission m
+    cross join pg_locks l
     left join pg_stat_activity a on a.pid = l.pid
     left join pg_prepared_xacts p on l.pid is null and exists (select from pg_locks x
       where x.locktype = 'transactionid' and x.transactionid = p.transaction and x.granted
@@ -139,8 +141,9 @@ begin
       and l.database = (select d.oid from pg_database d where d.datname = current_database())
       and l.pid is distinct from pg_backend_pid()
       and not exists (select from pg_locks w where w.pid = l.pid and not w.granted)
-    order by (select count(*) from pg_locks x
-      where x.locktype = 'transactionid' and x.virtualtransaction = l.virtualtransaction and x.granted) = 0,
+    order by (select min(age(x.transactionid)) from pg_locks x
+      where x.locktype = 'transactionid' and x.virtualtransaction = l.virtualtransaction and x.granted
+        and age(x.transactionid) >= age(m.xmax)) nulls last,
       coalesce(a.xact_start, p.prepared) limit 1;
   end if;
 end $$;

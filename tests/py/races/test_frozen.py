@@ -151,6 +151,22 @@ def test_the_holder_of_the_admission_lock_is_named_and_ended(
         holder.execute("select 1")
 
 
+def test_who_took_the_admission_lock_in_a_savepoint_is_named(
+    connect: Callable[..., Connection],
+) -> None:
+    """Not those that have tried in vain, before and after, and keep their transactions open."""
+    conn, before, holder, after = (connect() for _ in range(4))
+    conn.execute("select queue.defer('t'), queue.tick()")
+    tries = "select from queue.admission for update skip locked"
+    before.execute("begin; select pg_current_xact_id()")
+    holder.execute("begin; savepoint s; select queue.hold(1); release s")
+    after.execute("begin; select pg_current_xact_id()")
+    for other in (before, after):
+        assert other.execute(tries).fetchall() == []
+    named = conn.execute("select pid, state from queue._admission_holder()").fetchone()
+    assert named == (holder.info.backend_pid, "idle in transaction")
+
+
 def test_who_waits_for_a_transaction_does_not_look_again_and_again(
     connect: Callable[..., Connection],
 ) -> None:
