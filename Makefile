@@ -15,10 +15,11 @@ OWNED := base/era base/sensitive work/workers work/reap work/maintenance work/re
 
 # Tests wait more than they compute, so three processes run them; one that is done takes over some of another's. Tests
 # in unit/ and those marked client do not depend on the server's version, so they run once. Tests marked long take over
-# five seconds of an idle machine and have shorter ones beside them; only test-all runs them. Tests marked soak compute
-# for longer still, or are storms that find more the longer they last; each has a short form that runs here.
+# five seconds of an idle machine; most have shorter ones beside them, and the others are pages of the docs. Only
+# test-all runs them. Tests marked soak compute for longer still, or are storms that find more the longer they last; each
+# has a short form that runs here.
 PYTEST := pytest -q -n 3 --dist worksteal
-# Tests start hundreds of programs, which compile everything anew where the environment forbids Python to cache it.
+# Let Python cache what it compiles, even where the environment forbids it: tests start hundreds of programs.
 export PYTHONDONTWRITEBYTECODE :=
 # A test that failed runs up to two times more, and is listed with its trace: only CI does that, for at most 12 runs in all.
 AGAIN := --reruns 2 --reruns-delay 5 --max-suite-reruns 12 --rerun-show-tracebacks -raR

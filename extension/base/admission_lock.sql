@@ -49,10 +49,11 @@ end $$;
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
 -- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
 -- operations have it, lock_timeout is at most 10 s for the rest of the transaction.
--- It waits for 2 s at a time: if the holder took the lock in a savepoint within one that it then rolls back,
--- a session that already waits would wait for the end of the holder's transaction, and others behind it. 2 s
--- is longer than deadlock_timeout's default, so a deadlock is still found.
--- Raises: 55P03 after lock_timeout.
+-- It waits in parts of 2 s: PostgreSQL lets a session wait for the holder's whole transaction if the holder
+-- took the lock in a savepoint that it has released, even if it then rolls back an outer one; others wait
+-- behind that session. 2 s is longer than deadlock_timeout's default; with a longer one only the holder finds
+-- a deadlock.
+-- Raises: 55P03 at the end of the part in which lock_timeout passes.
 -- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$

@@ -25,6 +25,7 @@ declare
   v_looked bigint := 0;
   v_hits bigint[];
   v_sizes integer[];
+  v_is_cut boolean;
   v_shown integer;
   v_found integer := 0;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
@@ -36,20 +37,17 @@ begin
     v_ids := queue._candidates(search.state, v_before, v_n);
     v_hits := '{}';
     v_sizes := '{}';
+    v_is_cut := false;
     for v_job in
       select u.id, x.is_asked,
         case when x.is_asked and search.pattern is not null
           then queue._match(search.pattern, search.by, v_path, x.args, j.options ->> 'description',
             array[j.lock, j.queueing_lock, j.options ->> 'idempotency_key'] || j.keys) end as match
       from unnest(v_ids) with ordinality u (id, n)
-      cross join lateral (
-        select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options, j.flags
-        from queue.job_now j where j.id = u.id offset 0) j
+      cross join lateral (select j.* from queue.job_now j where j.id = u.id offset 0) j
       cross join lateral (
         -- cut before the pattern is compared, so that nobody finds out by it what is hidden
-        select case when v_hidden ? j.task
-            then queue._cut(v_hidden -> j.task, coalesce(queue._replaced_args(u.id, j.flags), j.args))
-            else coalesce(queue._replaced_args(u.id, j.flags), j.args) end as args,
+        select queue._cut(v_hidden -> j.task, coalesce(queue._replaced_args(u.id, j.flags), j.args)) as args,
           (search.queue is null or queue._matches(j.queue, search.queue))
             and (search.task is null or j.task = search.task)
             and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
@@ -62,7 +60,8 @@ begin
         v_hits := v_hits || v_job.id;
         v_sizes := v_sizes || v_bytes;
       end if;
-      exit when v_found + cardinality(v_hits) >= search.max_jobs or v_looked >= search.max_bytes;
+      v_is_cut := v_found + cardinality(v_hits) >= search.max_jobs or v_looked >= search.max_bytes;
+      exit when v_is_cut;
     end loop;
     if v_hits <> '{}' then
       return query select *
@@ -71,9 +70,10 @@ begin
       v_found := v_found + v_shown;
       v_looked := v_looked + 1000 * (cardinality(v_hits) - v_shown);
     end if;
-    -- fewer than it asked for: there are no others
-    exit when v_found >= search.max_jobs or v_looked >= search.max_bytes
-      or cardinality(v_ids) < v_n and v_before = coalesce(v_ids[cardinality(v_ids)], v_before);
+    exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
+    continue when v_is_cut;
+    exit when cardinality(v_ids) < v_n;  -- fewer than it asked for: there are no others
+    v_before := v_ids[v_n];  -- a candidate whose job was deleted is not among the rows
     v_n := case when v_bytes > 10000 then 10 else least(v_n * 2, 500) end;
   end loop;
   if v_before > v_ids[cardinality(v_ids)]
@@ -82,8 +82,7 @@ begin
       select null::bigint, null::text, null::text, null::text, null::text, null::integer, null::integer,
         null::timestamptz, null::text, null::integer,
         format('stopped at %s %s, %s bytes; continue with before => %s', v_found,
-          case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before),
-        v_before;
+          case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before), v_before;
   end if;
 end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is

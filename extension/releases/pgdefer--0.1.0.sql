@@ -2989,10 +2989,11 @@ end $$;
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
 -- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
 -- operations have it, lock_timeout is at most 10 s for the rest of the transaction.
--- It waits for 2 s at a time: if the holder took the lock in a savepoint within one that it then rolls back,
--- a session that already waits would wait for the end of the holder's transaction, and others behind it. 2 s
--- is longer than deadlock_timeout's default, so a deadlock is still found.
--- Raises: 55P03 after lock_timeout.
+-- It waits in parts of 2 s: PostgreSQL lets a session wait for the holder's whole transaction if the holder
+-- took the lock in a savepoint that it has released, even if it then rolls back an outer one; others wait
+-- behind that session. 2 s is longer than deadlock_timeout's default; with a longer one only the holder finds
+-- a deadlock.
+-- Raises: 55P03 at the end of the part in which lock_timeout passes.
 -- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -19861,8 +19862,10 @@ begin
       (select w.id from queue.waiting w
        where p_state = 'waiting' and w.reason = 'signal' and w.id < p_before order by w.id desc limit p_n)
       union
-      (select h.job_id from queue.pending_settlement h where h.kind in ('again', 'replace')
-        and h.job_id < p_before order by h.job_id desc limit p_n)
+      (select h.job_id from queue.pending_settlement h
+        where (h.kind = 'again' or h.kind = 'replace' and p_state in ('ready', 'scheduled', 'waiting'))
+          and h.job_id < p_before
+        order by h.job_id desc limit p_n)
       union
       select u.id from unnest(queue._unadmitted(p_state, p_before, p_n)) u (id)) c
     order by c.id desc limit p_n);
@@ -20012,6 +20015,7 @@ declare
   v_looked bigint := 0;
   v_hits bigint[];
   v_sizes integer[];
+  v_is_cut boolean;
   v_shown integer;
   v_found integer := 0;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
@@ -20023,20 +20027,17 @@ begin
     v_ids := queue._candidates(search.state, v_before, v_n);
     v_hits := '{}';
     v_sizes := '{}';
+    v_is_cut := false;
     for v_job in
       select u.id, x.is_asked,
         case when x.is_asked and search.pattern is not null
           then queue._match(search.pattern, search.by, v_path, x.args, j.options ->> 'description',
             array[j.lock, j.queueing_lock, j.options ->> 'idempotency_key'] || j.keys) end as match
       from unnest(v_ids) with ordinality u (id, n)
-      cross join lateral (
-        select j.task, j.queue, j.lock, j.queueing_lock, j.keys, j.args, j.options, j.flags
-        from queue.job_now j where j.id = u.id offset 0) j
+      cross join lateral (select j.* from queue.job_now j where j.id = u.id offset 0) j
       cross join lateral (
         -- cut before the pattern is compared, so that nobody finds out by it what is hidden
-        select case when v_hidden ? j.task
-            then queue._cut(v_hidden -> j.task, coalesce(queue._replaced_args(u.id, j.flags), j.args))
-            else coalesce(queue._replaced_args(u.id, j.flags), j.args) end as args,
+        select queue._cut(v_hidden -> j.task, coalesce(queue._replaced_args(u.id, j.flags), j.args)) as args,
           (search.queue is null or queue._matches(j.queue, search.queue))
             and (search.task is null or j.task = search.task)
             and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
@@ -20049,7 +20050,8 @@ begin
         v_hits := v_hits || v_job.id;
         v_sizes := v_sizes || v_bytes;
       end if;
-      exit when v_found + cardinality(v_hits) >= search.max_jobs or v_looked >= search.max_bytes;
+      v_is_cut := v_found + cardinality(v_hits) >= search.max_jobs or v_looked >= search.max_bytes;
+      exit when v_is_cut;
     end loop;
     if v_hits <> '{}' then
       return query select *
@@ -20058,9 +20060,10 @@ begin
       v_found := v_found + v_shown;
       v_looked := v_looked + 1000 * (cardinality(v_hits) - v_shown);
     end if;
-    -- fewer than it asked for: there are no others
-    exit when v_found >= search.max_jobs or v_looked >= search.max_bytes
-      or cardinality(v_ids) < v_n and v_before = coalesce(v_ids[cardinality(v_ids)], v_before);
+    exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
+    continue when v_is_cut;
+    exit when cardinality(v_ids) < v_n;  -- fewer than it asked for: there are no others
+    v_before := v_ids[v_n];  -- a candidate whose job was deleted is not among the rows
     v_n := case when v_bytes > 10000 then 10 else least(v_n * 2, 500) end;
   end loop;
   if v_before > v_ids[cardinality(v_ids)]
@@ -20069,8 +20072,7 @@ begin
       select null::bigint, null::text, null::text, null::text, null::text, null::integer, null::integer,
         null::timestamptz, null::text, null::integer,
         format('stopped at %s %s, %s bytes; continue with before => %s', v_found,
-          case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before),
-        v_before;
+          case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before), v_before;
   end if;
 end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is

@@ -212,7 +212,6 @@ def test_each_page_and_each_action(visit: Open, conn: Connection, more: int) -> 
     ] == ("pause pause resume resume run_now enable_schedule enable_schedule".split())
 
 
-@pytest.mark.long
 def test_who_has_no_permission_can_do_nothing(visit: Open, conn: Connection) -> None:
     fill(conn, 0)
     before = conn.execute("select * from queue.jobs order by id").fetchall()

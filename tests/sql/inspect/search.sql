@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a limit on what it reads.
 
-select plan(166);
+select plan(168);
 
 set pgdefer.notify = off;
 
@@ -140,6 +140,15 @@ select queue.defer('late', queueing_lock => 'late ' || n, scheduled_at => '2999-
 select is(pg_temp.found('state => ''ready'', max_jobs => 1'), 'early more', 'it reads on behind jobs of another state');
 select is((select count(*) from queue.search(state => 'scheduled', task => 'late')), 6::bigint, 'and finds them in the state that they get');
 select queue.delete(array(select j.id from queue.jobs j where j.task in ('early', 'late'))) \g /dev/null
+select queue.defer('gone', queueing_lock => 'gone') as gone \gset
+select queue.tick() \g /dev/null
+begin;
+select queue.defer('gone', queueing_lock => 'gone', options => '{"on_conflict": "replace"}') \g /dev/null
+select is((select outcome from queue.delete(array[:gone])), 'deleted', 'a replaced job is deleted');
+commit;
+set statement_timeout = '60 s';
+select is(pg_temp.found('state => ''ready'', max_jobs => 1'), 'paused task more', 'and behind a replaced job that was deleted');
+reset statement_timeout;
 
 -- The limit: on the amount read, and reported
 select queue.defer('large', jsonb_build_object('text', repeat('0123456789', 100000), 'n', n)) from generate_series(1, 5) n \g /dev/null
