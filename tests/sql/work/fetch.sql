@@ -231,11 +231,17 @@ create temp table before as select * from pg_temp.reads() limit 0;
 create temp table heavy (tables text);
 -- Calls this many times, and says of which tables more rows than this were read: whole, or by an index. It calls again,
 -- up to five times, while there are any: the entry of a row that has ended stays in an index for as long as another
--- session's snapshot, and that may be autovacuum's.
+-- session's snapshot, and that may be autovacuum's, for whose end it waits.
 create procedure pg_temp.measure(call text, times integer, seq bigint, idx bigint) language plpgsql as $$
 begin
   for n in 1 .. 5 loop
     commit;
+    while exists (select from pg_stat_activity a
+      where a.datname = current_database() and a.pid <> pg_backend_pid() and a.backend_xmin is not null)
+    loop
+      commit;
+      perform pg_sleep(0.01);
+    end loop;
     truncate before, heavy;
     insert into before select * from pg_temp.reads();
     for i in 1 .. times loop
