@@ -51,15 +51,17 @@ end $$;
 -- operations have it, lock_timeout is at most 10 s for the rest of the transaction.
 -- It waits in parts of 2 s: PostgreSQL lets a session wait for the holder's whole transaction if the holder
 -- took the lock in a savepoint that it has released, even if it then rolls back an outer one; others wait
--- behind that session. 2 s is longer than deadlock_timeout's default; with a longer one only the holder finds
--- a deadlock.
--- Raises: 55P03 at the end of the part in which lock_timeout passes.
+-- behind that session. If that holder then waits for the lock again, they wait for each other: such a
+-- deadlock is over with this part, so only a second one is raised. 2 s is longer than deadlock_timeout's
+-- default; with a longer one only the holder finds a deadlock.
+-- Raises: 55P03 at the end of the part in which lock_timeout passes; 40P01.
 -- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
   v_since timestamptz;
+  v_has_deadlock boolean := false;
 begin
   loop
     perform from queue.admission for update skip locked;
@@ -78,6 +80,11 @@ begin
       if v_timeout <> '0' and v_timeout::interval <= clock_timestamp() - v_since then
         raise;
       end if;
+    when deadlock_detected then
+      if v_has_deadlock then
+        raise;
+      end if;
+      v_has_deadlock := true;
     end;
   end loop;
   v_timeout := current_setting('idle_in_transaction_session_timeout');

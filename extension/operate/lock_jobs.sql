@@ -131,14 +131,23 @@ begin
   end if;
 end $$;
 
--- Waits for the transaction that holds the admission lock.
--- Locks: the admission lock, free again at once. Why no wake-up is lost: the caller takes it next, and admits
--- what others have left to it.
+-- Waits for the transaction that holds the admission lock, up to 2 s.
+-- Locks: the admission lock, free again at once: not by _lock_admission, whose savepoint within this one
+-- would have others wait for the end of this transaction. Why no wake-up is lost: the caller takes it next,
+-- and admits what others have left to it.
+-- Raises: 55P03 after the caller's lock_timeout, if that is at most 2 s.
 create or replace function queue._await_admission()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_timeout constant text := current_setting('lock_timeout');
 begin
-  perform queue._lock_admission(true);
+  perform queue._cap_lock_timeout('2s');
+  perform from queue.admission for update;
   {{roll_back}}
+  when lock_not_available then
+    if v_timeout <> '0' and v_timeout::interval <= interval '2 s' then
+      raise;
+    end if;
 end $$;
 
 -- Takes the locks of a change of many jobs: all, or none if it has waited for one of them for half a second.

@@ -2991,15 +2991,17 @@ end $$;
 -- operations have it, lock_timeout is at most 10 s for the rest of the transaction.
 -- It waits in parts of 2 s: PostgreSQL lets a session wait for the holder's whole transaction if the holder
 -- took the lock in a savepoint that it has released, even if it then rolls back an outer one; others wait
--- behind that session. 2 s is longer than deadlock_timeout's default; with a longer one only the holder finds
--- a deadlock.
--- Raises: 55P03 at the end of the part in which lock_timeout passes.
+-- behind that session. If that holder then waits for the lock again, they wait for each other: such a
+-- deadlock is over with this part, so only a second one is raised. 2 s is longer than deadlock_timeout's
+-- default; with a longer one only the holder finds a deadlock.
+-- Raises: 55P03 at the end of the part in which lock_timeout passes; 40P01.
 -- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
   v_since timestamptz;
+  v_has_deadlock boolean := false;
 begin
   loop
     perform from queue.admission for update skip locked;
@@ -3018,6 +3020,11 @@ begin
       if v_timeout <> '0' and v_timeout::interval <= clock_timestamp() - v_since then
         raise;
       end if;
+    when deadlock_detected then
+      if v_has_deadlock then
+        raise;
+      end if;
+      v_has_deadlock := true;
     end;
   end loop;
   v_timeout := current_setting('idle_in_transaction_session_timeout');
@@ -17182,14 +17189,23 @@ begin
   end if;
 end $$;
 
--- Waits for the transaction that holds the admission lock.
--- Locks: the admission lock, free again at once. Why no wake-up is lost: the caller takes it next, and admits
--- what others have left to it.
+-- Waits for the transaction that holds the admission lock, up to 2 s.
+-- Locks: the admission lock, free again at once: not by _lock_admission, whose savepoint within this one
+-- would have others wait for the end of this transaction. Why no wake-up is lost: the caller takes it next,
+-- and admits what others have left to it.
+-- Raises: 55P03 after the caller's lock_timeout, if that is at most 2 s.
 create or replace function queue._await_admission()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_timeout constant text := current_setting('lock_timeout');
 begin
-  perform queue._lock_admission(true);
+  perform queue._cap_lock_timeout('2s');
+  perform from queue.admission for update;
   raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
+  when lock_not_available then
+    if v_timeout <> '0' and v_timeout::interval <= interval '2 s' then
+      raise;
+    end if;
 end $$;
 
 -- Takes the locks of a change of many jobs: all, or none if it has waited for one of them for half a second.
