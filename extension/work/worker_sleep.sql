@@ -7,7 +7,7 @@
 -- A worker about to sleep tries to take the lock exclusively, in its listening session (the lead sleeper). If
 -- that fails, there are two cases. Another worker is the lead sleeper: then every producer notifies, all
 -- listeners receive it, and this worker may sleep too; it holds the sleepers' lock shared to show this. Or
--- producers that will not notify are in flight: then it polls, from 20 ms doubling to 1 s, until they have
+-- producers that will not notify are in flight: then it polls, from 2 ms doubling to 1 s, until they have
 -- ended. When the lead sleeper becomes busy, it releases the sleep lock and wakes the others, one of which
 -- takes it. A worker in the line of sleepers (work/line.sql) that is behind two others holds neither of the
 -- two. A session that takes these locks in bad faith costs others notifications or polling, never a job.
@@ -70,7 +70,7 @@ begin
       elsif queue._joins_lead_sleeper() then
         v_state := 'listener';
       else
-        v_poll := least(coalesce(nullif(substring(v_state from '^poll ([0-9]+)$'), '')::integer, 10) * 2,
+        v_poll := least(coalesce(nullif(substring(v_state from '^poll ([0-9]+)$'), '')::integer, 1) * 2,
           1000);
         v_state := 'poll ' || v_poll;
         v_wait := make_interval(secs => v_poll / 1000.0);
