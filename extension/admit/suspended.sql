@@ -55,11 +55,12 @@ begin
       returning r.payload into v_payload;
       v_is_over := found;
     elsif v_job.event is not null then
-      -- an event that this admission takes only later counts, too: the timeout may be over by then
+      -- an event that this admission takes only later counts, too: the timeout may be over by then. One that
+      -- another has followed comes before that, as this wait began before it expired
       select e.payload into v_payload from queue.event e
       where e.name = v_job.event and e.published_at > v_job.until is not true
         and queue._wait_began_by(v_job.id, e.expires_at)
-      order by e.is_standing desc, e.no limit 1;
+      order by not e.is_standing and e.expires_at > v_now, e.no limit 1;
       v_is_over := found;
     end if;
     if not v_is_over and v_job.until <= v_now is not true then
@@ -152,8 +153,8 @@ end $$;
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
 -- a name counts until it expires. Then the next one takes its place, once the waits that began before are
--- over; it counts also for those that are not committed yet. If many jobs wait for an event, this ends the
--- waits of 500 of them; later admissions end those of the others.
+-- over; the first stays for those that are not committed yet, until _prune_events deletes it. If many jobs wait
+-- for an event, this ends the waits of 500 of them; later admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -184,7 +185,7 @@ begin
           insert into queue.pending_settlement (job_id, kind, flags) values (-v_event.no, 'event', 0);
           continue;
         end if;
-        delete from queue.event e where e.no = v_expired;
+        update queue.event e set is_standing = false where e.no = v_expired;
       end if;
       if exists (select from queue.event e where e.name = v_event.name and e.is_standing) then
         delete from queue.event e where e.no = v_event.no;
