@@ -9,7 +9,7 @@ create or replace function queue._scan_backlog(p_slice integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_until constant timestamptz := clock_timestamp() + interval '50 ms';
-  v_turns integer := 0;
+  v_rounds integer := 0;
   v_range record;
   v_seen record;
   v_bands record;
@@ -59,8 +59,8 @@ begin
       update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.ids[v_seen.n]
       where b.no = v_range.no;
     end if;
-    v_turns := v_turns + 1;
-    exit when v_turns >= 20 and clock_timestamp() > v_until;
+    v_rounds := v_rounds + 1;
+    exit when v_rounds >= 20 and clock_timestamp() > v_until;
   end loop;
 end $$;
 

@@ -34,12 +34,12 @@ declare
   v_keys text[] := p_keys;
   v_locks text[] := p_locks;
   v_changed bigint[] := p_changed;
-  v_turns integer := 0;
+  v_rounds integer := 0;
   v_step record;
 begin
   perform queue._count_in_groups(p_changed) where p_changed <> '{}';
   loop
-    v_turns := v_turns + 1;
+    v_rounds := v_rounds + 1;
     if v_arrived <> '{}' or v_met <> '{}' then
       v_step := queue._pass_gates(v_arrived, v_met);
       v_arrived := null;
@@ -82,7 +82,7 @@ begin
     else
       return;
     end if;
-    exit when v_turns > 20 and clock_timestamp() > v_until;
+    exit when v_rounds > 20 and clock_timestamp() > v_until;
   end loop;
   if v_turned <> '{}' then
     perform queue._keep_turns(v_turned);

@@ -169,19 +169,17 @@ declare
   v_holders bigint[];
 begin
   select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
-    array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-      or x.is_held_by_another),
-    array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-      or x.is_held_by_another),
-    array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-      or x.is_held_by_another),
-    array_agg(s.id) filter (where x.is_turned)
+    array_agg(s.id order by s.id) filter (where x.waits_otherwise),
+    array_agg(s.standing order by s.id) filter (where x.waits_otherwise),
+    array_agg(s.holder order by s.id) filter (where x.waits_otherwise),
+    array_agg(s.id) filter (where t.is_turned)
   into met, v_ids, v_standings, v_holders, changed
   from queue._needs_states(p_ids) s
   cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
+  cross join lateral (select (w.reason = 'needs') = (s.standing = 'failed') as is_turned) t
   cross join lateral (
-    select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied'
-      and w.need_id is distinct from s.holder as is_held_by_another) x;
+    select s.standing <> 'satisfied' and (t.is_turned or w.need_id is distinct from s.holder)
+      as waits_otherwise) x;
   update queue.waiting w
   set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed'
     else 'needs' end,

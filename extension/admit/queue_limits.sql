@@ -1,4 +1,5 @@
 -- A queue's own limits: how many of its jobs run at once, and how many start in an interval.
+-- Two sessions: admit/queue_limits.recount.spec.
 
 -- Turns the lanes of a queue with limits into limited ones, and counts its running jobs for max_running.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.

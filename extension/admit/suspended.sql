@@ -153,8 +153,8 @@ end $$;
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
 -- a name counts until it expires. Then the next one takes its place, once the waits that began before are
--- over; the first stays for those that are not committed yet, until _prune_events deletes it. If many jobs wait
--- for an event, this ends the waits of 500 of them; later admissions end those of the others.
+-- over; the first stays for those that are not committed yet, until _prune_events deletes it. If many jobs
+-- wait for an event, this ends the waits of 500 of them; later admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])

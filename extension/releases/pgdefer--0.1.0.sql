@@ -7469,6 +7469,7 @@ end $$;
 
 -- admit/queue_limits.sql
 -- A queue's own limits: how many of its jobs run at once, and how many start in an interval.
+-- Two sessions: admit/queue_limits.recount.spec.
 
 -- Turns the lanes of a queue with limits into limited ones, and counts its running jobs for max_running.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
@@ -8780,19 +8781,17 @@ declare
   v_holders bigint[];
 begin
   select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
-    array_agg(s.id order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-      or x.is_held_by_another),
-    array_agg(s.standing order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-      or x.is_held_by_another),
-    array_agg(s.holder order by s.id) filter (where x.is_turned and s.standing <> 'satisfied'
-      or x.is_held_by_another),
-    array_agg(s.id) filter (where x.is_turned)
+    array_agg(s.id order by s.id) filter (where x.waits_otherwise),
+    array_agg(s.standing order by s.id) filter (where x.waits_otherwise),
+    array_agg(s.holder order by s.id) filter (where x.waits_otherwise),
+    array_agg(s.id) filter (where t.is_turned)
   into met, v_ids, v_standings, v_holders, changed
   from queue._needs_states(p_ids) s
   cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
+  cross join lateral (select (w.reason = 'needs') = (s.standing = 'failed') as is_turned) t
   cross join lateral (
-    select (w.reason = 'needs') = (s.standing = 'failed') as is_turned, s.standing <> 'satisfied'
-      and w.need_id is distinct from s.holder as is_held_by_another) x;
+    select s.standing <> 'satisfied' and (t.is_turned or w.need_id is distinct from s.holder)
+      as waits_otherwise) x;
   update queue.waiting w
   set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed'
     else 'needs' end,
@@ -9449,8 +9448,8 @@ end $$;
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
 -- a name counts until it expires. Then the next one takes its place, once the waits that began before are
--- over; the first stays for those that are not committed yet, until _prune_events deletes it. If many jobs wait
--- for an event, this ends the waits of 500 of them; later admissions end those of the others.
+-- over; the first stays for those that are not committed yet, until _prune_events deletes it. If many jobs
+-- wait for an event, this ends the waits of 500 of them; later admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -10174,12 +10173,12 @@ declare
   v_keys text[] := p_keys;
   v_locks text[] := p_locks;
   v_changed bigint[] := p_changed;
-  v_turns integer := 0;
+  v_rounds integer := 0;
   v_step record;
 begin
   perform queue._count_in_groups(p_changed) where p_changed <> '{}';
   loop
-    v_turns := v_turns + 1;
+    v_rounds := v_rounds + 1;
     if v_arrived <> '{}' or v_met <> '{}' then
       v_step := queue._pass_gates(v_arrived, v_met);
       v_arrived := null;
@@ -10222,7 +10221,7 @@ begin
     else
       return;
     end if;
-    exit when v_turns > 20 and clock_timestamp() > v_until;
+    exit when v_rounds > 20 and clock_timestamp() > v_until;
   end loop;
   if v_turned <> '{}' then
     perform queue._keep_turns(v_turned);
@@ -10837,7 +10836,7 @@ create or replace function queue._scan_backlog(p_slice integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_until constant timestamptz := clock_timestamp() + interval '50 ms';
-  v_turns integer := 0;
+  v_rounds integer := 0;
   v_range record;
   v_seen record;
   v_bands record;
@@ -10887,8 +10886,8 @@ begin
       update queue.backlog b set from_xid = v_seen.to_xid, from_id = v_seen.ids[v_seen.n]
       where b.no = v_range.no;
     end if;
-    v_turns := v_turns + 1;
-    exit when v_turns >= 20 and clock_timestamp() > v_until;
+    v_rounds := v_rounds + 1;
+    exit when v_rounds >= 20 and clock_timestamp() > v_until;
   end loop;
 end $$;
 
@@ -11094,6 +11093,8 @@ end $$;
 --
 -- Lock order of the whole package, each class once and sorted:
 --   own claimed rows of queue.active_job  <  the admission lock (queue.admission)  <  everything else.
+-- Calls of operators take rows of queue.queueing_lock between these two (operate/lock_jobs.sql); a heartbeat
+-- and deregister_worker take the worker's own row before all.
 -- The holder of the admission lock never waits for a row of queue.active_job (it uses SKIP LOCKED), so a
 -- process that holds claimed rows may safely wait for the admission lock. The tables of tables/admit and of
 -- tables/recur are written only under the admission lock, by one process at a time, so there are no races
@@ -11392,7 +11393,7 @@ begin
   end loop;
 end $$;
 
--- work/settle.sql
+-- work/ends.sql
 -- Ends claims that have succeeded; and what follows the end of any claim: it is settled (admit/settle.sql) at
 -- once if the admission lock is free, else by the next admission, which reads queue.pending_settlement.
 -- Tests: work/finish.sql, admit/locks.late_defer.spec.
@@ -11408,13 +11409,13 @@ declare
   v_flags smallint[] := p_flags;
   v_has_news boolean;
 begin
-  if p_kind = 'ended' and p_all_flags & (7/* lock_or_keys */ | 4096/* needed */ | 16384/* queue_slot */) = 0 then
+  if p_kind = 'ended' and p_all_flags & 20487/* binding */ = 0 then
     return;
-  elsif p_kind = 'ended' and p_all_flags & ~(7/* lock_or_keys */ | 4096/* needed */ | 16384/* queue_slot */) <> 0 then
+  elsif p_kind = 'ended' and p_all_flags & ~20487/* binding */ <> 0 then
     -- some may hold nothing that others wait for
     select array_agg(u.id), array_agg(u.flags) into v_ids, v_flags
     from unnest(p_ids, p_flags) u (id, flags)
-    where u.flags & (7/* lock_or_keys */ | 4096/* needed */ | 16384/* queue_slot */) <> 0;
+    where u.flags & 20487/* binding */ <> 0;
   end if;
   if not p_settle or not queue._lock_admission(false) then
     insert into queue.pending_settlement (job_id, kind, flags, payload)
@@ -12546,7 +12547,7 @@ begin
 end $$;
 
 -- work/finish.sql
--- Ending claims: in succeed, in _succeed (work/settle.sql) or in _end_attempt (work/attempts.sql). No claim
+-- Ending claims: in succeed, in _succeed (work/ends.sql) or in _end_attempt (work/attempts.sql). No claim
 -- number comes twice: base/era.sql.
 --
 -- Each of them takes the pair (id, claim) and deletes the row of queue.active_job that has both, so a claim
@@ -13153,6 +13154,7 @@ end $$;
 -- Both functions only append, as defer does: they may be called from triggers, in any isolation level, and at
 -- the same time as anything else. They take no lock except the sleep lock, shared and by try. Admission
 -- applies the appended rows under the admission lock; admit/suspended.sql says why no wake-up is lost.
+-- Tests: work/waits.sql, work/signals.wait.spec, work/signals.timeout.spec.
 
 -- Locks: see the top. Raises: 22023, QJ001.
 create or replace function queue.signal(job bigint, name text, payload jsonb default '{}')
@@ -13466,7 +13468,7 @@ declare
   v_up_since timestamptz := queue._up_since();
 begin
   perform queue._mark_dead_workers(v_now, v_up_since);
-  reaped := queue._reap_gone(v_now, v_now + p_budget);
+  reaped := queue._reap_gone(v_now + p_budget);
   if abs(date_part('epoch', v_now)
     - coalesce(nullif(current_setting('pgdefer.reviewed_at', true), '')::double precision, 0)) >= 10 then
     reaped := reaped + queue._reap_forgotten();
@@ -13499,7 +13501,7 @@ end $$;
 -- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker of which
 -- none is left is clear, and it is over if none can appear any more.
 -- Locks: rows of queue.worker by skip locked; each claim as _reap_claim; rows of queue.worker as before.
-create or replace function queue._reap_gone(p_now timestamptz, p_until timestamptz)
+create or replace function queue._reap_gone(p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_last bigint[];
@@ -14776,7 +14778,7 @@ declare
   v_left bigint[] := '{}'::bigint[];
   v_full text[] := '{}'::text[];
   v_take integer := p_n;
-  v_turns integer := 0;
+  v_rounds integer := 0;
   v_ids bigint[];
   v_round record;
 begin
@@ -14813,9 +14815,9 @@ begin
     v_won := v_won || v_round.won;
     v_left := v_left || v_round.rest;
     v_full := v_full || v_round.full_queues;
-    v_turns := v_turns + 1;
+    v_rounds := v_rounds + 1;
     exit when cardinality(v_won) >= p_n
-      or v_turns >= 5 and clock_timestamp() > v_start + interval '100 ms';
+      or v_rounds >= 5 and clock_timestamp() > v_start + interval '100 ms';
     if v_round.rest <> '{}' then
       perform queue._fill_behind_replaced(v_left);
     end if;
@@ -15240,7 +15242,7 @@ declare
   v_until constant timestamptz := clock_timestamp() + interval '100 ms';
   v_won bigint[] := '{}'::bigint[];
   v_look integer := p_n;
-  v_turns integer := 0;
+  v_rounds integer := 0;
   v_full text[] := '{}'::text[];
   v_lanes integer[];  -- of queues that may start more
   v_ids bigint[];
@@ -15268,8 +15270,8 @@ begin
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;
     v_won := v_won || v_round.won;
     exit when cardinality(v_won) >= p_n or cardinality(v_left) = cardinality(v_ids);
-    v_turns := v_turns + 1;
-    if v_turns >= 20 and clock_timestamp() > v_until then
+    v_rounds := v_rounds + 1;
+    if v_rounds >= 20 and clock_timestamp() > v_until then
       -- it refills nothing, but nobody sleeps while there is one
       insert into queue.pending_settlement (job_id, kind, flags, payload)
       values (v_ids[1], 'refill', 0, '[]');

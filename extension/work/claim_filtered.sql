@@ -19,7 +19,7 @@ declare
   v_until constant timestamptz := clock_timestamp() + interval '100 ms';
   v_won bigint[] := '{}'::bigint[];
   v_look integer := p_n;
-  v_turns integer := 0;
+  v_rounds integer := 0;
   v_full text[] := '{}'::text[];
   v_lanes integer[];  -- of queues that may start more
   v_ids bigint[];
@@ -47,8 +47,8 @@ begin
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;
     v_won := v_won || v_round.won;
     exit when cardinality(v_won) >= p_n or cardinality(v_left) = cardinality(v_ids);
-    v_turns := v_turns + 1;
-    if v_turns >= 20 and clock_timestamp() > v_until then
+    v_rounds := v_rounds + 1;
+    if v_rounds >= 20 and clock_timestamp() > v_until then
       -- it refills nothing, but nobody sleeps while there is one
       insert into queue.pending_settlement (job_id, kind, flags, payload)
       values (v_ids[1], 'refill', 0, '[]');

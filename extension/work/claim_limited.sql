@@ -18,7 +18,7 @@ declare
   v_left bigint[] := '{}'::bigint[];
   v_full text[] := '{}'::text[];
   v_take integer := p_n;
-  v_turns integer := 0;
+  v_rounds integer := 0;
   v_ids bigint[];
   v_round record;
 begin
@@ -55,9 +55,9 @@ begin
     v_won := v_won || v_round.won;
     v_left := v_left || v_round.rest;
     v_full := v_full || v_round.full_queues;
-    v_turns := v_turns + 1;
+    v_rounds := v_rounds + 1;
     exit when cardinality(v_won) >= p_n
-      or v_turns >= 5 and clock_timestamp() > v_start + interval '100 ms';
+      or v_rounds >= 5 and clock_timestamp() > v_start + interval '100 ms';
     if v_round.rest <> '{}' then
       perform queue._fill_behind_replaced(v_left);
     end if;

@@ -1,4 +1,4 @@
--- Ending claims: in succeed, in _succeed (work/settle.sql) or in _end_attempt (work/attempts.sql). No claim
+-- Ending claims: in succeed, in _succeed (work/ends.sql) or in _end_attempt (work/attempts.sql). No claim
 -- number comes twice: base/era.sql.
 --
 -- Each of them takes the pair (id, claim) and deletes the row of queue.active_job that has both, so a claim

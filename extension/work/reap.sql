@@ -71,7 +71,7 @@ declare
   v_up_since timestamptz := queue._up_since();
 begin
   perform queue._mark_dead_workers(v_now, v_up_since);
-  reaped := queue._reap_gone(v_now, v_now + p_budget);
+  reaped := queue._reap_gone(v_now + p_budget);
   if abs(date_part('epoch', v_now)
     - coalesce(nullif(current_setting('pgdefer.reviewed_at', true), '')::double precision, 0)) >= 10 then
     reaped := reaped + queue._reap_forgotten();
@@ -104,7 +104,7 @@ end $$;
 -- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker of which
 -- none is left is clear, and it is over if none can appear any more.
 -- Locks: rows of queue.worker by skip locked; each claim as _reap_claim; rows of queue.worker as before.
-create or replace function queue._reap_gone(p_now timestamptz, p_until timestamptz)
+create or replace function queue._reap_gone(p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_last bigint[];

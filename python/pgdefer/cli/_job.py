@@ -428,8 +428,8 @@ def copy(
     _show.answer(rows, lambda row: str(row["id"]))
 
 
-@jobs.command("restart")
-def restart(
+@jobs.command("retry")
+def retry(
     ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...")] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="All failed jobs, or those of -q and -t.")
@@ -471,7 +471,7 @@ def restart(
     if failed and (changes or from_step is not None):
         fail(Exit.USAGE, "--failed takes no step and no changes: name jobs by their ids")
     if failed:
-        _restart_failed({"task": task, "queue": queue}, limit, dsn, as_json, dry_run)
+        _retry_failed({"task": task, "queue": queue}, limit, dsn, as_json, dry_run)
     else:
         asked = {"ids": ids, "force": force, "from_step": from_step}
         asked["changes"] = json.dumps(changes) if changes else None
@@ -645,7 +645,7 @@ def _change(
     _end(rows)
 
 
-def _restart_failed(
+def _retry_failed(
     asked: dict[str, Any], limit: int | None, dsn: str | None, as_json: bool, dry_run: bool
 ) -> None:
     """Restart failed jobs, as `_change` does."""

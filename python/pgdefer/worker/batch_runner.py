@@ -99,9 +99,6 @@ class BatchRunner:
         if are_told(claim.members):
             self._thread_runner.interrupt(claim.members[0])
 
-    def close(self) -> None:
-        """Do nothing: the worker closes the threads, which others use as well."""
-
 
 def jobs_of(claims: Iterable[Claim]) -> list[BatchJob[Any]]:
     """Return the jobs of a batch's claims."""

@@ -160,6 +160,3 @@ class Runner(Protocol):
 
     def interrupt(self, claim: Claim) -> None:
         """End the handler now, if it can be forced: its timeout has passed."""
-
-    def close(self) -> None:
-        """Do not wait for running handlers, and release everything. Called in a thread."""

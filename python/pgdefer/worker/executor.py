@@ -116,11 +116,8 @@ class Executor:
         """Take in what was fetched, and start it, or give it back where the worker stops."""
         for claim in claims:
             self.claimed.append(claim)
-            if claim.batch is None:
-                self._keep_if_late(claim)
-            else:
-                for each in claim.batch.claims:
-                    self._keep_if_late(each)
+            for each in claim.members:
+                self._keep_if_late(each)
         if self._state.is_stopping:
             self.give_back_waiting()
         elif self.claimed and not self._is_starting:

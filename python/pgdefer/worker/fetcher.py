@@ -77,7 +77,9 @@ class Fetcher:
         poll_every: float | None,
         stop: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
-        gate: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+        turnstile: Callable[
+            [], contextlib.AbstractAsyncContextManager[None]
+        ] = contextlib.nullcontext,
     ) -> None:
         self._client = client
         self._state = state
@@ -96,7 +98,7 @@ class Fetcher:
         self._stop = stop
         self._spawn = spawn
         # Passed to connect, where others connect as well.
-        self._gate = gate
+        self._turnstile = turnstile
         # Whether the last fetch found less than it asked for, and how often to look again soon.
         self._is_dry = False
         self._polls = 0
@@ -117,7 +119,7 @@ class Fetcher:
         state = self._state
         while state.id is not None or not state.is_stopping or self._has_work:
             try:
-                async with self._gate():
+                async with self._turnstile():
                     await self._begin()
                 backoff.reset()
                 await self.run_connected()
@@ -187,16 +189,15 @@ class Fetcher:
             if self._lost_claim_checks or self._completer.too_late:
                 await self._make_up_for_losses()
             free = self._free()
-            may_look = bool(free) and not self._is_dry
             if self._completer.unsent:
                 if not state.is_ending:
                     for slots in self._slots:
                         await slots.turn()
                 await self._round_trip(self._open())
-            elif may_look and (asking := self._open()):
+            elif free and not self._is_dry and (asking := self._open()):
                 # Not looked up again: others, and time, change what may be asked for.
                 await self._round_trip(asking)
-            elif free and not may_look:
+            elif free and self._is_dry:
                 await self._idle(free)
             elif state.is_ending and executor.is_idle:
                 return

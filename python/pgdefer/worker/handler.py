@@ -81,10 +81,9 @@ async def run_async(
                 result = await call_in_transaction_async(job, task, pool, positional, named)
             else:
                 job.result = result = await call_handler_async(task, positional, named)
-    except asyncio.CancelledError as error:
-        stops_with(worker, job)
-        return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
     except BaseException as error:
+        if isinstance(error, asyncio.CancelledError):
+            stops_with(worker, job)
         return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
     return _settled(job, result) or success(job, task.failure_policy, result)
 

@@ -226,10 +226,7 @@ class Heartbeat:
                         aborts = [(row[0], row[1], row[2]) for row in rows]
                         self._tell(self._on_beat, aborts)
                         backoff.reset()
-                except ConnectionLost as error:
-                    delay = backoff.delay()
-                    log.warning("no heartbeat: %s", describe(error))
-                except psycopg.Error as error:
+                except (ConnectionLost, psycopg.Error) as error:
                     if sqlstate_of(error) == "QJ007":
                         if self._worker == worker:
                             self._worker = None

@@ -19,15 +19,15 @@ from pgdefer.database.backoff import Backoff
 from pgdefer.database.source import Source
 from pgdefer.errors import InvalidParameter, PgDeferError, describe, translate
 from pgdefer.tasks.registry import Registry
-from pgdefer.worker.closing import to_the_end
 from pgdefer.worker.databases import Database, DsnFile, read_dsns
-from pgdefer.worker.gate import Gate
 from pgdefer.worker.heartbeat import HeartbeatThread, clock
 from pgdefer.worker.options import WorkerOptions, check_options
 from pgdefer.worker.prefetch import MOST_OF_MANY
 from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.shared_slots import Share, SharedSlots
 from pgdefer.worker.threads import Threads
+from pgdefer.worker.turnstile import Turnstile
+from pgdefer.worker.uncancelled import to_the_end
 from pgdefer.worker.unix_signals import run_until_signal, signals
 from pgdefer.worker.worker import Shared, Worker
 
@@ -159,7 +159,7 @@ class MultiWorker:
                 raise InvalidParameter(f"the list of databases can't be read: {error}") from error
         # Slots limit the threads, too. A handler that goes on when its worker has ended keeps its
         # thread, but no slot.
-        self._shared = Shared(Threads(self._loop), HeartbeatThread(), Gate(STARTS))
+        self._shared = Shared(Threads(self._loop), HeartbeatThread(), Turnstile(STARTS))
         with contextlib.ExitStack() as stack:
             if not self._client.source.is_chosen:
                 stack.enter_context(self._refused_elsewhere())

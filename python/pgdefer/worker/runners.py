@@ -66,9 +66,6 @@ class ThreadRunner:
             loop = asyncio.get_running_loop()
             claim.timer = loop.call_later(AGAIN, self.interrupt, claim)
 
-    def close(self) -> None:
-        """Do nothing: the worker closes the threads, which others use as well."""
-
 
 class LoopRunner:
     """Runs coroutines in the worker's event loop. Made in the worker's own task."""
@@ -115,9 +112,6 @@ class LoopRunner:
     def interrupt(self, claim: Claim) -> None:
         """Do nothing: a coroutine is cancelled once."""
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class FunctionRunner:
     """Lets the database run tasks that the app does not know, if it has functions for them."""
@@ -138,9 +132,6 @@ class FunctionRunner:
 
     def interrupt(self, claim: Claim) -> None:
         """Do nothing: the server ends the function at its timeout."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class ProcessRunner:

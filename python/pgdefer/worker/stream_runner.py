@@ -63,9 +63,6 @@ class StreamRunner:
     def interrupt(self, claim: Claim) -> None:
         """Do nothing: the worker must not interrupt the reader's thread."""
 
-    def close(self) -> None:
-        """Do nothing: the reader keeps its jobs."""
-
     def end_all(self, *, is_over: bool) -> None:
         """End jobs that nobody will end any more."""
         for claim in list(self._executor.running):

@@ -21,12 +21,10 @@ from pgdefer.options import as_list
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker.batch_runner import BatchRunner
 from pgdefer.worker.claim import Claim, Runner
-from pgdefer.worker.closing import to_the_end
 from pgdefer.worker.completer import Completer
 from pgdefer.worker.ending import STOPPED
 from pgdefer.worker.executor import Executor
 from pgdefer.worker.fetcher import Fetcher
-from pgdefer.worker.gate import Gate
 from pgdefer.worker.heartbeat import Heartbeat, HeartbeatThread
 from pgdefer.worker.listener import OnlyConnection, SleepListener
 from pgdefer.worker.memory import resident
@@ -47,6 +45,8 @@ from pgdefer.worker.slots import parse_slots
 from pgdefer.worker.state import WorkerState
 from pgdefer.worker.supervisor import SupervisorChannel
 from pgdefer.worker.threads import Threads
+from pgdefer.worker.turnstile import Turnstile
+from pgdefer.worker.uncancelled import to_the_end
 from pgdefer.worker.unix_signals import run_until_signal, signals
 
 __all__ = ["Shared", "Worker"]
@@ -60,7 +60,7 @@ class Shared:
 
     threads: Threads
     heartbeats: HeartbeatThread
-    gate: Gate
+    turnstile: Turnstile
     # The process's memory, and when it was read: 200 heartbeats need not read it 20 times a second.
     _memory: int | None = None
     _read_at: float = -math.inf
@@ -272,7 +272,7 @@ class Worker:
             poll_every=self.poll_every,
             stop=self.stop,
             spawn=self._spawn,
-            gate=contextlib.nullcontext if shared is None else shared.gate.entered,
+            turnstile=contextlib.nullcontext if shared is None else shared.turnstile.entered,
         )
         kept = 1 if shared else self.concurrency
         self._pool = SyncPool(source, kept)

@@ -73,13 +73,13 @@ def test_back_to_a_step(run: Run, conn: Connection, claim: Claim) -> None:
     conn.execute("select queue.succeed(%s, %s)", [id_, number])
     other = int(run("job", "fork", id_, "two").out)
     assert [row["name"] for row in run("job", "steps", other, "--json").json] == ["one"]
-    for command in (["fork", id_, "four"], ["restart", id_, "--from-step", "four"]):
+    for command in (["fork", id_, "four"], ["retry", id_, "--from-step", "four"]):
         refused = run("job", *command)
         assert "has finished no such step" in refused.err
         assert refused.code == Exit.NOT_FOUND
-    assert run("job", "restart", id_, "--from-step", "three").code == 0
+    assert run("job", "retry", id_, "--from-step", "three").code == 0
     assert [row["name"] for row in run("job", "steps", id_, "--json").json] == ["one", "two"]
-    assert run("job", "restart", "--failed", "--from-step", "three").code == Exit.USAGE
+    assert run("job", "retry", "--failed", "--from-step", "three").code == Exit.USAGE
 
 
 def test_a_stream(run: Run, conn: Connection, claim: Claim) -> None:

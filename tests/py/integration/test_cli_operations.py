@@ -493,41 +493,41 @@ def test_move(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> No
     assert run("job", "move", id, "--to", "x*").code == Exit.USAGE
 
 
-def test_restart(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> None:
+def test_retry(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> None:
     failed, running = defer(run, "t"), defer(run, "t")
     claims = claim()
     conn.execute("select queue.fail(%s, %s, 'no')", [failed, claims[failed]])
-    done = run("job", "restart", failed, running)
+    done = run("job", "retry", failed, running)
     assert (done.code, done.out) == (Exit.PARTLY, f"{failed}: ready\n")
     assert jobs.states() == {failed: "ready", running: "running"}
-    assert run("job", "restart", running).code == Exit.WRONG_STATE
-    assert run("job", "restart", running, "--force").out == f"{running}: ready\n"
+    assert run("job", "retry", running).code == Exit.WRONG_STATE
+    assert run("job", "retry", running, "--force").out == f"{running}: ready\n"
     with pytest.raises(psycopg.Error, match="claim lost"):
         conn.execute("select queue.succeed(%s, %s)", [running, claims[running]])
     run("job", "fail", failed, running, "--yes")
-    assert len(run("job", "restart", "--failed", "-n", 1, "--json").json) == 1
-    assert len(run("job", "restart", "--failed", "-t", "other", "--json").json) == 0
-    assert run("job", "restart").code == Exit.USAGE
-    assert run("job", "restart", failed, "--failed").code == Exit.USAGE
+    assert len(run("job", "retry", "--failed", "-n", 1, "--json").json) == 1
+    assert len(run("job", "retry", "--failed", "-t", "other", "--json").json) == 0
+    assert run("job", "retry").code == Exit.USAGE
+    assert run("job", "retry", failed, "--failed").code == Exit.USAGE
 
 
-def test_restart_with_changes(run: Run, jobs: Jobs, claim: Claim) -> None:
+def test_retry_with_changes(run: Run, jobs: Jobs, claim: Claim) -> None:
     first, second = defer(run, "t", "--lock", "l"), defer(run, "t")
     claim()
     run("job", "fail", first, second, "--yes")
     options = ["--to", "other", "--priority", 3, "--lock", "l"]
-    assert run("job", "restart", first, second, *options).out.split() == [
+    assert run("job", "retry", first, second, *options).out.split() == [
         f"{first}:", "ready", f"{second}:", "blocked"
     ]  # fmt: skip
     assert {(row["queue"], row["priority"], row["lock"]) for row in jobs()} == {("other", 3, "l")}
     run("job", "fail", first, second, "--yes")
-    assert run("job", "restart", first, "--at", "2999-01-01Z").out == f"{first}: scheduled\n"
-    assert run("job", "restart", second, "--in", "1 day", "--lock", "").out.endswith("scheduled\n")
+    assert run("job", "retry", first, "--at", "2999-01-01Z").out == f"{first}: scheduled\n"
+    assert run("job", "retry", second, "--in", "1 day", "--lock", "").out.endswith("scheduled\n")
     at, later = [row["scheduled_at"] for row in jobs()]
     assert (at.year, later.year < 2900, jobs()[1]["lock"]) == (2999, True, None)
     for bad in (["--in", "-1 day"], ["--at", "x"], ["--to", "x*"], ["--at", "now", "--in", "1 s"]):
-        assert run("job", "restart", first, *bad).code == Exit.USAGE, bad
-    assert run("job", "restart", "--failed", "--to", "other").code == Exit.USAGE
+        assert run("job", "retry", first, *bad).code == Exit.USAGE, bad
+    assert run("job", "retry", "--failed", "--to", "other").code == Exit.USAGE
 
 
 def test_more_jobs_than_one_call_may_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,28 +535,28 @@ def test_more_jobs_than_one_call_may_change(run: Run, monkeypatch: pytest.Monkey
     ids = [defer(run, "t") for _ in range(5)]
     done = run("job", "fail", *ids, ids[0], 99, "--yes")
     assert (done.code, done.out) == (Exit.PARTLY, "".join(f"{id}: failed\n" for id in ids))
-    assert len(run("job", "restart", *ids, "--dry-run").out.splitlines()) == 5
-    found = [row["id"] for row in run("job", "restart", "--failed", "-n", 3, "--json").json]
+    assert len(run("job", "retry", *ids, "--dry-run").out.splitlines()) == 5
+    found = [row["id"] for row in run("job", "retry", "--failed", "-n", 3, "--json").json]
     assert found == ids[:3]
     # refused jobs are read once
     run("job", "fail", defer(run, "t", "--queueing-lock", "k"), "--yes")
     defer(run, "t", "--queueing-lock", "k")
-    done = run("job", "restart", "--failed")
+    done = run("job", "retry", "--failed")
     assert (done.code, done.out) == (Exit.PARTLY, "".join(f"{id}: ready\n" for id in ids[3:]))
-    assert run("job", "restart", "--failed").code == Exit.ALREADY_QUEUED
+    assert run("job", "retry", "--failed").code == Exit.ALREADY_QUEUED
 
 
-def test_restart_where_another_has_the_queueing_lock(run: Run, jobs: Jobs) -> None:
+def test_retry_where_another_has_the_queueing_lock(run: Run, jobs: Jobs) -> None:
     first = defer(run, "t", "--queueing-lock", "k")
     run("job", "fail", first, "--yes")
     second = defer(run, "t", "--queueing-lock", "k")
     for which in (first, "--failed"):
-        done = run("job", "restart", which)
+        done = run("job", "retry", which)
         assert (done.code, done.out) == (Exit.ALREADY_QUEUED, "")
         assert done.err == f"{first}: another job has its queueing lock (failed)\n"
-    assert run("job", "restart", first, 99).code == Exit.PARTLY
+    assert run("job", "retry", first, 99).code == Exit.PARTLY
     run("job", "delete", second, "--yes")
-    assert run("job", "restart", first).out == f"{first}: ready\n"
+    assert run("job", "retry", first).out == f"{first}: ready\n"
     assert jobs.states() == {first: "ready"}
 
 
@@ -623,7 +623,7 @@ def test_done_on_each_state(run: Run, jobs: Jobs, zoo: dict[str, int]) -> None:
 # The commands that change jobs, and the states in which each works.
 CHANGES = {
     "move --to q": set(),
-    "restart": {"failed", "succeeded", "cancelled", "retrying"},
+    "retry": {"failed", "succeeded", "cancelled", "retrying"},
     "delete --yes": set(),
     "fail --yes": set(),
     "priority 3": set(),
@@ -748,9 +748,9 @@ def test_dry_runs(run: Run, conn: PsycopgConnection, zoo: dict[str, int]) -> Non
         ["defer", "t"],
         ["job", "move", one, "--to", "q"],
         ["job", "copy", one],
-        ["job", "restart", zoo["failed"]],
-        ["job", "restart", "--failed"],
-        ["job", "restart", zoo["running"], "--force"],
+        ["job", "retry", zoo["failed"]],
+        ["job", "retry", "--failed"],
+        ["job", "retry", zoo["running"], "--force"],
         ["job", "delete", one],
         ["job", "fail", one],
         ["job", "done", one],
@@ -835,7 +835,7 @@ def test_json_everywhere(run: Run, zoo: dict[str, int]) -> None:
         ["job", "reschedule", one],
         ["job", "args", one, "{}"],
         ["job", "next", "--peek"],
-        ["job", "restart", zoo["failed"]],
+        ["job", "retry", zoo["failed"]],
         ["job", "move", one, "--to", "q"],
         ["job", "cancel", one, "--yes"],
         ["job", "done", one, "--yes"],
@@ -951,7 +951,7 @@ def complete(dsn: str, line: str) -> list[str]:
 def test_completion(dsn: str, conn: PsycopgConnection) -> None:
     conn.execute("select queue.create_queue('mail'), queue.create_queue('mad')")
     conn.execute("select queue.register_task('main', '{}')")
-    assert complete(dsn, "pgdefer job re") == ["restart", "reschedule"]
+    assert complete(dsn, "pgdefer job re") == ["retry", "reschedule"]
     assert complete(dsn, "pgdefer job ls --state r") == ["ready", "running"]
     assert complete(dsn, "pgdefer job ls -q ma") == ["mad", "mail"]
     assert complete(dsn, "pgdefer queue pause mai") == ["mail"]

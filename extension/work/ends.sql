@@ -13,13 +13,13 @@ declare
   v_flags smallint[] := p_flags;
   v_has_news boolean;
 begin
-  if p_kind = 'ended' and p_all_flags & ({{lock_or_keys}} | {{needed}} | {{queue_slot}}) = 0 then
+  if p_kind = 'ended' and p_all_flags & {{binding}} = 0 then
     return;
-  elsif p_kind = 'ended' and p_all_flags & ~({{lock_or_keys}} | {{needed}} | {{queue_slot}}) <> 0 then
+  elsif p_kind = 'ended' and p_all_flags & ~{{binding}} <> 0 then
     -- some may hold nothing that others wait for
     select array_agg(u.id), array_agg(u.flags) into v_ids, v_flags
     from unnest(p_ids, p_flags) u (id, flags)
-    where u.flags & ({{lock_or_keys}} | {{needed}} | {{queue_slot}}) <> 0;
+    where u.flags & {{binding}} <> 0;
   end if;
   if not p_settle or not queue._lock_admission(false) then
     insert into queue.pending_settlement (job_id, kind, flags, payload)

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-__all__ = ["Gate"]
+__all__ = ["Turnstile"]
 
 # Who takes longer than this, in seconds, no longer keeps others waiting.
 PATIENCE = 1.0
 
 
-class Gate:
+class Turnstile:
     """Lets `most` at a time into a block, apart from those that have been in it for a second.
 
     A server that many workers reach at once answers all of them late; one that does not answer
