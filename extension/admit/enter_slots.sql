@@ -1,5 +1,5 @@
 -- The last gate: jobs become ready if their concurrency keys have free slots.
--- Tests: admit/slots.sql.
+-- Tests: admit/slots.sql, admit/enter_slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_from, p_places: they come from the first places of the lines of these keys (_refill). grown: keys whose
@@ -68,9 +68,10 @@ end $$;
 -- Why this ends: suppose that no slot becomes free, and that some jobs change lines for ever. Of these, m is
 -- the first by that order. Room only shrinks, so a job that goes to a line because it does not fit stays in
 -- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
--- m stands behind h: by the same order, or by tag, because no new tag comes before the first one. _refill
--- takes jobs out in the line's order, so it takes out m only with h. As h stays, it went back because it did
--- not fit, or behind one that did not (v_back). That one is not taken out again, nor are h and m behind it.
+-- m stands behind h: by the same order, or by tag, because a job from another line gets a new tag (p_moved of
+-- _tags), and no new tag comes before the first one. _refill takes jobs out in the line's order, so it takes
+-- out m only with h. As h stays, it went back because it did not fit, or behind one that did not (v_back).
+-- That one is not taken out again, nor are h and m behind it.
 -- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
 -- Why no job waits in vain: jobs that wait hold no slot. One that queues up although it would fit names the
 -- key in grown, and _refill looks at the line. So in the end the first job of each line does not fit.
@@ -206,7 +207,7 @@ begin
   if v_wait <> '{}' then
     v_places := queue._tags(array(select p_ids[n] from unnest(v_wait) n),
       array(select p_lanes[n] from unnest(v_wait) n), array(select p_deadlines[n] from unnest(v_wait) n),
-      v_wait_keys);
+      v_wait_keys, array(select p_from[u.n] <> u.key from unnest(v_wait, v_wait_keys) u (n, key)));
     insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight, task)
     select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.several,
       u.weight, (select j.task from queue.job j where j.id = p_ids[u.n])

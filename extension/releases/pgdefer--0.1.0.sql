@@ -6449,13 +6449,13 @@ end $$;
 
 -- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key; in
 -- a lane without tags the places that were passed. p_places: the order of jobs within a share, before that of
--- ids. It looks up the first job of each share and computes the tags of the others, so it costs as much as a
+-- ids. p_moved: those that come from the line of another key, where a kept tag does not count. It looks up the first job of each share and computes the tags of the others, so it costs as much as a
 -- sort. Of the lanes of a queue and priority only some may have jobs that still have to get new tags (_retag
 -- takes one lane after the other), but their shares have the same tags.
 -- Locks: the caller holds the admission lock. No wake-up can be lost: the caller makes the jobs ready.
 -- In one piece: one query, whose parts pass on whole rows.
 create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],
-  p_keys text[] default null)
+  p_keys text[] default null, p_moved boolean[] default null)
 returns timestamptz[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_groups record;
@@ -6479,8 +6479,8 @@ begin
     g (queue, priority, key, at);
   with jobs as materialized (
     select u.n, u.id, u.place, g.queue, g.priority, g.key, g.at, g.last as end,
-      coalesce(j.share, '') as share, j.tag, u.lane
-    from unnest(p_ids, p_lanes, p_places, p_keys) with ordinality u (id, lane, place, key, n)
+      coalesce(j.share, '') as share, case when u.moved is not true then j.tag end as tag, u.lane
+    from unnest(p_ids, p_lanes, p_places, p_keys, p_moved) with ordinality u (id, lane, place, key, moved, n)
     cross join lateral (
       select l.queue, l.priority, l.tag_base is not null as has_tags from queue.lane l
       where l.lane = u.lane offset 0) l
@@ -8137,7 +8137,7 @@ end $$;
 
 -- admit/enter_slots.sql
 -- The last gate: jobs become ready if their concurrency keys have free slots.
--- Tests: admit/slots.sql.
+-- Tests: admit/slots.sql, admit/enter_slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_from, p_places: they come from the first places of the lines of these keys (_refill). grown: keys whose
@@ -8206,9 +8206,10 @@ end $$;
 -- Why this ends: suppose that no slot becomes free, and that some jobs change lines for ever. Of these, m is
 -- the first by that order. Room only shrinks, so a job that goes to a line because it does not fit stays in
 -- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
--- m stands behind h: by the same order, or by tag, because no new tag comes before the first one. _refill
--- takes jobs out in the line's order, so it takes out m only with h. As h stays, it went back because it did
--- not fit, or behind one that did not (v_back). That one is not taken out again, nor are h and m behind it.
+-- m stands behind h: by the same order, or by tag, because a job from another line gets a new tag (p_moved of
+-- _tags), and no new tag comes before the first one. _refill takes jobs out in the line's order, so it takes
+-- out m only with h. As h stays, it went back because it did not fit, or behind one that did not (v_back).
+-- That one is not taken out again, nor are h and m behind it.
 -- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
 -- Why no job waits in vain: jobs that wait hold no slot. One that queues up although it would fit names the
 -- key in grown, and _refill looks at the line. So in the end the first job of each line does not fit.
@@ -8344,7 +8345,7 @@ begin
   if v_wait <> '{}' then
     v_places := queue._tags(array(select p_ids[n] from unnest(v_wait) n),
       array(select p_lanes[n] from unnest(v_wait) n), array(select p_deadlines[n] from unnest(v_wait) n),
-      v_wait_keys);
+      v_wait_keys, array(select p_from[u.n] <> u.key from unnest(v_wait, v_wait_keys) u (n, key)));
     insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight, task)
     select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.several,
       u.weight, (select j.task from queue.job j where j.id = p_ids[u.n])
