@@ -92,7 +92,8 @@ end $$;
 
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
--- the caller looked, that time is now.
+-- the caller looked, that time is now. None is written while ready jobs use up the rate: their claims call
+-- this function.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -105,6 +106,7 @@ begin
           least(l.ready::bigint + coalesce(w.weight, 1), 2147483647)::integer),
         case when l.ready::bigint + least(coalesce(w.weight, 1), s.slots)
             <= least(s.slots, {{most_slots}}) - s.used
+            and l.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit) <= s.rate_limit
           then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
     cross join lateral (

@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(192);
+select plan(196);
 
 set pgdefer.notify = off;
 
@@ -521,4 +521,14 @@ select is((select count(*) from queue.rate_start r where r.key = 'kold'), 1::big
 select setval('queue.tick_seq', q.last_value + 1000001) from queue.tick_seq q \g /dev/null
 select queue._forget_semaphores();
 select is((select count(*) from queue.rate_start r where r.key = 'kold'), 0::bigint, 'then no more');
+
+-- While a ready job of a queue that nobody serves uses up the rate, workers of other queues sleep.
+select pg_temp.defer('a b', '[{"key": "unserved", "rate": {"limit": 1, "per": "1 hour"}}]', '{"queue": "unserved"}') \g /dev/null
+select queue.tick(), queue.tick() \g /dev/null
+select is((select s.wait_for from queue.before_sleep(:worker, array['other']) s), '1 s', 'no time is set for the job behind it');
+select is((select f.args ->> 'name' from queue.fetch(:worker, array['unserved']) f), 'a', 'it starts');
+select is((select w.at > clock_timestamp() from queue.waiting w join queue.job j on j.id = w.id where j.queue = 'unserved'), true, 'then a time is set');
+select pg_temp.pass('1 hour');
+select is((select f.args ->> 'name' from queue.fetch(:worker, array['unserved']) f), 'b', 'at which the next one starts');
+select pg_temp.finish_all();
 select * from finish();
