@@ -107,7 +107,7 @@ begin
     select aj.id from queue.lane l join queue.active_job aj on aj.lane = l.lane where l.queue = p_queue
     union all
     select aj.id from queue.active_job aj
-    where aj.lane is null and (select j.queue from queue.job j where j.id = aj.id) = p_queue;
+    where aj.lane is null and (select j.queue from queue.job_now j where j.id = aj.id) = p_queue;
 end $$;
 
 -- Inserts jobs with their places into queue.active_job and lowers low marks; p_is_low: some of them need

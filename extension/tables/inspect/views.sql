@@ -173,7 +173,8 @@ from (select c.queue, c.created_at from queue.queue_config c
       from (select l.queue from queue.lane l
         union select a.queue from queue.unadmitted a
         -- claimed as they were admitted (work/claim_slice.sql), so perhaps in a queue without lanes
-        union select j.queue from queue.active_job aj join queue.job j on j.id = aj.id where aj.lane is null
+        union select j.queue from queue.active_job aj join queue.job_now j on j.id = aj.id
+          where aj.lane is null
         union
         select p.queue from queue.pause p
         where p.task is null and p.is_paused and right(p.queue, 1) <> '*'
@@ -194,7 +195,7 @@ left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.runni
              join (select aj.lane, count(*) as jobs, count(aj.claim) as running
                    from queue.active_job aj where aj.lane is not null group by aj.lane) a on a.lane = l.lane
              union all
-             select j.queue, 1, 1 from queue.active_job aj join queue.job j on j.id = aj.id
+             select j.queue, 1, 1 from queue.active_job aj join queue.job_now j on j.id = aj.id
              where aj.lane is null
              union all
              select a.queue, 1, 0 from queue.unadmitted a where a.state = 'ready') a

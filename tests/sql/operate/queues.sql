@@ -1,6 +1,6 @@
 -- Queues: creating, configuring.
 
-select plan(17);
+select plan(20);
 
 \ir queues.helpers.psql
 
@@ -37,6 +37,19 @@ select queue.pause('typo') \g /dev/null
 select is((select q.paused_until from queue.queues q where q.name = 'typo'), 'infinity'::timestamptz, 'a queue that is only paused is shown');
 select queue.resume('typo') \g /dev/null
 select is_empty('select from queue.queues q where q.name = ''typo'' ', 'until it is resumed');
+
+-- Jobs that were moved, and claimed as the slot of their key was passed on: they count in their new queue.
+select queue.register_worker('passes', info => '{"dead_after": "1 day"}') as worker \gset
+select array_agg(queue.defer('k', queue => 'from', concurrency_key => 'K', concurrency_limit => 1)) as ids from generate_series(1, 3) \gset
+select id, claim from queue.fetch(:worker, array['from']) \gset
+select queue.move((:'ids'::bigint[])[2:], 'to') \g /dev/null
+select id as moved, claim as moved_claim from queue.finish_and_fetch(:worker, jsonb_build_array(jsonb_build_object('id', :id, 'claim', :claim, 'outcome', 'succeeded')), array['to'], 1) \gset
+select is((select string_agg(q.name || ' ' || q.running, ', ' order by q.name) from queue.queues q where q.name in ('from', 'to')), 'from 0, to 1', 'a moved job runs in its new queue');
+select queue.configure_queue('from', '{"max_running": 1}'), queue.configure_queue('to', '{"max_running": 1}');
+select queue.succeed(:moved, :moved_claim) \g /dev/null
+select queue.defer('k', queue => 'from'), queue.tick() \g /dev/null
+select is((select count(*) from queue.fetch(:worker, array['from'], 5)), 1::bigint, 'its old queue has room');
+select is((select count(*) from queue.fetch(:worker, array['to'], 5)), 1::bigint, 'and its new one has as much as it is given');
 
 select is_empty('select * from queue.check()', 'sound');
 
