@@ -17213,6 +17213,8 @@ begin
     if v_timeout <> '0' and v_timeout::interval <= interval '2 s' then
       raise;
     end if;
+  when deadlock_detected then
+    null;  -- with a transaction that held the lock until it rolled back to a savepoint, and now waits for it
 end $$;
 
 -- Takes the locks of a change of many jobs: all, or none if it has waited for one of them for half a second.
