@@ -14333,8 +14333,14 @@ create or replace function queue._repair()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if random() < 0.02 then
-    perform queue._advance(p_keys => array_agg(s.key)) from queue.semaphore s
-      where s.lanes <> '{}' and s.used < s.slots having count(*) > 0;
+    perform queue._advance(p_keys => array_agg(s.key))
+    from (
+      select s.key from queue.semaphore s
+      where s.lanes <> '{}' and s.used < s.slots
+        and exists (select from unnest(s.ready, s.waiting) l (ready, waiting)
+          where l.waiting > 0 and s.slots - s.used > l.ready)
+      order by random() limit 1000) s
+    having count(*) > 0;
   end if;
   if random() < 0.1 then
     perform queue._repair_cursor();
