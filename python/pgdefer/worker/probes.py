@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.server
 import ipaddress
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,37 +30,84 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
+# How long a client may take for each piece of its request, and for reading the answer, in seconds.
+_TIMEOUT = 5.0
+# How many clients get an answer at once. Each has a thread; further ones are turned away.
+_MOST = 50
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = _TIMEOUT
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Answer."""
+        path = self.path.partition("?")[0]
+        try:
+            status, kind, body = self.server.answer(path)
+        except Exception as error:
+            said = f"{type(error).__name__}: {describe(error)}"
+            log.error("%s could not be answered: %s", path, said)
+            status, kind, body = 500, _TEXT, b"this failed, and the worker's log says why\n"
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        """Answer without the body."""
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing: probes come often."""
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, answer: Callable[[str], Answer]) -> None:
+        self.address_family = _family(host)
+        self.answer = answer
+        self._free = threading.BoundedSemaphore(_MOST)
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, or turn the client away."""
+        if not self._free.acquire(blocking=False):
+            log.debug("an HTTP client was turned away, as there are %d", _MOST)
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()  # no thread could be started
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, in a thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, *_: Any) -> None:
+        """Log it in one line: mostly the client has gone before it read the answer."""
+        error = sys.exception()
+        assert error is not None
+        level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
+        log.log(level, "an HTTP client got no answer: %s", describe(error))
+
+
 class Probes:
     """A server in its own thread, so that it answers even if the worker's loop does not."""
 
     def __init__(self, address: str, answer: Callable[[str], Answer]) -> None:
         host, port = parse_address(address)
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                """Answer."""
-                path = self.path.partition("?")[0]
-                try:
-                    status, kind, body = answer(path)
-                except Exception as error:
-                    said = f"{type(error).__name__}: {describe(error)}"
-                    log.error("%s could not be answered: %s", path, said)
-                    status, kind, body = 500, _TEXT, b"this failed, and the worker's log says why\n"
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                """Log nothing: probes come often."""
-
-        class Server(http.server.ThreadingHTTPServer):
-            daemon_threads = True
-            address_family = _family(host)
-
         try:
-            self._server = Server((host, port), Handler)
+            self._server = _Server(host, port, answer)
         except OSError as error:
             raise PgDeferError(f"http {address}: {error.strerror or error}") from error
         #: The port, also if 0 was passed.
