@@ -5,7 +5,9 @@ Call `instrument(app)` after `App(...)`; the extra is `pgdefer[prometheus]`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 
 import prometheus_client
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -13,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from pgdefer._text import logger
 from pgdefer.app import App
+from pgdefer.database.source import PsycopgConnection
 from pgdefer.errors import describe
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
@@ -21,6 +24,11 @@ __all__ = ["QueueCollector", "instrument"]
 
 log = logger("pgdefer.worker")
 
+LACKING = "the metrics lack figures from the database: %s"
+# How long a scrape waits for the database: it has more to tell than these figures.
+TIMEOUT = 5.0  # s
+# The time limit of each statement there, so that what nobody waits for ends.
+STATEMENT_TIMEOUT = 3_000  # ms
 STATES = (
     "scheduled",
     "waiting",
@@ -41,6 +49,8 @@ class QueueCollector(Collector):
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._lock = threading.Lock()
+        self._question: Future[list[Metric]] | None = None
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing, so that the database is not read before the first scrape."""
@@ -49,19 +59,43 @@ class QueueCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Return the present figures. An error is logged, and figures are missing."""
         try:
-            yield from self._jobs()
-            yield from self._memory()
-        except Exception as error:
-            log.warning("the metrics lack figures from the database: %s", describe(error))
+            yield from self._asked().result(TIMEOUT)
+        except TimeoutError:
+            log.warning(LACKING, f"no answer within {TIMEOUT:g} s")
 
-    def _jobs(self) -> Iterator[Metric]:
+    def _asked(self) -> Future[list[Metric]]:
+        """Return the question to the database that is under way, which scrapes share, or begin one.
+
+        In a thread of its own: a connection may take long, and a stopped server never answers.
+        """
+        with self._lock:
+            if self._question is None or self._question.done():
+                question: Future[list[Metric]] = Future()
+                threading.Thread(target=self._ask, args=[question], daemon=True).start()
+                self._question = question
+            return self._question
+
+    def _ask(self, question: Future[list[Metric]]) -> None:
+        found: list[Metric] = []
+        try:
+            with self._app.client.transaction() as connection:
+                limit = f"set local statement_timeout = {STATEMENT_TIMEOUT}"
+                connection.execute(limit.encode())
+                found += self._jobs(connection)
+                found += self._memory(connection)
+        except Exception as error:
+            log.warning(LACKING, describe(error))
+        finally:
+            question.set_result(found)
+
+    def _jobs(self, connection: PsycopgConnection) -> Iterator[Metric]:
         jobs = GaugeMetricFamily("pgdefer_jobs", "Jobs.", labels=["queue", "task", "state"])
         oldest = GaugeMetricFamily(
             "pgdefer_oldest_ready_seconds",
             "How long the oldest ready job has been due.",
             labels=["queue", "task"],
         )
-        for row in self._app.stats():
+        for row in self._app.stats(connection=connection):
             for state in STATES:
                 jobs.add_metric([row.queue, row.task, state], getattr(row, state))
             if row.oldest_ready_for is not None:
@@ -69,13 +103,13 @@ class QueueCollector(Collector):
         yield jobs
         yield oldest
 
-    def _memory(self) -> Iterator[Metric]:
+    def _memory(self, connection: PsycopgConnection) -> Iterator[Metric]:
         memory = GaugeMetricFamily(
             "pgdefer_worker_memory_bytes",
             "Resident bytes of a live worker's processes.",
             labels=["worker", "name"],
         )
-        for worker in self._app.list_workers():
+        for worker in self._app.list_workers(connection=connection):
             if worker.is_alive and worker.memory is not None:
                 memory.add_metric([str(worker.id), worker.name], worker.memory)
         yield memory

@@ -252,6 +252,56 @@ async def test_metrics_that_fail(
         assert "Traceback" not in caplog.text
 
 
+async def test_metrics_while_a_table_is_locked(
+    app: App, conn: psycopg.Connection[Any], connect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    prometheus.instrument(app, registry=registry, queues=True)
+    said = "the metrics lack figures from the database: "
+    late = f"{said}canceling statement due to statement timeout"
+    waiting = """
+        select count(*) from pg_stat_activity
+        where wait_event_type = 'Lock' and query like '%queue.stats()%'
+    """
+    async with running(app, http="127.0.0.1:0") as worker:
+        await until(lambda: worker.id)
+        with connect(autocommit=False) as holder:
+            holder.execute("lock table queue.job_override in access exclusive mode")
+            scrapes = [asyncio.create_task(get(worker, "/metrics")) for _ in range(8)]
+            most = 0
+            while not all(scrape.done() for scrape in scrapes):
+                ((count,),) = conn.execute(waiting).fetchall()
+                most = max(most, count)
+                await asyncio.sleep(0.01)
+            for scrape in scrapes:
+                status, text = scrape.result()
+                assert status == 200
+                assert "pgdefer_failures" in text
+                assert "pgdefer_jobs" not in text
+            assert most == 1, "they share the answer"
+            caplog.clear()
+            await get(worker, "/metrics")
+            assert caplog.text.count(said) == caplog.text.count(late) == 1
+        assert "pgdefer_worker_memory_bytes" in (await get(worker, "/metrics"))[1]
+
+
+async def test_metrics_without_a_connection(
+    dsn: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "TIMEOUT", 0.1)
+    registry = prometheus_client.CollectorRegistry()
+    app = App(dsn, max_connections=1)
+    prometheus.instrument(app, registry=registry, queues=True)
+    assert app.metrics is not None
+    with app.client.transaction():
+        text = (await asyncio.to_thread(app.metrics))[1].decode()
+    assert "pgdefer_failures" in text
+    assert "the metrics lack figures from the database: no answer within 0.1 s" in caplog.text
+    monkeypatch.setattr(prometheus, "TIMEOUT", 300.0)
+    assert "pgdefer_worker_memory_bytes" in (await asyncio.to_thread(app.metrics))[1].decode()
+    app.close()
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "nohost.invalid"])
 def test_an_address_that_can_not_be_served(host: str) -> None:
     with socket.socket() as taken:
