@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import json
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import sqlalchemy as sa
@@ -73,6 +74,31 @@ class _Endless(sa.types.TypeDecorator[dt.datetime]):
         return sa.case((raw > last, last), (raw < first, first), else_=raw)
 
 
+class _Json(sa.types.TypeDecorator[Any]):
+    """JSON of any client. What Python can't read is given as text: huge numbers, deep nesting.
+
+    It is fetched as text, because a driver would fail before the value gets here.
+    """
+
+    impl = JSONB
+    cache_ok = True
+
+    def column_expression(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+        return sa.type_coerce(sa.cast(column, sa.Text), self)
+
+    def coerce_compared_value(self, op: Any, value: Any) -> Any:
+        return self.impl_instance.coerce_compared_value(op, value)
+
+    def process_result_value(self, value: str | None, dialect: sa.Dialect) -> Any:
+        if value is None:
+            return None
+        loads = getattr(dialect, "_json_deserializer", None) or json.loads  # the engine's
+        try:
+            return loads(value)
+        except (RecursionError, ValueError):
+            return value
+
+
 _Int = Annotated[int, mapped_column(sa.Integer)]
 _Until = Annotated[dt.datetime, mapped_column(_Endless)]
 
@@ -86,7 +112,7 @@ class Base(DeclarativeBase):
         str: sa.Text,
         dt.datetime: sa.TIMESTAMP(timezone=True),
         dt.timedelta: INTERVAL,
-        dict[str, Any]: JSONB,
+        dict[str, Any]: _Json,
         list[int]: ARRAY(sa.BigInteger),
         list[str]: ARRAY(sa.Text),
     }
@@ -127,7 +153,7 @@ class Job(Base):
     claim: Mapped[int | None]
     worker_id: Mapped[int | None]
     error: Mapped[str | None]
-    result: Mapped[Any | None] = mapped_column(JSONB)
+    result: Mapped[Any | None] = mapped_column(_Json)
     description: Mapped[str | None]
     headers: Mapped[dict[str, Any] | None]
     parent: Mapped[int | None]
@@ -174,7 +200,7 @@ class Attempt(Base):
     finished_at: Mapped[dt.datetime]
     outcome: Mapped[str]
     error: Mapped[str | None]
-    details: Mapped[Any | None] = mapped_column(JSONB)
+    details: Mapped[Any | None] = mapped_column(_Json)
 
     job: Mapped[Job | None] = relationship(
         primaryjoin=lambda: foreign(Attempt.job_id) == Job.id,
@@ -194,7 +220,7 @@ class Step(Base):
 
     job_id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(primary_key=True)
-    value: Mapped[Any | None] = mapped_column(JSONB)
+    value: Mapped[Any | None] = mapped_column(_Json)
     fingerprint: Mapped[str | None]
     claim: Mapped[int]
     finished_at: Mapped[dt.datetime]
@@ -241,7 +267,7 @@ class Audit(Base):
     args: Mapped[dict[str, Any]]
     ids: Mapped[list[int] | None]
     queues: Mapped[list[str] | None]
-    before: Mapped[Any | None] = mapped_column(JSONB)
+    before: Mapped[Any | None] = mapped_column(_Json)
 
 
 class Queue(Base):

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
-from sqlalchemy.dialects.postgresql import ARRAY, JSONB
+from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext import asyncio as sa_async
 
 from pgdefer import models
@@ -91,7 +91,7 @@ def test_everything_is_typed() -> None:
             is_optional = type(None) in typing.get_args(inner)
             assert is_optional == column.nullable, column
             kind = options[0] if is_optional else inner
-            if isinstance(column.type, JSONB):
+            if isinstance(column.type, models._Json):
                 assert kind in {Any, dict[str, Any]}
             else:
                 loaded = getattr(column.type, "impl_instance", column.type).python_type
@@ -266,6 +266,35 @@ def test_a_job_is_found_by_its_index(conn: Connection, session: orm.Session) -> 
         text = query.compile(session.get_bind(), compile_kwargs={"literal_binds": True})
         plan = session.execute(sa.text(f"explain {text}")).scalars().all()
         assert not [line for line in plan if "Seq Scan on job " in line], "\n".join(plan)
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_json_that_python_can_not_read_is_text(
+    conn: Connection, dsn: str, driver: str
+) -> None:
+    number, nested = f'{{"a": {"1" * 5_000}}}', f'{{"a": {"[" * 5_000}{"]" * 5_000}}}'
+    for args in ('{"a": {"b": [1, null]}}', number, nested):
+        conn.execute("select queue.defer('t', %s::text::jsonb)", [args])
+    engine = sa_async.create_async_engine(url_of(dsn, driver))
+    async with sa_async.AsyncSession(engine) as session:
+        jobs = (await session.scalars(sa.select(Job).order_by(Job.id))).all()
+        assert [job.args for job in jobs] == [{"a": {"b": [1, None]}}, number, nested]
+        assert [job.headers for job in jobs] == [None] * 3
+        by_path = sa.select(Job.args["a"]["b"], Job.args["a"]["b"][0].as_integer(), Job.id).where(
+            Job.args.contains({"a": {"b": [1]}}), Job.args[("a", "b", 0)].astext == "1"
+        )
+        assert (await session.execute(by_path)).all() == [([1, None], 1, jobs[0].id)]
+        inner = sa.select(Job).where(Job.args["a"]["b"] == [1, None]).subquery()
+        assert (await session.scalars(sa.select(inner.c.args))).all() == [jobs[0].args]
+    await engine.dispose()
+
+
+def test_an_engine_reads_json_in_its_way(conn: Connection, dsn: str) -> None:
+    id = defer(conn)
+    engine = sa.create_engine(url_of(dsn), json_deserializer=lambda text: f"read {text}")
+    with orm.Session(engine) as session:
+        assert session.get_one(Job, id).args == "read {}"
+    engine.dispose()
 
 
 async def test_async(conn: Connection, dsn: str) -> None:
