@@ -126,13 +126,33 @@ def test_a_login_leads_to_the_page_that_was_asked_for(site: str) -> None:
 def test_after_the_logout_the_session_is_gone(login: Login) -> None:
     client = login("page_reader")
     name = client.cookies["pgdefer_session"]
-    assert client.post("/logout", data={"token": "x"}).status_code == 303
-    client.cookies.set("pgdefer_session", name)
+    form = {"token": token(client.get("/jobs"))}
+    evil = {"origin": "https://evil.example"}
+    for answer in (
+        client.post("/logout", data={"token": "x"}),
+        client.post("/logout"),
+        client.post("/logout", data=form, headers=evil),
+        client.post("/logout", data=form, headers={"sec-fetch-site": "cross-site"}),
+    ):
+        assert answer.status_code == 403
+        assert "set-cookie" not in answer.headers
     assert client.get("/jobs").status_code == 200, "somebody else's form ends no session"
-    client.cookies.set("pgdefer_session", name)
-    client.post("/logout", data={"token": token(client.get("/jobs"))})
+    answer = client.post("/logout", data=form)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login")
+    assert "pgdefer_session" not in client.cookies
     client.cookies.set("pgdefer_session", name)
     assert client.get("/jobs").status_code == 303
+    answer = client.post("/logout", data=form)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login?ended=1")
+
+
+def test_head_is_answered_as_get(site: str, login: Login) -> None:
+    with visitor(site) as client:
+        answer = client.head("/login")
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert client.head("/jobs").headers["location"] == "/login?next=%2Fjobs"
+    answer = login("page_reader").head("/jobs")
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 # Display
@@ -666,6 +686,37 @@ def test_behind_a_proxy_that_names_the_role(dsn: str, conn: Connection, granted:
         form = {"token": token(client.get("/jobs", headers=operator))}
         assert client.post(path, data=form, headers=operator).status_code == 303
     assert state(conn, ids["ready"]) == "held"
+
+
+@pytest.fixture
+def odd_roles(conn: Connection) -> Iterator[list[str]]:
+    """Roles outside ASCII; the last has as long a name as a role can have."""
+    roles = ["jörg", "ж" * 31 + "x"]
+    for role in roles:
+        name = psycopg.sql.Identifier(role)
+        conn.execute(psycopg.sql.SQL("create role {}").format(name))
+        conn.execute("select queue.grant_access(%s, 'reader')", [role])
+    yield roles
+    for role in roles:
+        name = psycopg.sql.Identifier(role)
+        conn.execute(psycopg.sql.SQL("drop owned by {0}; drop role {0}").format(name))
+
+
+def test_a_proxy_names_a_role_in_utf8(dsn: str, odd_roles: list[str]) -> None:
+    with serving(web.asgi(dsn, role_header="x-role")) as site:
+
+        def ask(header: bytes) -> httpx.Response:
+            with visitor(site) as client:
+                return client.get("/jobs", headers={b"x-role": header})
+
+        for role in odd_roles:
+            answer = ask(role.encode())
+            assert answer.status_code == 200
+            assert role in answer.text
+        for header in ("jörg".encode("latin-1"), f"{odd_roles[1]}y".encode(), b"x" * 64):
+            answer = ask(header)
+            assert answer.status_code == 403
+            assert "The proxy has named no role" in answer.text
 
 
 def test_a_lost_connection_is_made_again(login: Login, conn: Connection) -> None:

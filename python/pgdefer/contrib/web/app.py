@@ -39,7 +39,10 @@ HEADERS = {
     "referrer-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
+OTHER_SITE = "The form comes from another site."
+OUT_OF_DATE = "This form is out of date. Open the page again."
 STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
+LONGEST_ROLE = 63  # bytes
 Handler = Callable[[Visit], Response]
 
 
@@ -139,12 +142,12 @@ class Page:
     def _writes(self, act: Handler) -> Callable[[Request], Any]:
         def write(visit: Visit) -> Response:
             if not visit.session.has_sent(visit.form.text("token")):
-                return failure(visit.request, 403, "This form is out of date. Open the page again.")
+                return failure(visit.request, 403, OUT_OF_DATE)
             return act(visit)
 
         async def answer(request: Request) -> Response:
             if not _is_own(request):
-                return failure(request, 403, "The form comes from another site.")
+                return failure(request, 403, OTHER_SITE)
             form = await read_form(request)
             return await run_in_threadpool(self._answer, request, form, write)
 
@@ -173,7 +176,7 @@ class Page:
     def _to_login(self, request: Request) -> Response:
         if self._role_header is not None:
             return failure(request, 403, "The proxy has named no role that may see this page.")
-        query = {"next": _below(request)} if request.method == "GET" else {}
+        query = {"next": _below(request)} if request.method != "POST" else {}
         if COOKIE in request.cookies:
             query["ended"] = "1"
         tail = f"?{urllib.parse.urlencode(query)}" if query else ""
@@ -183,8 +186,8 @@ class Page:
         session = self._sessions.get(request.cookies.get(COOKIE, ""))
         if self._role_header is None:
             return session
-        role = request.headers.get(self._role_header, "")
-        if role in ("", "none") or "\0" in role:  # "none" would mean the role that connects
+        role = _named_role(request.headers.get(self._role_header, ""))
+        if role is None:
             return None
         if session is None or session.role != role:
             database = self._databases.get(role) or Database(self._dsn, self._pool, role=role)
@@ -213,7 +216,7 @@ class Page:
     async def _login(self, request: Request) -> Response:
         if self._role_header is not None:
             return RedirectResponse(f"{root_of(request)}/", 303)
-        if request.method == "GET":
+        if request.method != "POST":
             is_ended = "ended" in request.query_params
             return _login_page(request, "Your session has ended. Log in again." if is_ended else "")
         form = await read_form(request)
@@ -261,10 +264,15 @@ class Page:
         return response
 
     async def _logout(self, request: Request) -> Response:
+        if not _is_own(request):
+            return failure(request, 403, OTHER_SITE)
         form = await read_form(request)
         session = self._sessions.get(request.cookies.get(COOKIE, ""))
-        if session is not None and session.has_sent(form.text("token")):
-            self._sessions.drop(session)
+        if session is None:
+            return self._to_login(request)
+        if not session.has_sent(form.text("token")):
+            return failure(request, 403, OUT_OF_DATE)
+        self._sessions.drop(session)
         response = RedirectResponse(f"{root_of(request)}/login", 303)
         response.delete_cookie(COOKIE, path=root_of(request) or "/")
         return response
@@ -291,6 +299,18 @@ def _is_own(request: Request) -> bool:
         return False
     origin = request.headers.get("origin")
     return origin is None or origin.partition("://")[2] == request.url.netloc
+
+
+def _named_role(header: str) -> str | None:
+    """Return the role that a header names in UTF-8, None if it names none."""
+    sent = header.encode("latin-1")  # starlette has decoded its bytes as latin-1
+    try:
+        role = sent.decode()
+    except UnicodeDecodeError:
+        return None
+    # "none" would mean the role that connects; a longer name would be cut to another one
+    is_name = role not in ("", "none") and "\0" not in role and len(sent) <= LONGEST_ROLE
+    return role if is_name else None
 
 
 def _set_cookie(request: Request, response: Response, name: str, value: str) -> None:
