@@ -224,8 +224,7 @@ begin
   standing := 'busy';
   if v_xid is not distinct from pg_current_xact_id_if_assigned()
       and p_id > coalesce((select max(r.upto) from queue.rehearsal r), 0)
-    or exists (select from queue.pending_settlement h where h.job_id = p_id and h.kind in ('ended', 'again')
-                 and not (h.kind = 'again' and h.flags = 0 and h.payload is null))
+    or queue._is_unsettled(p_id)
     or not queue._try_lock_queueing_lock(p_id)
   then
     return;
@@ -240,10 +239,19 @@ begin
   end if;
   perform from queue.finished f where f.id = p_id for update skip locked;
   if found then
-    standing := 'finished';
+    -- it may have ended since the first look: then its settlement has come with it
+    standing := case when queue._is_unsettled(p_id) then 'busy' else 'finished' end;
   elsif not exists (select from queue.finished f where f.id = p_id) and queue._is_gated(p_id) then
     standing := 'open';
   end if;
+end $$;
+
+-- Whether the end of a claim of a job is not settled.
+create or replace function queue._is_unsettled(p_id bigint)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (select from queue.pending_settlement h where h.job_id = p_id and h.kind in ('ended', 'again')
+    and not (h.kind = 'again' and h.flags = 0 and h.payload is null));
 end $$;
 
 -- Whether a job waits in a gate: other jobs that are neither in queue.active_job nor in queue.finished are
