@@ -8937,15 +8937,18 @@ create or replace function queue._refuse_cycle(p_id bigint, p_needs bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_pending record;
+  v_path bigint[];
 begin
   if p_needs = '{}' then
     return;
   end if;
   select y.jobs, y.needs into v_pending from queue._pending_yields() y;
   if queue._closes_cycle(p_id, p_needs, v_pending.jobs, v_pending.needs) then
+    v_path := queue._cycle_path(p_id, p_needs, v_pending.jobs, v_pending.needs);
     raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
-      detail = 'path: '
-        || array_to_string(queue._cycle_path(p_id, p_needs, v_pending.jobs, v_pending.needs), ' -> '),
+      detail = 'path: ' || case when cardinality(v_path) <= 20 then array_to_string(v_path, ' -> ')
+        else format('%s -> ... (%s more) -> %s', array_to_string(v_path[:10], ' -> '),
+          cardinality(v_path) - 20, array_to_string(v_path[cardinality(v_path) - 9:], ' -> ')) end,
       hint = 'A job can''t need a job that needs it, directly or through others.';
   end if;
 end $$;
@@ -8969,33 +8972,59 @@ begin
   end if;
 end $$;
 
+-- The place in the sorted p_ids of the first that is not below p_id, or the place after the last.
+-- width_bucket would copy the whole array each time.
+create or replace function queue._place_in(p_ids bigint[], p_id bigint)
+returns integer language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_low integer := 1;
+  v_high integer := cardinality(p_ids) + 1;
+  v_middle integer;
+begin
+  while v_low < v_high loop
+    v_middle := (v_low + v_high) / 2;
+    if p_ids[v_middle] < p_id then
+      v_low := v_middle + 1;
+    else
+      v_high := v_middle;
+    end if;
+  end loop;
+  return v_low;
+end $$;
+
 -- A job below p_needs (one of them, or needed by one) that waits in an ordered lock behind p_id or behind a
 -- job that needs p_id: the holder. NULL if there is none. A mutex job waits for no place, and slots are free
--- meanwhile. Under any, a need does not hold its job up.
--- p_jobs, p_more: additional needs that are not written yet.
+-- meanwhile. Under any, a need does not hold its job up. The holder is an older member of that lock. So if
+-- there is none, the walk over those who need p_id, who may be many, does not begin.
+-- p_jobs, p_more: additional needs that are not written yet, as _pending_yields returns them.
 create or replace function queue._blocked_need(p_id bigint, p_needs bigint[], p_jobs bigint[],
   p_more bigint[], out id bigint, out holder bigint, out lock text)
 language plpgsql stable parallel safe security invoker as $$
+declare
+  v_needed bigint[];
+  v_needing bigint[];
 begin
   if p_needs = '{}' or p_id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
     and p_id = any (p_more) is not true
     and (select j.lock from queue.job_now j where j.id = p_id) is null then
     return;
   end if;
+  select array_agg(y.need_id order by y.need_id), array_agg(y.job_id order by y.need_id)
+  into v_needed, v_needing from unnest(p_jobs, p_more) y (job_id, need_id);
   with recursive below (id) as (
     select n from unnest(p_needs) n
     union
     select d.id
-    from below b
+    from below w
     cross join lateral (
-      select j.options, j.needs from queue.job_now j where j.id = b.id and not j.ignores_needs
-        and not exists (select from queue.finished f where f.id = b.id) offset 0) j
+      select j.options, j.needs from queue.job_now j where j.id = w.id and not j.ignores_needs
+        and not exists (select from queue.finished f where f.id = w.id) offset 0) j
     cross join lateral (
-      (select d.need_id as id from queue.need d where d.job_id = b.id offset 0)
+      (select d.need_id as id from queue.need d where d.job_id = w.id offset 0)
       union all
       select n from unnest(j.needs) n
       union all
-      select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = b.id) d
+      select p_more[i] as id from generate_series(queue._place_in(p_jobs, w.id), queue._place_in(p_jobs, w.id + 1) - 1) i where p_jobs is not null) d
     where queue._needs_mode(j.options) & 1/* any */ = 0),
   blocked as materialized (
     select j.lock, max(j.id) as id
@@ -9003,7 +9032,9 @@ begin
       select j.id, j.lock from queue.job_now j
       where j.id = b.id and j.lock is not null and j.flags & 2/* mutex */ = 0
         and not exists (select from queue.finished f where f.id = b.id) offset 0) j
-    group by j.lock),
+    group by j.lock
+    having (select m.id from queue.lock_member m where m.lock = j.lock and m.id < max(j.id)
+      order by m.id desc limit 1) is not null),
   above (id) as (
     select p_id where exists (select from blocked)
     union
@@ -9013,7 +9044,9 @@ begin
       select d.job_id from queue.need d
       where d.need_id = a.id and (d.mode & 4/* ended */ = 0 or d.claim is not null)
       union all
-      select y.job_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.need_id = a.id) d
+      select v_needing[i] from generate_series(
+        queue._place_in(v_needed, a.id), queue._place_in(v_needed, a.id + 1) - 1) i
+      where v_needed is not null) d
     cross join lateral (select from queue.job_now j
       where j.id = d.job_id and not j.ignores_needs and queue._needs_mode(j.options) & 1/* any */ = 0
         and not exists (select from queue.finished f where f.id = d.job_id) offset 0) j)
@@ -9025,11 +9058,14 @@ begin
   order by b.id limit 1;
 end $$;
 
--- Yields that are committed and not settled yet: jobs[i] will need needs[i].
+-- Yields that are committed and not settled yet: jobs[i] will need needs[i]. Sorted by jobs, because a walk
+-- looks for the needs of each job that it reaches.
 create or replace function queue._pending_yields(out jobs bigint[], out needs bigint[])
 language plpgsql stable parallel safe security invoker as $$
 begin
-  select array_agg(h.job_id), array_agg(n.id::bigint) into jobs, needs
+  select array_agg(h.job_id order by h.job_id, n.id::bigint),
+    array_agg(n.id::bigint order by h.job_id, n.id::bigint)
+  into jobs, needs
   from queue.pending_settlement h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)
   where h.kind = 'again'
     and h.xid >= (select least(k.next_xid, k.in_flight[1]) from queue.cursor_now k);
@@ -9037,7 +9073,7 @@ end $$;
 
 -- Whether one of p_needs needs p_id, directly or indirectly. Needs that have succeeded count: they may be
 -- retried.
--- p_jobs, p_more: additional needs that are not written yet.
+-- p_jobs, p_more: additional needs that are not written yet, as _pending_yields returns them.
 create or replace function queue._closes_cycle(p_id bigint, p_needs bigint[], p_jobs bigint[],
   p_more bigint[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
@@ -9050,49 +9086,50 @@ begin
       select n from unnest(p_needs) n
       union
       select d.id
-      from walk w
-      cross join lateral (
-        (select d.need_id as id from queue.need d where d.job_id = w.id offset 0)
-        union all
-        (select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = w.id)
-        union all
-        (select n from (select j.needs from queue.job j where j.id = w.id offset 0) j
-          cross join lateral unnest(j.needs) n)) d
+      from walk w cross join lateral ((select d.need_id as id from queue.need d where d.job_id = w.id offset 0) union all select p_more[i] as id from generate_series(queue._place_in(p_jobs, w.id), queue._place_in(p_jobs, w.id + 1) - 1) i where p_jobs is not null union all select n from (select j.needs from queue.job j where j.id = w.id offset 0) j cross join lateral unnest(j.needs) n) d
       where w.id <> p_id)
     select from walk w where w.id = p_id);
 end $$;
 
--- The shortest cycle that p_needs would create: p_id, its need, and so on to p_id.
+-- The shortest cycle that p_needs would create: p_id, its need, and so on to p_id. A walk that carried the
+-- distance would reach a job once for each distance. So it carries only ids, and reaches the nearest first:
+-- then the first job that led to an id is on a shortest path to it. The walk ends when it reaches p_id.
 create or replace function queue._cycle_path(p_id bigint, p_needs bigint[], p_jobs bigint[], p_more bigint[])
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 declare
+  v_id bigint;
   v_ids bigint[];
-  v_depths integer[];
-  v_path bigint[] := array[p_id];
-  v_depth integer;
+  v_from integer[];
+  v_place integer;
+  v_back bigint[] := array[p_id];
 begin
-  with recursive walk (id, depth) as (
-    select n, 1 from unnest(p_needs) n
-    union
-    select d.id, w.depth + 1
-    from walk w
-    cross join lateral (
-      select d.id from queue._direct_needs(w.id) d
+  for v_id in
+    with recursive walk (id) as (
+      select n from unnest(p_needs) n
       union
-      select y.need_id from unnest(p_jobs, p_more) y (job_id, need_id) where y.job_id = w.id) d
-    where w.id <> p_id and w.depth < 100000)
-  select array_agg(w.id), array_agg(w.depth), min(w.depth) filter (where w.id = p_id)
-  into v_ids, v_depths, v_depth from walk w;
-  while v_depth > 1 loop
-    v_depth := v_depth - 1;
-    select w.id || v_path into v_path from unnest(v_ids, v_depths) w (id, depth)
-    where w.depth = v_depth
-      and (exists (select from queue._direct_needs(w.id) d where d.id = v_path[1])
-           or exists (select from unnest(p_jobs, p_more) y (job_id, need_id)
-             where y.job_id = w.id and y.need_id = v_path[1]))
-    limit 1;
+      select d.id from walk w cross join lateral ((select d.need_id as id from queue.need d where d.job_id = w.id offset 0) union all select p_more[i] as id from generate_series(queue._place_in(p_jobs, w.id), queue._place_in(p_jobs, w.id + 1) - 1) i where p_jobs is not null union all select n from (select j.needs from queue.job j where j.id = w.id offset 0) j cross join lateral unnest(j.needs) n) d)
+    select w.id from walk w
+  loop
+    v_ids := v_ids || v_id;
+    exit when v_id = p_id;
   end loop;
-  return p_id || v_path;
+  v_from := array(
+    select x.first_from
+    from (
+      select y.n, min(y.from_n) over (partition by y.id) as first_from
+      from (
+        select u.id, u.n, null::bigint as from_n from unnest(v_ids) with ordinality u (id, n)
+        union all
+        select d.id, null, w.n
+        from unnest(v_ids) with ordinality w (id, n) cross join lateral ((select d.need_id as id from queue.need d where d.job_id = w.id offset 0) union all select p_more[i] as id from generate_series(queue._place_in(p_jobs, w.id), queue._place_in(p_jobs, w.id + 1) - 1) i where p_jobs is not null union all select n from (select j.needs from queue.job j where j.id = w.id offset 0) j cross join lateral unnest(j.needs) n) d) y) x
+    where x.n is not null
+    order by x.n);
+  v_place := cardinality(v_ids);
+  while v_place > cardinality(p_needs) loop
+    v_place := v_from[v_place];
+    v_back := v_back || v_ids[v_place];
+  end loop;
+  return p_id || array(select v_back[i] from generate_series(cardinality(v_back), 1, -1) i);
 end $$;
 
 -- admit/yields.sql

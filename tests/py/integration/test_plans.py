@@ -276,3 +276,27 @@ def _operate(session: Session, kind: str, ids: Sequence[int]) -> None:
         session.watched(
             f"fetch after {call}, {kind}", "select * from queue.fetch(%s)", session.worker
         )
+
+
+def test_no_walk_over_needs_reads_more_than_the_jobs_it_reaches(session: Session) -> None:
+    first, *parents = session.defer("plain", range(3))
+    session.admit()
+    claims = dict(session("select id, claim from queue.fetch(%s, max_jobs => 3)", session.worker))
+    wait = "select queue.await_jobs(%s, %s, 'children', %s)"
+    for parent in parents:
+        children = session.defer("spent", range(60))  # each with each would be far above LIMIT
+        session.watched("await while others wait", wait, parent, claims[parent], children)
+    session.admit()
+    ids = [first]
+    for _ in range(30):  # a job has over LIMIT places on the ways to the first
+        ids += session("select queue.defer('t', needs => %s)", ids[-2:])[0]
+    session.admit()
+    refused = "select queue.retry_later(%s, %s, needs => %s)"
+    with pytest.raises(psycopg.Error, match="cycle"):
+        session.watched("a cycle", refused, first, claims[first], [ids[-1]])
+    session("select count(queue.defer('t', needs => %s)) from generate_series(1, 300)", [first])
+    session.admit()
+    locked = session.defer("locks", range(1))
+    session.watched("await with a lock", wait, first, claims[first], locked)
+    session.watched("settle it", "select * from queue.tick()")
+    assert session.offences == []

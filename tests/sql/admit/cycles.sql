@@ -1,6 +1,6 @@
 -- A job can't wait for one that waits behind it for its own lock: both would wait for ever.
 
-select plan(28);
+select plan(37);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -63,6 +63,12 @@ select pg_temp.defer('L', 'ordered') as c, pg_temp.defer(null, null) as n \gset
 select is(pg_temp.refusal('select queue.retry_later(%s, %s, needs => array[%s, %s])', :p, :claim, :c, :n), 'waits', 'a job that waits for any of several may name such a one');
 call pg_temp.clear();
 
+-- An older one of its lock, behind another one that is even older
+select queue.defer('t', lock => 'L', scheduled_at => now() + interval '1 hour') as oldest, pg_temp.defer('L', 'ordered') as older, pg_temp.defer('L', 'mutex') as p \gset
+select pg_temp.claim(:p) as claim \gset
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :older), 'waits', 'an older one goes first, whoever is before it');
+call pg_temp.clear();
+
 -- Whether a job may wait for a younger one of its lock, by their modes, and what that one then does
 select pg_temp.defer('L', 'mutex') as p \gset
 select pg_temp.claim(:p) as claim \gset
@@ -105,7 +111,7 @@ select queue.tick() \g /dev/null
 select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :c), '%: job ' || :c || ' waits behind job ' || :needing || ' for lock L.%', 'also if that one needs it from the beginning');
 select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :d), 'waits', 'one that needs any of several holds up nobody for good');
 call pg_temp.clear();
-select pg_temp.defer('L', 'ordered') as top \gset
+select queue.defer('t', lock => 'L', scheduled_at => now() + interval '1 hour') as oldest, pg_temp.defer('L', 'mutex') as top \gset
 select pg_temp.claim(:top) as claim \gset
 select pg_temp.defer(null, null) as p \gset
 select queue.await_jobs(:top, :claim, 'p', array[:p]) \g /dev/null
@@ -122,6 +128,47 @@ select pg_temp.claim(:p) as claim \gset
 select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :p, :claim, :c), '%cycle%', 'the lock that a job has now counts');
 select queue.succeed(:p, :claim) \g /dev/null
 select isnt(pg_temp.claim(:c), null, 'without the wait, all go on');
+call pg_temp.clear();
+
+-- Waits that are not settled yet, of several jobs for several, in another order than that of their ids
+select queue.defer('t', lock => 'L') as a, queue.defer('t') as b, queue.defer('t') as c, queue.defer('t') as d, queue.defer('t') as x, queue.defer('t') as y \gset
+select pg_temp.claim(:a) as claim_a, pg_temp.claim(:b) as claim_b, pg_temp.claim(:c) as claim_c, pg_temp.claim(:d) as claim_d \gset
+select queue.await_jobs(:c, :claim_c, 'aw', array[:x, :d, :y]), queue.await_jobs(:a, :claim_a, 'aw', array[:y, :b]), queue.await_jobs(:b, :claim_b, 'aw', array[:x, :c]) \g /dev/null
+select queue.defer('t', lock => 'L') as behind, queue.defer('t', lock => 'M') as other \gset
+select is((select count(*) from queue.need), 0::bigint, 'three jobs wait, which is not settled yet');
+select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :d, :claim_d, :a), format('%% path: %s -> %s -> %s -> %s -> %s.%%', :d, :a, :b, :c, :d), 'a cycle by way of all three');
+select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :d, :claim_d, :behind), '% job ' || :behind || ' waits behind job ' || :a || ' for lock L.%', 'a lock by way of all three');
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s, %s, %s])', :d, :claim_d, :x, :y, :other), 'waits', 'other jobs are no obstacle');
+call pg_temp.clear();
+
+-- Walks: how often the needs of a job are looked up
+create function pg_temp.lookups() returns bigint language sql as $$ select s.idx_scan from pg_stat_xact_user_tables s where s.relid = 'queue.need'::regclass $$;
+select queue.defer('t') as first \gset
+do $$
+declare
+  v_ids bigint[] := array[(select max(j.id) from queue.job j)];
+begin
+  for k in 1 .. 200 loop
+    v_ids := v_ids || queue.defer('t', needs => v_ids[greatest(k - 1, 1):]);
+  end loop;
+end $$;
+select max(j.id) as last from queue.job j \gset
+select pg_temp.claim(:first) as claim \gset
+begin;
+select pg_temp.lookups() as before \gset
+select is(pg_temp.refusal('select queue.retry_later(%s, %s, needs => array[%s])', :first, :claim, :last), 'the new need would create a dependency cycle: path: '
+  || (select :first || string_agg(' -> ' || :last - 2 * n, '' order by n) from generate_series(0, 8) n) || ' -> ... (82 more)'
+  || (select string_agg(' -> ' || :first + 2 * n, '' order by n desc) from generate_series(0, 9) n) || '. A job can''t need a job that needs it, directly or through others.',
+  'the shortest of many ways, whose middle is left out');
+select cmp_ok(pg_temp.lookups() - :before, '<=', 4 * 200::bigint, 'is found without looking at a job once for each way to it');
+rollback;
+select pg_temp.defer('L', 'ordered') as c \gset
+begin;
+select pg_temp.lookups() as before \gset
+select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :first, :claim, :c), 'waits', 'a job that 200 need may wait for one with a lock');
+select cmp_ok(pg_temp.lookups() - :before, '<', 20::bigint, 'and if nobody is before that one, they are not looked at');
+commit;
+call pg_temp.clear();
 select is_empty('select * from queue.check()', 'all is sound');
 
 select * from finish();
