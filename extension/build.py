@@ -42,11 +42,11 @@ BUILD = ROOT / "build"
 GUARD = """\
 do $pgdefer_guard$
 declare
-  v_owner oid := (
+  v_owner pg_catalog.oid := (
     select n.nspowner from pg_catalog.pg_namespace n
     where n.nspname operator(pg_catalog.=) 'queue');
-  v_schema oid := 'queue'::pg_catalog.regnamespace;
-  v_others text;
+  v_schema pg_catalog.oid := 'queue'::pg_catalog.regnamespace;
+  v_others pg_catalog.text;
   v_is_ours boolean := (
     select v_owner operator(pg_catalog.=) r.oid
       or (not r.rolsuper and pg_catalog.pg_has_role(r.oid, v_owner, 'USAGE'))
@@ -445,6 +445,7 @@ def as_plain(script: str) -> str:
         f"-- pgdefer {number}, for psql -f where no extension may be installed. Running it\n"
         "-- again upgrades. One transaction: all of it or nothing.\n\n"
         "begin;\n\n"
+        "set local search_path = pg_catalog, pg_temp;\n"
         "set local check_function_bodies = off;\n"
         "set local client_min_messages = warning;\n\n"
         f"create schema if not exists queue;\n\n{body.strip()}\n\n"

@@ -25,8 +25,8 @@ declare
   v_id bigint;
   v_claim bigint;
   v_is_cancelled boolean := false;
-  v_role text := pg_catalog.current_setting('role');
-  v_path text := pg_catalog.current_setting('search_path');
+  v_role pg_catalog.text := pg_catalog.current_setting('role');
+  v_path pg_catalog.text := pg_catalog.current_setting('search_path');
 begin
   if pg_catalog.int4lt(work.max_jobs, 1) then
     raise exception using errcode := '22023', message := 'max_jobs must be at least 1',
@@ -124,13 +124,13 @@ create or replace function queue.run_function(id bigint, claim bigint)
 returns table (state text, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
 declare
-  v_call record;
+  v_call pg_catalog.record;
   v_result pg_catalog.jsonb;
   v_has_returned boolean := false;
   v_options pg_catalog.jsonb;
-  v_state text;
-  v_message text;
-  v_context text;
+  v_state pg_catalog.text;
+  v_message pg_catalog.text;
+  v_context pg_catalog.text;
 begin
   select c.statement, c.args, c.timeout, c.late_at into v_call
   from queue.function_call(run_function.id, run_function.claim) c;

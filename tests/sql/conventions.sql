@@ -25,9 +25,9 @@ select is_empty($$
   select f.name, m[1] from functions f
   cross join regexp_replace(f.prosrc, '--[^\n]*|/[*][^*]*[*]/|''[^'']*''', '', 'g') code
   cross join regexp_matches(regexp_replace(code, 'operator\(pg_catalog\.[<>=]+\)|\mfor \w+ in\M|:=', '', 'gn'),
-                            '((?<!pg_catalog\.|queue\.)\m(?!coalesce|cast|log|values|from)\w+\s*\(|\m(distinct from|nullif|in|between|like|case)\M|[-+*/<>=~!@#%^&|`?:])', 'g') m
+                            '((?<!pg_catalog\.|queue\.)\m(?!coalesce|cast|log|values|from)\w+\s*\(|\m(distinct from|nullif|in|between|like|case)\M|(?<!pg_catalog\.)\m(text|record|jsonb|regclass|oid|timestamptz)\M|[-+*/<>=~!@#%^&|`?:])', 'g') m
   where f.name in ('defer', '_unrestricted', '_wake', 'run_function', 'work')
-$$, 'which qualify each function and operator, as does what is planned with defer');
+$$, 'which qualify each function, operator and type, as does what is planned with defer');
 select is_empty('select f.signature from functions f where f.is_internal and f.prosecdef', 'internal functions are security invoker');
 select results_eq($$select f.name from functions f where f.is_internal and exists (select from unnest(f.proconfig) c where c !~ '^(enable_|plan_cache_mode|jit=)')$$,
                   $$values ('_defer_any'::name)$$, 'without settings, but of the planner: defer calls one without a search_path of its own');

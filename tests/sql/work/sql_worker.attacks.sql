@@ -1,6 +1,6 @@
 -- A function that runs as a task can do nothing to its worker: errors of every class, claims that it ends itself, settings, roles, rights.
 
-select plan(39);
+select plan(42);
 
 create schema evil;
 create table evil.seen (what text);
@@ -43,6 +43,24 @@ where p.pronamespace = 'evil'::regnamespace \g /dev/null
 create function pg_temp.job(id bigint) returns text language sql as $$
   select concat_ws(' ', j.state, j.reason, j.attempts, j.result, left(j.error, 60)) from queue.jobs j where j.id = job.id
 $$;
+
+-- Types that hide the system's, in a session that has not compiled the worker yet
+create schema hides;
+create function hides.hit(value anyelement) returns boolean language plpgsql as $$
+begin
+  insert into evil.seen (what) values ('hit');
+  return true;
+end $$;
+select format('create domain hides.%I as pg_catalog.text check (hides.hit(value))', t)
+from unnest('{bool,int4,int8,interval,jsonb,name,record,text,timestamptz}'::text[]) t \gexec
+select queue.defer('length', '{"text": "hidden"}') as id, queue.defer('raises', '{"code": "22012"}') as raises \gset
+set search_path = hides, pg_catalog, tap;
+call queue.work();
+reset search_path;
+select is(pg_temp.job(:id), 'succeeded 1 6', 'with types that hide those of the system it works');
+select is(pg_temp.job(:raises), 'failed attempts 1 raised', 'errors too');
+select is_empty('select * from evil.seen', 'and their checks are not called');
+drop schema hides cascade;
 
 -- Errors of every class
 select queue.defer('raises', jsonb_build_object('code', c)) from unnest(
