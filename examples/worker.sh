@@ -112,7 +112,10 @@ send() {  # JOB...: sends their outcomes; a refused one is sent alone, then with
     0) for job; do unset "outcome[$job]"; done
       for row in "${rows[@]}"; do
         IFS=$'\t' read -r job error <<< "$row"; tell refused "$job" "$error"
-        if [[ $error == QJ005 ]]; then report "$job" failed "$(error "refused: $error" '{"retryable": false}')"; fi
+        if [[ $error == QJ005 || $error == QJ001 && $list == *"'id', ${job%.*}, 'claim', ${job#*.}, 'outcome', 'retry_later'"* ]]; then
+          # its needs would make a circle, or do not exist
+          report "$job" failed "$(error "refused: $error" '{"retryable": false}')"
+        fi
       done ;;
     1) if (($# > 1)); then for job; do send "$job"; done; else list=${list%%" || "*}
       outcome[$1]="${list/retry_later/failed} || '{\"error\": \"the outcome could not be stored\", \"result\": {

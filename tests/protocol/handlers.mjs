@@ -30,6 +30,9 @@ export default {
     writeFileSync(path, "");
     throw Object.assign(new Error("not yet"), { name: "RetryLater" });
   },
+  again_after_none() {
+    throw Object.assign(new Error("not yet"), { name: "RetryLater", needs: [999999999999] });
+  },
   large: () => "x".repeat(100_000),
   unstorable: () => ({ number: 1n }),
   nul() {

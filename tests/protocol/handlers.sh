@@ -19,6 +19,7 @@ handle() {
     hold) touch "$path.began"; until [[ -e $path ]] || ! kill -0 "$WORKER_PID"; do sleep 0.02; done ;;
     crash) if [[ ! -e $path ]]; then touch "$path"; kill -KILL "$WORKER_PID"; sleep 1; fi ;;
     again) if [[ ! -e $path ]]; then touch "$path"; echo '{"message": "not yet"}'; return 75; fi ;;
+    again_after_none) echo '{"needs": [999999999999]}'; return 75 ;;
     large) printf '"%*s"' 100000 '' | tr ' ' x ;;
     unstorable) echo '{"torn": ' ;;
     nul) printf 'a\0b' >&2; return 1 ;;

@@ -36,6 +36,11 @@ def test_retry_later(shared: Any) -> None:
     assert shared.value(message, [job["id"]]) == "not yet"
 
 
+def test_retry_later_after_a_job_that_does_not_exist(shared: Any) -> None:
+    (job,) = shared.end(shared.defer("again_after_none"))
+    assert (job["state"], job["reason"], job["attempts"]) == ("failed", "not_retryable", 1)
+
+
 def test_abort(shared: Any) -> None:
     id, _ = shared.hold()
     shared.reach(id, "running")

@@ -85,6 +85,11 @@ def again(path: str) -> None:
         raise pgdefer.RetryLater("not yet")
 
 
+@app.task(name="again_after_none")
+async def again_after_none() -> None:
+    raise pgdefer.RetryLater("not yet", needs=[999999999999])
+
+
 @app.task(name="large")
 async def large() -> str:
     return "x" * 100_000
