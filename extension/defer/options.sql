@@ -88,7 +88,8 @@ begin
   return v_options;
 end $$;
 
--- How long to keep a job by its outcome: an object of intervals, with those that are null left out.
+-- How long to keep a job by its outcome: an object of intervals as they were given, with those that are null
+-- left out. The text of an interval would depend on the setting IntervalStyle, and schedule compares.
 -- Raises: 22023.
 create or replace function queue._check_retain(p_retain jsonb)
 returns jsonb language plpgsql stable parallel unsafe security invoker as $$
@@ -101,8 +102,10 @@ begin
       perform queue._invalid('retain has an unknown outcome', 'Allowed: succeeded, failed, cancelled.',
         'outcome: ' || left(v_entry.key, 200));
     elsif v_entry.value <> 'null' then
+      perform queue._interval('retain.' || v_entry.key, v_entry.value);
       v_retain := v_retain || jsonb_build_object(v_entry.key,
-        queue._interval('retain.' || v_entry.key, v_entry.value)::text);
+        case when jsonb_typeof(v_entry.value) = 'number'
+          then to_jsonb(trim_scale(round(v_entry.value::numeric, 6))) else v_entry.value end);
     end if;
   end loop;
   return v_retain;

@@ -1,6 +1,6 @@
 -- Recurring runs: their jobs, changes, refusals, history, access.
 
-select plan(87);
+select plan(88);
 
 \ir schedules.helpers.psql
 
@@ -95,6 +95,11 @@ select is(pg_temp.jobs('changed'), 'ready 0', 'and no run before it is made up f
 select is(pg_temp.history('plain'), '2 changed, 0 job', 'which the history says');
 select pg_temp.work() \g /dev/null
 
+select queue.schedule('keeps', '@daily', 'e', options => '{"retain": {"failed": "36 hours", "succeeded": 90000.50}}'), queue.enable_schedule('keeps', false) \g /dev/null
+set intervalstyle = iso_8601;
+select is(queue.schedule('keeps', '@daily', 'e', options => '{"retain": {"failed": "36 hours", "succeeded": 90000.50}}'), null, 'nor with an interval, in a session that writes intervals in another style');
+reset intervalstyle;
+select queue.unschedule('keeps') \g /dev/null
 select queue.schedule('expires', '@daily', 'e', options => '{"expires_at": "2999-01-01T00:00:00+00:00"}'), queue.enable_schedule('expires', false) \g /dev/null
 set timezone = 'Europe/Paris';
 select is(queue.schedule('expires', '@daily', 'e', options => '{"expires_at": "2999-01-01T00:00:00+00:00"}'), null, 'nor from a session in another time zone');
