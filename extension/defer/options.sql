@@ -78,6 +78,7 @@ begin
         perform queue._invalid(v_option.key || ' must be text', 'Pass a JSON string.');
       elsif v_option.text <> '' then
         perform queue._check_name(v_option.key, v_option.text);
+        perform queue._check_template(v_option.key, v_option.text);
       end if;
     elsif v_option.key = 'concurrency' then
       perform queue._check_concurrency(null, null, v_option.value);
@@ -130,6 +131,7 @@ begin
         format('concurrency_limit: %s', coalesce(key_limit::text, 'NULL')));
     end if;
     perform queue._check_name('concurrency_key', key);
+    perform queue._check_template('concurrency_key', key);
     keys := array[key];
     limits := array[key_limit];
     v_terms := '[null]';
@@ -166,6 +168,7 @@ begin
       'weight', nullif(v_weight, 1)));
     terms := case when terms is not null or v_rate is not null or v_weight > 1 then v_terms end;
     perform queue._check_name('concurrency key', v_item ->> 'key');
+    perform queue._check_template('concurrency_key', v_item ->> 'key');
     if v_item ->> 'key' = any (keys) then
       perform queue._invalid('a concurrency key is named twice', 'Name each key once.',
         'key: ' || (v_item ->> 'key'));
@@ -219,6 +222,17 @@ begin
   end if;
 end $$;
 
+-- Raises: 22023 if _fill refuses the template whatever the args.
+create or replace function queue._check_template(what text, template text)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if strpos(template, '{{') > 0
+    and regexp_replace(template, '[{][{]|[}][}]|[{][^{}]*[}]', '', 'g') ~ '[{}]' then
+    perform queue._invalid(format('%s has a single brace beside doubled ones', what),
+      'Double each brace that encloses no field.', 'template: ' || left(template, 200));
+  end if;
+end $$;
+
 -- Fills {field} from args. A field that is missing in args, or is not a scalar, is an error. For a client's
 -- tagged value, {"__pgdefer__": type, "value": text}, its text counts, so that a UUID gives the same lock
 -- whether Python or a trigger wrote it. A doubled brace is one of the text. A single one that encloses no
@@ -237,11 +251,7 @@ begin
     perform queue._check_name(what, template);
     return template;
   end if;
-  if strpos(template, '{{') > 0
-    and regexp_replace(template, '[{][{]|[}][}]|[{][^{}]*[}]', '', 'g') ~ '[{}]' then
-    perform queue._invalid(format('%s has a single brace beside doubled ones', what),
-      'Double each brace that encloses no field.', 'template: ' || left(template, 200));
-  end if;
+  perform queue._check_template(what, template);
   v_parts := string_to_array(template, '{');
   v_text := replace(v_parts[1], '}}', '}');
   for i in 2 .. cardinality(v_parts) loop

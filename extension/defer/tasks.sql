@@ -36,6 +36,8 @@ begin
   elsif octet_length(v_defaults ->> 'queueing_lock') > 1000 then
     perform queue._check_name('queueing_lock', v_defaults ->> 'queueing_lock');
   end if;
+  perform queue._check_template(t.key, v_defaults ->> t.key)
+    from unnest('{lock,queueing_lock}'::text[]) t (key);
   v_options := queue._check_options(v_defaults -
     '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function,
       sensitive}'::text[]);

@@ -1,6 +1,6 @@
 -- Tasks: registered defaults, and refusals.
 
-select plan(79);
+select plan(83);
 
 select lives_ok($$select queue.register_task('plain')$$, 'a task without defaults');
 select lives_ok($$select queue.register_task('plain', null)$$, 'NULL for no defaults');
@@ -142,6 +142,15 @@ begin
 end $$;
 select queue.register_task(t.name, t.defaults -> 'none') from queue.tasks t;
 select is(pg_temp.lock_of('full'), 'none', 'without defaults defer uses none');
+-- Templates that every call of defer would refuse
+select is(array(select test.refusal(format('select queue.register_task(%L, %L)', 'braces', d)) from unnest(array['{"lock": "{{a}"}', '{"queueing_lock": "{{a}"}', '{"share": "{{a}"}',
+  '{"idempotency_key": "{{a}"}', '{"group": "{{a}"}', '{"concurrency_key": "{{a}", "concurrency_limit": 1}', '{"concurrency": [{"key": "{{a}", "limit": 1}]}']) d), array_fill('22023'::text, '{7}'),
+  'a single brace beside doubled ones');
+select throws_ok($$select queue.register_task('braces', '{"lock": "{{a}"}')$$, '22023', 'lock has a single brace beside doubled ones', 'with the same message');
+select throws_ok($$select queue.schedule('braces', '@daily', 't', options => '{"group": "{{a}"}')$$, '22023', 'group has a single brace beside doubled ones', 'by schedules too');
+select lives_ok($$select queue.register_task('braces', '{"lock": "{{a}}", "queueing_lock": "{{{a}}}", "share": "{a}"}')$$, 'doubled ones are accepted');
+select queue.register_task('braces') \g /dev/null
+
 select queue.register_task('full', '{"lock": "{n}"}');
 select is(pg_temp.lock_of('full', '{"n": 4}'), '4', 'which the next call uses, whatever its plans were');
 select is(pg_temp.lock_of('plain'), 'none', 'beside tasks without any');
