@@ -57,6 +57,7 @@ begin
   perform queue._lock_rows(array(select q.id from queue._active_jobs_of(delete_queue.name) q));
   if not exists (select from queue.queue_config c where c.queue = delete_queue.name)
     and not exists (select from queue.lane l where l.queue = delete_queue.name)
+    and not exists (select from queue.pause p where p.queue = delete_queue.name and p.is_paused)
     and not exists (select from queue.job_now j where j.queue = delete_queue.name) then
     perform queue._invalid('no such queue', 'queue.queues lists them.', 'queue: ' || delete_queue.name);
   end if;
@@ -88,7 +89,8 @@ begin
     v_done := queue._delete(v_ids, true);
     if cardinality(v_done) < cardinality(v_ids) then
       perform queue._queue_not_empty(delete_queue.name,
-        format('jobs that another transaction is changing: %s', cardinality(v_ids) - cardinality(v_done)));
+        format('jobs that another transaction is changing: %s', cardinality(v_ids) - cardinality(v_done)),
+        'Call it again once that transaction has ended.');
     end if;
     v_deleted := v_deleted + cardinality(v_done);
   end loop;
@@ -99,24 +101,27 @@ begin
   delete from queue.pause p where p.queue = delete_queue.name;
   delete from queue.rate_start r where r.key = 'q' || delete_queue.name;
   delete from queue.semaphore s where s.key = 'q' || delete_queue.name;
+  perform queue._resume_schedules();
   perform queue._announce();
   perform queue._audit('delete_queue', jsonb_build_object('name', delete_queue.name, 'force',
     delete_queue.force), array[delete_queue.name], v_before);
   return v_deleted;
 end $$;
 comment on function queue.delete_queue(text, boolean) is
-  'Removes a queue with its settings and all its finished jobs. It is refused (QJ006) without force if'
-    ' the queue has unfinished jobs, or jobs that an unfinished job of another queue needs; with force these'
-    ' are removed as by queue.delete. Returns the number of removed jobs. A job deferred later creates the'
-    ' queue again, without settings.';
+  'Removes a queue with its settings, its pause and all its finished jobs. It is refused (QJ006) without'
+    ' force if the queue has unfinished jobs, or jobs that an unfinished job of another queue needs; with'
+    ' force these are removed as by queue.delete. It is refused (QJ006) even with force while another'
+    ' transaction is changing one of its jobs; then call it again. Returns the number of removed jobs. A job'
+    ' deferred later creates the queue again, without settings.';
 
 -- Raises: QJ006, always.
-create or replace function queue._queue_not_empty(p_queue text, p_detail text)
+create or replace function queue._queue_not_empty(p_queue text, p_detail text, p_hint text
+  default 'Let them end or move them, or pass force => true to remove them.')
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ006', message = 'queue not empty',
     detail = format('queue: %s, %s', p_queue, p_detail),
-    hint = 'Let them end or move them, or pass force => true to remove them.';
+    hint = p_hint;
 end $$;
 
 -- Deletes those of the jobs that may be deleted, and returns their ids. Finished jobs, and ready ones that

@@ -1,6 +1,6 @@
 -- delete and delete_queue.
 
-select plan(60);
+select plan(64);
 
 \ir change.helpers.psql
 
@@ -106,6 +106,18 @@ select queue.defer('t', queue => 'stays', needs => array[:id, :later]) as depend
 select is(test.refusal('select queue.delete_queue(''gone'')'), 'QJ006', 'a job that another queue''s job needs keeps it');
 select queue.cancel(:dependent) \g /dev/null
 select is(queue.delete_queue('gone'), 2, 'finished jobs do not');
+
+-- A queue that exists only by its pause, and a schedule whose runs wait for its end
+select queue.schedule('paused', '* * * * *', 't', options => '{"queue": "pause only"}'), queue.pause('pause only') \g /dev/null
+update queue.schedule set next_run_at = next_run_at - interval '1 minute', due_at = clock_timestamp() where name = 'paused';
+select queue.tick() \g /dev/null
+select is((select concat_ws(', ', q.name, s.reason) from queue.queues q, queue.schedules s where q.name = 'pause only' and s.name = 'paused'), 'pause only, paused', 'a queue that is only paused is listed');
+select is(queue.delete_queue('pause only'), 0, 'and goes');
+select is_empty($$select from queue.queues where name = 'pause only'$$, 'with its pause');
+select queue.tick() \g /dev/null
+select is((select s.reason from queue.schedules s where s.name = 'paused'), null, 'its schedule goes on at once');
+select queue.unschedule('paused') \g /dev/null
+select queue.delete_queue('pause only', true) \g /dev/null
 
 -- Many jobs that an earlier call has locked, and nobody holds
 select count(queue.defer('t', queue => 'many')) from generate_series(1, 300) \g /dev/null
