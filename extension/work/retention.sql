@@ -3,15 +3,18 @@
 -- How long a job is kept: _retention (admit/dequeue.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
--- skip locked.
+-- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. A round without a
+-- job does not end it: a round may have found only jobs whose retention was made longer since.
 -- Raises: 22023, 42501 (for the audit, if the caller lacks the owner's rights), QJ008.
 create or replace function queue.prune(max_jobs integer default 10000, state text default null,
   older_than interval default null)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner_brin}} as $$
 declare
+  v_max_jobs integer := least(prune.max_jobs, 10000);
+  v_until timestamptz;
   v_safe_at timestamptz;
-  v_pruned integer;
+  v_pruned integer := 0;
 begin
   {{installed}}
   perform queue._check_isolation();
@@ -31,19 +34,25 @@ begin
     v_safe_at := queue._safe_at();
     perform queue._admit_all();
     perform queue._forget_deleted();
-    perform queue._prune_events(prune.max_jobs, v_safe_at);
-    perform queue._prune_groups(prune.max_jobs);
-    perform queue._prune_idempotency_keys(prune.max_jobs);
-    v_pruned := queue._prune(prune.max_jobs, v_safe_at, prune.state, coalesce(prune.older_than,
-      interval '0'));
+    perform queue._prune_events(v_max_jobs, v_safe_at);
+    perform queue._prune_groups(v_max_jobs);
+    perform queue._prune_idempotency_keys(v_max_jobs);
+    v_until := clock_timestamp() + interval '1 s';
+    for v_round in 1 .. 5 loop
+      v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at, prune.state,
+        coalesce(prune.older_than, interval '0'));
+      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
+    end loop;
   end if;
   perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,
     'older_than', prune.older_than), p_before => jsonb_build_object('pruned', v_pruned));
   return v_pruned;
 end $$;
 comment on function queue.prune(integer, text, interval) is
-  'Removes finished jobs whose retention has passed, at most max_jobs, and returns their number. With a'
-    ' state it removes jobs in that state that finished at least older_than ago, whatever their retention.'
+  'Removes finished jobs whose retention has passed, at most max_jobs, and returns their number. One call'
+    ' removes at most 10,000 jobs, and ends after about a second, because workers wait for it meanwhile: call'
+    ' it again, each time in a new transaction, until it returns 0. With a state it removes jobs in that'
+    ' state that finished at least older_than ago, whatever their retention.'
     ' Jobs that unfinished jobs need are kept, and those that an unfinished job with steps has deferred. If'
     ' an uncommitted job names a removed one as a need, the old state counts. State audit: it removes rows of'
     ' queue.audit of at least that age; only the owner may do this.';

@@ -243,6 +243,7 @@ class AsyncManaging(Registry):
         """Delete finished jobs whose retention is over; return their number.
 
         With `state` and `older_than`, delete those in that state that ended longer ago than that.
+        One call deletes at most `max_jobs`, and 10,000: call it again until it returns 0.
         """
         parameters = {
             "max_jobs": max_jobs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -13,6 +14,8 @@ from . import _show
 from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, out, session
 
 db = typer.Typer(help="The database's figures, health and upkeep.", no_args_is_help=True)
+
+PRUNED_AT_ONCE = 10_000  # what one call of prune removes at most
 
 STATES = {
     "queue": "queue",
@@ -127,7 +130,9 @@ def prune(
         str | None,
         typer.Option(metavar="INTERVAL", help="With --state: jobs that ended this long ago."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="The maximum.")] = 10_000,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help="The maximum; without it, all.")
+    ] = None,
     yes: Yes = False,
     dsn: DSN = None,
     as_json: AsJson = False,
@@ -136,7 +141,15 @@ def prune(
     """Remove finished jobs past their retention; with --state, jobs in that state."""
     if state is not None:
         confirm(f"Remove {_show.escaped(state)} jobs for good?", yes=yes, dry_run=dry_run)
-    asked = {"max_jobs": limit, "state": state, "older_than": older_than}
+    jobs = 0
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        rows = on.call(sql.PRUNE, asked)
+        while limit is None or jobs < limit:
+            most = min(PRUNED_AT_ONCE, PRUNED_AT_ONCE if limit is None else limit - jobs)
+            asked = {"max_jobs": most, "state": state, "older_than": older_than}
+            removed = on.call(sql.PRUNE, asked).values[0]["jobs"]
+            jobs += removed
+            if not removed or dry_run:  # a dry run is one transaction, for which workers wait
+                break
+    row = {"jobs": jobs}
+    rows = Rows([row], [json.dumps(row)] if as_json else None)
     _show.answer(rows, lambda row: f"{_show.count(row['jobs'], 'job')} removed")

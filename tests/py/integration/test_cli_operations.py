@@ -1029,7 +1029,13 @@ def test_next_ack_by_fifty_callers(dsn: str, conn: PsycopgConnection, jobs: Jobs
 # The database
 
 
-def test_upkeep(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> None:
+def test_upkeep(
+    run: Run,
+    jobs: Jobs,
+    conn: PsycopgConnection,
+    claim: Claim,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     id = defer(run, "t")
     health = run("db", "health")
     assert (health.code, "1 alive" in health.out) == (0, True)
@@ -1049,6 +1055,14 @@ def test_upkeep(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> 
     assert run("db", "prune", "-s", "nonsense", "--yes").code == Exit.USAGE
     assert len(jobs()) == 1
     assert run("db", "prune", "-s", "succeeded", "--yes", "--json").json == {"jobs": 1}
+    monkeypatch.setattr("pgdefer.cli._db.PRUNED_AT_ONCE", 2)
+    for _ in range(7):
+        later = defer(run, "t", "--in", "1 hour")
+        conn.execute("select queue.cancel(%s)", [later])
+    prune = ["db", "prune", "-s", "cancelled", "--yes"]
+    assert run(*prune, "--dry-run").out == "2 jobs removed\n"
+    assert run(*prune, "--limit", "3").out == "3 jobs removed\n"
+    assert run(*prune).out == "4 jobs removed\n", "until nothing is left"
     conn.execute(
         "update queue.worker set last_seen_at = now() - interval '1 hour', dead_after = '0'"
     )
