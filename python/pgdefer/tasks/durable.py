@@ -5,26 +5,16 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from pgdefer.database import sql
 from pgdefer.options import checked_interval, to_json
+from pgdefer.tasks.children import Prepared, check_prepared, prepared_list
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping import StepCalls
 from pgdefer.tasks.steps import Child, check_name, check_text, ids_of, results_of
 
 __all__ = ["DurableCalls"]
-
-
-class _Call(Protocol):
-    """A call that `task.prepare` returned."""
-
-    @property
-    def task(self) -> str:
-        """The task's name."""
-
-    def to_json(self) -> str:
-        """Return the object that queue.defer_many takes."""
 
 
 class DurableCalls(StepCalls):
@@ -91,17 +81,18 @@ class DurableCalls(StepCalls):
 
     # Children
 
-    def call(self, call: _Call, *, name: str | None = None) -> Any:
+    def call(self, call: Prepared, *, name: str | None = None) -> Any:
         """Defer a job, once, and wait for its result. The next run continues with that.
 
         `call` is a call that `task.prepare(...)` returned. Raises JobFailed or JobCancelled if the
         job has not succeeded. The step has the task's name, unless another is passed.
         """
+        check_prepared(call)
         (result,) = self.gather([call], name=call.task if name is None else name)
         return result
 
     def gather(
-        self, calls: Iterable[_Call], *, name: str = "gather", return_errors: bool = False
+        self, calls: Iterable[Prepared], *, name: str = "gather", return_errors: bool = False
     ) -> list[Any]:
         """Defer jobs, once, and wait for all their results. The next run continues with these.
 
@@ -111,7 +102,7 @@ class DurableCalls(StepCalls):
         """
         check_name("name, with ' ended',", f"{name} ended")
         with self._step(name, None) as (key, value):
-            ids = ids_of(value) if key is None else self._defer(key, list(calls))
+            ids = ids_of(value) if key is None else self._defer(key, prepared_list(calls))
         self._await_jobs(f"{name} ended", ids)
         while (rows := self._ended(ids)) is None:
             # An operator has retried one. The name must be of no other use: it may be skipped.
@@ -141,7 +132,7 @@ class DurableCalls(StepCalls):
             rows = self.steps.ended_children(ids)
         return rows
 
-    def _defer(self, key: str, calls: list[_Call]) -> list[int]:
+    def _defer(self, key: str, calls: list[Prepared]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""
         ids: list[int] = []
         with (

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from pgdefer.database import sql
 from pgdefer.options import checked_interval, to_json
+from pgdefer.tasks.children import Prepared, check_prepared, prepared_list
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping_async import AsyncStepCalls
 from pgdefer.tasks.steps import Child, check_name, check_text, ids_of, results_of
 
 __all__ = ["AsyncDurableCalls"]
-
-
-class _Call(Protocol):
-    """A call that `task.prepare` returned."""
-
-    @property
-    def task(self) -> str:
-        """The task's name."""
-
-    def to_json(self) -> str:
-        """Return the object that queue.defer_many takes."""
 
 
 class AsyncDurableCalls(AsyncStepCalls):
@@ -90,17 +80,18 @@ class AsyncDurableCalls(AsyncStepCalls):
 
     # Children
 
-    async def call_async(self, call: _Call, *, name: str | None = None) -> Any:
+    async def call_async(self, call: Prepared, *, name: str | None = None) -> Any:
         """Defer a job, once, and wait for its result. The next run continues with that.
 
         `call` is a call that `task.prepare(...)` returned. Raises JobFailed or JobCancelled if the
         job has not succeeded. The step has the task's name, unless another is passed.
         """
+        check_prepared(call)
         (result,) = await self.gather_async([call], name=call.task if name is None else name)
         return result
 
     async def gather_async(
-        self, calls: Iterable[_Call], *, name: str = "gather", return_errors: bool = False
+        self, calls: Iterable[Prepared], *, name: str = "gather", return_errors: bool = False
     ) -> list[Any]:
         """Defer jobs, once, and wait for all their results. The next run continues with these.
 
@@ -110,7 +101,9 @@ class AsyncDurableCalls(AsyncStepCalls):
         """
         check_name("name, with ' ended',", f"{name} ended")
         async with self._step_async(name, None) as (key, value):
-            ids = ids_of(value) if key is None else await self._defer_async(key, list(calls))
+            ids = (
+                ids_of(value) if key is None else await self._defer_async(key, prepared_list(calls))
+            )
         await self._await_jobs_async(f"{name} ended", ids)
         while (rows := await self._ended_async(ids)) is None:
             # An operator has retried one. The name must be of no other use: it may be skipped.
@@ -140,7 +133,7 @@ class AsyncDurableCalls(AsyncStepCalls):
             rows = self.steps.ended_children(ids)
         return rows
 
-    async def _defer_async(self, key: str, calls: list[_Call]) -> list[int]:
+    async def _defer_async(self, key: str, calls: list[Prepared]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""
         ids: list[int] = []
         async with (

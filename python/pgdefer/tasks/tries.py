@@ -44,7 +44,7 @@ class Tries:
     ) -> None:
         self.fingerprint = fingerprint
         self.timeout = timeout
-        self._retry = retry
+        self._retry = None if retry is None else to_json("retry", retry)
         self._deadline = deadline
         if retry is None and timeout is None and deadline is None:
             return
@@ -64,7 +64,7 @@ class Tries:
 
     def failure(self, error: Exception) -> dict[str, Any]:
         """Return what queue.fail_step takes of an error."""
-        options = {"retry": to_json("retry", self._retry)}
+        options: dict[str, Any] = {"retry": self._retry}
         if self.fingerprint is not None:
             options["fingerprint"] = self.fingerprint
         if self._deadline is not None:

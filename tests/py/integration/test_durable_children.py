@@ -119,3 +119,38 @@ async def test_a_name_that_is_too_long_defers_nothing(
         with pytest.raises(JobFailed, match=r"name, with ' ended', is too long \(1001 bytes\)"):
             await job.result_async(60)
     assert conn.execute("select task from queue.jobs where id <> %s", [job.id]).fetchall() == []
+
+
+async def test_what_is_no_prepared_job_is_refused(app: App, is_async: bool) -> None:
+    said: list[str] = []
+
+    @app.task(name="child")
+    def child(n: int) -> int:
+        return n
+
+    async def attempt(function: Any, given: Any) -> None:
+        try:
+            done = function(given)
+            if is_async:
+                await done
+        except TypeError as error:
+            said.append(str(error))
+
+    @app.task(name="outer")
+    async def outer() -> None:
+        job = current_job()
+        call, gather = (job.call_async, job.gather_async) if is_async else (job.call, job.gather)
+        await attempt(call, child)
+        await attempt(call, child(1))
+        await attempt(gather, child.prepare(1))
+        await attempt(gather, [child.prepare(1), child])
+
+    job = app.defer("outer")
+    async with running(app):
+        await job.result_async(60)
+    assert [text.partition(", not ")[0] for text in said] == [
+        "pass task.prepare(...)",
+        "pass task.prepare(...)",
+        "pass a list of prepared jobs",
+        "pass task.prepare(...)",
+    ]

@@ -343,6 +343,7 @@ async def test_options_that_are_refused(app: App) -> None:
         step: Any = current_job().step
         for options in (
             {"retry": 1},
+            {"retry": "x"},
             {"timeout": 5},
             {"timeout": -hour},
             {"deadline": hour},
@@ -358,6 +359,7 @@ async def test_options_that_are_refused(app: App) -> None:
         await job.result_async(60)
     assert [text.partition(",")[0] for text in said] == [
         "a step: retry=1 is one attempt",
+        "retry must be a number of attempts or a Retry(...)",
         "a step: timeout must be a timedelta",
         "a step: timeout must be positive",
         "a step: deadline ends the attempts of a policy: pass retry too",
