@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db import connection, connections, transaction
-from django.test import TestCase, TransactionTestCase
+from django.test import SimpleTestCase, TestCase, TransactionTestCase
 from psycopg.conninfo import conninfo_to_dict
 from shop.models import Letter, Order
 from shop.tasks import charge, stamp
@@ -18,7 +19,7 @@ from shop.tasks import charge, stamp
 from bouncer import PROGRAM, bouncing
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Job
-from pgdefer.testing import CommittedTestQueue, QueueTestCase
+from pgdefer.testing import CommittedTestQueue, MemoryQueue, QueueTestCase
 
 pytestmark = pytest.mark.client
 
@@ -116,6 +117,40 @@ class InTestCase(QueueTestCase, TestCase):
         self.queue.run()
         assert Letter.objects.get().text == "one"
 
+    def test_at_once(self) -> None:
+        with self.queue.immediate():
+            job = charge.defer(order(), "Ann")
+            assert job.result(0) == 7
+            assert async_to_sync(charge.defer_async)(order(), "Bob").result(0) == 7
+            with transaction.atomic():
+                assert charge.defer_with(connection, order(), "Cid").result(0) == 7
+        assert Letter.objects.count() == 3
+
+    def test_without_the_database(self) -> None:
+        with MemoryQueue(self.app) as queue:
+            self.app.defer("recorded")
+        assert [job.task for job in queue.deferred()] == ["recorded"]
+        assert tasks() == []
+
+
+class InSimpleTestCase(SimpleTestCase):
+    """There is no database, which Django checks."""
+
+    __test__ = False  # test_djangos_test_cases runs it
+    app: ClassVar[Any] = None
+
+    def test_recorded(self) -> None:
+        with MemoryQueue(self.app) as queue:
+            assert stamp.defer("Ann").id == 1
+            assert async_to_sync(stamp.defer_async)("Bob").id == 2
+            assert stamp.defer_with(connection, "Cid").id == 3
+        assert [job.args for job in queue.deferred(stamp)][1:] == [{"text": "Bob"}, {"text": "Cid"}]
+
+    def test_batches(self) -> None:
+        with MemoryQueue(self.app) as queue:
+            self.app.defer_many([stamp.prepare("Ann"), stamp.prepare("Bob")])
+        assert len(queue.deferred(stamp)) == 2
+
 
 class InTransactionTestCase(TransactionTestCase):
     """Jobs are committed, and a worker runs them."""
@@ -138,7 +173,7 @@ class InTransactionTestCase(TransactionTestCase):
             assert Letter.objects.count() == 1
 
 
-@pytest.mark.parametrize("case", [InTestCase, InTransactionTestCase])
+@pytest.mark.parametrize("case", [InTestCase, InSimpleTestCase, InTransactionTestCase])
 def test_djangos_test_cases(shop: str, app: DjangoApp, case: type[unittest.TestCase]) -> None:
     case.app = app  # type: ignore[attr-defined]
     result = unittest.TestResult()

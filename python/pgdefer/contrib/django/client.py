@@ -48,8 +48,9 @@ class DjangoClient(Client):
         tasks: Iterable[str] = (),
     ) -> Rows:
         """Run a statement on the caller's connection, or on this thread's Django connection."""
-        if connection is OWN and statement in _APART:
-            return super().call(statement, parameters, tasks=tasks)
+        is_apart = connection is OWN and statement in _APART
+        if is_apart or self.stand_in is not None:
+            return super().call(statement, parameters, connection, tasks=tasks)
         used: Any = connections[self.alias] if connection is OWN else connection
         if not is_django(used):
             return super().call(statement, parameters, used, tasks=tasks)

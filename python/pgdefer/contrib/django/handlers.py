@@ -63,11 +63,11 @@ def _own_thread() -> Iterator[None]:
 def atomic_handler(alias: str) -> Iterator[Any]:
     """Begin the one transaction of a handler and its outcome, on Django's connection.
 
-    In a TestCase of Django it is a savepoint of the test's transaction.
+    In a TestCase of Django it is a savepoint of the test's transaction, or of a block within.
     """
     connection = connections[alias]
     if connection.in_atomic_block:
-        with transaction.atomic(using=alias, durable=True):
+        with transaction.atomic(using=alias):
             yield connection
         return
     _open(connection)
