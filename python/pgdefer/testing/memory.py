@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import itertools
 import json
@@ -16,11 +15,12 @@ from pgdefer.database.sql import Statement
 from pgdefer.options import JobOptions
 from pgdefer.testing.assertions import Assertions
 from pgdefer.testing.jobs import RecordedJob
+from pgdefer.testing.standing_in import StandingIn
 
 __all__ = ["MemoryQueue"]
 
 
-class MemoryQueue(Assertions[RecordedJob]):
+class MemoryQueue(StandingIn, Assertions[RecordedJob]):
     """Records the jobs that the App defers, for a test that has no database.
 
     It refuses what the bindings refuse before they call the database: tasks' arguments, options,
@@ -32,16 +32,14 @@ class MemoryQueue(Assertions[RecordedJob]):
         self.app = app
         self._jobs: list[RecordedJob] = []
         self._ids = itertools.count(1)
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self.app.import_tasks()
-        self._stack.callback(setattr, self.app.client, "stand_in", self.app.client.stand_in)
-        self.app.client.stand_in = self
+        self._stand_in_for(self.app.client)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._leave(self.app.client)
 
     async def deferred_jobs(self) -> list[RecordedJob]:
         """Return the jobs deferred in this test."""

@@ -33,6 +33,7 @@ from pgdefer.testing.connections import (
 )
 from pgdefer.testing.jobs import RanJob
 from pgdefer.testing.perform import Ended, claimed, normal, perform, perform_batch
+from pgdefer.testing.standing_in import StandingIn
 
 __all__ = ["TestQueue"]
 
@@ -58,7 +59,7 @@ _WORKER = {
 }
 
 
-class TestQueue(AskingQueue):
+class TestQueue(StandingIn, AskingQueue):
     """The queue as one test sees it: all calls of the App use the test's own connection.
 
     `connection` is a psycopg connection, or an SQLAlchemy connection or session, in the transaction
@@ -86,18 +87,18 @@ class TestQueue(AskingQueue):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.app.client.stand_in = None
+        self._leave(self.app.client)
 
     async def __aenter__(self) -> Self:
         self.app.import_tasks()
         rows = await self._execute(self._direct(), sql.LAST_ID, {})
         check_in_transaction(self.connection)
         self._after = rows[0][0]
-        self.app.client.stand_in = self
+        self._stand_in_for(self.app.client)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.app.client.stand_in = None
+        self._leave(self.app.client)
 
     def _at_once(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine that waits for nothing, and return its value."""

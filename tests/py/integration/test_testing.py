@@ -14,7 +14,7 @@ from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_async
 
 from pgdefer import AlreadyQueued, App, Retry, RetryLater, current_job
-from pgdefer.testing import CommittedTestQueue, TestQueue, fake_job
+from pgdefer.testing import CommittedTestQueue, MemoryQueue, TestQueue, fake_job
 from support import url_of
 
 pytestmark = pytest.mark.client
@@ -241,6 +241,51 @@ def test_nothing_is_left(shop: Shop, dsn: str) -> None:
     assert jobs_left(dsn) == 0
     shop.greet.defer("real")
     assert jobs_left(dsn) == 1
+
+
+def test_a_queue_within_another(shop: Shop, dsn: str) -> None:
+    shop.app.open()  # else the transactions would wait for each other's registration
+    with psycopg.connect(dsn) as connection, psycopg.connect(dsn) as other:
+        with TestQueue(shop.app, connection) as queue:
+            with TestQueue(shop.app, other):
+                shop.greet.defer("Ann")
+            with MemoryQueue(shop.app):
+                shop.greet.defer("Bob")
+            shop.greet.defer("Cid")
+            assert [job.args["name"] for job in queue.deferred()] == ["Cid"]
+        connection.rollback()
+        other.rollback()
+    assert shop.app.client.stand_in is None
+    assert jobs_left(dsn) == 0
+
+
+async def test_an_asynchronous_queue_within_another(
+    shop: Shop, async_connection: sa_async.AsyncConnection
+) -> None:
+    with MemoryQueue(shop.app) as queue:
+        async with TestQueue(shop.app, async_connection):
+            await shop.greet.defer_async("Ann")
+        shop.greet.defer("Bob")
+    assert [job.args["name"] for job in queue.deferred()] == ["Bob"]
+
+
+def test_queues_left_in_the_order_of_entry(shop: Shop, connection: psycopg.Connection[Any]) -> None:
+    first, second = TestQueue(shop.app, connection), MemoryQueue(shop.app)
+    with MemoryQueue(shop.app) as outermost:
+        first.__enter__()
+        second.__enter__()
+        third = TestQueue(shop.app, connection).__enter__()
+        first.__exit__()
+        second.__exit__()
+        shop.greet.defer("Ann")
+        assert len(third.deferred()) == 1
+        third.__exit__()
+        shop.greet.defer("Bob")
+        assert [job.args["name"] for job in outermost.deferred()] == ["Bob"]
+        with pytest.raises(RuntimeError, match="make another one"):
+            outermost.__enter__()
+    assert shop.app.client.stand_in is None
+    assert not second.deferred()
 
 
 def test_a_connection_that_would_commit_is_refused(shop: Shop, dsn: str) -> None:
