@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,6 +111,21 @@ DSN = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+# The longest time between queries, in seconds: a day.
+LONGEST = 86_400
+
+
+def no_nan(seconds: float) -> float:
+    """Return a number of seconds; its option's limits do not refuse nan."""
+    if math.isnan(seconds):
+        raise typer.BadParameter("nan is no number of seconds.")
+    return seconds
+
+
+Interval = Annotated[
+    float,
+    typer.Option(min=0.05, max=LONGEST, callback=no_nan, help="The seconds between queries."),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show what would happen, and change nothing.")
 ]
@@ -206,9 +222,12 @@ class Session:
 
 @contextlib.contextmanager
 def _misread(values: Mapping[str, Any]) -> Iterator[None]:
-    """Name the option whose value the database could not read as a time or an interval."""
+    """Name the option whose value the database could not read, or the text that can't be sent."""
     try:
         yield
+    except UnicodeEncodeError as error:
+        wrong = error.object[error.start : error.end]
+        raise InvalidParameter(f"{wrong!a} in an argument is no {error.encoding} text") from error
     except psycopg.DataError as error:
         said = error.diag.message_primary or ""
         for name, (option, form) in _READ_THERE.items():
@@ -276,11 +295,16 @@ def fail(code: Exit, message: str) -> NoReturn:
     raise typer.Exit(code)
 
 
+def is_asked() -> bool:
+    """Whether a person can answer: stdin may be closed, or no terminal."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def confirm(question: str, *, yes: bool, dry_run: bool = False) -> None:
     """Ask for confirmation, unless told not to. Without an answer, exit."""
     if yes or dry_run:
         return
-    if not sys.stdin.isatty():
+    if not is_asked():
         fail(Exit.USAGE, f"{question} There is nobody to ask: pass --yes.")
     typer.confirm(question, abort=True, err=True)
 

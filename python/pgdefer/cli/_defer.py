@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -59,15 +58,15 @@ def defer(
     dry_run: DryRun = False,
 ) -> None:
     """Defer a job and print its id. Options that are left out take the task's defaults."""
-    text = sys.stdin.read() if args == "-" else args
+    text = _show.given(args)
     _show.check_json(args=text, options=options)
-    given = {
+    named = {
         "delay": delay,
         "timeout": timeout,
         "idempotency_key": idempotency_key,
         "unique_for": unique_for,
     }
-    given_options = {name: value for name, value in given.items() if value is not None}
+    given_options = {name: value for name, value in named.items() if value is not None}
     more = given_options | ({"retry": {"max_attempts": retry}} if retry is not None else {})
     if more:
         options = json.dumps((json.loads(options) if options else {}) | more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from pgdefer.database import sql
 from pgdefer.options import ENDED
 
 from . import _show
-from ._base import DSN, AsJson, DryRun, Exit, Session, fail, out, session
+from ._base import DSN, AsJson, DryRun, Exit, Interval, Session, fail, out, session
 from ._job import STEPS, Id, jobs
 
 Payload = Annotated[str, typer.Argument(metavar="[JSON]", help="Its payload; - reads stdin.")]
@@ -22,7 +21,7 @@ Step = Annotated[str, typer.Argument(metavar="STEP", help="The step's name, from
 
 
 def _read(payload: str) -> str:
-    text = sys.stdin.read() if payload == "-" else payload
+    text = _show.given(payload)
     _show.check_json(payload=text)
     return text
 
@@ -81,7 +80,7 @@ def stream(
     follow: Annotated[
         bool, typer.Option("--follow/--no-follow", help="Continue until the job has ended.")
     ] = True,
-    interval: Annotated[float, typer.Option(min=0.05, help="The seconds between queries.")] = 0.5,
+    interval: Interval = 0.5,
     dsn: DSN = None,
 ) -> None:
     """Print the values that a job emits to a stream: one JSON value per line."""

@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import operator
-import sys
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -25,6 +24,7 @@ from ._base import (
     AsJson,
     DryRun,
     Exit,
+    Interval,
     Rows,
     Session,
     Yes,
@@ -313,7 +313,7 @@ def tail(
     follow: Annotated[
         bool, typer.Option("--follow/--no-follow", help="Continue until interrupted.")
     ] = True,
-    interval: Annotated[float, typer.Option(min=0.05, help="The seconds between queries.")] = 0.5,
+    interval: Interval = 0.5,
     dsn: DSN = None,
     as_json: AsJson = False,
 ) -> None:
@@ -620,7 +620,7 @@ def args(
     dry_run: DryRun = False,
 ) -> None:
     """Replace a job's args; those of a failed job count for its retry."""
-    text = sys.stdin.read() if args == "-" else args
+    text = _show.given(args)
     _show.check_json(args=text)
     _change_one(sql.SET_ARGS, {"id": id, "args": text}, dsn, as_json, dry_run)
 

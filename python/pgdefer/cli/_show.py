@@ -308,10 +308,26 @@ def write_raw(values: Sequence[str | bytes]) -> None:
     sys.stdout.flush()
 
 
+def given(text: str) -> str:
+    """Return the text of an argument; - stands for that of stdin."""
+    if text != "-":
+        return text
+    if sys.stdin is None:
+        fail(Exit.USAGE, "- reads stdin, which is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        fail(Exit.USAGE, f"stdin: not {error.encoding} text: {error.reason}")
+
+
 def check_json(**texts: str | None) -> None:
-    """Print a message and exit if a text is not JSON."""
+    """Print a message and exit if a text is not JSON, or `options` is no object."""
     for name, text in texts.items():
         try:
-            json.loads(text or "{}")
+            value = json.loads(text or "{}")
         except ValueError as error:
             fail(Exit.USAGE, f"{name}: not JSON: {error}")
+        except RecursionError:
+            fail(Exit.USAGE, f"{name}: this JSON has too many levels")
+        if name == "options" and not isinstance(value, dict):
+            fail(Exit.USAGE, f"{name}: give a JSON object, as '{{\"held\": true}}'")

@@ -18,7 +18,7 @@ from rich.text import Text
 from pgdefer.database import sql
 
 from . import _show
-from ._base import DSN, AsJson, Exit, Rows, Session, fail, out, session
+from ._base import DSN, LONGEST, AsJson, Exit, Rows, Session, fail, is_asked, no_nan, out, session
 
 QUEUES = {
     "queue": "queue",
@@ -54,7 +54,10 @@ PATIENCE = 4
 
 
 def top(
-    interval: Annotated[float, typer.Option(min=0.1, help="The seconds between queries.")] = 2.0,
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, max=LONGEST, callback=no_nan, help="The seconds between queries."),
+    ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     dsn: DSN = None,
     as_json: AsJson = False,
@@ -65,7 +68,7 @@ def top(
     """
     if as_json and not once:
         fail(Exit.USAGE, "--json goes with --once")
-    if not once and not (out.is_terminal and sys.stdin.isatty()):
+    if not once and not (out.is_terminal and is_asked()):
         fail(Exit.USAGE, "this is not a terminal: pass --once")
     with contextlib.suppress(KeyboardInterrupt), session(dsn, as_json=as_json) as on:
         if once:

@@ -73,7 +73,7 @@ def run(dsn: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setenv("HOME", str(tmp_path))
     runner = CliRunner()
 
-    def run(*arguments: object, input: str | None = None) -> Done:  # noqa: A002
+    def run(*arguments: object, input: str | bytes | None = None) -> Done:  # noqa: A002
         result = runner.invoke(cli, [str(word) for word in arguments], input=input)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 import uvicorn
 
+from pgdefer._text import escaped
 from pgdefer.database.source import Source
+from pgdefer.errors import InvalidParameter
 
 from . import asgi
 
@@ -38,7 +40,10 @@ def web(  # noqa: PLR0917 (typer passes them by name)
     """Serve a web page that shows the queue and lets you act on it, as a database role."""
     if no_password and host not in LOCAL:
         raise typer.BadParameter("--no-password is for 127.0.0.1 only")
-    source = Source(dsn or None)
+    try:
+        source = Source(dsn or None)
+    except InvalidParameter as error:
+        raise typer.BadParameter(escaped(str(error))) from error
     if source.kind == "embedded" and not no_password:
         raise typer.BadParameter("the embedded server requires no password: add --no-password")
     application = asgi(source.conninfo(), role_header=role_header, needs_password=not no_password)

@@ -1,0 +1,114 @@
+"""What the command line can't take, and what its output can't: messages, no tracebacks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from pgdefer.cli import Exit
+
+from .test_cli_operations import Run, defer, run
+
+__all__ = ["run"]
+
+pytestmark = pytest.mark.client
+
+DEEP = "[" * 5000 + "]" * 5000
+Program = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+@pytest.fixture
+def program(dsn: str) -> Program:
+    """Run a command as a process, perhaps without stdin."""
+
+    def program(
+        *words: str | bytes, has_stdin: bool = True, **env: str
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, "-m", "pgdefer", *words],
+            check=False,
+            capture_output=True,
+            env=os.environ | {"PGDEFER_DSN": dsn, "COLUMNS": "160"} | env,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=None if has_stdin else lambda: os.close(0),
+            timeout=300,
+        )
+
+    return program
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("defer", "t", DEEP),
+        ("defer", "t", "--options", DEEP),
+        ("publish", "paid", DEEP),
+        ("schedule", "add", "s", "@hourly", "t", DEEP),
+        ("job", "args", "1", DEEP),
+        ("job", "signal", "1", "s", DEEP),
+    ],
+)
+def test_json_with_too_many_levels(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert (done.code, done.out) == (Exit.USAGE, "")
+    assert "this JSON has too many levels" in done.err
+
+
+@pytest.mark.parametrize("options", ["[1]", "null", '"held"'])
+def test_options_are_an_object(run: Run, options: str) -> None:
+    for more in ((), ("--retry", "3")):
+        done = run("defer", "t", "--options", options, *more)
+        assert (done.code, done.out) == (Exit.USAGE, "")
+        assert "options: give a JSON object" in done.err
+
+
+@pytest.mark.parametrize("command", [("job", "tail"), ("job", "stream", "1", "s"), ("top",)])
+@pytest.mark.parametrize("interval", ["inf", "nan", "1e300", "-1"])
+def test_intervals_are_sensible(run: Run, command: tuple[str, ...], interval: str) -> None:
+    done = run(*command, "--interval", interval)
+    assert done.code == Exit.USAGE
+    assert "'--interval'" in done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("defer", "caf\udce9"),
+        ("schedule", "enable", "caf\udce9"),
+        ("schedule", "add", "s", "@hourly", "t", "--timezone", "\ud800"),
+    ],
+)
+def test_arguments_that_are_not_utf_8(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert (done.code, done.out) == (Exit.USAGE, "")
+    assert "in an argument is no utf-8 text" in done.err
+
+
+def test_a_page_of_no_database(program: Program) -> None:
+    done = program("web", "--port", "0", "--dsn", "bogus=1")
+    assert done.returncode == Exit.USAGE
+    assert b"Traceback" not in done.stderr
+    assert b"the DSN can't be read" in done.stderr
+
+
+def test_stdin_is_closed(run: Run, program: Program) -> None:
+    id = defer(run, "t")
+    for words, said in (
+        (("job", "cancel", str(id)), b"There is nobody to ask: pass --yes."),
+        (("defer", "t", "-"), b"stdin, which is closed"),
+        (("top",), b"this is not a terminal"),
+    ):
+        done = program(*words, has_stdin=False)
+        assert (done.returncode, done.stdout) == (Exit.USAGE, b"")
+        assert said in done.stderr
+    assert run("job", "show", id, "--json").json["state"] == "ready"
+
+
+def test_stdin_is_no_text(run: Run) -> None:
+    done = run("defer", "t", "-", input=b"\xff")
+    assert done.code == Exit.USAGE
+    assert "stdin: not utf-8 text" in done.err
