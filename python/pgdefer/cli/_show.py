@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import datetime as dt
 import json
 import sys
@@ -294,9 +295,20 @@ def print_json(texts: Sequence[str]) -> None:
 
 
 def write(text: str) -> None:
-    """Print a text unchanged, for programs."""
-    sys.stdout.write(text + "\n")
+    """Print JSON or another text for programs, unchanged as far as stdout's encoding has it."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "pgdefer.json").decode(encoding) + "\n")
     sys.stdout.flush()
+
+
+def _as_json(error: UnicodeError) -> tuple[str, int]:
+    """Return the JSON escapes of what an encoding does not have."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error("pgdefer.json", _as_json)
 
 
 def write_raw(values: Sequence[str | bytes]) -> None:

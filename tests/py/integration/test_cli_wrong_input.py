@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -112,3 +113,18 @@ def test_stdin_is_no_text(run: Run) -> None:
     done = run("defer", "t", "-", input=b"\xff")
     assert done.code == Exit.USAGE
     assert "stdin: not utf-8 text" in done.err
+
+
+# What the output can't take
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_json_keeps_what_an_encoding_lacks(run: Run, program: Program, encoding: str) -> None:
+    text = "é € 😀 日"
+    id = str(defer(run, "t", json.dumps({"a": text})))
+    for words in (("job", "get", "a", id), ("job", "get", "a", id, "--json")):
+        done = program(*words, PYTHONIOENCODING=encoding)
+        assert json.loads(done.stdout.decode(encoding)) in (text, [text])
+        assert b"?" not in done.stdout
+    shown = program("job", "show", id, "--json", PYTHONIOENCODING=encoding)
+    assert json.loads(shown.stdout.decode(encoding))["args"] == {"a": text}
