@@ -19,7 +19,9 @@ from psycopg.rows import dict_row
 from psycopg.types.datetime import IntervalLoader, TimestamptzLoader
 from psycopg.types.json import JsonbLoader
 from rich.console import Console
+from rich.text import Text
 
+from pgdefer._text import escaped
 from pgdefer.database.source import Source
 from pgdefer.database.sql import Statement
 from pgdefer.errors import (
@@ -281,7 +283,7 @@ def _fail_for(error: PgDeferError) -> NoReturn:
     # These share the SQLSTATE of bad arguments.
     no_step = "the job has finished no such step"
     is_missing = error.message in {"no such schedule", "no such group", "no such queue", no_step}
-    fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), str(error))
+    fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), escaped(str(error)))
 
 
 def one_line(error: Exception) -> str:
@@ -290,8 +292,9 @@ def one_line(error: Exception) -> str:
 
 
 def fail(code: Exit, message: str) -> NoReturn:
-    """Print a message and exit."""
-    err.print(f"pgdefer: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    """Print a message, in which no control character reaches the terminal, and exit."""
+    text = "\n".join(map(escaped, f"pgdefer: {message}".split("\n")))
+    err.print(Text(text, style="red"), soft_wrap=True)
     raise typer.Exit(code)
 
 

@@ -110,4 +110,4 @@ def publish(
     parameters = {"event": event, "payload": _read(payload), "retain": retain}
     with session(dsn, dry_run=dry_run) as on:
         if not on.one(sql.PUBLISH, parameters):
-            out.print(Text(f"{event} was published before: that payload stands."))
+            out.print(Text(f"{_show.escaped(event)} was published before: that payload stands."))

@@ -48,7 +48,7 @@ def show_group(name: Name, dsn: DSN = None, as_json: AsJson = False) -> None:
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.GROUPS, {"name": name})
     if not rows.values:
-        fail(Exit.NOT_FOUND, f"group not found: {name}")
+        fail(Exit.NOT_FOUND, f"group not found: {_show.escaped(name)}")
     _show.table(rows, GROUP)
 
 
@@ -57,4 +57,4 @@ def close_group(name: Name, dsn: DSN = None, dry_run: DryRun = False) -> None:
     """Close a group: no more jobs join it, and its callbacks follow the end of its jobs."""
     with session(dsn, dry_run=dry_run) as on:
         if not on.one(sql.CLOSE_GROUP, {"name": name}):
-            out.print(Text(f"{name} was closed before."))
+            out.print(Text(f"{_show.escaped(name)} was closed before."))

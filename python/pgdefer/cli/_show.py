@@ -282,7 +282,7 @@ def outcomes(rows: Rows) -> None:
         return
     for row in rows.values:
         if row["error"] is None:
-            out.print(Text(f"{row['id']}: {row['outcome']}"))
+            out.print(Text(f"{row['id']}: {escaped(row['outcome'])}"))
         else:
             _, why = REFUSALS.get(row["error"], (None, "it was refused"))
             state = f" ({row['outcome']})" if row["outcome"] else ""

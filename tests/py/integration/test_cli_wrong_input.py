@@ -128,3 +128,22 @@ def test_json_keeps_what_an_encoding_lacks(run: Run, program: Program, encoding:
         assert b"?" not in done.stdout
     shown = program("job", "show", id, "--json", PYTHONIOENCODING=encoding)
     assert json.loads(shown.stdout.decode(encoding))["args"] == {"a": text}
+
+
+def test_no_escape_sequence_reaches_the_terminal(run: Run) -> None:
+    odd = "\x1b[31m\nred"
+    defer(run, "t", "--queueing-lock", odd)
+    run("publish", odd)
+    for words in (
+        ("defer", "t", "--queueing-lock", odd),
+        ("group", "show", odd),
+        ("group", "close", odd),
+        ("publish", odd),
+        ("defer", "t", "--options", json.dumps({odd: 1})),
+        ("defer", "t", "--at", odd),
+    ):
+        done = run(*words)
+        said = done.out + done.err
+        assert r"\x1b[31m" in said, words
+        assert "\x1b" not in said, words
+        assert len(said.splitlines()) == 1, words
