@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pgdefer.database import sql
-from pgdefer.database.sql import Statement
+from pgdefer.database.moving import BELOW_ALL, tables_of
 
 from . import _show, _solid
 from ._base import DSN, AsJson, DryRun, Exit, Session, fail, out, reported, session
@@ -63,7 +63,7 @@ def move_in(
             counts = _solid.move_in(on)
     else:
         with session(dsn, dry_run=dry_run) as on:
-            counts = _by_sql(on, *STATEMENTS[origin])
+            counts = _by_sql(on, origin)
     if as_json:
         _show.write(json.dumps(counts))
         return
@@ -83,11 +83,13 @@ def move_in(
             out.print(f"{counts[name]} {text}", highlight=False)
 
 
-def _by_sql(on: Session, lock: Statement, move: Statement, count: Statement) -> dict[str, int]:
+def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
+    lock, move, count = STATEMENTS[origin]
     counts = {"moved": 0, "locked": 0, "scheduled": 0}
     with on.transaction():
-        on.execute(lock)
-        after = 0
+        with tables_of(origin.value):
+            on.execute(lock)
+        after = BELOW_ALL
         while True:
             (row,) = on.call(move, {"after": after}).values
             if not row["found"]:
@@ -107,6 +109,11 @@ def _from_django(origin: Origin, *, dry_run: bool) -> dict[str, int]:
             Exit.USAGE, f"the project's tasks are needed: manage.py pgdefer move-in {origin.value}"
         )
     with reported():
-        moving = importlib.import_module("pgdefer.contrib.django.move_in")
+        try:
+            moving = importlib.import_module("pgdefer.contrib.django.move_in")
+        except ModuleNotFoundError as error:
+            if error.name != "django.tasks":
+                raise
+            fail(Exit.USAGE, f"move-in {origin.value} needs Django 6, with django.tasks")
         found: dict[str, int] = moving.move_in(origin.value, dry_run=dry_run)
         return found

@@ -10,6 +10,7 @@ from typing import Any
 
 from pgdefer.codec import Codec
 from pgdefer.database import sql
+from pgdefer.database.moving import BELOW_ALL, tables_of
 from pgdefer.errors import PgDeferError
 from pgdefer.options import limit_of_semaphore
 
@@ -36,13 +37,11 @@ def move_in(on: Session) -> dict[str, int]:
     """Take over its waiting jobs, and return how many."""
     counts = {"moved": 0, "limited": 0, "scheduled": 0}
     with on.transaction():
-        for statement in (
-            sql.MOVE_IN_SOLID_TIMES,
-            sql.MOVE_IN_SOLID_LOCK,
-            sql.MOVE_IN_SOLID_LOCK_MORE,
-            sql.MOVE_IN_SOLID_LOCK_CLAIMED,
-        ):
-            on.execute(statement)
+        on.execute(sql.MOVE_IN_SOLID_TIMES)
+        with tables_of("solid-queue"):
+            on.execute(sql.MOVE_IN_SOLID_LOCK)
+            on.execute(sql.MOVE_IN_SOLID_LOCK_MORE)
+            on.execute(sql.MOVE_IN_SOLID_LOCK_CLAIMED)
         slots: dict[str, int | None] = {}
         held: list[str] = []
         for row in on.call(sql.MOVE_IN_SOLID_KEYS).values:
@@ -50,7 +49,7 @@ def move_in(on: Session) -> dict[str, int]:
                 held.append(row["key"])
             else:
                 slots[row["key"]] = row["slots"]
-        asked: dict[str, Any] = {"after": 0, "held": held}
+        asked: dict[str, Any] = {"after": BELOW_ALL, "held": held}
         while rows := on.call(sql.MOVE_IN_SOLID, asked).values:
             jobs = json.dumps([_job(row, slots) for row in rows])
             on.call(sql.DEFER_MANY, {"jobs": jobs})

@@ -217,6 +217,17 @@ def test_commands_name_a_wrong_setting(tmp_path: Path, command: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("origin", ["django-tasks-db", "steady-queue"])
+def test_moving_in_needs_djangos_tasks(
+    shop: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, origin: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "pgdefer.contrib.django.move_in", raising=False)
+    monkeypatch.setitem(sys.modules, "django.tasks", None)  # as in Django 5.2
+    with pytest.raises(SystemExit):
+        call_command("pgdefer", "move-in", origin)
+    assert f"move-in {origin} needs Django 6" in capsys.readouterr().err
+
+
 def test_the_worker_has_the_role_that_django_assumes(shop: str, app: DjangoApp) -> None:
     with psycopg.connect(shop, autocommit=True) as owner:
         owner.execute('create role "django\\ assumed"')

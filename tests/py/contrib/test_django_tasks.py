@@ -308,6 +308,13 @@ def test_a_yield_is_not_the_end(shop: str, app: DjangoApp) -> None:
     assert result.errors == []
 
 
+@pytest.mark.parametrize("origin", ["django-tasks-db", "steady-queue"])
+def test_moving_in_without_tables(app: DjangoApp, capsys: Any, origin: str) -> None:
+    with pytest.raises(SystemExit):
+        call_command("pgdefer", "move-in", origin)
+    assert f"the tables of {origin} are not here: relation" in capsys.readouterr().err
+
+
 def test_moving_in(app: DjangoApp, drain: Callable[..., None], capsys: Any) -> None:
     """Waiting tasks of django-tasks-db, from a table as its migrations make it."""
     with connection.cursor() as cursor:

@@ -100,6 +100,24 @@ def test_many_are_moved(run: Run, conn: psycopg.Connection) -> None:
     assert wrong == (0,)
 
 
+@pytest.mark.parametrize("origin", ["procrastinate", "tasks", "solid-queue"])
+def test_tables_that_are_not_here(run: Run, origin: str) -> None:
+    done = run("move-in", origin)
+    assert done.code == 1
+    assert f"the tables of {origin} are not here: relation" in done.err
+    assert "pgdefer install" not in done.err
+
+
+def test_ids_below_one(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
+    conn.execute(TABLES)
+    conn.execute("update procrastinate_jobs set id = -id")
+    assert run("move-in", "procrastinate", "--json").json["moved"] == 6
+    conn.execute(SOLID)
+    solid(conn, "job", "ready", id=0)
+    assert run("move-in", "solid-queue", "--json").json["moved"] == 1
+    assert len(jobs()) == 7
+
+
 def test_a_table_of_tasks(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
     conn.execute("""
         create table tasks (

@@ -17,7 +17,7 @@ LAYERS = [
     _version _text logs database.sql database.backoff database.watchdog database.server
     errors
     options codec database.callers
-    database.install
+    database.install database.moving
     database.source
     database.pool database.connection database.pool_source
     database.callers_pool database.callers_pool_async

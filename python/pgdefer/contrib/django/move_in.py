@@ -18,6 +18,7 @@ from django.utils.module_loading import import_string
 from pgdefer.contrib.django import app, conf
 from pgdefer.contrib.django.backend import PgDeferBackend, PgDeferTask
 from pgdefer.database import sql
+from pgdefer.database.moving import BELOW_ALL, tables_of
 from pgdefer.errors import PgDeferError
 from pgdefer.options import limit_of_semaphore
 from pgdefer.tasks.prepared import PreparedJob
@@ -41,7 +42,7 @@ def move_in(origin: str, *, dry_run: bool) -> dict[str, int]:
 
 def _from_tasks_db(connection: Any) -> dict[str, int]:
     counts = {"moved": 0, "locked": 0, "scheduled": 0, "behind": 0}
-    with connection.cursor() as cursor:
+    with tables_of("django-tasks-db"), connection.cursor() as cursor:
         cursor.execute(sql.MOVE_IN_DJANGO_LOCK.text)
     while rows := app.client.call(sql.MOVE_IN_DJANGO, {}, connection):
         jobs = app.defer_many([_tasks_db_call(row) for row in rows])
@@ -96,7 +97,7 @@ def _task(path: str, id: object) -> PgDeferTask:
 
 def _from_steady(connection: Any) -> dict[str, int]:
     counts = {"moved": 0, "limited": 0, "scheduled": 0}
-    with connection.cursor() as cursor:
+    with tables_of("steady-queue"), connection.cursor() as cursor:
         for statement in (
             sql.MOVE_IN_STEADY_LOCK,
             sql.MOVE_IN_STEADY_LOCK_MORE,
@@ -110,7 +111,7 @@ def _from_steady(connection: Any) -> dict[str, int]:
             held.append(key)
         else:
             slots[key] = found
-    asked: dict[str, Any] = {"after": 0, "held": held}
+    asked: dict[str, Any] = {"after": BELOW_ALL, "held": held}
     while rows := app.client.call(sql.MOVE_IN_STEADY, asked, connection):
         app.defer_many([_steady_call(row, slots) for row in rows])
         app.client.call(sql.MOVE_IN_STEADY_END, {"ids": [row[0] for row in rows]}, connection)
