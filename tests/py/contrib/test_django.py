@@ -181,6 +181,11 @@ def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> Non
     assert messages({"DATABSE": "x"}) == ["pgdefer.E001"]
     assert messages({"DATABASE": "x"}) == ["pgdefer.E002"]
     assert messages({"MIDDLEWARE": ["no.such"]}) == ["pgdefer.E004"]
+    assert messages({"IMPORTS": ["nomod"]}) == ["pgdefer.E004"]
+    assert messages({"IMPORTS": ("shop.tasks",)}) == []
+    assert messages({"DEFAULTS": {"retry": 3, "queue": "mail"}}) == []
+    for wrong in ({"nope": 1}, {"retry": "x"}, {"priority": "high"}):
+        assert messages({"DEFAULTS": wrong}) == ["pgdefer.E005"]
     create_database(server, "django_blank")
     use(server, "django_blank")
     assert messages({}, databases=["default"]) == ["pgdefer.W001"]
@@ -192,11 +197,19 @@ def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> Non
     [
         ({"DATABSE": "x", 5: 6}, "PGDEFER has no key 5, DATABSE: it has DATABASE, DEFAULTS, "),
         (5, "PGDEFER must be a dict, not 5"),
+        ({"FORM": "zz"}, "'FORM'. must be one of auto, extension, plain, not 'zz'"),
+        ({"DEFAULTS": None}, "'DEFAULTS'. must be a dict, not None"),
+        ({"IMPORTS": "x"}, "'IMPORTS'. must be a list of names, not 'x'"),
+        ({"MIDDLEWARE": [5]}, "'MIDDLEWARE'. must be a list of names, not"),
+        ({"HEADERS": 5}, "'HEADERS'. must be a name or None, not 5"),
+        ({"DATABASE": None}, "'DATABASE'. must be a name, not None"),
+        ({"PGBOUNCER": "yes"}, "'PGBOUNCER'. must be True or False, not 'yes'"),
     ],
 )
 def test_what_is_no_setting(settings: Any, said: str) -> None:
     with override_settings(PGDEFER=settings), pytest.raises(ImproperlyConfigured, match=said):
         conf.read()
+    assert messages(settings) == ["pgdefer.E001"]
 
 
 @pytest.mark.parametrize("command", ["check", "pgdefer job ls", "pgdefer worker --drain"])

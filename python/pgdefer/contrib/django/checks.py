@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import psycopg
@@ -16,6 +17,10 @@ from pgdefer.contrib.django import conf
 from pgdefer.database import sql
 from pgdefer.database.callers import rows_on_django
 from pgdefer.database.install import is_at_least, offered_version
+from pgdefer.options import JobOptions
+from pgdefer.tasks.failure_policy import Execution, FailurePolicy
+from pgdefer.tasks.option_checks import check_options
+from pgdefer.tasks.task import AllTaskOptions
 
 __all__ = ["check_database", "check_settings"]
 
@@ -43,12 +48,32 @@ def check_settings(**_options: Any) -> list[checks.CheckMessage]:
                     id="pgdefer.E003",
                 )
             )
+    return [*found, *_names(settings), *_defaults(settings)]
+
+
+def _names(settings: conf.Settings) -> Iterator[checks.CheckMessage]:
+    """Check what can be imported."""
     for name in filter(None, [*settings.MIDDLEWARE, settings.HEADERS]):
         try:
             import_string(name)
         except ImportError as error:
-            found.append(checks.Error(f"PGDEFER names {name}: {error}", id="pgdefer.E004"))
-    return found
+            yield checks.Error(f"PGDEFER names {name}: {error}", id="pgdefer.E004")
+    for name in settings.IMPORTS:
+        try:
+            import_module(name)
+        except Exception as error:
+            text = f"PGDEFER['IMPORTS'] names {name}: {type(error).__qualname__}: {error}"
+            yield checks.Error(text, id="pgdefer.E004")
+
+
+def _defaults(settings: conf.Settings) -> Iterator[checks.CheckMessage]:
+    """Check the options of all tasks."""
+    try:
+        check_options("PGDEFER['DEFAULTS']", settings.DEFAULTS, AllTaskOptions)
+        _, of_jobs = Execution.split(settings.DEFAULTS)
+        JobOptions.of(FailurePolicy.split(of_jobs)[1])
+    except (TypeError, ValueError) as error:
+        yield checks.Error(str(error), id="pgdefer.E005")
 
 
 def _is_fit(connection: BaseDatabaseWrapper) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 from django.conf import settings as project
 from django.core.exceptions import ImproperlyConfigured
+
+from pgdefer.database.install import Form
 
 __all__ = ["Settings", "read"]
 
@@ -35,7 +37,7 @@ class Settings:
 
 
 def read() -> Settings:
-    """Return the present settings. Raises ImproperlyConfigured for unknown keys."""
+    """Return the present settings. Raises ImproperlyConfigured for unknown keys, wrong types."""
     given = getattr(project, "PGDEFER", {})
     known = {field.name for field in dataclasses.fields(Settings)}
     if not isinstance(given, Mapping):
@@ -44,4 +46,28 @@ def read() -> Settings:
         raise ImproperlyConfigured(
             f"PGDEFER has no key {', '.join(unknown)}: it has {', '.join(sorted(known))}"
         )
-    return Settings(**given)
+    settings = Settings(**given)
+    for keys, is_fit, wanted in _RULES:
+        for key in keys:
+            if not is_fit(value := getattr(settings, key)):
+                raise ImproperlyConfigured(f"PGDEFER[{key!r}] must be {wanted}, not {value!r}")
+    return settings
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
+_FORMS = get_args(Form)
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("DATABASE",), lambda value: isinstance(value, str), "a name"),
+    (
+        ("LISTEN_DATABASE", "HEADERS"),
+        lambda value: value is None or isinstance(value, str),
+        "a name or None",
+    ),
+    (("PGBOUNCER",), lambda value: isinstance(value, bool), "True or False"),
+    (("IMPORTS", "MIDDLEWARE"), _is_list, "a list of names"),
+    (("DEFAULTS",), lambda value: isinstance(value, Mapping), "a dict"),
+    (("FORM",), lambda value: value in _FORMS, f"one of {', '.join(_FORMS)}"),
+)
