@@ -19,6 +19,7 @@ from pgdefer.testing.jobs import DeferredJob, deferred_job
 __all__ = ["AskingQueue"]
 
 _PAGE = 1000
+_LONGEST = dt.timedelta(days=365_000)
 
 
 class AskingQueue(Assertions[DeferredJob]):
@@ -62,9 +63,7 @@ class AskingQueue(Assertions[DeferredJob]):
         self, *, schedules: bool = False, **duration: float
     ) -> list[DeferredJob]:
         """Let time pass: as `travel`."""
-        length = dt.timedelta(**duration)
-        if length <= dt.timedelta():
-            raise ValueError("time passes forward: use travel(hours=1) or the like")
+        length = _length(duration)
         ((now,),) = await self._call(sql.CLOCK, {})
         due = []
         await self._rehearse()
@@ -101,6 +100,21 @@ class AskingQueue(Assertions[DeferredJob]):
             rows = await self._call(sql.DEFER_MANY, {"jobs": json.dumps([job])})
             ids.append(rows[0][0])
         return ids
+
+
+def _length(duration: Mapping[str, float]) -> dt.timedelta:
+    """Return the time that is to pass, as dt.timedelta takes it."""
+    try:
+        length = dt.timedelta(**duration)
+    except (OverflowError, ValueError):  # of numbers that are too large, or nan
+        length = dt.timedelta()
+    if not dt.timedelta() < length <= _LONGEST:
+        given = ", ".join(f"{name}={value!r}" for name, value in duration.items())
+        raise ValueError(
+            "time passes forward, by at most a thousand years: use travel(hours=1) or the like, "
+            f"not travel({given})"
+        )
+    return length
 
 
 def _nested(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,11 @@ from pgdefer.tasks.need import Need
 __all__ = ["FakeJob", "fake_job"]
 
 
+# Those of the database, and a worker's own.
+_REASONS = ("cancelled", "moved", "failed", "done", "deleted", "retried", "timed out")
+_WORKERS_REASONS = ("the worker stops", "the claim was lost")
+
+
 class FakeJob(JobContext):
     """A JobContext without a database: `extend` and `needs` return values that the test sets."""
 
@@ -29,6 +34,7 @@ class FakeJob(JobContext):
 
     def abort(self, reason: str = "cancelled") -> None:
         """Make `should_abort` true."""
+        _check_reason(reason)
         self._abort_reason = reason
 
     def needs(self) -> list[Need]:
@@ -65,6 +71,13 @@ class FakeJob(JobContext):
         return self.extend(lease)
 
 
+def _check_reason(reason: str) -> None:
+    allowed = (*_REASONS, *_WORKERS_REASONS)
+    if reason not in allowed:
+        shown = ", ".join(map(repr, allowed))
+        raise ValueError(f"the reason to abort must be one of {shown}, not {reason!r}")
+
+
 @contextlib.contextmanager
 def fake_job(
     *,
@@ -88,6 +101,9 @@ def fake_job(
 
     With `abort`, a reason, `should_abort` is true from the start.
     """
+    given: Any = attempt
+    if not isinstance(given, int) or given < 1:
+        raise ValueError(f"attempt must be a whole number from 1, not {attempt!r}")
     args = {} if scheduled_for is None else {"scheduled_for": scheduled_for.isoformat()}
     row = (
         id,

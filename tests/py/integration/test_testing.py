@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import math
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -355,6 +356,27 @@ def test_a_handler_that_is_called_directly(shop: Shop) -> None:
     moment = dt.datetime(2030, 1, 1, 3, tzinfo=dt.UTC)
     with fake_job(scheduled_for=moment):
         assert current_job().scheduled_for == moment
+
+
+@pytest.mark.parametrize("given", [{"attempt": "x"}, {"attempt": 0}, {"abort": "zzz"}])
+def test_a_fake_job_that_no_worker_would_run(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be (a whole number from 1|one of 'cancelled')"):
+        fake_job(**given).__enter__()
+    with fake_job(abort="the worker stops") as job, pytest.raises(ValueError, match="one of"):
+        job.abort("zzz")
+    with pytest.raises(LookupError):
+        current_job()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"hours": 1e12}, {"days": math.nan}, {"days": 400_000}, {"days": -1}, {"hours": math.inf}, {}],
+)
+def test_how_far_a_test_travels(shop: Shop, queue: TestQueue, given: dict[str, float]) -> None:
+    shop.greet.configure(delay=dt.timedelta(hours=1)).defer("Ann")
+    with pytest.raises(ValueError, match="forward, by at most a thousand years: use travel"):
+        queue.travel(**given)
+    assert len(queue.travel(days=365_000)) == 1
 
 
 def test_a_handler_that_yields(shop: Shop, queue: TestQueue) -> None:
