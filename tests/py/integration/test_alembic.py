@@ -243,6 +243,21 @@ def test_a_downgrade_refuses_to_lose_jobs(project: Project) -> None:
     assert query(project.dsn, "select * from queue.check()") == []
 
 
+def test_the_first_migration_beside_the_branch(project: Project) -> None:
+    """As docs/alembic.md says, in a project without migrations of its own."""
+    project.settings(own_branch=True)
+    command.upgrade(project.config(), "heads")
+    first = {"head": "base", "branch_label": "app", "autogenerate": True}
+    with pytest.raises(alembic.util.CommandError, match="please specify --version-path"):
+        command.revision(project.config(), "first", **first)  # type: ignore[arg-type]
+    folder = project.folder / "migrations" / "versions"
+    command.revision(project.config(), "first", version_path=str(folder), **first)  # type: ignore[arg-type]
+    command.upgrade(project.config(), "heads")
+    command.revision(project.config(), "second", head="app@head")
+    assert len(list(folder.glob("*.py"))) == 2
+    assert "--version-path migrations/versions" in (ROOT / "docs" / "alembic.md").read_text()
+
+
 def test_a_branch_of_its_own(project: Project) -> None:
     project.settings(own_branch=True)
     project.migration(
