@@ -6,15 +6,17 @@ import enum
 import importlib
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
+import psycopg
 import typer
 
 from pgdefer.database import sql
 from pgdefer.database.moving import BELOW_ALL, tables_of
+from pgdefer.errors import PgDeferError, translate
 
 from . import _show, _solid
-from ._base import DSN, AsJson, DryRun, Exit, Session, fail, out, reported, session
+from ._base import DSN, AsJson, DryRun, Exit, Session, fail, one_line, out, reported, session
 
 
 class Origin(enum.StrEnum):
@@ -27,18 +29,27 @@ class Origin(enum.StrEnum):
     steady_queue = "steady-queue"
 
 
+# How many jobs are moved at once.
+SOME = 1000
 # Their arguments need the project's code.
 _DJANGO = (Origin.django_tasks_db, Origin.steady_queue)
 
 
-# Of each: how to keep others from its table, to move a thousand jobs, and to count what is left.
+# Of each: how to keep others from its table, to find the next job, to move some, and to count what
+# is left.
 STATEMENTS = {
     Origin.procrastinate: (
         sql.MOVE_IN_PROCRASTINATE_LOCK,
+        sql.MOVE_IN_PROCRASTINATE_NEXT,
         sql.MOVE_IN_PROCRASTINATE,
         sql.MOVE_IN_PROCRASTINATE_LEFT,
     ),
-    Origin.tasks: (sql.MOVE_IN_TASKS_LOCK, sql.MOVE_IN_TASKS, sql.MOVE_IN_TASKS_LEFT),
+    Origin.tasks: (
+        sql.MOVE_IN_TASKS_LOCK,
+        sql.MOVE_IN_TASKS_NEXT,
+        sql.MOVE_IN_TASKS,
+        sql.MOVE_IN_TASKS_LEFT,
+    ),
 }
 
 
@@ -84,14 +95,18 @@ def move_in(
 
 
 def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
-    lock, move, count = STATEMENTS[origin]
+    lock, _, move, count = STATEMENTS[origin]
     counts = {"moved": 0, "locked": 0, "scheduled": 0}
     with on.transaction():
         with tables_of(origin.value):
             on.execute(lock)
         after = BELOW_ALL
         while True:
-            (row,) = on.call(move, {"after": after}).values
+            try:
+                with on.transaction():
+                    (row,) = on.call(move, {"after": after, "most": SOME}).values
+            except psycopg.Error as error:
+                _name_row(on, origin, after, error)
             if not row["found"]:
                 break
             after = row["last"]
@@ -99,6 +114,21 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
             counts["locked"] += row["locked"]
             counts["scheduled"] += row["scheduled"]
         return counts | on.call(count).values[0]
+
+
+def _name_row(on: Session, origin: Origin, after: int, error: psycopg.Error) -> NoReturn:
+    """Raise the error with the id of the refused row: move the rows one by one up to it."""
+    _, find, move, _ = STATEMENTS[origin]
+    while translate(error) is not None and (id := on.one(find, {"after": after})) is not None:
+        try:
+            with on.transaction():
+                on.call(move, {"after": after, "most": 1})
+        except psycopg.Error as one:
+            refused = translate(one) or PgDeferError(one_line(one))
+            refused.message = f"the row with id {id} can't be moved: {refused.message}"
+            raise refused from one
+        after = id
+    raise error
 
 
 def _from_django(origin: Origin, *, dry_run: bool) -> dict[str, int]:

@@ -627,21 +627,27 @@ SCHEDULES_LIKE = Statement(f"select name from queue.schedules {_LIKE}")
 # The other queue's producers and workers wait from here to the end of the transaction.
 MOVE_IN_PROCRASTINATE_LOCK = Statement("lock table procrastinate_jobs in share row exclusive mode")
 
-# A thousand of its waiting jobs, in the order of their ids. Jobs behind a running job of the same
-# lock stay there, because they would run beside it.
-MOVE_IN_PROCRASTINATE = Statement("""
+# Its waiting jobs. Jobs behind a running job of the same lock stay there, because they would run
+# beside it.
+_PROCRASTINATE = """
+    from procrastinate_jobs j
+    where j.status = 'todo' and j.id > cast(:after as bigint)
+      and not exists (
+        select from procrastinate_jobs d where d.status = 'doing' and d.lock = j.lock)
+"""
+
+MOVE_IN_PROCRASTINATE_NEXT = Statement(f"select min(j.id) as id {_PROCRASTINATE}")
+
+# Some of them, in the order of their ids.
+MOVE_IN_PROCRASTINATE = Statement(f"""
     with picked as materialized (
-      select j.* from procrastinate_jobs j
-      where j.status = 'todo' and j.id > cast(:after as bigint)
-        and not exists (
-          select from procrastinate_jobs d where d.status = 'doing' and d.lock = j.lock)
-      order by j.id limit 1000),
+      select j.* {_PROCRASTINATE} order by j.id limit cast(:most as bigint)),
     made as materialized (
       select * from queue.defer_many((
         select coalesce(jsonb_agg(jsonb_strip_nulls(jsonb_build_object(
             'task', p.task_name, 'queue', p.queue_name, 'priority', p.priority,
-            'lock', replace(replace(p.lock, '{', '{{'), '}', '}}'),
-            'queueing_lock', replace(replace(p.queueing_lock, '{', '{{'), '}', '}}'),
+            'lock', replace(replace(p.lock, '{{', '{{{{'), '}}', '}}}}'),
+            'queueing_lock', replace(replace(p.queueing_lock, '{{', '{{{{'), '}}', '}}}}'),
             'scheduled_at', p.scheduled_at,
             'options', jsonb_build_object(
               'on_conflict', case when p.queueing_lock is not null then 'ignore' end,
@@ -667,11 +673,15 @@ MOVE_IN_PROCRASTINATE_LEFT = Statement("""
 # Of a table `tasks` as in the article "A minimal task queue", without a status for what is moved.
 MOVE_IN_TASKS_LOCK = Statement("lock table tasks in share row exclusive mode")
 
+MOVE_IN_TASKS_NEXT = Statement("""
+    select min(id) as id from tasks where status = 'pending' and id > cast(:after as bigint)
+""")
+
 MOVE_IN_TASKS = Statement("""
     with picked as materialized (
       select t.* from tasks t
       where t.status = 'pending' and t.id > cast(:after as bigint)
-      order by t.id limit 1000),
+      order by t.id limit cast(:most as bigint)),
     made as materialized (
       select * from queue.defer_many((
         select coalesce(jsonb_agg(jsonb_build_object(

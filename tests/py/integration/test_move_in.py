@@ -108,6 +108,26 @@ def test_tables_that_are_not_here(run: Run, origin: str) -> None:
     assert "pgdefer install" not in done.err
 
 
+def test_a_row_that_is_refused(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
+    conn.execute(TABLES)
+    conn.execute("update procrastinate_jobs set args = '[1]' where task_name = 'second'")
+    conn.execute(
+        "create table tasks (id bigserial, task_type text, payload jsonb, status text,"
+        " priority int, retries int, max_retries int, finished_at timestamptz, error text)"
+    )
+    conn.execute(
+        "insert into tasks select n, 'a', case n when 3 then '[1]' else '{}' end::jsonb, 'pending',"
+        " 0, 0, 3 from generate_series(0, 9) n"
+    )
+    for origin, id in (("procrastinate", 5), ("tasks", 3)):
+        done = run("move-in", origin)
+        assert (done.code, done.out) == (2, "")
+        assert f"the row with id {id} can't be moved: args must be a JSON object" in done.err
+    assert not jobs()
+    conn.execute("delete from tasks where id = 3")
+    assert run("move-in", "tasks", "--json").json["moved"] == 9
+
+
 def test_ids_below_one(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
     conn.execute(TABLES)
     conn.execute("update procrastinate_jobs set id = -id")
