@@ -3,11 +3,11 @@
 
 do $pgdefer_guard$
 declare
-  v_owner oid := (
+  v_owner pg_catalog.oid := (
     select n.nspowner from pg_catalog.pg_namespace n
     where n.nspname operator(pg_catalog.=) 'queue');
-  v_schema oid := 'queue'::pg_catalog.regnamespace;
-  v_others text;
+  v_schema pg_catalog.oid := 'queue'::pg_catalog.regnamespace;
+  v_others pg_catalog.text;
   v_is_ours boolean := (
     select v_owner operator(pg_catalog.=) r.oid
       or (not r.rolsuper and pg_catalog.pg_has_role(r.oid, v_owner, 'USAGE'))
@@ -3859,6 +3859,7 @@ begin
         perform queue._invalid(v_option.key || ' must be text', 'Pass a JSON string.');
       elsif v_option.text <> '' then
         perform queue._check_name(v_option.key, v_option.text);
+        perform queue._check_template(v_option.key, v_option.text);
       end if;
     elsif v_option.key = 'concurrency' then
       perform queue._check_concurrency(null, null, v_option.value);
@@ -3869,7 +3870,8 @@ begin
   return v_options;
 end $$;
 
--- How long to keep a job by its outcome: an object of intervals, with those that are null left out.
+-- How long to keep a job by its outcome: an object of intervals as they were given, with those that are null
+-- left out. The text of an interval would depend on the setting IntervalStyle, and schedule compares.
 -- Raises: 22023.
 create or replace function queue._check_retain(p_retain jsonb)
 returns jsonb language plpgsql stable parallel unsafe security invoker as $$
@@ -3882,8 +3884,10 @@ begin
       perform queue._invalid('retain has an unknown outcome', 'Allowed: succeeded, failed, cancelled.',
         'outcome: ' || left(v_entry.key, 200));
     elsif v_entry.value <> 'null' then
+      perform queue._interval('retain.' || v_entry.key, v_entry.value);
       v_retain := v_retain || jsonb_build_object(v_entry.key,
-        queue._interval('retain.' || v_entry.key, v_entry.value)::text);
+        case when jsonb_typeof(v_entry.value) = 'number'
+          then to_jsonb(trim_scale(round(v_entry.value::numeric, 6))) else v_entry.value end);
     end if;
   end loop;
   return v_retain;
@@ -3908,6 +3912,7 @@ begin
         format('concurrency_limit: %s', coalesce(key_limit::text, 'NULL')));
     end if;
     perform queue._check_name('concurrency_key', key);
+    perform queue._check_template('concurrency_key', key);
     keys := array[key];
     limits := array[key_limit];
     v_terms := '[null]';
@@ -3944,6 +3949,7 @@ begin
       'weight', nullif(v_weight, 1)));
     terms := case when terms is not null or v_rate is not null or v_weight > 1 then v_terms end;
     perform queue._check_name('concurrency key', v_item ->> 'key');
+    perform queue._check_template('concurrency_key', v_item ->> 'key');
     if v_item ->> 'key' = any (keys) then
       perform queue._invalid('a concurrency key is named twice', 'Name each key once.',
         'key: ' || (v_item ->> 'key'));
@@ -3997,6 +4003,17 @@ begin
   end if;
 end $$;
 
+-- Raises: 22023 if _fill refuses the template whatever the args.
+create or replace function queue._check_template(what text, template text)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if strpos(template, '{{') > 0
+    and regexp_replace(template, '[{][{]|[}][}]|[{][^{}]*[}]', '', 'g') ~ '[{}]' then
+    perform queue._invalid(format('%s has a single brace beside doubled ones', what),
+      'Double each brace that encloses no field.', 'template: ' || left(template, 200));
+  end if;
+end $$;
+
 -- Fills {field} from args. A field that is missing in args, or is not a scalar, is an error. For a client's
 -- tagged value, {"__pgdefer__": type, "value": text}, its text counts, so that a UUID gives the same lock
 -- whether Python or a trigger wrote it. A doubled brace is one of the text. A single one that encloses no
@@ -4015,11 +4032,7 @@ begin
     perform queue._check_name(what, template);
     return template;
   end if;
-  if strpos(template, '{{') > 0
-    and regexp_replace(template, '[{][{]|[}][}]|[{][^{}]*[}]', '', 'g') ~ '[{}]' then
-    perform queue._invalid(format('%s has a single brace beside doubled ones', what),
-      'Double each brace that encloses no field.', 'template: ' || left(template, 200));
-  end if;
+  perform queue._check_template(what, template);
   v_parts := string_to_array(template, '{');
   v_text := replace(v_parts[1], '}}', '}');
   for i in 2 .. cardinality(v_parts) loop
@@ -4096,6 +4109,8 @@ begin
   elsif octet_length(v_defaults ->> 'queueing_lock') > 1000 then
     perform queue._check_name('queueing_lock', v_defaults ->> 'queueing_lock');
   end if;
+  perform queue._check_template(t.key, v_defaults ->> t.key)
+    from unnest('{lock,queueing_lock}'::text[]) t (key);
   v_options := queue._check_options(v_defaults -
     '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function,
       sensitive}'::text[]);
@@ -13974,15 +13989,18 @@ end $$;
 -- How long a job is kept: _retention (admit/dequeue.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
--- skip locked.
+-- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. A round without a
+-- job does not end it: a round may have found only jobs whose retention was made longer since.
 -- Raises: 22023, 42501 (for the audit, if the caller lacks the owner's rights), QJ008.
 create or replace function queue.prune(max_jobs integer default 10000, state text default null,
   older_than interval default null)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
 declare
+  v_max_jobs integer := least(prune.max_jobs, 10000);
+  v_until timestamptz;
   v_safe_at timestamptz;
-  v_pruned integer;
+  v_pruned integer := 0;
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   perform queue._check_isolation();
@@ -14002,19 +14020,25 @@ begin
     v_safe_at := queue._safe_at();
     perform queue._admit_all();
     perform queue._forget_deleted();
-    perform queue._prune_events(prune.max_jobs, v_safe_at);
-    perform queue._prune_groups(prune.max_jobs);
-    perform queue._prune_idempotency_keys(prune.max_jobs);
-    v_pruned := queue._prune(prune.max_jobs, v_safe_at, prune.state, coalesce(prune.older_than,
-      interval '0'));
+    perform queue._prune_events(v_max_jobs, v_safe_at);
+    perform queue._prune_groups(v_max_jobs);
+    perform queue._prune_idempotency_keys(v_max_jobs);
+    v_until := clock_timestamp() + interval '1 s';
+    for v_round in 1 .. 5 loop
+      v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at, prune.state,
+        coalesce(prune.older_than, interval '0'));
+      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
+    end loop;
   end if;
   perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,
     'older_than', prune.older_than), p_before => jsonb_build_object('pruned', v_pruned));
   return v_pruned;
 end $$;
 comment on function queue.prune(integer, text, interval) is
-  'Removes finished jobs whose retention has passed, at most max_jobs, and returns their number. With a'
-    ' state it removes jobs in that state that finished at least older_than ago, whatever their retention.'
+  'Removes finished jobs whose retention has passed, at most max_jobs, and returns their number. One call'
+    ' removes at most 10,000 jobs, and ends after about a second, because workers wait for it meanwhile: call'
+    ' it again, each time in a new transaction, until it returns 0. With a state it removes jobs in that'
+    ' state that finished at least older_than ago, whatever their retention.'
     ' Jobs that unfinished jobs need are kept, and those that an unfinished job with steps has deferred. If'
     ' an uncommitted job names a removed one as a need, the old state counts. State audit: it removes rows of'
     ' queue.audit of at least that age; only the owner may do this.';
@@ -16692,8 +16716,8 @@ declare
   v_id bigint;
   v_claim bigint;
   v_is_cancelled boolean := false;
-  v_role text := pg_catalog.current_setting('role');
-  v_path text := pg_catalog.current_setting('search_path');
+  v_role pg_catalog.text := pg_catalog.current_setting('role');
+  v_path pg_catalog.text := pg_catalog.current_setting('search_path');
 begin
   if pg_catalog.int4lt(work.max_jobs, 1) then
     raise exception using errcode := '22023', message := 'max_jobs must be at least 1',
@@ -16791,13 +16815,13 @@ create or replace function queue.run_function(id bigint, claim bigint)
 returns table (state text, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
 declare
-  v_call record;
+  v_call pg_catalog.record;
   v_result pg_catalog.jsonb;
   v_has_returned boolean := false;
   v_options pg_catalog.jsonb;
-  v_state text;
-  v_message text;
-  v_context text;
+  v_state pg_catalog.text;
+  v_message pg_catalog.text;
+  v_context pg_catalog.text;
 begin
   select c.statement, c.args, c.timeout, c.late_at into v_call
   from queue.function_call(run_function.id, run_function.claim) c;
@@ -18161,6 +18185,7 @@ begin
   perform queue._lock_rows(array(select q.id from queue._active_jobs_of(delete_queue.name) q));
   if not exists (select from queue.queue_config c where c.queue = delete_queue.name)
     and not exists (select from queue.lane l where l.queue = delete_queue.name)
+    and not exists (select from queue.pause p where p.queue = delete_queue.name and p.is_paused)
     and not exists (select from queue.job_now j where j.queue = delete_queue.name) then
     perform queue._invalid('no such queue', 'queue.queues lists them.', 'queue: ' || delete_queue.name);
   end if;
@@ -18192,7 +18217,8 @@ begin
     v_done := queue._delete(v_ids, true);
     if cardinality(v_done) < cardinality(v_ids) then
       perform queue._queue_not_empty(delete_queue.name,
-        format('jobs that another transaction is changing: %s', cardinality(v_ids) - cardinality(v_done)));
+        format('jobs that another transaction is changing: %s', cardinality(v_ids) - cardinality(v_done)),
+        'Call it again once that transaction has ended.');
     end if;
     v_deleted := v_deleted + cardinality(v_done);
   end loop;
@@ -18203,24 +18229,27 @@ begin
   delete from queue.pause p where p.queue = delete_queue.name;
   delete from queue.rate_start r where r.key = 'q' || delete_queue.name;
   delete from queue.semaphore s where s.key = 'q' || delete_queue.name;
+  perform queue._resume_schedules();
   perform queue._announce();
   perform queue._audit('delete_queue', jsonb_build_object('name', delete_queue.name, 'force',
     delete_queue.force), array[delete_queue.name], v_before);
   return v_deleted;
 end $$;
 comment on function queue.delete_queue(text, boolean) is
-  'Removes a queue with its settings and all its finished jobs. It is refused (QJ006) without force if'
-    ' the queue has unfinished jobs, or jobs that an unfinished job of another queue needs; with force these'
-    ' are removed as by queue.delete. Returns the number of removed jobs. A job deferred later creates the'
-    ' queue again, without settings.';
+  'Removes a queue with its settings, its pause and all its finished jobs. It is refused (QJ006) without'
+    ' force if the queue has unfinished jobs, or jobs that an unfinished job of another queue needs; with'
+    ' force these are removed as by queue.delete. It is refused (QJ006) even with force while another'
+    ' transaction is changing one of its jobs; then call it again. Returns the number of removed jobs. A job'
+    ' deferred later creates the queue again, without settings.';
 
 -- Raises: QJ006, always.
-create or replace function queue._queue_not_empty(p_queue text, p_detail text)
+create or replace function queue._queue_not_empty(p_queue text, p_detail text, p_hint text
+  default 'Let them end or move them, or pass force => true to remove them.')
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ006', message = 'queue not empty',
     detail = format('queue: %s, %s', p_queue, p_detail),
-    hint = 'Let them end or move them, or pass force => true to remove them.';
+    hint = p_hint;
 end $$;
 
 -- Deletes those of the jobs that may be deleted, and returns their ids. Finished jobs, and ready ones that
