@@ -445,7 +445,6 @@ def as_plain(script: str) -> str:
         f"-- pgdefer {number}, for psql -f where no extension may be installed. Running it\n"
         "-- again upgrades. One transaction: all of it or nothing.\n\n"
         "begin;\n\n"
-        "set local search_path = pg_catalog, pg_temp;\n"
         "set local check_function_bodies = off;\n"
         "set local client_min_messages = warning;\n\n"
         f"create schema if not exists queue;\n\n{body.strip()}\n\n"

@@ -17,9 +17,10 @@
 
 -- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key; in
 -- a lane without tags the places that were passed. p_places: the order of jobs within a share, before that of
--- ids. p_moved: those that come from the line of another key, where a kept tag does not count. It looks up the first job of each share and computes the tags of the others, so it costs as much as a
--- sort. Of the lanes of a queue and priority only some may have jobs that still have to get new tags (_retag
--- takes one lane after the other), but their shares have the same tags.
+-- ids. p_moved: those that come from the line of another key, where a kept tag does not count. It looks up
+-- the first job of each share and computes the tags of the others, so it costs as much as a sort. Of the
+-- lanes of a queue and priority only some may have jobs that still have to get new tags (_retag takes one
+-- lane after the other), but their shares have the same tags.
 -- Locks: the caller holds the admission lock. No wake-up can be lost: the caller makes the jobs ready.
 -- In one piece: one query, whose parts pass on whole rows.
 create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],
@@ -48,7 +49,8 @@ begin
   with jobs as materialized (
     select u.n, u.id, u.place, g.queue, g.priority, g.key, g.at, g.last as end,
       coalesce(j.share, '') as share, case when u.moved is not true then j.tag end as tag, u.lane
-    from unnest(p_ids, p_lanes, p_places, p_keys, p_moved) with ordinality u (id, lane, place, key, moved, n)
+    from unnest(p_ids, p_lanes, p_places, p_keys, p_moved) with ordinality
+      u (id, lane, place, key, moved, n)
     cross join lateral (
       select l.queue, l.priority, l.tag_base is not null as has_tags from queue.lane l
       where l.lane = u.lane offset 0) l

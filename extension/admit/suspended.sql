@@ -186,6 +186,7 @@ begin
           continue;
         end if;
         update queue.event e set is_standing = false where e.no = v_expired;
+        delete from queue.pending_settlement h where h.kind = 'event' and h.job_id = -v_expired;
       end if;
       if exists (select from queue.event e where e.name = v_event.name and e.is_standing) then
         delete from queue.event e where e.no = v_event.no;

@@ -6465,9 +6465,10 @@ end $$;
 
 -- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key; in
 -- a lane without tags the places that were passed. p_places: the order of jobs within a share, before that of
--- ids. p_moved: those that come from the line of another key, where a kept tag does not count. It looks up the first job of each share and computes the tags of the others, so it costs as much as a
--- sort. Of the lanes of a queue and priority only some may have jobs that still have to get new tags (_retag
--- takes one lane after the other), but their shares have the same tags.
+-- ids. p_moved: those that come from the line of another key, where a kept tag does not count. It looks up
+-- the first job of each share and computes the tags of the others, so it costs as much as a sort. Of the
+-- lanes of a queue and priority only some may have jobs that still have to get new tags (_retag takes one
+-- lane after the other), but their shares have the same tags.
 -- Locks: the caller holds the admission lock. No wake-up can be lost: the caller makes the jobs ready.
 -- In one piece: one query, whose parts pass on whole rows.
 create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],
@@ -6496,7 +6497,8 @@ begin
   with jobs as materialized (
     select u.n, u.id, u.place, g.queue, g.priority, g.key, g.at, g.last as end,
       coalesce(j.share, '') as share, case when u.moved is not true then j.tag end as tag, u.lane
-    from unnest(p_ids, p_lanes, p_places, p_keys, p_moved) with ordinality u (id, lane, place, key, moved, n)
+    from unnest(p_ids, p_lanes, p_places, p_keys, p_moved) with ordinality
+      u (id, lane, place, key, moved, n)
     cross join lateral (
       select l.queue, l.priority, l.tag_base is not null as has_tags from queue.lane l
       where l.lane = u.lane offset 0) l
@@ -7124,8 +7126,7 @@ end $$;
 
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
--- the caller looked, that time is now. None is written while ready jobs use up the rate: their claims call
--- this function.
+-- the caller looked, that time is now. While ready jobs use up the rate, none: their claims call this.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -9537,6 +9538,7 @@ begin
           continue;
         end if;
         update queue.event e set is_standing = false where e.no = v_expired;
+        delete from queue.pending_settlement h where h.kind = 'event' and h.job_id = -v_expired;
       end if;
       if exists (select from queue.event e where e.name = v_event.name and e.is_standing) then
         delete from queue.event e where e.no = v_event.no;
@@ -13989,8 +13991,8 @@ end $$;
 -- How long a job is kept: _retention (admit/dequeue.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
--- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. A round without a
--- job does not end it: a round may have found only jobs whose retention was made longer since.
+-- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. Without a state a
+-- round without a job does not end it: it may have found only jobs whose retention was made longer since.
 -- Raises: 22023, 42501 (for the audit, if the caller lacks the owner's rights), QJ008.
 create or replace function queue.prune(max_jobs integer default 10000, state text default null,
   older_than interval default null)
@@ -14001,6 +14003,7 @@ declare
   v_until timestamptz;
   v_safe_at timestamptz;
   v_pruned integer := 0;
+  v_round integer;
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   perform queue._check_isolation();
@@ -14024,10 +14027,12 @@ begin
     perform queue._prune_groups(v_max_jobs);
     perform queue._prune_idempotency_keys(v_max_jobs);
     v_until := clock_timestamp() + interval '1 s';
-    for v_round in 1 .. 5 loop
-      v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at, prune.state,
+    for v_no in 1 .. 5 loop
+      v_round := queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at, prune.state,
         coalesce(prune.older_than, interval '0'));
-      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
+      v_pruned := v_pruned + v_round;
+      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until
+        or prune.state is not null and v_round < 2000;
     end loop;
   end if;
   perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,
@@ -14373,10 +14378,10 @@ begin
     if not v_admit.has_more then
       pruned := queue._prune(1000, v_safe_at);
       perform queue._prune_idempotency_keys(5000);
+      perform queue._prune_events(1000, v_safe_at);
       if random() < 0.01 then
         perform queue._prune_old_runs(1000);
         perform queue._forget_deleted();
-        perform queue._prune_events(1000, v_safe_at);
         perform queue._prune_groups(1000);
       end if;
     end if;

@@ -109,10 +109,10 @@ begin
     if not v_admit.has_more then
       pruned := queue._prune(1000, v_safe_at);
       perform queue._prune_idempotency_keys(5000);
+      perform queue._prune_events(1000, v_safe_at);
       if random() < 0.01 then
         perform queue._prune_old_runs(1000);
         perform queue._forget_deleted();
-        perform queue._prune_events(1000, v_safe_at);
         perform queue._prune_groups(1000);
       end if;
     end if;

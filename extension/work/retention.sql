@@ -3,8 +3,8 @@
 -- How long a job is kept: _retention (admit/dequeue.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
--- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. A round without a
--- job does not end it: a round may have found only jobs whose retention was made longer since.
+-- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. Without a state a
+-- round without a job does not end it: it may have found only jobs whose retention was made longer since.
 -- Raises: 22023, 42501 (for the audit, if the caller lacks the owner's rights), QJ008.
 create or replace function queue.prune(max_jobs integer default 10000, state text default null,
   older_than interval default null)
@@ -15,6 +15,7 @@ declare
   v_until timestamptz;
   v_safe_at timestamptz;
   v_pruned integer := 0;
+  v_round integer;
 begin
   {{installed}}
   perform queue._check_isolation();
@@ -38,10 +39,12 @@ begin
     perform queue._prune_groups(v_max_jobs);
     perform queue._prune_idempotency_keys(v_max_jobs);
     v_until := clock_timestamp() + interval '1 s';
-    for v_round in 1 .. 5 loop
-      v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at, prune.state,
+    for v_no in 1 .. 5 loop
+      v_round := queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at, prune.state,
         coalesce(prune.older_than, interval '0'));
-      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
+      v_pruned := v_pruned + v_round;
+      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until
+        or prune.state is not null and v_round < 2000;
     end loop;
   end if;
   perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,

@@ -15,7 +15,7 @@ from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, out, session
 
 db = typer.Typer(help="The database's figures, health and upkeep.", no_args_is_help=True)
 
-PRUNED_AT_ONCE = 10_000  # what one call of prune removes at most
+PRUNED_AT_ONCE = 2_000  # for as many the workers wait meanwhile
 
 STATES = {
     "queue": "queue",
@@ -148,7 +148,8 @@ def prune(
             asked = {"max_jobs": most, "state": state, "older_than": older_than}
             removed = on.call(sql.PRUNE, asked).values[0]["jobs"]
             jobs += removed
-            if not removed or dry_run:  # a dry run is one transaction, for which workers wait
+            # Not until there is none: meanwhile others end. A dry run is one transaction.
+            if removed < most or dry_run:
                 break
     row = {"jobs": jobs}
     rows = Rows([row], [json.dumps(row)] if as_json else None)

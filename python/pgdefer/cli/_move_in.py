@@ -119,7 +119,9 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
 def _name_row(on: Session, origin: Origin, after: int, error: psycopg.Error) -> NoReturn:
     """Raise the error with the id of the refused row: move the rows one by one up to it."""
     _, find, move, _ = STATEMENTS[origin]
-    while translate(error) is not None and (id := on.one(find, {"after": after})) is not None:
+    for _ in range(SOME if translate(error) is not None else 0):
+        if (id := on.one(find, {"after": after})) is None:
+            break
         try:
             with on.transaction():
                 on.call(move, {"after": after, "most": 1})

@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 
 from pgdefer._text import logger
 from pgdefer.app import App
+from pgdefer.database import sql
+from pgdefer.database.execute import execute
 from pgdefer.database.source import PsycopgConnection
 from pgdefer.errors import describe
 from pgdefer.tasks.context import JobContext
@@ -28,7 +30,7 @@ LACKING = "the metrics lack figures from the database: %s"
 # How long a scrape waits for the database: it has more to tell than these figures.
 TIMEOUT = 5.0  # s
 # The time limit of each statement there, so that what nobody waits for ends.
-STATEMENT_TIMEOUT = 3_000  # ms
+STATEMENT_TIMEOUT = "3s"
 STATES = (
     "scheduled",
     "waiting",
@@ -62,6 +64,8 @@ class QueueCollector(Collector):
             yield from self._asked().result(TIMEOUT)
         except TimeoutError:
             log.warning(LACKING, f"no answer within {TIMEOUT:g} s")
+        except RuntimeError as error:  # no thread can be started
+            log.warning(LACKING, describe(error))
 
     def _asked(self) -> Future[list[Metric]]:
         """Return the question to the database that is under way, which scrapes share, or begin one.
@@ -79,8 +83,7 @@ class QueueCollector(Collector):
         found: list[Metric] = []
         try:
             with self._app.client.transaction() as connection:
-                limit = f"set local statement_timeout = {STATEMENT_TIMEOUT}"
-                connection.execute(limit.encode())
+                execute(connection, sql.SET_STATEMENT_TIMEOUT, {"timeout": STATEMENT_TIMEOUT})
                 found += self._jobs(connection)
                 found += self._memory(connection)
         except Exception as error:

@@ -79,13 +79,6 @@ def test_plain_form_twice_keeps_the_jobs(blank: psycopg.Connection) -> None:
     assert blank.execute("select * from queue.check()").fetchall() == []
 
 
-def test_the_plain_form_has_the_systems_types(blank: psycopg.Connection) -> None:
-    blank.execute("create domain public.text as varchar check (value = 'hidden')")
-    blank.execute("set search_path = public, pg_catalog")
-    install(blank, "plain")
-    assert blank.execute("select queue.defer('x')").fetchone() == (1,)
-
-
 def test_dropping_the_extension_keeps_the_jobs(
     blank: psycopg.Connection, server: EmbeddedServer
 ) -> None:

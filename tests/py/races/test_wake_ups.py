@@ -191,7 +191,7 @@ def test_a_long_producer_makes_sleepers_poll_ever_less(
     latencies = [latency(sleepers, defer_one(conn)) for _ in range(4)]
     assert max(latencies) < 1 + SLACK
     for sleeper in sleepers:
-        assert sleeper.polls[:7] == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0]
+        assert sleeper.polls[:10] == [*(0.002 * 2**n for n in range(9)), 1.0]
         # Not more often than necessary: the backoff starts again only after some work.
         assert sleeper.sleeps == []
     long.commit()

@@ -63,11 +63,13 @@ def _own_thread() -> Iterator[None]:
 def atomic_handler(alias: str) -> Iterator[Any]:
     """Begin the one transaction of a handler and its outcome, on Django's connection.
 
-    In a TestCase of Django it is a savepoint of the test's transaction, or of a block within.
+    In a TestCase of Django it is a savepoint of the test's transaction, or of a block within. In
+    any other block it is refused, because the outcome would depend on that block's end.
     """
     connection = connections[alias]
     if connection.in_atomic_block:
-        with transaction.atomic(using=alias):
+        is_test = connection.atomic_blocks[0]._from_testcase
+        with transaction.atomic(using=alias, durable=not is_test):
             yield connection
         return
     _open(connection)
