@@ -68,7 +68,7 @@ def atomic_handler(alias: str) -> Iterator[Any]:
     """
     connection = connections[alias]
     if connection.in_atomic_block:
-        is_test = connection.atomic_blocks[0]._from_testcase
+        is_test = connection.atomic_blocks[0]._from_testcase  # type: ignore[attr-defined]
         with transaction.atomic(using=alias, durable=not is_test):
             yield connection
         return
