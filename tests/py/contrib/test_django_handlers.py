@@ -22,7 +22,7 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext_lazy
 from shop.models import Order
 
-from pgdefer import EncodeError, Retry, RetryLater, Worker, current_job
+from pgdefer import EncodeError, JobContext, Retry, RetryLater, Worker, current_job
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job
 from pgdefer.database.server import EmbeddedServer, temporary_server
@@ -94,6 +94,28 @@ def test_a_broken_transaction_fails_the_job(app: DjangoApp, drain: Callable[...,
     broken.defer()
     drain()
     assert states() == ["failed"]
+    assert Order.objects.count() == 0
+
+
+def test_a_transaction_within_a_middlewares_is_refused(
+    app: DjangoApp, drain: Callable[..., None]
+) -> None:
+    @contextlib.contextmanager
+    def around(_job: JobContext) -> Iterator[None]:
+        with transaction.atomic():
+            yield
+
+    @app.task(name="inner", transactional=True, retry=Retry(1), middleware=[around])
+    def inner() -> None:
+        order()
+
+    inner.defer()
+    drain()
+    assert states() == ["failed"]
+    ((outcome, error),) = failures()
+    assert outcome == "failed"
+    assert error is not None
+    assert "durable" in error
     assert Order.objects.count() == 0
 
 
