@@ -168,6 +168,7 @@ returns bigint[] language plpgsql stable parallel safe security invoker as $$
 declare
   v_id bigint;
   v_ids bigint[];
+  v_edges record;
   v_from integer[];
   v_place integer;
   v_back bigint[] := array[p_id];
@@ -182,21 +183,30 @@ begin
     v_ids := v_ids || v_id;
     exit when v_id = p_id;
   end loop;
-  v_from := array(
-    select x.first_from
-    from (
-      select y.n, min(y.from_n) over (partition by y.id) as first_from
-      from (
-        select u.id, u.n, null::bigint as from_n from unnest(v_ids) with ordinality u (id, n)
-        union all
-        select d.id, null, w.n
-        from unnest(v_ids) with ordinality w (id, n) cross join lateral ({{all_needs}}) d) y) x
-    where x.n is not null
-    order by x.n);
+  select array_agg(w.n) as places, array_agg(d.id) as ids into v_edges
+  from unnest(v_ids) with ordinality w (id, n) cross join lateral ({{all_needs}}) d;
+  v_from := queue._first_places(v_ids, v_edges.places, v_edges.ids);
   v_place := cardinality(v_ids);
   while v_place > cardinality(p_needs) loop
     v_place := v_from[v_place];
     v_back := v_back || v_ids[v_place];
   end loop;
   return p_id || array(select v_back[i] from generate_series(cardinality(v_back), 1, -1) i);
+end $$;
+
+-- For each id of a walk that reaches the nearest first, the place of the first that led to it; NULL for those
+-- where it began. The id at p_from[i] led to p_to[i].
+create or replace function queue._first_places(p_ids bigint[], p_from bigint[], p_to bigint[])
+returns integer[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    select x.first_from
+    from (
+      select y.n, min(y.from_n) over (partition by y.id) as first_from
+      from (
+        select u.id, u.n, null::bigint as from_n from unnest(p_ids) with ordinality u (id, n)
+        union all
+        select e.id, null, e.n from unnest(p_to, p_from) e (id, n)) y) x
+    where x.n is not null
+    order by x.n);
 end $$;

@@ -92,7 +92,7 @@ end $$;
 
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
--- the caller looked, that time is now. While ready jobs use up the rate, none: their claims call this.
+-- the caller looked, that time is now. While ready jobs use up the rate it writes none: claims call it again.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.

@@ -46,6 +46,7 @@ create or replace function queue._walk(p_id bigint, p_dependents boolean)
 returns table (id bigint, depth integer) language plpgsql stable parallel safe security invoker rows 20 as $$
 declare
   v_ids bigint[];
+  v_edges record;
   v_from integer[];
   v_depths integer[] := array[0];
 begin
@@ -55,17 +56,10 @@ begin
       union
       select n.id from walk w cross join lateral queue._neighbours(w.id, p_dependents) n (id))
     select w.id from walk w);
-  v_from := array(
-    select x.first_from
-    from (
-      select y.n, min(y.from_n) over (partition by y.id) as first_from
-      from (
-        select u.id, u.n, null::bigint as from_n from unnest(v_ids) with ordinality u (id, n)
-        union all
-        select n.id, null, u.n from unnest(v_ids) with ordinality u (id, n)
-        cross join lateral queue._neighbours(u.id, p_dependents) n (id)) y) x
-    where x.n is not null
-    order by x.n);
+  select array_agg(u.n) as places, array_agg(n.id) as ids into v_edges
+  from unnest(v_ids) with ordinality u (id, n)
+  cross join lateral queue._neighbours(u.id, p_dependents) n (id);
+  v_from := queue._first_places(v_ids, v_edges.places, v_edges.ids);
   for i in 2 .. cardinality(v_ids) loop
     v_depths[i] := v_depths[v_from[i]] + 1;
   end loop;

@@ -7126,7 +7126,7 @@ end $$;
 
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
--- the caller looked, that time is now. While ready jobs use up the rate, none: their claims call this.
+-- the caller looked, that time is now. While ready jobs use up the rate it writes none: claims call it again.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -9115,6 +9115,7 @@ returns bigint[] language plpgsql stable parallel safe security invoker as $$
 declare
   v_id bigint;
   v_ids bigint[];
+  v_edges record;
   v_from integer[];
   v_place integer;
   v_back bigint[] := array[p_id];
@@ -9129,23 +9130,32 @@ begin
     v_ids := v_ids || v_id;
     exit when v_id = p_id;
   end loop;
-  v_from := array(
-    select x.first_from
-    from (
-      select y.n, min(y.from_n) over (partition by y.id) as first_from
-      from (
-        select u.id, u.n, null::bigint as from_n from unnest(v_ids) with ordinality u (id, n)
-        union all
-        select d.id, null, w.n
-        from unnest(v_ids) with ordinality w (id, n) cross join lateral ((select d.need_id as id from queue.need d where d.job_id = w.id offset 0) union all select p_more[i] as id from generate_series(queue._place_in(p_jobs, w.id), queue._place_in(p_jobs, w.id + 1) - 1) i where p_jobs is not null union all select n from (select j.needs from queue.job j where j.id = w.id offset 0) j cross join lateral unnest(j.needs) n) d) y) x
-    where x.n is not null
-    order by x.n);
+  select array_agg(w.n) as places, array_agg(d.id) as ids into v_edges
+  from unnest(v_ids) with ordinality w (id, n) cross join lateral ((select d.need_id as id from queue.need d where d.job_id = w.id offset 0) union all select p_more[i] as id from generate_series(queue._place_in(p_jobs, w.id), queue._place_in(p_jobs, w.id + 1) - 1) i where p_jobs is not null union all select n from (select j.needs from queue.job j where j.id = w.id offset 0) j cross join lateral unnest(j.needs) n) d;
+  v_from := queue._first_places(v_ids, v_edges.places, v_edges.ids);
   v_place := cardinality(v_ids);
   while v_place > cardinality(p_needs) loop
     v_place := v_from[v_place];
     v_back := v_back || v_ids[v_place];
   end loop;
   return p_id || array(select v_back[i] from generate_series(cardinality(v_back), 1, -1) i);
+end $$;
+
+-- For each id of a walk that reaches the nearest first, the place of the first that led to it; NULL for those
+-- where it began. The id at p_from[i] led to p_to[i].
+create or replace function queue._first_places(p_ids bigint[], p_from bigint[], p_to bigint[])
+returns integer[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    select x.first_from
+    from (
+      select y.n, min(y.from_n) over (partition by y.id) as first_from
+      from (
+        select u.id, u.n, null::bigint as from_n from unnest(p_ids) with ordinality u (id, n)
+        union all
+        select e.id, null, e.n from unnest(p_to, p_from) e (id, n)) y) x
+    where x.n is not null
+    order by x.n);
 end $$;
 
 -- admit/yields.sql
@@ -19222,6 +19232,7 @@ create or replace function queue._walk(p_id bigint, p_dependents boolean)
 returns table (id bigint, depth integer) language plpgsql stable parallel safe security invoker rows 20 as $$
 declare
   v_ids bigint[];
+  v_edges record;
   v_from integer[];
   v_depths integer[] := array[0];
 begin
@@ -19231,17 +19242,10 @@ begin
       union
       select n.id from walk w cross join lateral queue._neighbours(w.id, p_dependents) n (id))
     select w.id from walk w);
-  v_from := array(
-    select x.first_from
-    from (
-      select y.n, min(y.from_n) over (partition by y.id) as first_from
-      from (
-        select u.id, u.n, null::bigint as from_n from unnest(v_ids) with ordinality u (id, n)
-        union all
-        select n.id, null, u.n from unnest(v_ids) with ordinality u (id, n)
-        cross join lateral queue._neighbours(u.id, p_dependents) n (id)) y) x
-    where x.n is not null
-    order by x.n);
+  select array_agg(u.n) as places, array_agg(n.id) as ids into v_edges
+  from unnest(v_ids) with ordinality u (id, n)
+  cross join lateral queue._neighbours(u.id, p_dependents) n (id);
+  v_from := queue._first_places(v_ids, v_edges.places, v_edges.ids);
   for i in 2 .. cardinality(v_ids) loop
     v_depths[i] := v_depths[v_from[i]] + 1;
   end loop;

@@ -148,7 +148,7 @@ def prune(
             asked = {"max_jobs": most, "state": state, "older_than": older_than}
             removed = on.call(sql.PRUNE, asked).values[0]["jobs"]
             jobs += removed
-            # Not until there is none: meanwhile others end. A dry run is one transaction.
+            # It does not go on to zero, as jobs end meanwhile. A dry run is one transaction.
             if removed < most or dry_run:
                 break
     row = {"jobs": jobs}
