@@ -173,8 +173,8 @@ begin
         order by aj.deadline, aj.id limit 1) r
       where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
         and (l.paused_until is null or l.paused_until <= clock_timestamp())
-        and ((-l.priority, r.id) < (
-          select -p.priority, p.from_id from queue.backlog_part p
+        and ((-l.priority::bigint, r.id) < (
+          select -p.priority::bigint, p.from_id from queue.backlog_part p
           order by p.priority desc, p.no limit 1)) is not false);
 end $$;
 

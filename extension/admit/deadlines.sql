@@ -1,7 +1,8 @@
 -- Deadlines: a job passes its deadline on to the jobs that it needs.
 
 -- Passes deadlines on to the unfinished needs of jobs, recursively, only ever to make them earlier. Stops at
--- jobs whose deadline is already earlier, because they have passed it on.
+-- jobs whose deadline is already earlier, because they have passed it on. What takes longer than 50 ms is left
+-- to the next admission.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
 -- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
@@ -9,8 +10,9 @@
 create or replace function queue._propagate_deadline(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_ids bigint[];
-  v_deadlines timestamptz[];
+  v_earlier record := queue._earlier_deadlines(p_ids);
+  v_ids constant bigint[] := v_earlier.ids;
+  v_deadlines constant timestamptz[] := v_earlier.deadlines;
   v_locked bigint[];
   v_shut bigint[];
   v_lanes integer[];
@@ -18,29 +20,8 @@ declare
   v_low_ids bigint[];
   v_moved record;
 begin
-  with recursive spread (id, deadline) as (
-    select u.id, j.deadline
-    from unnest(p_ids) u (id)
-    cross join lateral (
-      select j.deadline from queue.job_now j where j.id = u.id offset 0) j
-    where j.deadline < 'infinity'
-    union
-    select d.need_id, x.deadline
-    from spread x
-    cross join lateral (select d.need_id from queue.need d where d.job_id = x.id offset 0) d
-    cross join lateral (
-      select coalesce(j.deadline, 'infinity') as deadline
-      from queue.job_now j where j.id = d.need_id offset 0) n
-    left join lateral (select f.id from queue.finished f where f.id = d.need_id offset 0) f on true
-    where n.deadline > x.deadline and f.id is null)
-  select array_agg(x.id order by x.id), array_agg(x.deadline order by x.id) into v_ids, v_deadlines
-  from (
-    select x.id, min(x.deadline) as deadline from spread x
-    group by x.id) x
-  cross join lateral (
-    select coalesce(j.deadline, 'infinity') as deadline
-    from queue.job_now j where j.id = x.id offset 0) j
-  where x.deadline < j.deadline;
+  insert into queue.pending_settlement (job_id, kind, flags)
+  select u.id, 'recheck', {{needed}} from unnest(v_earlier.late) u (id);
   if v_ids is null then
     return;
   end if;
@@ -85,4 +66,47 @@ begin
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     values (0, 'refill', 0, to_jsonb(v_moved.keys));
   end if;
+end $$;
+
+-- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs to
+-- all their needs at once, so that a job passes on only the earliest of many deadlines. late: those that it
+-- has come to after 20 rounds and 50 ms.
+create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
+  out deadlines timestamptz[], out late bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_until constant timestamptz := clock_timestamp() + interval '50 ms';
+  v_rounds integer := 0;
+  v_next record;
+  v_found bigint[];
+  v_found_deadlines timestamptz[];
+begin
+  select array_agg(u.id) as ids, array_agg(j.deadline) as deadlines into v_next
+  from unnest(p_ids) u (id)
+  cross join lateral (select j.deadline from queue.job_now j where j.id = u.id offset 0) j
+  where j.deadline < 'infinity';
+  while v_next.ids is not null loop
+    select array_agg(x.id) as ids, array_agg(x.deadline) as deadlines into v_next
+    from (
+      select d.need_id as id, min(u.deadline) as deadline
+      from unnest(v_next.ids, v_next.deadlines) u (id, deadline)
+      cross join lateral (select d.need_id from queue.need d where d.job_id = u.id offset 0) d
+      cross join lateral (
+        select coalesce(j.deadline, 'infinity') as deadline
+        from queue.job_now j where j.id = d.need_id offset 0) n
+      left join lateral (select f.id from queue.finished f where f.id = d.need_id offset 0) f on true
+      where n.deadline > u.deadline and f.id is null
+      group by d.need_id) x;
+    v_rounds := v_rounds + 1;
+    if v_rounds > 20 and clock_timestamp() > v_until then
+      late := v_next.ids;
+      exit;
+    end if;
+    v_found := v_found || v_next.ids;
+    v_found_deadlines := v_found_deadlines || v_next.deadlines;
+  end loop;
+  select array_agg(x.id order by x.id), array_agg(x.deadline order by x.id) into ids, deadlines
+  from (
+    select u.id, min(u.deadline) as deadline
+    from unnest(v_found, v_found_deadlines) u (id, deadline) group by u.id) x;
 end $$;

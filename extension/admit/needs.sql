@@ -7,8 +7,8 @@
 -- Counting all needs of a job whenever one of them ends would be quadratic. So queue.waiting names one need
 -- that holds the job (need_id): a pending one, or under upstream_failed a failed one. While that need does
 -- not change, the ends of others change nothing, unless they decide alone: a failed need under all and block,
--- or a satisfied one under any. When it changes, the next one below it is sought (all), so a job's needs are
--- read about twice, whatever the order in which they end. need_id is only a hint: a job passes only after a
+-- or a satisfied one under any. When it changes, the next one below it is sought, so a job's needs are read
+-- about twice, whatever the order in which they end. need_id is only a hint: a job passes only after a
 -- check of all its needs.
 
 -- Writes the needs of new jobs, and the jobs that a fork has awaited (_copy). A need may have been deleted
@@ -90,7 +90,8 @@ begin
 end $$;
 
 -- The jobs that a change of needs may affect. ask: their needs must be counted; freed: a need (freed_at) held
--- them, and is now satisfied; back: they have passed the gate, and may have to return.
+-- them, and is now satisfied, or under any has failed; back: they have passed the gate, and may have to
+-- return.
 create or replace function queue._dependents_to_check(p_needs bigint[], out ask bigint[], out freed bigint[],
   out freed_at bigint[], out back bigint[])
 language plpgsql stable parallel safe security invoker as $$
@@ -115,12 +116,12 @@ begin
       case
         when e.reason is null or e.reason not in ('needs', 'upstream_failed') then false
         when e.holder is null then true
-        when e.mode & {{any}} <> 0 then e.is_satisfied or e.reason = 'upstream_failed' or e.holder = e.need_id
-          and e.class = 'f'
+        when e.mode & {{any}} <> 0 then e.is_satisfied or e.reason = 'upstream_failed'
         when e.reason = 'needs' then e.class = 'f' and not e.is_satisfied
         else e.holder = e.need_id and e.class <> 'f'
       end as is_asked,
-      e.mode & {{any}} = 0 and e.reason = 'needs' and e.holder = e.need_id and e.is_satisfied as is_next,
+      e.reason = 'needs' and e.holder = e.need_id
+        and case when e.mode & {{any}} <> 0 then e.class = 'f' else e.is_satisfied end as is_next,
       not e.is_satisfied and e.reason is distinct from 'needs'
         and e.reason is distinct from 'upstream_failed' as is_back) x
     group by e.job_id)
@@ -132,8 +133,9 @@ begin
   from found f;
 end $$;
 
--- Jobs whose need was the greatest that held them, and is satisfied: the next one below holds them. Returns
--- the jobs without one, and those whose next one has failed: their needs must be counted.
+-- Jobs whose need was the greatest that held them, and holds them no longer: the next one below does, under
+-- any the next pending one. Returns the jobs without one, and those whose next one has failed: their needs
+-- must be counted.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._find_next_need(p_ids bigint[], p_needs bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -152,7 +154,8 @@ begin
     left join lateral (
       select d.need_id, d.class = 'f' as is_failed
       from queue.need_now d
-      where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id and not d.is_satisfied
+      where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id
+        and case when d.mode & {{any}} <> 0 then d.class = 'p' else not d.is_satisfied end
       order by d.job_id desc, d.need_id desc limit 1) b on true) b;
   update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
   return v_left;

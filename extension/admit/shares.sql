@@ -73,7 +73,9 @@ begin
     from numbered n
     left join lateral (
       select t.ctid as tid, t.tag as last from queue.share_tag t
-      where n.no = 1 and t.queue = n.queue and t.priority = n.priority and t.key = n.key and t.share = n.share
+      where n.no = 1 and t.queue = n.queue and t.priority = n.priority and t.key = n.key
+        and t.share = n.share
+        and hashtextextended(t.share, 0) = hashtextextended(n.share, 0)
       order by t.tag desc limit 1) o on true),
   tagged as materialized (
     select f.*, greatest(f.at, max(f.last) over s) as start, max(f.step) over s as step_of_share
@@ -88,8 +90,8 @@ begin
     delete from queue.share_tag t
     where t.ctid = any (array(select t.tid from advanced t where t.tid is not null))),
   kept as (
-    insert into queue.share_tag (queue, priority, key, share, tag)
-    select t.queue, t.priority, t.key, t.share, t.next from advanced t)
+    insert into queue.share_tag (queue, priority, key, share, tag, tick)
+    select t.queue, t.priority, t.key, t.share, t.next, nextval('queue.tick_seq') from advanced t)
   select array_agg(x.tag order by x.n) into v_tags
   from (
     select t.n, least(t.start + (t.no - 1) * t.step_of_share * interval '1 microsecond', t.end) as tag
@@ -103,6 +105,7 @@ begin
       select j.*, coalesce((
         select t.tag from queue.share_tag t
         where t.queue = j.queue and t.priority = j.priority and t.key = j.key and t.share = j.share
+          and hashtextextended(t.share, 0) = hashtextextended(j.share, 0)
         order by t.tag desc limit 1), j.at) as last
       from jobs j where j.queue is not null and j.tag is not null) j
     union all
@@ -224,6 +227,7 @@ begin
       select t.ctid from queue.share_tag t
       where t.queue = v_share.queue and t.priority = v_share.priority and t.key = ''
         and t.share = v_share.share
+        and hashtextextended(t.share, 0) = hashtextextended(v_share.share, 0)
       order by t.tag desc limit 1));
   end loop;
   update queue.job_override s set tag = null where s.id = any (p_ids) and s.tag is not null;

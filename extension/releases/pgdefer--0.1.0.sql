@@ -520,10 +520,12 @@ create table queue.share_tag (
   key text collate "C" not null,
   share text collate "C" not null,
   tag timestamptz not null,
-  constraint share_tag_pkey primary key (queue, priority, key, share, tag)
+  tick bigint not null,
+  constraint share_tag_pkey primary key (queue, priority, key, tag, tick)
 );
 
-create index share_tag_old_idx on queue.share_tag (queue, priority, key, tag);
+-- three long names do not fit into one row of an index
+create index share_tag_share_idx on queue.share_tag (queue, priority, key, hashtextextended(share, 0), tag);
 
 -- Weights of shares; a pattern is a name or prefix*.
 create table queue.share_config (
@@ -6382,7 +6384,8 @@ begin
   if v_options ->> 'queue' <> '' then
     perform queue._check_queue(v_options ->> 'queue');
   end if;
-  foreach v_key in array array['lock', 'queueing_lock', 'concurrency_key', 'idempotency_key'] loop
+  foreach v_key in array array['lock', 'queueing_lock', 'concurrency_key', 'idempotency_key', 'share', 'group']
+  loop
     if v_options ->> v_key <> '' then
       perform queue._fill(v_key, v_options ->> v_key, v_args);
     end if;
@@ -6521,7 +6524,9 @@ begin
     from numbered n
     left join lateral (
       select t.ctid as tid, t.tag as last from queue.share_tag t
-      where n.no = 1 and t.queue = n.queue and t.priority = n.priority and t.key = n.key and t.share = n.share
+      where n.no = 1 and t.queue = n.queue and t.priority = n.priority and t.key = n.key
+        and t.share = n.share
+        and hashtextextended(t.share, 0) = hashtextextended(n.share, 0)
       order by t.tag desc limit 1) o on true),
   tagged as materialized (
     select f.*, greatest(f.at, max(f.last) over s) as start, max(f.step) over s as step_of_share
@@ -6536,8 +6541,8 @@ begin
     delete from queue.share_tag t
     where t.ctid = any (array(select t.tid from advanced t where t.tid is not null))),
   kept as (
-    insert into queue.share_tag (queue, priority, key, share, tag)
-    select t.queue, t.priority, t.key, t.share, t.next from advanced t)
+    insert into queue.share_tag (queue, priority, key, share, tag, tick)
+    select t.queue, t.priority, t.key, t.share, t.next, nextval('queue.tick_seq') from advanced t)
   select array_agg(x.tag order by x.n) into v_tags
   from (
     select t.n, least(t.start + (t.no - 1) * t.step_of_share * interval '1 microsecond', t.end) as tag
@@ -6551,6 +6556,7 @@ begin
       select j.*, coalesce((
         select t.tag from queue.share_tag t
         where t.queue = j.queue and t.priority = j.priority and t.key = j.key and t.share = j.share
+          and hashtextextended(t.share, 0) = hashtextextended(j.share, 0)
         order by t.tag desc limit 1), j.at) as last
       from jobs j where j.queue is not null and j.tag is not null) j
     union all
@@ -6672,6 +6678,7 @@ begin
       select t.ctid from queue.share_tag t
       where t.queue = v_share.queue and t.priority = v_share.priority and t.key = ''
         and t.share = v_share.share
+        and hashtextextended(t.share, 0) = hashtextextended(v_share.share, 0)
       order by t.tag desc limit 1));
   end loop;
   update queue.job_override s set tag = null where s.id = any (p_ids) and s.tag is not null;
@@ -8543,7 +8550,8 @@ end $$;
 -- Deadlines: a job passes its deadline on to the jobs that it needs.
 
 -- Passes deadlines on to the unfinished needs of jobs, recursively, only ever to make them earlier. Stops at
--- jobs whose deadline is already earlier, because they have passed it on.
+-- jobs whose deadline is already earlier, because they have passed it on. What takes longer than 50 ms is left
+-- to the next admission.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
 -- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
@@ -8551,8 +8559,9 @@ end $$;
 create or replace function queue._propagate_deadline(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_ids bigint[];
-  v_deadlines timestamptz[];
+  v_earlier record := queue._earlier_deadlines(p_ids);
+  v_ids constant bigint[] := v_earlier.ids;
+  v_deadlines constant timestamptz[] := v_earlier.deadlines;
   v_locked bigint[];
   v_shut bigint[];
   v_lanes integer[];
@@ -8560,29 +8569,8 @@ declare
   v_low_ids bigint[];
   v_moved record;
 begin
-  with recursive spread (id, deadline) as (
-    select u.id, j.deadline
-    from unnest(p_ids) u (id)
-    cross join lateral (
-      select j.deadline from queue.job_now j where j.id = u.id offset 0) j
-    where j.deadline < 'infinity'
-    union
-    select d.need_id, x.deadline
-    from spread x
-    cross join lateral (select d.need_id from queue.need d where d.job_id = x.id offset 0) d
-    cross join lateral (
-      select coalesce(j.deadline, 'infinity') as deadline
-      from queue.job_now j where j.id = d.need_id offset 0) n
-    left join lateral (select f.id from queue.finished f where f.id = d.need_id offset 0) f on true
-    where n.deadline > x.deadline and f.id is null)
-  select array_agg(x.id order by x.id), array_agg(x.deadline order by x.id) into v_ids, v_deadlines
-  from (
-    select x.id, min(x.deadline) as deadline from spread x
-    group by x.id) x
-  cross join lateral (
-    select coalesce(j.deadline, 'infinity') as deadline
-    from queue.job_now j where j.id = x.id offset 0) j
-  where x.deadline < j.deadline;
+  insert into queue.pending_settlement (job_id, kind, flags)
+  select u.id, 'recheck', 4096/* needed */ from unnest(v_earlier.late) u (id);
   if v_ids is null then
     return;
   end if;
@@ -8629,6 +8617,49 @@ begin
   end if;
 end $$;
 
+-- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs to
+-- all their needs at once, so that a job passes on only the earliest of many deadlines. late: those that it
+-- has come to after 20 rounds and 50 ms.
+create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
+  out deadlines timestamptz[], out late bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_until constant timestamptz := clock_timestamp() + interval '50 ms';
+  v_rounds integer := 0;
+  v_next record;
+  v_found bigint[];
+  v_found_deadlines timestamptz[];
+begin
+  select array_agg(u.id) as ids, array_agg(j.deadline) as deadlines into v_next
+  from unnest(p_ids) u (id)
+  cross join lateral (select j.deadline from queue.job_now j where j.id = u.id offset 0) j
+  where j.deadline < 'infinity';
+  while v_next.ids is not null loop
+    select array_agg(x.id) as ids, array_agg(x.deadline) as deadlines into v_next
+    from (
+      select d.need_id as id, min(u.deadline) as deadline
+      from unnest(v_next.ids, v_next.deadlines) u (id, deadline)
+      cross join lateral (select d.need_id from queue.need d where d.job_id = u.id offset 0) d
+      cross join lateral (
+        select coalesce(j.deadline, 'infinity') as deadline
+        from queue.job_now j where j.id = d.need_id offset 0) n
+      left join lateral (select f.id from queue.finished f where f.id = d.need_id offset 0) f on true
+      where n.deadline > u.deadline and f.id is null
+      group by d.need_id) x;
+    v_rounds := v_rounds + 1;
+    if v_rounds > 20 and clock_timestamp() > v_until then
+      late := v_next.ids;
+      exit;
+    end if;
+    v_found := v_found || v_next.ids;
+    v_found_deadlines := v_found_deadlines || v_next.deadlines;
+  end loop;
+  select array_agg(x.id order by x.id), array_agg(x.deadline order by x.id) into ids, deadlines
+  from (
+    select u.id, min(u.deadline) as deadline
+    from unnest(v_found, v_found_deadlines) u (id, deadline) group by u.id) x;
+end $$;
+
 -- admit/needs.sql
 -- Needs: the current state of the needed jobs decides, never a counter.
 --
@@ -8639,8 +8670,8 @@ end $$;
 -- Counting all needs of a job whenever one of them ends would be quadratic. So queue.waiting names one need
 -- that holds the job (need_id): a pending one, or under upstream_failed a failed one. While that need does
 -- not change, the ends of others change nothing, unless they decide alone: a failed need under all and block,
--- or a satisfied one under any. When it changes, the next one below it is sought (all), so a job's needs are
--- read about twice, whatever the order in which they end. need_id is only a hint: a job passes only after a
+-- or a satisfied one under any. When it changes, the next one below it is sought, so a job's needs are read
+-- about twice, whatever the order in which they end. need_id is only a hint: a job passes only after a
 -- check of all its needs.
 
 -- Writes the needs of new jobs, and the jobs that a fork has awaited (_copy). A need may have been deleted
@@ -8722,7 +8753,8 @@ begin
 end $$;
 
 -- The jobs that a change of needs may affect. ask: their needs must be counted; freed: a need (freed_at) held
--- them, and is now satisfied; back: they have passed the gate, and may have to return.
+-- them, and is now satisfied, or under any has failed; back: they have passed the gate, and may have to
+-- return.
 create or replace function queue._dependents_to_check(p_needs bigint[], out ask bigint[], out freed bigint[],
   out freed_at bigint[], out back bigint[])
 language plpgsql stable parallel safe security invoker as $$
@@ -8747,12 +8779,12 @@ begin
       case
         when e.reason is null or e.reason not in ('needs', 'upstream_failed') then false
         when e.holder is null then true
-        when e.mode & 1/* any */ <> 0 then e.is_satisfied or e.reason = 'upstream_failed' or e.holder = e.need_id
-          and e.class = 'f'
+        when e.mode & 1/* any */ <> 0 then e.is_satisfied or e.reason = 'upstream_failed'
         when e.reason = 'needs' then e.class = 'f' and not e.is_satisfied
         else e.holder = e.need_id and e.class <> 'f'
       end as is_asked,
-      e.mode & 1/* any */ = 0 and e.reason = 'needs' and e.holder = e.need_id and e.is_satisfied as is_next,
+      e.reason = 'needs' and e.holder = e.need_id
+        and case when e.mode & 1/* any */ <> 0 then e.class = 'f' else e.is_satisfied end as is_next,
       not e.is_satisfied and e.reason is distinct from 'needs'
         and e.reason is distinct from 'upstream_failed' as is_back) x
     group by e.job_id)
@@ -8764,8 +8796,9 @@ begin
   from found f;
 end $$;
 
--- Jobs whose need was the greatest that held them, and is satisfied: the next one below holds them. Returns
--- the jobs without one, and those whose next one has failed: their needs must be counted.
+-- Jobs whose need was the greatest that held them, and holds them no longer: the next one below does, under
+-- any the next pending one. Returns the jobs without one, and those whose next one has failed: their needs
+-- must be counted.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._find_next_need(p_ids bigint[], p_needs bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -8784,7 +8817,8 @@ begin
     left join lateral (
       select d.need_id, d.class = 'f' as is_failed
       from queue.need_now d
-      where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id and not d.is_satisfied
+      where (d.job_id, d.need_id) < (u.id, u.at) and d.job_id >= u.id
+        and case when d.mode & 1/* any */ <> 0 then d.class = 'p' else not d.is_satisfied end
       order by d.job_id desc, d.need_id desc limit 1) b on true) b;
   update queue.waiting w set need_id = v_holders[width_bucket(w.id, v_ids)] where w.id = any (v_ids);
   return v_left;
@@ -11326,8 +11360,8 @@ begin
         order by aj.deadline, aj.id limit 1) r
       where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
         and (l.paused_until is null or l.paused_until <= clock_timestamp())
-        and ((-l.priority, r.id) < (
-          select -p.priority, p.from_id from queue.backlog_part p
+        and ((-l.priority::bigint, r.id) < (
+          select -p.priority::bigint, p.from_id from queue.backlog_part p
           order by p.priority desc, p.no limit 1)) is not false);
 end $$;
 

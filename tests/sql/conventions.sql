@@ -1,6 +1,6 @@
 -- House rules, read from the catalog.
 
-select plan(29);
+select plan(30);
 
 create temp view functions as
   select p.oid, p.proname as name, p.oid::regprocedure::text as signature, starts_with(p.proname, '_') as is_internal, p.prosecdef, p.proconfig, p.provolatile, p.proparallel,
@@ -74,6 +74,13 @@ select is_empty($$
 $$, 'constraints are named by their kind');
 select is_empty($$select r.name from relations r where r.relkind = 'r' and not exists (select from pg_constraint c where c.conrelid = r.oid and c.contype = 'p')$$, 'every table has a primary key');
 select is_empty($$select r.name from relations r where r.relkind = 'i' and r.name !~ '_(idx|pkey|key)$'$$, 'indexes are named as such');
+select is_empty($$
+  select i.indexrelid::regclass from pg_index i
+  cross join lateral unnest(i.indkey) k (attnum)
+  join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum and a.atttypid in ('text'::regtype, 'text[]'::regtype)
+  join pg_class c on c.oid = i.indexrelid and c.relnamespace = 'queue'::regnamespace
+  group by 1 having count(*) > 2
+$$, 'no index holds three names: they may be too long for it');
 select is((select count(distinct r.relowner) from relations r where r.relkind <> 't'), 1::bigint, 'one role owns it all');
 
 select * from finish();

@@ -54,10 +54,12 @@ create table queue.share_tag (
   key text collate "C" not null,
   share text collate "C" not null,
   tag timestamptz not null,
-  constraint share_tag_pkey primary key (queue, priority, key, share, tag)
+  tick bigint not null,
+  constraint share_tag_pkey primary key (queue, priority, key, tag, tick)
 );
 
-create index share_tag_old_idx on queue.share_tag (queue, priority, key, tag);
+-- three long names do not fit into one row of an index
+create index share_tag_share_idx on queue.share_tag (queue, priority, key, hashtextextended(share, 0), tag);
 
 -- Weights of shares; a pattern is a name or prefix*.
 create table queue.share_config (

@@ -1,6 +1,6 @@
 -- The backlog: urgent jobs do not wait behind it, and locks keep their order across it.
 
-select plan(16);
+select plan(18);
 
 \ir admission.helpers.psql
 
@@ -19,6 +19,12 @@ select pg_temp.run(2000) \g /dev/null
 select pg_temp.run(2000) \g /dev/null
 select pg_temp.run(2000) \g /dev/null
 select is((select count(*) from queue.jobs j where j.task = 'low' and j.state = 'succeeded'), 5000::bigint, 'all of the backlog runs');
+
+-- The least priority has no negative.
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'least', 'queue', 'least', 'priority', -2147483648)) from generate_series(1, 5000) n)) \g /dev/null
+select is((select count(*) from queue.fetch(:worker, '{least}', 1)), 1::bigint, 'a slice of a backlog of the least priority is admitted');
+select lives_ok($$select queue._has_stock('{least}')$$, 'and compared with what waits');
+select queue.delete_queue('least', true) \g /dev/null
 
 -- Nor does one committed with the backlog, before any admission: whatever the size of batches.
 do $$

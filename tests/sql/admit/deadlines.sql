@@ -1,6 +1,6 @@
 -- Deadlines: from dependents to their needs, from parents to children.
 
-select plan(13);
+select plan(17);
 
 \ir needs.helpers.psql
 
@@ -32,6 +32,32 @@ commit;
 select pg_temp.states() \g /dev/null
 select is(pg_temp.finish('a', 'retry_later', jsonb_build_object('needs', pg_temp.ids('b'))), 'waiting', 'and comes to need another');
 select is((select count(*) from queue.jobs j where j.deadline = '2099-01-01 00:00Z'), 4::bigint, 'so that all are due');
+call pg_temp.clear();
+
+-- Many dependents with different deadlines: each job of a chain takes the earliest of them once, and a chain that
+-- takes long is left to later admissions.
+select queue.defer_chain((select jsonb_agg(jsonb_build_object('task', 'c' || n)) from generate_series(1, 40) n)) \g /dev/null
+select pg_temp.states() \g /dev/null
+select queue.defer('d', needs => array[pg_temp.id('c40')], deadline => '2099-01-01 00:00Z'::timestamptz + (n * 17 % 41) * interval '1 hour') from generate_series(1, 40) n \g /dev/null
+begin;
+select pg_stat_get_xact_numscans('queue.need_pkey'::regclass) as before \gset
+select queue.tick() \g /dev/null
+select cmp_ok(pg_stat_get_xact_numscans('queue.need_pkey'::regclass) - :before, '<', 500::bigint, 'each is asked for its needs once, not for each deadline');
+commit;
+select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadline = '2099-01-01 01:00Z'), 40::bigint, 'and all get the earliest');
+call pg_temp.clear();
+select queue.defer_chain((select jsonb_agg(jsonb_build_object('task', 'c' || n)) from generate_series(1, 40) n)) \g /dev/null
+select pg_temp.states() \g /dev/null
+-- as if the time were up after the twentieth round
+select set_config('test.until', pg_get_functiondef('queue._earlier_deadlines'::regproc), false) \g /dev/null
+do $$ begin execute replace(current_setting('test.until'), '+ interval ''50 ms''', '- interval ''50 ms'''); end $$;
+select queue.defer('d', needs => array[pg_temp.id('c40')], deadline => '2099-01-01 00:00Z') \g /dev/null
+select queue.tick() \g /dev/null
+select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadline is not null), 20::bigint, 'a long chain is left');
+select queue.tick() \g /dev/null
+select queue.tick() \g /dev/null
+select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadline = '2099-01-01 00:00Z'), 40::bigint, 'to later admissions');
+do $$ begin execute current_setting('test.until'); end $$;
 call pg_temp.clear();
 
 -- A child's deadline

@@ -1,7 +1,7 @@
 -- Needs: modes, failures and their retries, locks, slots and times beside them, retention.
 -- The full table is in tests/py/races/test_needs_oracle.py, the races are in admit/needs.*.spec.
 
-select plan(111);
+select plan(123);
 
 \ir needs.helpers.psql
 
@@ -127,6 +127,26 @@ select is((select count(*) from queue.retry_failed() r where r.error is null), 1
 select is((select string_agg(j.state, ' ' order by j.id) from queue.jobs j where j.task in ('d', 'p')), 'waiting waiting', 'that leaves none');
 select is((select count(*) from (select pg_temp.run(j.task) as said from queue.jobs j where j.state = 'ready') r where r.said = 'succeeded'), 6::bigint, 'they succeed');
 select is((select string_agg(j.state, ' ' order by j.id) from queue.jobs j where j.task in ('d', 'p')), 'ready ready', 'and both go');
+call pg_temp.clear();
+
+-- Under any, the last one fails first: the next pending one holds the job, so not all needs are read again.
+select pg_temp.defer('n' || n) from generate_series(1, 9) n \g /dev/null
+select queue.defer('d', needs => array(select j.id from queue.jobs j), options => '{"needs_mode": "any"}') \g /dev/null
+select pg_temp.states() \g /dev/null
+select is(pg_temp.run('n5', 'failed') || pg_temp.run('n8', 'failed') || pg_temp.run('n9', 'failed'), 'failedfailedfailed', 'some fail, the last one, too');
+select pg_temp.states() \g /dev/null
+select is((select w.need_id from queue.waiting w), pg_temp.id('n7'), 'the next pending one holds the job');
+update queue.waiting w set need_id = pg_temp.id('n9');
+select is(row(c.ask, c.freed, c.freed_at), row(null::bigint[], array[pg_temp.id('d')], array[pg_temp.id('n9')]), 'admission has looked for that one alone') from queue._dependents_to_check(array[pg_temp.id('n9')]) c;
+select is(queue._find_next_need(array[pg_temp.id('d')], array[pg_temp.id('n9')]), null, 'past those that have failed');
+select is(array(select pg_temp.run('n' || n, 'failed') from unnest('{7,6,4,3,2}'::integer[]) n), array_fill('failed'::text, '{5}'), 'others fail');
+select is(pg_temp.states() ~ 'd:waiting', true, 'one is left');
+select is(pg_temp.run('n1', 'failed'), 'failed', 'it fails, too');
+select is(pg_temp.states() ~ 'd:upstream_failed', true, 'that was the last hope');
+select is_empty('select * from queue.check()', 'sound');
+select is(array(select r.outcome from queue.retry_failed() r), array_fill('ready'::text, '{9}'), 'all are retried');
+select is(pg_temp.run('n3'), 'succeeded', 'one succeeds');
+select is(pg_temp.states() ~ 'd:ready', true, 'that is enough');
 call pg_temp.clear();
 
 -- A need that holds a lock, and a dependent that holds its lock while it waits

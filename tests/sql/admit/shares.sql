@@ -1,6 +1,6 @@
 -- Shares: turns by weight within a queue and priority.
 
-select plan(105);
+select plan(107);
 
 set pgdefer.notify = off;
 
@@ -352,4 +352,10 @@ select queue.configure_share('P', '{"weight": null}');
 -- A share whose tag can advance no further keeps it.
 update queue.lane l set retag_from = l.tag_base + interval '1 day 1 microsecond' where l.queue = 'front';
 select lives_ok($$select queue._tags(array[j.id], array[l.lane], array['infinity'::timestamptz]) from queue.job j join queue.lane l on l.queue = j.queue where j.queue = 'front'$$, 'four times');
+
+-- Three long names that can't be compressed
+select translate(encode(string_agg(sha256(n::text::bytea), ''::bytea order by n), 'base64'), E'\n', '') as long from generate_series(1, 64) n \gset
+select pg_temp.defer('long1 long2 long3', substr(:'long', 1, 1000), jsonb_build_object('queue', substr(:'long', 1001, 900)), jsonb_build_object('concurrency', jsonb_build_array(jsonb_build_object('key', substr(:'long', 1901, 900), 'limit', 1)))) \g /dev/null
+select is(pg_temp.starts(1, 1, array[substr(:'long', 1001, 900)]), 'long1', 'names as long as may be stop nobody');
+select is((select count(*) from queue.share_tag t where octet_length(t.queue || t.key || t.share) > 2700), 1::bigint, 'though they meet in one row');
 select * from finish();

@@ -1,6 +1,6 @@
 -- Recurring runs: their jobs, changes, refusals, history, access.
 
-select plan(88);
+select plan(90);
 
 \ir schedules.helpers.psql
 
@@ -173,6 +173,8 @@ from (values
   ($$select queue.schedule('n', '@daily', 't', options => '{"priority": 1.5}')$$, '22023 options has a value of a wrong type'),
   ($$select queue.schedule('n', '@daily', 't', options => '{"deadline": "2030-01-01"}')$$, '22023 deadline is not an interval'),
   ($$select queue.schedule('n', '@daily', 't', options => '{"lock": "{a}"}')$$, '22023 lock names a field that args do not fill'),
+  ($$select queue.schedule('n', '@daily', 't', options => '{"share": "{a}"}')$$, '22023 share names a field that args do not fill'),
+  ($$select queue.schedule('n', '@daily', 't', options => '{"group": "{a}"}')$$, '22023 group names a field that args do not fill'),
   ($$select queue.schedule('n', '@daily', 't', options => '{"concurrency_key": "{a}", "concurrency_limit": 1}')$$, '22023 concurrency_key names a field that args do not fill'),
   ($$select queue.schedule('n', '@daily', 't', options => '{"concurrency": [{"key": "{a}", "limit": 1}]}')$$, '22023 concurrency_key names a field that args do not fill'),
   ($$select queue.schedule('n', '@daily', 't', options => '{"timeout": "-1 s"}')$$, '22023 timeout is not an interval'),
