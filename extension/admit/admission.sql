@@ -23,22 +23,22 @@
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
--- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). has_more: another call
--- will find more.
+-- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: as
+-- _admit_singly. has_more: another call will find more.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit(
   p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
-  out admitted integer, out has_more boolean)
+  p_singly boolean default false, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_start timestamptz := clock_timestamp();
-  v_new record;
+  v_new record := queue._look_for_rows();
   v_ended record;
   v_range record;
   v_due timestamptz;
   v_xid xid8;
-  v_high_id bigint;
-  v_has_backlog boolean;
+  v_high_id bigint := v_new.high_id;
+  v_has_backlog boolean := v_new.has_backlog;
   v_is_read boolean := false;  -- the whole backlog has been read, so no job need stay parked
   v_retags boolean;
   v_gated bigint[];
@@ -46,14 +46,11 @@ declare
   v_move boolean;
 begin
   admitted := 0;
-  v_new := queue._look_for_rows();
   has_more := pg_snapshot_xmax(v_new.upto) < v_new.next_xid;
   if has_more then
     perform queue._restart_cursor();
     return;
   end if;
-  v_high_id := v_new.high_id;
-  v_has_backlog := v_new.has_backlog;
   -- a slow read met many rows that are not visible yet: let the cursor pass them
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
@@ -81,7 +78,9 @@ begin
     v_move := true;
   end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
-  if v_gated is not null then
+  if p_singly then
+    perform queue._admit_singly(v_gated);
+  elsif v_gated is not null then
     perform queue._admit_gated(v_gated);
   end if;
   if v_parked is not null then
@@ -91,7 +90,7 @@ begin
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
-    v_has_backlog := queue._admit_parked(p_slice) > 0 or exists (select from queue.backlog)
+    v_has_backlog := queue._admit_parked(p_slice, p_singly) > 0 or exists (select from queue.backlog)
       or exists (select from queue.backlog_part) or v_retags;
   end if;
   v_due := v_new.due_at;
@@ -105,6 +104,18 @@ begin
   end if;
   perform queue._move_cursor(v_new.tick, v_new.upto, v_new.own, v_high_id, v_has_backlog, v_due) where v_move;
   has_more := has_more or v_has_backlog;
+end $$;
+
+-- As _admit, but a new job that can't be admitted stops no other. fetch does without: it would cost a
+-- savepoint each time, and heartbeats come soon (work/maintenance.sql).
+-- Locks: the caller holds the admission lock.
+create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice) a;
+exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
+  raise warning 'pgdefer: admission failed, and begins anew job by job: % (%)', sqlerrm, sqlstate;
+  select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice, p_singly => true) a;
 end $$;
 
 -- The cursor, and what it has not passed yet: the xids where ranges of new jobs begin; the transactions in

@@ -1,8 +1,8 @@
 -- Deadlines: a job passes its deadline on to the jobs that it needs.
 
 -- Passes deadlines on to the unfinished needs of jobs, recursively, only ever to make them earlier. Stops at
--- jobs whose deadline is already earlier, because they have passed it on. What takes longer than 50 ms is left
--- to the next admission.
+-- jobs whose deadline is already earlier, because they have passed it on. What takes longer than 50 ms is
+-- left to the next admission.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
 -- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
@@ -68,9 +68,9 @@ begin
   end if;
 end $$;
 
--- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs to
--- all their needs at once, so that a job passes on only the earliest of many deadlines. late: those that it
--- has come to after 20 rounds and 50 ms.
+-- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
+-- to all their needs at once, so that a job passes on only the earliest of many deadlines. late: those that
+-- it has come to after 20 rounds and 50 ms.
 create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
   out deadlines timestamptz[], out late bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$

@@ -174,6 +174,33 @@ begin
     p_changed => v_held);
 end $$;
 
+-- Admits new jobs one by one, after an admission of them together has failed. A job that can't be admitted
+-- fails, so that it does not stop all others for good. No fault is known that a job can cause here: this is
+-- for those that are not. If there are more than a hundred such jobs, the fault is not theirs.
+-- Locks: as _admit_gated. Raises: what the hundred and first job raises.
+create or replace function queue._admit_singly(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_failed integer := 0;
+begin
+  foreach v_id in array array(select u.id from unnest(p_ids) u (id) order by u.id) loop
+    begin
+      perform queue._admit_gated(array[v_id]);
+    exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
+      v_failed := v_failed + 1;
+      if v_failed > 100 then
+        raise;
+      end if;
+      raise warning 'pgdefer: job % can''t be admitted: % (%)', v_id, sqlerrm, sqlstate;
+      perform queue._join_groups(array[v_id]);
+      perform queue._finish_unclaimed(array[v_id], 'failed', 'admission',
+        format('%s (%s)', sqlerrm, sqlstate));
+      perform queue._advance(p_ended => array[v_id]);
+    end;
+  end loop;
+end $$;
+
 -- Sends jobs that are in no gate to the first gate that is closed for them. p_met: jobs that have passed the
 -- gate of needs. passed: jobs for which all gates were open, so that only slots are left; failed: jobs that
 -- wait because one of their needs has failed.
@@ -280,7 +307,7 @@ begin
 end $$;
 
 -- Admits jobs that were parked while there was a backlog, in the order of ids, and returns their number.
-create or replace function queue._admit_parked(p_slice integer)
+create or replace function queue._admit_parked(p_slice integer, p_singly boolean)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[];
@@ -291,7 +318,9 @@ begin
       order by p.id limit p_slice))
     returning w.id)
   select array_agg(p.id) into v_ids from parked p;
-  if v_ids is not null then
+  if p_singly then
+    perform queue._admit_singly(v_ids);
+  elsif v_ids is not null then
     perform queue._admit_gated(v_ids);
   end if;
   return coalesce(cardinality(v_ids), 0);

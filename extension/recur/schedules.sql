@@ -232,8 +232,8 @@ begin
   if v_options ->> 'queue' <> '' then
     perform queue._check_queue(v_options ->> 'queue');
   end if;
-  foreach v_key in array array['lock', 'queueing_lock', 'concurrency_key', 'idempotency_key', 'share', 'group']
-  loop
+  foreach v_key in array
+    array['lock', 'queueing_lock', 'concurrency_key', 'idempotency_key', 'share', 'group'] loop
     if v_options ->> v_key <> '' then
       perform queue._fill(v_key, v_options ->> v_key, v_args);
     end if;

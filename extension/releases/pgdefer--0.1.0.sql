@@ -6384,8 +6384,8 @@ begin
   if v_options ->> 'queue' <> '' then
     perform queue._check_queue(v_options ->> 'queue');
   end if;
-  foreach v_key in array array['lock', 'queueing_lock', 'concurrency_key', 'idempotency_key', 'share', 'group']
-  loop
+  foreach v_key in array
+    array['lock', 'queueing_lock', 'concurrency_key', 'idempotency_key', 'share', 'group'] loop
     if v_options ->> v_key <> '' then
       perform queue._fill(v_key, v_options ->> v_key, v_args);
     end if;
@@ -8550,8 +8550,8 @@ end $$;
 -- Deadlines: a job passes its deadline on to the jobs that it needs.
 
 -- Passes deadlines on to the unfinished needs of jobs, recursively, only ever to make them earlier. Stops at
--- jobs whose deadline is already earlier, because they have passed it on. What takes longer than 50 ms is left
--- to the next admission.
+-- jobs whose deadline is already earlier, because they have passed it on. What takes longer than 50 ms is
+-- left to the next admission.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
 -- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
@@ -8617,9 +8617,9 @@ begin
   end if;
 end $$;
 
--- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs to
--- all their needs at once, so that a job passes on only the earliest of many deadlines. late: those that it
--- has come to after 20 rounds and 50 ms.
+-- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
+-- to all their needs at once, so that a job passes on only the earliest of many deadlines. late: those that
+-- it has come to after 20 rounds and 50 ms.
 create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
   out deadlines timestamptz[], out late bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -10415,6 +10415,33 @@ begin
     p_changed => v_held);
 end $$;
 
+-- Admits new jobs one by one, after an admission of them together has failed. A job that can't be admitted
+-- fails, so that it does not stop all others for good. No fault is known that a job can cause here: this is
+-- for those that are not. If there are more than a hundred such jobs, the fault is not theirs.
+-- Locks: as _admit_gated. Raises: what the hundred and first job raises.
+create or replace function queue._admit_singly(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_failed integer := 0;
+begin
+  foreach v_id in array array(select u.id from unnest(p_ids) u (id) order by u.id) loop
+    begin
+      perform queue._admit_gated(array[v_id]);
+    exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
+      v_failed := v_failed + 1;
+      if v_failed > 100 then
+        raise;
+      end if;
+      raise warning 'pgdefer: job % can''t be admitted: % (%)', v_id, sqlerrm, sqlstate;
+      perform queue._join_groups(array[v_id]);
+      perform queue._finish_unclaimed(array[v_id], 'failed', 'admission',
+        format('%s (%s)', sqlerrm, sqlstate));
+      perform queue._advance(p_ended => array[v_id]);
+    end;
+  end loop;
+end $$;
+
 -- Sends jobs that are in no gate to the first gate that is closed for them. p_met: jobs that have passed the
 -- gate of needs. passed: jobs for which all gates were open, so that only slots are left; failed: jobs that
 -- wait because one of their needs has failed.
@@ -10521,7 +10548,7 @@ begin
 end $$;
 
 -- Admits jobs that were parked while there was a backlog, in the order of ids, and returns their number.
-create or replace function queue._admit_parked(p_slice integer)
+create or replace function queue._admit_parked(p_slice integer, p_singly boolean)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[];
@@ -10532,7 +10559,9 @@ begin
       order by p.id limit p_slice))
     returning w.id)
   select array_agg(p.id) into v_ids from parked p;
-  if v_ids is not null then
+  if p_singly then
+    perform queue._admit_singly(v_ids);
+  elsif v_ids is not null then
     perform queue._admit_gated(v_ids);
   end if;
   return coalesce(cardinality(v_ids), 0);
@@ -11210,22 +11239,22 @@ end $$;
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
--- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). has_more: another call
--- will find more.
+-- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: as
+-- _admit_singly. has_more: another call will find more.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit(
   p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
-  out admitted integer, out has_more boolean)
+  p_singly boolean default false, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_start timestamptz := clock_timestamp();
-  v_new record;
+  v_new record := queue._look_for_rows();
   v_ended record;
   v_range record;
   v_due timestamptz;
   v_xid xid8;
-  v_high_id bigint;
-  v_has_backlog boolean;
+  v_high_id bigint := v_new.high_id;
+  v_has_backlog boolean := v_new.has_backlog;
   v_is_read boolean := false;  -- the whole backlog has been read, so no job need stay parked
   v_retags boolean;
   v_gated bigint[];
@@ -11233,14 +11262,11 @@ declare
   v_move boolean;
 begin
   admitted := 0;
-  v_new := queue._look_for_rows();
   has_more := pg_snapshot_xmax(v_new.upto) < v_new.next_xid;
   if has_more then
     perform queue._restart_cursor();
     return;
   end if;
-  v_high_id := v_new.high_id;
-  v_has_backlog := v_new.has_backlog;
   -- a slow read met many rows that are not visible yet: let the cursor pass them
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
@@ -11268,7 +11294,9 @@ begin
     v_move := true;
   end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
-  if v_gated is not null then
+  if p_singly then
+    perform queue._admit_singly(v_gated);
+  elsif v_gated is not null then
     perform queue._admit_gated(v_gated);
   end if;
   if v_parked is not null then
@@ -11278,7 +11306,7 @@ begin
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
-    v_has_backlog := queue._admit_parked(p_slice) > 0 or exists (select from queue.backlog)
+    v_has_backlog := queue._admit_parked(p_slice, p_singly) > 0 or exists (select from queue.backlog)
       or exists (select from queue.backlog_part) or v_retags;
   end if;
   v_due := v_new.due_at;
@@ -11292,6 +11320,18 @@ begin
   end if;
   perform queue._move_cursor(v_new.tick, v_new.upto, v_new.own, v_high_id, v_has_backlog, v_due) where v_move;
   has_more := has_more or v_has_backlog;
+end $$;
+
+-- As _admit, but a new job that can't be admitted stops no other. fetch does without: it would cost a
+-- savepoint each time, and heartbeats come soon (work/maintenance.sql).
+-- Locks: the caller holds the admission lock.
+create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
+language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice) a;
+exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
+  raise warning 'pgdefer: admission failed, and begins anew job by job: % (%)', sqlerrm, sqlstate;
+  select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice, p_singly => true) a;
 end $$;
 
 -- The cursor, and what it has not passed yet: the xids where ranges of new jobs begin; the transactions in
@@ -14402,7 +14442,7 @@ declare
 begin
   admitted := 0;
   for v_slice in 1 .. p_slices loop
-    select a.* into v_admit from queue._admit(1000) a;
+    select a.* into v_admit from queue._admit_surely(1000) a;
     admitted := admitted + v_admit.admitted;
     exit when not v_admit.has_more or clock_timestamp() > v_start + p_budget;
   end loop;
