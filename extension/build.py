@@ -1,6 +1,6 @@
 """Assembles extension/ into build/: the extension's files, and the plain file for psql -f.
 
-queue.migrate (base/install.sql) carries out the steps of an upgrade that this makes.
+queue.migrate (base/migrate.sql) carries out the steps of an upgrade that this makes.
 
     extension/build.py [SOURCE [TARGET [VERSION]]]
     extension/build.py --freeze [--force]

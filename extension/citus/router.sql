@@ -9,7 +9,7 @@
 --
 -- PREPARE TRANSACTION refuses notifications, so the nodes send none: sleeping workers look every 5 seconds,
 -- or are woken by queue.wake after the commit.
--- Tests: tests/scale/test_citus.py, where Citus is installed.
+-- Tests (where Citus is installed): tests/scale/test_citus.py.
 begin;
 set local citus.enable_ddl_propagation = off;
 

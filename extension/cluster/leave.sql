@@ -1,5 +1,5 @@
 -- Moving a slot to another shard (move.sql): how the jobs of a part leave the source, piece by piece.
--- Tests: tests/sql/cluster/pieces.sql, tests/sql/cluster/move.sql, tests/py/cluster.
+-- Tests: tests/sql/cluster/leave.sql, tests/sql/cluster/move.pieces.sql, tests/py/cluster.
 begin;
 
 -- Takes the oldest jobs of a part out of the queue, into queue.shard_sent: all, if they are no more than a

@@ -12582,8 +12582,9 @@ end $$;
 -- work/step_lists.sql
 -- Lists of steps: several steps are finished by one call, or together with the outcome of their run.
 --
--- A client that need not store a step at once keeps it for its next call. If the client dies before that,
--- these steps run again. A client that passes a list has counted the uses of each name: a, a#2, a#3.
+-- A client that need not store a step at once (a lazy step) keeps it for its next call. If the client dies
+-- before that, these steps run again. A client that passes a list has counted the uses of each name: a, a#2,
+-- a#3.
 -- Locks and wake-ups: see work/steps.sql. Two sessions: work/step_lists.outcome.spec.
 
 -- Locks: see the top.

@@ -150,15 +150,22 @@ def test_each_file_has_a_test_of_its_name_or_says_which(entry: str) -> None:
     assert [name for name in named if not (tests / name).exists()] == []
 
 
-def test_how_it_works_names_every_table_and_file(conn: Connection) -> None:
+@pytest.mark.parametrize("path", on_demand(), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_each_file_installed_on_demand_has_such_a_test_too(path: Path) -> None:
+    own = list((ROOT / "tests" / "sql" / path.parent.name).glob(f"{path.stem}.*"))
+    said = re.search(r"(?m)\bTests(?: \(.+\))?: (.+)\.$", path.read_text("utf-8"))
+    named = said[1].split(", ") if said else []
+    assert own or named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_how_it_works_names_every_table(conn: Connection) -> None:
     text = (ROOT / "docs" / "how-it-works.md").read_text("utf-8")
     relations = conn.execute(
         "select c.relname from pg_class c where c.relnamespace = 'queue'::regnamespace"
         " and c.relkind in ('r', 'v')"
     ).fetchall()
-    words = [row[0] for row in relations]
-    words += [entry.removesuffix(".sql").rpartition("/")[2] for entry in files()]
-    assert not [word for word in words if not re.search(rf"`([\w/]*/)?{word}`", text)]
+    assert not [name for (name,) in relations if not re.search(rf"`{name}`", text)]
 
 
 def test_how_it_works_names_no_strange_file() -> None:
