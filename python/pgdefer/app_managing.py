@@ -53,7 +53,8 @@ class Managing(Registry):
         """Return jobs, newest first, also finished ones; with `before`, those with smaller ids.
 
         `pattern` is searched in their args: a text, a jsonpath (`by="path"`), or a whole lock,
-        queueing lock or concurrency key (`by="key"`). The search stops after reading 50 MB.
+        queueing lock, idempotency key or concurrency key (`by="key"`). The search stops after
+        reading 50 MB.
         """
         parameters = {
             "pattern": pattern,

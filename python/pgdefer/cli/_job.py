@@ -149,7 +149,11 @@ def search(
         bool, typer.Option("--path", help="PATTERN is a jsonpath: $.items[*] ? (@.price > 3)")
     ] = False,
     key: Annotated[
-        bool, typer.Option("--key", help="PATTERN is a lock, queueing lock or concurrency key.")
+        bool,
+        typer.Option(
+            "--key",
+            help="PATTERN is a whole lock, queueing lock, idempotency key or concurrency key.",
+        ),
     ] = False,
     limit: Limit = 20,
     before: Before = None,
