@@ -1,4 +1,4 @@
-"""Every statement that this package sends: calls of the functions and views of schema `queue`.
+"""The statements of the package, but for those of `contrib/web` and `contrib/cluster`.
 
 Parameters are written `:name`, as SQLAlchemy's `text` requires; `.psycopg` is psycopg's form.
 """
@@ -851,12 +851,12 @@ AFTER_PLAIN_MESSAGES = Statement("set local client_min_messages to default")
 
 
 def listen(channel: str) -> Statement:
-    """Return LISTEN, the one command that is not a function call."""
+    """Return LISTEN on a channel."""
     return Statement('listen "{}"'.format(channel.replace('"', '""')))
 
 
 def unlisten(channel: str) -> Statement:
-    """Return UNLISTEN."""
+    """Return UNLISTEN of a channel."""
     return Statement('unlisten "{}"'.format(channel.replace('"', '""')))
 
 

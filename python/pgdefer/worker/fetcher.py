@@ -133,7 +133,7 @@ class Fetcher:
                 # Later a refusal may be mended: the database is restored, the password changed.
                 cause = error.__cause__
                 refusal = cause if cause is not None and is_refused(cause) else None
-                if refusal is not None and not self._registration.has_scheduled:
+                if refusal is not None and not self._registration.was_accepted:
                     raise refusal from None
                 log.warning("the connection was lost: %s", error)
                 now = asyncio.get_running_loop().time()

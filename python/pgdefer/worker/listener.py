@@ -76,7 +76,8 @@ class SleepListener(NotifyConnection):
     ) -> Sleep:
         """Report that this worker goes to sleep; return for how long it may, at most.
 
-        Without a connection the worker polls: that is a second. `options` are queue.fetch's.
+        Without a connection the worker polls: that is a second. `options` are those of
+        queue.before_sleep (`Slots.sleep_options`).
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:

@@ -79,15 +79,15 @@ class Registration:
         self._prune_schedules = prune_schedules
         self._channel = channel
         self._announced: int | None = None
-        #: Whether the schedules have been registered, so that the database knew this worker once.
-        self.has_scheduled = False
+        #: Whether the database has once taken its tasks, and its schedules if it registers any.
+        self.was_accepted = False
         self._register_schedules = register_schedules
 
     async def register(self) -> None:
         """Register the tasks, the schedules and the worker, and start its heartbeats."""
         registry = self._registry
         await self._with_connection(registry.client.register_async)
-        if not self.has_scheduled:
+        if not self.was_accepted:
             # Only once: a schedule that was removed by hand stays removed.
             if self._register_schedules:
                 await self._with_connection(
@@ -95,7 +95,7 @@ class Registration:
                         registry.register_schedules_async, prune=self._prune_schedules
                     )
                 )
-            self.has_scheduled = True
+            self.was_accepted = True
         registered_at = clock()
         ((worker,),) = await self.ask(
             sql.REGISTER_WORKER, name=self._name, queues=self._queues, info=json.dumps(self._info)
