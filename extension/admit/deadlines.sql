@@ -50,7 +50,7 @@ begin
   if v_lanes is not null then
     perform queue._lower_marks(v_lanes, v_low_deadlines, v_low_ids);
   end if;
-  -- or the planner may read all jobs that wait for slots
+  -- || '' keeps the planner from an index whose condition is on reason
   with moved as (
     update queue.waiting w
     set deadline = case when w.deadline < '{{end_of_tags}}' then w.deadline

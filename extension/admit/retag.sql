@@ -50,6 +50,7 @@ begin
     limit p_slice) x;
   if v_old.ids is not null then
     v_tags := queue._tags(v_old.ids, v_old.lanes, v_old.places, v_old.keys);
+    -- || '' keeps the planner from an index whose condition is on reason
     update queue.waiting w set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
     where w.id = u.id and w.reason || '' = 'slot';
     perform queue._add_slots(v_old.keys, v_old.lanes, null, null, null, v_old.ids, v_tags);

@@ -125,6 +125,7 @@ begin
         and not l.is_idle and (p_queues is null or l.queue = any (p_queues))
         and (select h.xid from queue.pending_settlement h where h.xid >= p_from limit 1 offset 1) is null);
     if v_step is not null then
+      -- || '' keeps the planner from an index whose condition is on reason
       delete from queue.waiting w where w.id = v_id and w.reason || '' = 'signal';
     end if;
     if v_step is null or not found then
@@ -234,6 +235,7 @@ begin
     where w.ctid = any (array(
       select w.ctid from unnest(p_ids) u (id)
       cross join lateral (
+        -- || '' keeps the planner from an index whose condition is on reason
         select w.ctid from queue.waiting w where w.id = u.id and w.reason || '' = 'signal' offset 0) w))
     returning w.id)
   select array_agg(g.id) into v_ids from gone g;

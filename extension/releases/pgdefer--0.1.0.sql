@@ -7443,6 +7443,7 @@ begin
     limit p_slice) x;
   if v_old.ids is not null then
     v_tags := queue._tags(v_old.ids, v_old.lanes, v_old.places, v_old.keys);
+    -- || '' keeps the planner from an index whose condition is on reason
     update queue.waiting w set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
     where w.id = u.id and w.reason || '' = 'slot';
     perform queue._add_slots(v_old.keys, v_old.lanes, null, null, null, v_old.ids, v_tags);
@@ -8599,7 +8600,7 @@ begin
   if v_lanes is not null then
     perform queue._lower_marks(v_lanes, v_low_deadlines, v_low_ids);
   end if;
-  -- or the planner may read all jobs that wait for slots
+  -- || '' keeps the planner from an index whose condition is on reason
   with moved as (
     update queue.waiting w
     set deadline = case when w.deadline < '0001-01-01 00:00+00' then w.deadline
@@ -9521,6 +9522,7 @@ begin
         and not l.is_idle and (p_queues is null or l.queue = any (p_queues))
         and (select h.xid from queue.pending_settlement h where h.xid >= p_from limit 1 offset 1) is null);
     if v_step is not null then
+      -- || '' keeps the planner from an index whose condition is on reason
       delete from queue.waiting w where w.id = v_id and w.reason || '' = 'signal';
     end if;
     if v_step is null or not found then
@@ -9630,6 +9632,7 @@ begin
     where w.ctid = any (array(
       select w.ctid from unnest(p_ids) u (id)
       cross join lateral (
+        -- || '' keeps the planner from an index whose condition is on reason
         select w.ctid from queue.waiting w where w.id = u.id and w.reason || '' = 'signal' offset 0) w))
     returning w.id)
   select array_agg(g.id) into v_ids from gone g;
@@ -15469,6 +15472,7 @@ begin
         from (select distinct u.id from unnest(p_only) u (id)) u
         cross join lateral (
           select w.id, w.lane, w.deadline, w.key, coalesce(w.weight, 1) as weight from queue.waiting w
+          -- || '' keeps the planner from an index whose condition is on reason
           where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes)
           union all
           select aj.id, aj.lane, aj.deadline, null, null from queue.active_job aj
