@@ -27,8 +27,8 @@ begin
     p_ids, p_queues, p_before);
 end $$;
 
--- The same for a call that changed these jobs. p_before: the result of _jobs_before. Jobs that were alike
--- share one entry, which has their ids unless it is for all jobs. p_queue: another queue that the call
+-- Appends the row of a call that changed these jobs. p_before: the result of _jobs_before. Jobs that were
+-- alike share one entry, which has their ids unless it is for all jobs. p_queue: another queue that the call
 -- affected.
 create or replace function queue._audit_jobs(p_call text, p_args jsonb, p_ids bigint[], p_before jsonb,
   p_queue text default null)

@@ -93,8 +93,8 @@ begin
   end if;
 end $$;
 
--- The same for a list of outcomes, and for the queues and needs that they name. _finish checks malformed
--- lists.
+-- As _require_claims, for a list of outcomes, and for the queues and needs that they name. _finish checks
+-- malformed lists.
 -- Raises: QJ001, QJ002, 42501.
 create or replace function queue._require_outcomes(p_outcomes jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -14,7 +14,7 @@ returns bigint language plpgsql volatile parallel unsafe security definer as $$
 declare
   v_id bigint;
   v_is_awake boolean;
-  v_none pg_catalog.regclass;
+  v_none pg_catalog.regclass;  -- stays NULL: see _unrestricted
 begin
   -- Most calls take few functions and one statement, because each is set up again in every transaction: those
   -- for a task and small args, without restricted roles, if the task is registered with at most a queue and a
@@ -123,7 +123,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_id bigint;
   v_is_awake boolean;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if num_nonnulls(p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs, p_concurrency_key,
     p_concurrency_limit, p_options) = 0 then

@@ -2,7 +2,7 @@
 -- get another lock afterwards.
 
 -- Checks whether jobs wait for each other. Each waits for one other at a time, so after enough steps whoever
--- has not come to an end is on a circle; each turn below doubles the steps. Reads the 10,000 oldest jobs that
+-- has not come to an end is on a cycle; each round below doubles the steps. Reads the 10,000 oldest jobs that
 -- wait, of these 1,000 that have a lock and wait for a need, and from there 5,000 jobs.
 create or replace function queue._health_of_deadlocks()
 returns table (name text, status text, detail text, fix text)
@@ -29,7 +29,7 @@ begin
   from (select w.id, w.awaited from walk w where w.awaited is not null limit 5000) w;
   v_begins := v_ids;
   v_ends := v_awaited;
-  for v_turn in 1 .. 13 loop
+  for v_round in 1 .. 13 loop
     exit when v_begins is null;
     select array_agg(a.id), array_agg(b.awaited) into v_begins, v_ends
     from unnest(v_begins, v_ends) a (id, awaited) join unnest(v_begins, v_ends) b (id, awaited)

@@ -14,7 +14,7 @@ comment on function queue.health() is
     ' fail, the finding in detail, and the remedy in fix. For the invariants of the tables see'
     ' queue.check().';
 
--- Every check reads a bounded number of rows.
+-- Each check reads a bounded number of jobs, but all workers, lanes and schedules.
 create or replace function queue._health(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 12 as $$
@@ -71,7 +71,7 @@ begin
                        or not w.is_clear and w.gone_at < p_now - interval '1 minute') as dead,
     count(*) filter (where w.is_awaited) as awaited,
     max(w.dead_after) filter (where w.is_awaited) as patience,
-    (select count(*) from (select from queue.active_job l limit 100001) l) as live
+    (select count(*) from (select from queue.active_job aj limit 100001) aj) as jobs
   into v_facts
   from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now
           and w.last_seen_at < v_up_since and v_up_since + w.dead_after >= p_now as is_awaited
@@ -79,16 +79,16 @@ begin
   -- before the era has begun no worker has come at all (_up_since)
   v_is_waiting := v_facts.awaited > 0 and v_up_since < p_now;
   status := case
-    when v_facts.dead > 0 or v_facts.alive = 0 and v_facts.live > 0 and not v_is_waiting then 'fail'
+    when v_facts.dead > 0 or v_facts.alive = 0 and v_facts.jobs > 0 and not v_is_waiting then 'fail'
     when v_facts.alive = 0 then 'warn' else 'ok' end;
   detail := format('%s alive', v_facts.alive)
     || case when v_facts.dead > 0 then format(', %s dead and not reaped', v_facts.dead) else '' end
     || case when v_facts.awaited > 0
       then format(', %s silent since before the server started or was promoted', v_facts.awaited) else '' end
     || case when v_facts.alive = 0
-      and v_facts.live > 0
-      then format(', %s ready or running', case when v_facts.live > 100000 then 'more than 100000 jobs'
-        else queue._count_of(v_facts.live, 'job') end) else '' end;
+      and v_facts.jobs > 0
+      then format(', %s ready or running', case when v_facts.jobs > 100000 then 'more than 100000 jobs'
+        else queue._count_of(v_facts.jobs, 'job') end) else '' end;
   fix := case when v_facts.dead > 0
     then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
               when v_facts.alive = 0 and v_is_waiting
@@ -158,7 +158,7 @@ begin
       (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1),
       (select j.created_at from queue.job j where j.xid >= k.next_xid order by j.xid, j.id limit 1),
       (select e.at from queue.expiry e
-        where not exists (select from queue.active_job l where l.id = e.id and l.claim is not null)
+        where not exists (select from queue.active_job aj where aj.id = e.id and aj.claim is not null)
         order by e.at limit 1),
       queue._next_lease_end()) as at
   into v_facts from queue.cursor_now k;
@@ -191,7 +191,7 @@ begin
   return next;
 end $$;
 
--- Checks for sessions that hold up admission, and handlers that do not end.
+-- Checks for tasks that workers did not know, sessions that hold up admission, and handlers that do not end.
 create or replace function queue._health_of_claims(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$

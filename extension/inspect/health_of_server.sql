@@ -137,7 +137,8 @@ begin
   select greatest((select max(w.last_seen_at) from queue.worker w),
     (select j.created_at from queue.job j order by j.id desc limit 1),
     (select max(aj.claimed_at)
-      from (select l.claimed_at from queue.active_job l order by l.id desc limit 1000) aj)) - p_now as ahead
+      from (select aj.claimed_at from queue.active_job aj order by aj.id desc limit 1000) aj))
+      - p_now as ahead
       into v_facts;
   status := case when v_facts.ahead > interval '1 minute' then 'fail'
     when v_facts.ahead > interval '5 seconds' then 'warn' else 'ok' end;

@@ -45,13 +45,13 @@ end $$;
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
 -- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked.
--- Why it ends: after five turns it goes on without the rows that others hold: those jobs are busy.
+-- Why it ends: after five rounds it goes on without the rows that others hold: those jobs are busy.
 create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_taken record;
 begin
-  for v_turn in 1 .. 5 loop
+  for v_round in 1 .. 5 loop
     perform queue._await_rows(p_ids), queue._await_keys(p_ids, p_retakes), queue._await_admission();
     v_taken := queue._take_rows(p_ids, p_retakes);
     exit when v_taken.is_done;

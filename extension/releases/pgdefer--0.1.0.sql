@@ -2322,8 +2322,8 @@ begin
   end if;
 end $$;
 
--- The same for a list of outcomes, and for the queues and needs that they name. _finish checks malformed
--- lists.
+-- As _require_claims, for a list of outcomes, and for the queues and needs that they name. _finish checks
+-- malformed lists.
 -- Raises: QJ001, QJ002, 42501.
 create or replace function queue._require_outcomes(p_outcomes jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -2747,8 +2747,8 @@ begin
     p_ids, p_queues, p_before);
 end $$;
 
--- The same for a call that changed these jobs. p_before: the result of _jobs_before. Jobs that were alike
--- share one entry, which has their ids unless it is for all jobs. p_queue: another queue that the call
+-- Appends the row of a call that changed these jobs. p_before: the result of _jobs_before. Jobs that were
+-- alike share one entry, which has their ids unless it is for all jobs. p_queue: another queue that the call
 -- affected.
 create or replace function queue._audit_jobs(p_call text, p_args jsonb, p_ids bigint[], p_before jsonb,
   p_queue text default null)
@@ -4812,7 +4812,7 @@ returns bigint language plpgsql volatile parallel unsafe security definer as $$
 declare
   v_id bigint;
   v_is_awake boolean;
-  v_none pg_catalog.regclass;
+  v_none pg_catalog.regclass;  -- stays NULL: see _unrestricted
 begin
   -- Most calls take few functions and one statement, because each is set up again in every transaction: those
   -- for a task and small args, without restricted roles, if the task is registered with at most a queue and a
@@ -4921,7 +4921,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_id bigint;
   v_is_awake boolean;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if num_nonnulls(p_lock, p_queueing_lock, p_scheduled_at, p_deadline, p_needs, p_concurrency_key,
     p_concurrency_limit, p_options) = 0 then
@@ -10949,7 +10949,7 @@ begin
     join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
 end $$;
 
--- Hands them over to the next admission again.
+-- Hands orphaned settlements to the next admission.
 -- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
 create or replace function queue._repair_settlements()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -12711,7 +12711,7 @@ declare
   v_flags smallint;
   v_claimed_at timestamptz;
   v_worker_id bigint;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed' then
@@ -12840,7 +12840,7 @@ language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_ended record;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed' then
@@ -12913,8 +12913,8 @@ begin
   end if;
   has_refused := false;
   if v_has_others then
-    perform from queue.active_job l where l.id = any (ids) and l.claim = any (claims)
-    order by l.id for update;
+    perform from queue.active_job aj where aj.id = any (ids) and aj.claim = any (claims)
+    order by aj.id for update;
     perform queue._store_steps_of(p_outcomes);
     select array_agg(o.id order by o.n), array_agg(o.claim order by o.n), array_agg(o.result order by o.n)
     into ids, claims, v_results
@@ -14408,7 +14408,7 @@ exception when others then
   raise warning 'pgdefer: maintenance failed: % (%)', sqlerrm, sqlstate;
 end $$;
 
--- The same after a fetch that found nothing: every 10 s in a session; when a lease has ended or a job has
+-- _maintain, after a fetch that found nothing: every 10 s in a session; when a lease has ended or a job has
 -- expired, because a sleeper was told to come back then; and if an earlier call has not reached all claims of
 -- a dead worker. The first call only records the time, because heartbeats do most of the due work.
 create or replace function queue._maintain_idle()
@@ -15764,7 +15764,7 @@ declare
   v_before timestamptz;
   v_limits jsonb := jsonb_strip_nulls(p_options) -> 'max_running';
   v_lanes integer[];
-  v_ready integer[];  -- of quarantined jobs
+  v_quarantined integer[];  -- lanes of quarantined jobs, each claimed alone
   v_turn text;
   v_ids bigint[] := '{}'::bigint[];
   v_more boolean;
@@ -15787,7 +15787,7 @@ begin
     select array_agg(l.lane order by l.place, l.priority desc, l.first_id, l.lane)
       filter (where l.kind < 2/* lane_crashed */ or p_by_hand),
       queue._quarantined_lanes(array_agg(l.lane) filter (where l.kind = 2/* lane_crashed */ and not p_by_hand))
-    into v_lanes, v_ready
+    into v_lanes, v_quarantined
     from (
       select l.lane, l.kind, l.priority, m.place, min(f.id) over (partition by l.queue, l.priority)
         as first_id
@@ -15803,12 +15803,12 @@ begin
       where m.place is not null and (l.paused_until is null or l.paused_until <= v_now)
         and (v_limits is null or queue._worker_room(p_worker, v_limits, l.queue, 1) is distinct from 0)) l;
     if v_turn is null and not p_by_hand then
-      v_turn := nullif(queue._worker_turn(p_worker, v_ready, true, v_tasks, v_before, v_only),
-        case when v_ready is null then 'others' end);
+      v_turn := nullif(queue._worker_turn(p_worker, v_quarantined, true, v_tasks, v_before, v_only),
+        case when v_quarantined is null then 'others' end);
       if v_turn = 'nothing' then
         return null;
       elsif v_turn = 'alone' then
-        v_ids := coalesce(queue._claim_alone(p_worker, v_ready, v_tasks, v_before, v_only), v_ids);
+        v_ids := coalesce(queue._claim_alone(p_worker, v_quarantined, v_tasks, v_before, v_only), v_ids);
         exit when v_ids <> '{}';
       end if;
     end if;
@@ -15822,7 +15822,7 @@ begin
     exit when cardinality(v_ids) >= p_max_jobs or not v_more or clock_timestamp() > v_now + interval '100 ms';
   end loop;
   if v_ids = '{}' and v_turn in ('alone', 'either') then
-    v_ids := coalesce(queue._claim_alone(p_worker, v_ready, v_tasks, v_before, v_only), v_ids);
+    v_ids := coalesce(queue._claim_alone(p_worker, v_quarantined, v_tasks, v_before, v_only), v_ids);
   end if;
   if random() * 300 < least(cardinality(v_ids), 20) then
     perform queue._raise_marks(v_lanes);
@@ -16162,7 +16162,7 @@ declare
   v_admit record;
   v_choice record;
   v_lanes integer[];  -- the lanes claimed from
-  v_ready integer[];  -- of quarantined jobs
+  v_quarantined integer[];  -- lanes of quarantined jobs, each claimed alone
   v_turn text;
   v_claimed record;
 begin
@@ -16190,13 +16190,13 @@ begin
           end if;
           continue;
         end if;
-        v_ready := case when v_choice.kind = 2/* lane_crashed */
+        v_quarantined := case when v_choice.kind = 2/* lane_crashed */
           then queue._quarantined_lanes(v_choice.lanes) end;
         if v_turn is null then
-          v_turn := nullif(queue._worker_turn(p_worker, v_ready, v_has_lock),
-            case when v_ready is null then 'others' end);
+          v_turn := nullif(queue._worker_turn(p_worker, v_quarantined, v_has_lock),
+            case when v_quarantined is null then 'others' end);
           if v_turn = 'alone' then
-            ids := queue._claim_alone(p_worker, v_ready);
+            ids := queue._claim_alone(p_worker, v_quarantined);
             first_claim := null;
           end if;
         end if;
@@ -16269,7 +16269,7 @@ begin
     end if;
   end loop;
   if ids is null and v_has_lock and v_turn in ('alone', 'either') then
-    ids := queue._claim_alone(p_worker, v_ready);
+    ids := queue._claim_alone(p_worker, v_quarantined);
     first_claim := null;
   end if;
   if v_was_dry is distinct from current_setting('pgdefer.was_dry', true) then
@@ -16582,7 +16582,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_claimed record;
   v_at_once integer;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed'
@@ -16680,7 +16680,7 @@ declare
   v_has_kept boolean := false;  -- ended claims are still to be settled
   v_has_claimed boolean := false;
   v_at_once integer;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed'
@@ -16753,15 +16753,15 @@ begin
     perform queue._maintain_idle();
     return;
   end if;
-  -- a function's statements have a new snapshot, and only that shows the claims
+  -- a separate statement: only a new snapshot shows the claims
   return query select r.* from queue._claimed_rows(v_claimed.ids, v_claimed.first_claim) r;
 end $$;
 comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
   'Runs finish_many and fetch in one round trip and one commit. Rows with error report refused outcomes,'
     ' the others are claimed jobs.';
 
--- Claimed jobs, as finish_and_fetch returns them. p_first_claim: the number of the first claim, if all are
--- first runs and numbered in the order of their ids.
+-- Claimed jobs, as finish_and_fetch returns them: apart only because of its length. p_first_claim: the number
+-- of the first claim, if all are first runs and numbered in the order of their ids.
 create or replace function queue._claimed_rows(p_ids bigint[], p_first_claim bigint)
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
   attempt integer, scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb,
@@ -17271,13 +17271,13 @@ end $$;
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
 -- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked.
--- Why it ends: after five turns it goes on without the rows that others hold: those jobs are busy.
+-- Why it ends: after five rounds it goes on without the rows that others hold: those jobs are busy.
 create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_taken record;
 begin
-  for v_turn in 1 .. 5 loop
+  for v_round in 1 .. 5 loop
     perform queue._await_rows(p_ids), queue._await_keys(p_ids, p_retakes), queue._await_admission();
     v_taken := queue._take_rows(p_ids, p_retakes);
     exit when v_taken.is_done;
@@ -20125,8 +20125,8 @@ begin
   return case when cardinality(v_ids) = p_n then v_ids else queue._all_running(p_before, p_n) end;
 end $$;
 
--- The same by reading the whole table in its own order: a million ready jobs take half the time that they
--- take by id.
+-- The newest running jobs below an id, by reading the whole table in its own order: a million ready jobs take
+-- half the time that they take by id.
 create or replace function queue._all_running(p_before bigint, p_n integer)
 returns bigint[] language plpgsql stable parallel safe security invoker
 set enable_seqscan = on set enable_indexscan = off as $$
@@ -20870,7 +20870,8 @@ begin
   select greatest((select max(w.last_seen_at) from queue.worker w),
     (select j.created_at from queue.job j order by j.id desc limit 1),
     (select max(aj.claimed_at)
-      from (select l.claimed_at from queue.active_job l order by l.id desc limit 1000) aj)) - p_now as ahead
+      from (select aj.claimed_at from queue.active_job aj order by aj.id desc limit 1000) aj))
+      - p_now as ahead
       into v_facts;
   status := case when v_facts.ahead > interval '1 minute' then 'fail'
     when v_facts.ahead > interval '5 seconds' then 'warn' else 'ok' end;
@@ -20897,7 +20898,7 @@ end $$;
 -- get another lock afterwards.
 
 -- Checks whether jobs wait for each other. Each waits for one other at a time, so after enough steps whoever
--- has not come to an end is on a circle; each turn below doubles the steps. Reads the 10,000 oldest jobs that
+-- has not come to an end is on a cycle; each round below doubles the steps. Reads the 10,000 oldest jobs that
 -- wait, of these 1,000 that have a lock and wait for a need, and from there 5,000 jobs.
 create or replace function queue._health_of_deadlocks()
 returns table (name text, status text, detail text, fix text)
@@ -20924,7 +20925,7 @@ begin
   from (select w.id, w.awaited from walk w where w.awaited is not null limit 5000) w;
   v_begins := v_ids;
   v_ends := v_awaited;
-  for v_turn in 1 .. 13 loop
+  for v_round in 1 .. 13 loop
     exit when v_begins is null;
     select array_agg(a.id), array_agg(b.awaited) into v_begins, v_ends
     from unnest(v_begins, v_ends) a (id, awaited) join unnest(v_begins, v_ends) b (id, awaited)
@@ -20983,7 +20984,7 @@ comment on function queue.health() is
     ' fail, the finding in detail, and the remedy in fix. For the invariants of the tables see'
     ' queue.check().';
 
--- Every check reads a bounded number of rows.
+-- Each check reads a bounded number of jobs, but all workers, lanes and schedules.
 create or replace function queue._health(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 12 as $$
@@ -21040,7 +21041,7 @@ begin
                        or not w.is_clear and w.gone_at < p_now - interval '1 minute') as dead,
     count(*) filter (where w.is_awaited) as awaited,
     max(w.dead_after) filter (where w.is_awaited) as patience,
-    (select count(*) from (select from queue.active_job l limit 100001) l) as live
+    (select count(*) from (select from queue.active_job aj limit 100001) aj) as jobs
   into v_facts
   from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now
           and w.last_seen_at < v_up_since and v_up_since + w.dead_after >= p_now as is_awaited
@@ -21048,16 +21049,16 @@ begin
   -- before the era has begun no worker has come at all (_up_since)
   v_is_waiting := v_facts.awaited > 0 and v_up_since < p_now;
   status := case
-    when v_facts.dead > 0 or v_facts.alive = 0 and v_facts.live > 0 and not v_is_waiting then 'fail'
+    when v_facts.dead > 0 or v_facts.alive = 0 and v_facts.jobs > 0 and not v_is_waiting then 'fail'
     when v_facts.alive = 0 then 'warn' else 'ok' end;
   detail := format('%s alive', v_facts.alive)
     || case when v_facts.dead > 0 then format(', %s dead and not reaped', v_facts.dead) else '' end
     || case when v_facts.awaited > 0
       then format(', %s silent since before the server started or was promoted', v_facts.awaited) else '' end
     || case when v_facts.alive = 0
-      and v_facts.live > 0
-      then format(', %s ready or running', case when v_facts.live > 100000 then 'more than 100000 jobs'
-        else queue._count_of(v_facts.live, 'job') end) else '' end;
+      and v_facts.jobs > 0
+      then format(', %s ready or running', case when v_facts.jobs > 100000 then 'more than 100000 jobs'
+        else queue._count_of(v_facts.jobs, 'job') end) else '' end;
   fix := case when v_facts.dead > 0
     then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
               when v_facts.alive = 0 and v_is_waiting
@@ -21127,7 +21128,7 @@ begin
       (select w.at from queue.waiting w where w.at >= k.due_at order by w.at limit 1),
       (select j.created_at from queue.job j where j.xid >= k.next_xid order by j.xid, j.id limit 1),
       (select e.at from queue.expiry e
-        where not exists (select from queue.active_job l where l.id = e.id and l.claim is not null)
+        where not exists (select from queue.active_job aj where aj.id = e.id and aj.claim is not null)
         order by e.at limit 1),
       queue._next_lease_end()) as at
   into v_facts from queue.cursor_now k;
@@ -21160,7 +21161,7 @@ begin
   return next;
 end $$;
 
--- Checks for sessions that hold up admission, and handlers that do not end.
+-- Checks for tasks that workers did not know, sessions that hold up admission, and handlers that do not end.
 create or replace function queue._health_of_claims(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$

@@ -142,7 +142,7 @@ declare
   v_admit record;
   v_choice record;
   v_lanes integer[];  -- the lanes claimed from
-  v_ready integer[];  -- of quarantined jobs
+  v_quarantined integer[];  -- lanes of quarantined jobs, each claimed alone
   v_turn text;
   v_claimed record;
 begin
@@ -170,13 +170,13 @@ begin
           end if;
           continue;
         end if;
-        v_ready := case when v_choice.kind = {{lane_crashed}}
+        v_quarantined := case when v_choice.kind = {{lane_crashed}}
           then queue._quarantined_lanes(v_choice.lanes) end;
         if v_turn is null then
-          v_turn := nullif(queue._worker_turn(p_worker, v_ready, v_has_lock),
-            case when v_ready is null then 'others' end);
+          v_turn := nullif(queue._worker_turn(p_worker, v_quarantined, v_has_lock),
+            case when v_quarantined is null then 'others' end);
           if v_turn = 'alone' then
-            ids := queue._claim_alone(p_worker, v_ready);
+            ids := queue._claim_alone(p_worker, v_quarantined);
             first_claim := null;
           end if;
         end if;
@@ -249,7 +249,7 @@ begin
     end if;
   end loop;
   if ids is null and v_has_lock and v_turn in ('alone', 'either') then
-    ids := queue._claim_alone(p_worker, v_ready);
+    ids := queue._claim_alone(p_worker, v_quarantined);
     first_claim := null;
   end if;
   if v_was_dry is distinct from current_setting('pgdefer.was_dry', true) then

@@ -16,7 +16,7 @@ declare
   v_before timestamptz;
   v_limits jsonb := jsonb_strip_nulls(p_options) -> 'max_running';
   v_lanes integer[];
-  v_ready integer[];  -- of quarantined jobs
+  v_quarantined integer[];  -- lanes of quarantined jobs, each claimed alone
   v_turn text;
   v_ids bigint[] := '{}'::bigint[];
   v_more boolean;
@@ -39,7 +39,7 @@ begin
     select array_agg(l.lane order by l.place, l.priority desc, l.first_id, l.lane)
       filter (where l.kind < {{lane_crashed}} or p_by_hand),
       queue._quarantined_lanes(array_agg(l.lane) filter (where l.kind = {{lane_crashed}} and not p_by_hand))
-    into v_lanes, v_ready
+    into v_lanes, v_quarantined
     from (
       select l.lane, l.kind, l.priority, m.place, min(f.id) over (partition by l.queue, l.priority)
         as first_id
@@ -55,12 +55,12 @@ begin
       where m.place is not null and (l.paused_until is null or l.paused_until <= v_now)
         and (v_limits is null or queue._worker_room(p_worker, v_limits, l.queue, 1) is distinct from 0)) l;
     if v_turn is null and not p_by_hand then
-      v_turn := nullif(queue._worker_turn(p_worker, v_ready, true, v_tasks, v_before, v_only),
-        case when v_ready is null then 'others' end);
+      v_turn := nullif(queue._worker_turn(p_worker, v_quarantined, true, v_tasks, v_before, v_only),
+        case when v_quarantined is null then 'others' end);
       if v_turn = 'nothing' then
         return null;
       elsif v_turn = 'alone' then
-        v_ids := coalesce(queue._claim_alone(p_worker, v_ready, v_tasks, v_before, v_only), v_ids);
+        v_ids := coalesce(queue._claim_alone(p_worker, v_quarantined, v_tasks, v_before, v_only), v_ids);
         exit when v_ids <> '{}';
       end if;
     end if;
@@ -74,7 +74,7 @@ begin
     exit when cardinality(v_ids) >= p_max_jobs or not v_more or clock_timestamp() > v_now + interval '100 ms';
   end loop;
   if v_ids = '{}' and v_turn in ('alone', 'either') then
-    v_ids := coalesce(queue._claim_alone(p_worker, v_ready, v_tasks, v_before, v_only), v_ids);
+    v_ids := coalesce(queue._claim_alone(p_worker, v_quarantined, v_tasks, v_before, v_only), v_ids);
   end if;
   if random() * 300 < least(cardinality(v_ids), 20) then
     perform queue._raise_marks(v_lanes);

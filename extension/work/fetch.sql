@@ -16,7 +16,7 @@ set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_claimed record;
   v_at_once integer;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed'
@@ -114,7 +114,7 @@ declare
   v_has_kept boolean := false;  -- ended claims are still to be settled
   v_has_claimed boolean := false;
   v_at_once integer;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed'
@@ -187,15 +187,15 @@ begin
     perform queue._maintain_idle();
     return;
   end if;
-  -- a function's statements have a new snapshot, and only that shows the claims
+  -- a separate statement: only a new snapshot shows the claims
   return query select r.* from queue._claimed_rows(v_claimed.ids, v_claimed.first_claim) r;
 end $$;
 comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is
   'Runs finish_many and fetch in one round trip and one commit. Rows with error report refused outcomes,'
     ' the others are claimed jobs.';
 
--- Claimed jobs, as finish_and_fetch returns them. p_first_claim: the number of the first claim, if all are
--- first runs and numbered in the order of their ids.
+-- Claimed jobs, as finish_and_fetch returns them: apart only because of its length. p_first_claim: the number
+-- of the first claim, if all are first runs and numbered in the order of their ids.
 create or replace function queue._claimed_rows(p_ids bigint[], p_first_claim bigint)
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
   attempt integer, scheduled_at timestamptz, deadline timestamptz, timeout interval, headers jsonb,

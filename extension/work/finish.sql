@@ -16,7 +16,7 @@ declare
   v_flags smallint;
   v_claimed_at timestamptz;
   v_worker_id bigint;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed' then
@@ -145,7 +145,7 @@ language plpgsql volatile parallel unsafe security definer rows 50
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_ended record;
-  v_none regclass;
+  v_none regclass;  -- stays NULL: see _unrestricted
 begin
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed' then
@@ -218,8 +218,8 @@ begin
   end if;
   has_refused := false;
   if v_has_others then
-    perform from queue.active_job l where l.id = any (ids) and l.claim = any (claims)
-    order by l.id for update;
+    perform from queue.active_job aj where aj.id = any (ids) and aj.claim = any (claims)
+    order by aj.id for update;
     perform queue._store_steps_of(p_outcomes);
     select array_agg(o.id order by o.n), array_agg(o.claim order by o.n), array_agg(o.result order by o.n)
     into ids, claims, v_results

@@ -51,7 +51,7 @@ exception when others then
   raise warning 'pgdefer: maintenance failed: % (%)', sqlerrm, sqlstate;
 end $$;
 
--- The same after a fetch that found nothing: every 10 s in a session; when a lease has ended or a job has
+-- _maintain, after a fetch that found nothing: every 10 s in a session; when a lease has ended or a job has
 -- expired, because a sleeper was told to come back then; and if an earlier call has not reached all claims of
 -- a dead worker. The first call only records the time, because heartbeats do most of the due work.
 create or replace function queue._maintain_idle()
