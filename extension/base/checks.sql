@@ -253,17 +253,17 @@ begin
 end $$;
 
 -- Raises: 22023 unless it is a rate, {"limit", "per"}, or NULL.
-create or replace function queue._check_rate(what text, value jsonb)
+create or replace function queue._check_rate(value jsonb)
 returns void language plpgsql stable parallel unsafe security invoker as $$
 begin
   if value is null or jsonb_typeof(value) = 'null' then
     return;
   end if;
-  perform queue._check_keys(what, value, array['limit', 'per']);
+  perform queue._check_keys('rate', value, array['limit', 'per']);
   if jsonb_typeof(value -> 'limit') is distinct from 'number'
     or value ->> 'limit' !~ '^[1-9][0-9]{0,8}$'
     or coalesce(queue._interval('per', value -> 'per'), '0') = '0' then
-    perform queue._invalid(what || ' needs a limit of at least 1 and an interval',
+    perform queue._invalid('rate needs a limit of at least 1 and an interval',
       'Pass {"limit": 10, "per": "1 minute"}.');
   end if;
 end $$;

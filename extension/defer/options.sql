@@ -158,7 +158,7 @@ begin
       perform queue._invalid('weight must be a whole number of at least 1',
         'It is how much of the limit and the rate the job takes.', 'item: ' || left(v_item::text, 200));
     end if;
-    perform queue._check_rate('rate', v_rate);
+    perform queue._check_rate(v_rate);
     v_weight := coalesce((v_item ->> 'weight')::integer, 1);
     if v_weight > least((v_item ->> 'limit')::integer, (v_rate ->> 'limit')::integer) then
       perform queue._invalid('weight is above the limit', 'Such a job could never start.',

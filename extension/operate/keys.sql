@@ -27,7 +27,7 @@ begin
       'To start nothing, pause the queue or the task.');
   end if;
   v_rate := nullif(configure_key.options -> 'rate', 'null');
-  perform queue._check_rate('rate', v_rate);
+  perform queue._check_rate(v_rate);
   perform queue._admit_all();
   select c.slots, c.rate_limit, c.rate_per into v_old from queue.key_config c
   where c.pattern = configure_key.pattern;

@@ -23,7 +23,7 @@ begin
   perform queue._check_keys('options', configure_queue.options,
     array['max_running', 'paused', 'retain', 'rate']);
   v_rate := nullif(configure_queue.options -> 'rate', 'null');
-  perform queue._check_rate('rate', v_rate);
+  perform queue._check_rate(v_rate);
   if coalesce(jsonb_typeof(configure_queue.options -> 'max_running'), 'null') not in ('null', 'number')
     or configure_queue.options ->> 'max_running' !~ '^[1-9][0-9]{0,8}$' then
     perform queue._invalid('max_running must be a whole number of at least 1, or null',

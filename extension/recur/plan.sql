@@ -126,9 +126,9 @@ begin
       order by k.run_at desc offset 99 limit 1);
 end $$;
 
--- Deletes runs of removed schedules, after 7 days.
+-- Deletes runs of removed schedules, after 7 days, 1,000 at a time.
 -- Locks: the caller holds the admission lock.
-create or replace function queue._prune_old_runs(p_max integer)
+create or replace function queue._prune_old_runs()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   delete from queue.schedule_run r
@@ -136,5 +136,5 @@ begin
     select k.ctid from queue.schedule_run k
     where k.decided_at < clock_timestamp() - interval '7 days'
       and not exists (select from queue.schedule s where s.name = k.name)
-    limit p_max));
+    limit 1000));
 end $$;

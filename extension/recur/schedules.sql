@@ -58,7 +58,7 @@ begin
     v_next_run_at := v_old.next_run_at;
   else
     if v_old.next_run_at <= v_now then
-      perform queue._note_skipped(schedule.name, v_old.next_run_at, 'changed',
+      perform queue._note_changed(schedule.name, v_old.next_run_at,
         format('the schedule was changed at %s', v_now));
     end if;
     if v_is_enabled then
@@ -142,7 +142,7 @@ begin
   if enable_schedule.enabled then
     v_next_run_at := queue._cron_next(v_old.parsed, v_old.timezone, greatest(v_now, v_old.last_run_at));
   elsif v_old.next_run_at <= v_now then
-    perform queue._note_skipped(enable_schedule.name, v_old.next_run_at, 'changed',
+    perform queue._note_changed(enable_schedule.name, v_old.next_run_at,
       format('the schedule was disabled at %s', v_now));
   end if;
   update queue.schedule s
@@ -253,14 +253,13 @@ begin
   perform queue._invalid('no such schedule', 'queue.schedules lists them.', 'name: ' || left(name, 200));
 end $$;
 
--- Records that a run was skipped, and why.
+-- Records that a run was skipped, as its schedule was changed or disabled.
 -- Locks: the caller holds the admission lock.
-create or replace function queue._note_skipped(p_name text, p_run_at timestamptz, p_skipped text,
-  p_detail text)
+create or replace function queue._note_changed(p_name text, p_run_at timestamptz, p_detail text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   insert into queue.schedule_run (name, run_at, decided_at, is_manual, skipped, detail)
-  values (p_name, p_run_at, clock_timestamp(), false, p_skipped, p_detail)
+  values (p_name, p_run_at, clock_timestamp(), false, 'changed', p_detail)
   on conflict on constraint schedule_run_pkey do nothing;
 end $$;
 

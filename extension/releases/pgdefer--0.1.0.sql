@@ -2120,17 +2120,17 @@ begin
 end $$;
 
 -- Raises: 22023 unless it is a rate, {"limit", "per"}, or NULL.
-create or replace function queue._check_rate(what text, value jsonb)
+create or replace function queue._check_rate(value jsonb)
 returns void language plpgsql stable parallel unsafe security invoker as $$
 begin
   if value is null or jsonb_typeof(value) = 'null' then
     return;
   end if;
-  perform queue._check_keys(what, value, array['limit', 'per']);
+  perform queue._check_keys('rate', value, array['limit', 'per']);
   if jsonb_typeof(value -> 'limit') is distinct from 'number'
     or value ->> 'limit' !~ '^[1-9][0-9]{0,8}$'
     or coalesce(queue._interval('per', value -> 'per'), '0') = '0' then
-    perform queue._invalid(what || ' needs a limit of at least 1 and an interval',
+    perform queue._invalid('rate needs a limit of at least 1 and an interval',
       'Pass {"limit": 10, "per": "1 minute"}.');
   end if;
 end $$;
@@ -3941,7 +3941,7 @@ begin
       perform queue._invalid('weight must be a whole number of at least 1',
         'It is how much of the limit and the rate the job takes.', 'item: ' || left(v_item::text, 200));
     end if;
-    perform queue._check_rate('rate', v_rate);
+    perform queue._check_rate(v_rate);
     v_weight := coalesce((v_item ->> 'weight')::integer, 1);
     if v_weight > least((v_item ->> 'limit')::integer, (v_rate ->> 'limit')::integer) then
       perform queue._invalid('weight is above the limit', 'Such a job could never start.',
@@ -5857,9 +5857,9 @@ begin
       order by k.run_at desc offset 99 limit 1);
 end $$;
 
--- Deletes runs of removed schedules, after 7 days.
+-- Deletes runs of removed schedules, after 7 days, 1,000 at a time.
 -- Locks: the caller holds the admission lock.
-create or replace function queue._prune_old_runs(p_max integer)
+create or replace function queue._prune_old_runs()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   delete from queue.schedule_run r
@@ -5867,7 +5867,7 @@ begin
     select k.ctid from queue.schedule_run k
     where k.decided_at < clock_timestamp() - interval '7 days'
       and not exists (select from queue.schedule s where s.name = k.name)
-    limit p_max));
+    limit 1000));
 end $$;
 
 -- recur/runs.sql
@@ -6210,7 +6210,7 @@ begin
     v_next_run_at := v_old.next_run_at;
   else
     if v_old.next_run_at <= v_now then
-      perform queue._note_skipped(schedule.name, v_old.next_run_at, 'changed',
+      perform queue._note_changed(schedule.name, v_old.next_run_at,
         format('the schedule was changed at %s', v_now));
     end if;
     if v_is_enabled then
@@ -6294,7 +6294,7 @@ begin
   if enable_schedule.enabled then
     v_next_run_at := queue._cron_next(v_old.parsed, v_old.timezone, greatest(v_now, v_old.last_run_at));
   elsif v_old.next_run_at <= v_now then
-    perform queue._note_skipped(enable_schedule.name, v_old.next_run_at, 'changed',
+    perform queue._note_changed(enable_schedule.name, v_old.next_run_at,
       format('the schedule was disabled at %s', v_now));
   end if;
   update queue.schedule s
@@ -6405,14 +6405,13 @@ begin
   perform queue._invalid('no such schedule', 'queue.schedules lists them.', 'name: ' || left(name, 200));
 end $$;
 
--- Records that a run was skipped, and why.
+-- Records that a run was skipped, as its schedule was changed or disabled.
 -- Locks: the caller holds the admission lock.
-create or replace function queue._note_skipped(p_name text, p_run_at timestamptz, p_skipped text,
-  p_detail text)
+create or replace function queue._note_changed(p_name text, p_run_at timestamptz, p_detail text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   insert into queue.schedule_run (name, run_at, decided_at, is_manual, skipped, detail)
-  values (p_name, p_run_at, clock_timestamp(), false, p_skipped, p_detail)
+  values (p_name, p_run_at, clock_timestamp(), false, 'changed', p_detail)
   on conflict on constraint schedule_run_pkey do nothing;
 end $$;
 
@@ -12309,7 +12308,7 @@ end $$;
 -- Resets jobs' counters, and those of their steps, for a manual retry at a time (NULL: at once; a job that
 -- has never started keeps its own).
 -- Locks: the caller holds the rows of queue.active_job, or the admission lock if there are none.
-create or replace function queue._reset_counters(p_ids bigint[], p_at timestamptz default null)
+create or replace function queue._reset_counters(p_ids bigint[], p_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.job_override s
@@ -14468,7 +14467,7 @@ begin
       perform queue._prune_idempotency_keys(5000);
       perform queue._prune_events(1000, v_safe_at);
       if random() < 0.01 then
-        perform queue._prune_old_runs(1000);
+        perform queue._prune_old_runs();
         perform queue._forget_deleted();
         perform queue._prune_groups(1000);
       end if;
@@ -18921,7 +18920,7 @@ begin
   perform queue._check_keys('options', configure_queue.options,
     array['max_running', 'paused', 'retain', 'rate']);
   v_rate := nullif(configure_queue.options -> 'rate', 'null');
-  perform queue._check_rate('rate', v_rate);
+  perform queue._check_rate(v_rate);
   if coalesce(jsonb_typeof(configure_queue.options -> 'max_running'), 'null') not in ('null', 'number')
     or configure_queue.options ->> 'max_running' !~ '^[1-9][0-9]{0,8}$' then
     perform queue._invalid('max_running must be a whole number of at least 1, or null',
@@ -19085,7 +19084,7 @@ begin
       'To start nothing, pause the queue or the task.');
   end if;
   v_rate := nullif(configure_key.options -> 'rate', 'null');
-  perform queue._check_rate('rate', v_rate);
+  perform queue._check_rate(v_rate);
   perform queue._admit_all();
   select c.slots, c.rate_limit, c.rate_per into v_old from queue.key_config c
   where c.pattern = configure_key.pattern;

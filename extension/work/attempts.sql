@@ -276,7 +276,7 @@ end $$;
 -- Resets jobs' counters, and those of their steps, for a manual retry at a time (NULL: at once; a job that
 -- has never started keeps its own).
 -- Locks: the caller holds the rows of queue.active_job, or the admission lock if there are none.
-create or replace function queue._reset_counters(p_ids bigint[], p_at timestamptz default null)
+create or replace function queue._reset_counters(p_ids bigint[], p_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.job_override s

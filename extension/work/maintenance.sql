@@ -111,7 +111,7 @@ begin
       perform queue._prune_idempotency_keys(5000);
       perform queue._prune_events(1000, v_safe_at);
       if random() < 0.01 then
-        perform queue._prune_old_runs(1000);
+        perform queue._prune_old_runs();
         perform queue._forget_deleted();
         perform queue._prune_groups(1000);
       end if;

@@ -133,10 +133,10 @@ select pg_temp.outage('latest'), queue.tick() \g /dev/null
 select is(queue.unschedule('plain'), true, 'unschedule');
 select is(queue.unschedule('plain'), false, 'twice');
 select isnt(pg_temp.history('plain'), null, 'its runs are kept');
-select queue._prune_old_runs(1000) \g /dev/null
+select queue._prune_old_runs() \g /dev/null
 select isnt(pg_temp.history('plain'), null, 'for a time');
 update queue.schedule_run r set decided_at = now() - interval '8 days' where r.name in ('plain', 'latest');
-select queue._prune_old_runs(1000) \g /dev/null
+select queue._prune_old_runs() \g /dev/null
 select is(pg_temp.history('plain'), null, 'of a week');
 select isnt(pg_temp.history('latest'), null, 'longer if the schedule exists');
 insert into queue.schedule_run (name, run_at, decided_at, is_manual, skipped) select 'latest', now() - n * interval '1 hour' - interval '1 day', now(), false, 'missed' from generate_series(1, 200) n;
