@@ -4,7 +4,7 @@ begin;
 
 -- Takes the oldest jobs of a part out of the queue, into queue.shard_sent: all, if they are no more than a
 -- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone.
--- Locks: the caller has those of _shard_lock for these jobs; queue.received_signal, not waited for, until the
+-- Locks: the caller has those of _lock_rows for these jobs; queue.received_signal, not waited for, until the
 -- transaction ends: every signal so far has committed, and a later one does not find the job (QJ001). Nothing
 -- is lost: the jobs are deleted and noted, with their signals, in one transaction. Raises: 55000 (another job
 -- needs one; or one runs, which an operator has held and let go meanwhile), 55P03 (a transaction that has
@@ -76,7 +76,7 @@ begin
   if exists (select from queue.active_job aj where aj.id = any (v_ids) and aj.claim is not null) then
     return false;
   end if;
-  perform queue._shard_lock(v_ids || queue._shard_oldest(slot, part));
+  perform queue._lock_rows(v_ids || queue._shard_oldest(slot, part));
   select coalesce(array_agg(j.id order by j.id), '{}') as ids, bool_or(j.why is not null) as must_wait
   into v_jobs from queue._shard_jobs(slot, part, started) j;
   if v_jobs.must_wait then

@@ -133,14 +133,6 @@ begin
   end if;
 end $$;
 
--- Takes the locks of a change of these jobs, however many, in their order (operate/lock_jobs.sql).
--- Locks: those of _lock_rows.
-create or replace function queue._shard_lock(p_ids bigint[])
-returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
-begin
-  perform queue._lock_rows(p_ids);
-end $$;
-
 -- What is left of a part: its unfinished jobs, or some of them, but not those that are held ahead. why: what
 -- it must wait for. is_next: it could start, unless it is held: not the later ones of an ordered lock.
 -- is_moving: the move holds it. PL/pgSQL, as it keeps its plan, which looks each job up by its id: the time
@@ -197,7 +189,7 @@ $$;
 
 -- Holds jobs of a part, each by itself, so that none can start whatever becomes of the others; not those that
 -- an operator holds. Returns how many.
--- Locks: the caller has those of _shard_lock. A wake-up is not lost: as shard_hold.
+-- Locks: the caller has those of _lock_rows. A wake-up is not lost: as shard_hold.
 create or replace function queue._shard_park(p_slot integer, p_part integer, p_ids bigint[])
 returns integer language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
@@ -243,7 +235,7 @@ begin
   if v_ids = '{}' then
     return 0;
   end if;
-  perform queue._shard_lock(v_ids);
+  perform queue._lock_rows(v_ids);
   select array_agg(j.id) filter (where j.why is null) as ids,
     coalesce(bool_or(j.why <> 'it runs'), false) as must_stay into v_jobs
   from queue._shard_jobs(slot, part, started, v_ids) j;
@@ -277,7 +269,7 @@ begin
   v_ids := array(select j.id from queue._shard_jobs(slot, part, started) j
     where j.is_next and not j.is_moving and not j.is_held order by j.id limit 1000);
   if v_ids <> '{}' then
-    perform queue._shard_lock(v_ids);
+    perform queue._lock_rows(v_ids);
     for i in 1 .. cardinality(v_ids) loop
       -- not one that an operator has held meanwhile
       continue when exists (select from queue.waiting w where w.id = v_ids[i] and w.reason = 'held');
@@ -329,7 +321,7 @@ begin
 end $$;
 
 revoke all on function queue._shard_check, queue._shard_leaving, queue.shard_leave, queue.shard_mover,
-  queue.shard_list, queue.shard_catch_up, queue.shard_close, queue._shard_lock, queue._shard_jobs,
-  queue._shard_piece, queue._shard_oldest, queue._shard_park, queue.shard_hold_ahead, queue.shard_hold,
-  queue.shard_unhold from public;
+  queue.shard_list, queue.shard_catch_up, queue.shard_close, queue._shard_jobs, queue._shard_piece,
+  queue._shard_oldest, queue._shard_park, queue.shard_hold_ahead, queue.shard_hold, queue.shard_unhold
+  from public;
 commit;
