@@ -20,8 +20,7 @@ begin
   {{installed}}
   perform queue._check_name('task', register_task.name);
   perform queue._check_keys('defaults', v_defaults,
-    array['queue', 'priority', 'lock', 'queueing_lock', 'deadline',
-    'concurrency_key', 'concurrency_limit', 'function', 'sensitive'] || queue._option_keys());
+    {{argument_keys}} || '{function,sensitive}'::text[] || queue._option_keys());
   if exists (select from queue.task t where t.name = register_task.name and t.defaults = v_defaults) then
     return;
   end if;
@@ -38,9 +37,7 @@ begin
   end if;
   perform queue._check_template(t.key, v_defaults ->> t.key)
     from unnest('{lock,queueing_lock}'::text[]) t (key);
-  v_options := queue._check_options(v_defaults -
-    '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function,
-      sensitive}'::text[]);
+  v_options := queue._check_options(v_defaults - ({{argument_keys}} || '{function,sensitive}'::text[]));
   select k.keys, k.limits, k.terms into v_keys, v_limits, v_terms
   from queue._check_concurrency(v_defaults ->> 'concurrency_key',
     (v_defaults ->> 'concurrency_limit')::integer, v_options -> 'concurrency') k;

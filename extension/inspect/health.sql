@@ -89,8 +89,7 @@ begin
       and v_facts.jobs > 0
       then format(', %s ready or running', case when v_facts.jobs > 100000 then 'more than 100000 jobs'
         else queue._count_of(v_facts.jobs, 'job') end) else '' end;
-  fix := case when v_facts.dead > 0
-    then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
+  fix := case when v_facts.dead > 0 then {{do_due_work}}
               when v_facts.alive = 0 and v_is_waiting
                 then format('Wait: they have %s from then on to come back. If none does, start a worker:'
                   ' pgdefer worker', v_facts.patience)
@@ -166,9 +165,7 @@ begin
     when v_facts.at < p_now - interval '1 minute' then 'warn' else 'ok' end;
   detail := case when status = 'ok' then 'nothing is overdue'
     else format('overdue for %s', date_trunc('second', p_now - v_facts.at)) end;
-  fix := case when status <> 'ok'
-    then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from'
-    ' queue.tick()' end;
+  fix := case when status <> 'ok' then {{do_due_work}} end;
   return next;
 
   name := 'schedules';
@@ -183,8 +180,7 @@ begin
   status := case when v_facts.late > 0 then 'fail' when v_facts.broken > 0 then 'warn' else 'ok' end;
   detail := case when status = 'ok' then 'no recurring run is late'
     else format('%s late, %s with an error: %s', v_facts.late, v_facts.broken, v_facts.names) end;
-  fix := case when v_facts.late > 0
-    then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
+  fix := case when v_facts.late > 0 then {{do_due_work}}
               when v_facts.broken > 0
                 then 'See reason in queue.schedules, and correct the defaults of the task or the options of'
                 ' the schedule.' end;

@@ -112,8 +112,7 @@ begin
     p_options ->> 'lock', p_options ->> 'queueing_lock', null,
     p_run_at + queue._interval('deadline', p_options -> 'deadline'), null,
     p_options ->> 'concurrency_key', (p_options ->> 'concurrency_limit')::integer,
-    nullif(p_options - (array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key',
-      'concurrency_limit'] || queue._schedule_keys()), '{}'));
+    nullif(p_options - ({{argument_keys}} || queue._schedule_keys()), '{}'));
 end $$;
 
 -- Deletes all but the last 100 runs of a schedule.

@@ -195,8 +195,7 @@ returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_options jsonb := '{}'::jsonb;
   v_args jsonb := p_args || '{"scheduled_for": "2000-01-01T00:00:00+00:00"}';
-  v_names constant text[] := array['queue', 'priority', 'lock', 'queueing_lock', 'deadline',
-    'concurrency_key', 'concurrency_limit'];
+  v_names constant text[] := {{argument_keys}};
   v_key text;
 begin
   if p_options is null or jsonb_typeof(p_options) = 'null' then

@@ -4095,8 +4095,7 @@ begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   perform queue._check_name('task', register_task.name);
   perform queue._check_keys('defaults', v_defaults,
-    array['queue', 'priority', 'lock', 'queueing_lock', 'deadline',
-    'concurrency_key', 'concurrency_limit', 'function', 'sensitive'] || queue._option_keys());
+    array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key', 'concurrency_limit'] || '{function,sensitive}'::text[] || queue._option_keys());
   if exists (select from queue.task t where t.name = register_task.name and t.defaults = v_defaults) then
     return;
   end if;
@@ -4113,9 +4112,7 @@ begin
   end if;
   perform queue._check_template(t.key, v_defaults ->> t.key)
     from unnest('{lock,queueing_lock}'::text[]) t (key);
-  v_options := queue._check_options(v_defaults -
-    '{queue,priority,lock,queueing_lock,deadline,concurrency_key,concurrency_limit,function,
-      sensitive}'::text[]);
+  v_options := queue._check_options(v_defaults - (array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key', 'concurrency_limit'] || '{function,sensitive}'::text[]));
   select k.keys, k.limits, k.terms into v_keys, v_limits, v_terms
   from queue._check_concurrency(v_defaults ->> 'concurrency_key',
     (v_defaults ->> 'concurrency_limit')::integer, v_options -> 'concurrency') k;
@@ -5843,8 +5840,7 @@ begin
     p_options ->> 'lock', p_options ->> 'queueing_lock', null,
     p_run_at + queue._interval('deadline', p_options -> 'deadline'), null,
     p_options ->> 'concurrency_key', (p_options ->> 'concurrency_limit')::integer,
-    nullif(p_options - (array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key',
-      'concurrency_limit'] || queue._schedule_keys()), '{}'));
+    nullif(p_options - (array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key', 'concurrency_limit'] || queue._schedule_keys()), '{}'));
 end $$;
 
 -- Deletes all but the last 100 runs of a schedule.
@@ -6347,8 +6343,7 @@ returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_options jsonb := '{}'::jsonb;
   v_args jsonb := p_args || '{"scheduled_for": "2000-01-01T00:00:00+00:00"}';
-  v_names constant text[] := array['queue', 'priority', 'lock', 'queueing_lock', 'deadline',
-    'concurrency_key', 'concurrency_limit'];
+  v_names constant text[] := array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key', 'concurrency_limit'];
   v_key text;
 begin
   if p_options is null or jsonb_typeof(p_options) = 'null' then
@@ -16386,8 +16381,8 @@ begin
     end if;
   end if;
   v_claimed := queue._claim_one_lane(p_worker, p_queues,
-    case when p_max_jobs > 30 then queue._fitting(p_max_jobs) else p_max_jobs end, p_options, p_may_wait,
-    v_has_lock, p_at_once);
+    case when p_max_jobs > 30/* always_fit */ then queue._fitting(p_max_jobs) else p_max_jobs end, p_options,
+    p_may_wait, v_has_lock, p_at_once);
   ids := v_claimed.ids;
   first_claim := v_claimed.first_claim;
 end $$;
@@ -16472,8 +16467,8 @@ begin
 end $$;
 
 -- Returns those of the claimed jobs, in claim order, that fit into one answer, and puts the others aside.
--- Each takes about 120 bytes in addition to its args, headers and steps. p_are_first: as first_claim of
--- _claim_newcomer, so that usually one sum shows that all fit.
+-- Each takes about 120 bytes (row_bytes) in addition to its args, headers and steps. p_are_first: as
+-- first_claim of _claim_newcomer, so that usually one sum shows that all fit.
 -- Locks: none that another transaction waits for; the transaction holds the rows of queue.active_job, and
 -- maybe the admission lock.
 -- Why no wake-up is lost: a worker that gets none of the claimed jobs may be about to sleep, and is told to
@@ -16489,9 +16484,9 @@ begin
     return null;
   elsif p_are_first then
     select sum(octet_length(l.args::text) + octet_length(l.task) + coalesce(pg_column_size(l.job_options), 0)
-      + 120) into v_total
+      + 120/* row_bytes */) into v_total
     from queue.log l where l.id = any (p_ids);
-    if v_total <= 65536 then
+    if v_total <= 65536/* answer_bytes */ then
       if v_total <= 57344
         and cardinality(p_ids) >= nullif(current_setting('pgdefer.fitting', true), '')::integer then
         perform set_config('pgdefer.fitting', (cardinality(p_ids) + cardinality(p_ids) / 8)::text, false);
@@ -16499,12 +16494,12 @@ begin
       return p_ids;
     end if;
   end if;
-  select array_agg(x.id order by x.n) filter (where x.total <= 65536) as ids,
-    array_agg(x.id order by x.n) filter (where x.total > 65536) as rest,
-    array_agg(x.size order by x.n) filter (where x.total > 65536) as sizes
+  select array_agg(x.id order by x.n) filter (where x.total <= 65536/* answer_bytes */) as ids,
+    array_agg(x.id order by x.n) filter (where x.total > 65536/* answer_bytes */) as rest,
+    array_agg(x.size order by x.n) filter (where x.total > 65536/* answer_bytes */) as sizes
   into v_fit
   from (
-    select u.id, u.n, j.size, sum(j.size + 120) over (order by u.n) as total
+    select u.id, u.n, j.size, sum(j.size + 120/* row_bytes */) over (order by u.n) as total
     from unnest(p_ids) with ordinality u (id, n)
     cross join lateral (
       select coalesce(j.size, octet_length(j.args::text)) + octet_length(j.task)
@@ -16518,7 +16513,7 @@ begin
     cross join lateral (select aj.claim from queue.active_job aj where aj.id = u.id offset 0) aj
     order by u.n;
     perform set_config('pgdefer.undelivered', p_worker::text, false),
-      set_config('pgdefer.fitting', greatest(cardinality(v_fit.ids), 30)::text, false);
+      set_config('pgdefer.fitting', greatest(cardinality(v_fit.ids), 30/* always_fit */)::text, false);
     if v_fit.ids is null then
       perform queue._announce();
     end if;
@@ -16622,12 +16617,13 @@ begin
     into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers,
       parent, steps
     from queue.claimed_job c where c.id = v_claimed.ids[1];
-    if found and octet_length(concat(task, args, queue, lock, headers, steps)) <= 65536 - 120 then
+    if found and octet_length(concat(task, args, queue, lock, headers, steps))
+      <= 65536/* answer_bytes */ - 120/* row_bytes */ then
       return next;
       return;
     end if;
   end if;
-  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30 then
+  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30/* always_fit */ then
     v_claimed.ids := queue._keep_undelivered(worker, v_claimed.ids, v_claimed.first_claim is not null);
   end if;
   if v_claimed.ids is null then
@@ -16735,8 +16731,8 @@ begin
   end if;
   if v_has_kept then
     v_claimed := queue._settle_and_claim(v_ended.kept_ids, v_ended.kept_flags, finish_and_fetch.worker,
-      finish_and_fetch.queues, case when max_jobs > 30 then queue._fitting(least(max_jobs, v_at_once))
-        else least(max_jobs, v_at_once) end);
+      finish_and_fetch.queues, case when max_jobs > 30/* always_fit */
+        then queue._fitting(least(max_jobs, v_at_once)) else least(max_jobs, v_at_once) end);
     v_has_claimed := v_claimed.ids is not null;
   end if;
   if not v_has_claimed then
@@ -16744,7 +16740,7 @@ begin
       finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options,
       v_may_wait, v_at_once);
   end if;
-  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30 then
+  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30/* always_fit */ then
     v_claimed.ids := queue._keep_undelivered(finish_and_fetch.worker, v_claimed.ids,
       v_claimed.first_claim is not null);
   end if;
@@ -21058,8 +21054,7 @@ begin
       and v_facts.jobs > 0
       then format(', %s ready or running', case when v_facts.jobs > 100000 then 'more than 100000 jobs'
         else queue._count_of(v_facts.jobs, 'job') end) else '' end;
-  fix := case when v_facts.dead > 0
-    then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
+  fix := case when v_facts.dead > 0 then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
               when v_facts.alive = 0 and v_is_waiting
                 then format('Wait: they have %s from then on to come back. If none does, start a worker:'
                   ' pgdefer worker', v_facts.patience)
@@ -21135,9 +21130,7 @@ begin
     when v_facts.at < p_now - interval '1 minute' then 'warn' else 'ok' end;
   detail := case when status = 'ok' then 'nothing is overdue'
     else format('overdue for %s', date_trunc('second', p_now - v_facts.at)) end;
-  fix := case when status <> 'ok'
-    then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from'
-    ' queue.tick()' end;
+  fix := case when status <> 'ok' then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()' end;
   return next;
 
   name := 'schedules';
@@ -21152,8 +21145,7 @@ begin
   status := case when v_facts.late > 0 then 'fail' when v_facts.broken > 0 then 'warn' else 'ok' end;
   detail := case when status = 'ok' then 'no recurring run is late'
     else format('%s late, %s with an error: %s', v_facts.late, v_facts.broken, v_facts.names) end;
-  fix := case when v_facts.late > 0
-    then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
+  fix := case when v_facts.late > 0 then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
               when v_facts.broken > 0
                 then 'See reason in queue.schedules, and correct the defaults of the task or the options of'
                 ' the schedule.' end;

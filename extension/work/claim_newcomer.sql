@@ -103,8 +103,8 @@ begin
     end if;
   end if;
   v_claimed := queue._claim_one_lane(p_worker, p_queues,
-    case when p_max_jobs > 30 then queue._fitting(p_max_jobs) else p_max_jobs end, p_options, p_may_wait,
-    v_has_lock, p_at_once);
+    case when p_max_jobs > {{always_fit}} then queue._fitting(p_max_jobs) else p_max_jobs end, p_options,
+    p_may_wait, v_has_lock, p_at_once);
   ids := v_claimed.ids;
   first_claim := v_claimed.first_claim;
 end $$;

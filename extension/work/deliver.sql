@@ -77,8 +77,8 @@ begin
 end $$;
 
 -- Returns those of the claimed jobs, in claim order, that fit into one answer, and puts the others aside.
--- Each takes about 120 bytes in addition to its args, headers and steps. p_are_first: as first_claim of
--- _claim_newcomer, so that usually one sum shows that all fit.
+-- Each takes about 120 bytes (row_bytes) in addition to its args, headers and steps. p_are_first: as
+-- first_claim of _claim_newcomer, so that usually one sum shows that all fit.
 -- Locks: none that another transaction waits for; the transaction holds the rows of queue.active_job, and
 -- maybe the admission lock.
 -- Why no wake-up is lost: a worker that gets none of the claimed jobs may be about to sleep, and is told to
@@ -94,9 +94,9 @@ begin
     return null;
   elsif p_are_first then
     select sum(octet_length(l.args::text) + octet_length(l.task) + coalesce(pg_column_size(l.job_options), 0)
-      + 120) into v_total
+      + {{row_bytes}}) into v_total
     from queue.log l where l.id = any (p_ids);
-    if v_total <= 65536 then
+    if v_total <= {{answer_bytes}} then
       if v_total <= 57344
         and cardinality(p_ids) >= nullif(current_setting('pgdefer.fitting', true), '')::integer then
         perform set_config('pgdefer.fitting', (cardinality(p_ids) + cardinality(p_ids) / 8)::text, false);
@@ -104,12 +104,12 @@ begin
       return p_ids;
     end if;
   end if;
-  select array_agg(x.id order by x.n) filter (where x.total <= 65536) as ids,
-    array_agg(x.id order by x.n) filter (where x.total > 65536) as rest,
-    array_agg(x.size order by x.n) filter (where x.total > 65536) as sizes
+  select array_agg(x.id order by x.n) filter (where x.total <= {{answer_bytes}}) as ids,
+    array_agg(x.id order by x.n) filter (where x.total > {{answer_bytes}}) as rest,
+    array_agg(x.size order by x.n) filter (where x.total > {{answer_bytes}}) as sizes
   into v_fit
   from (
-    select u.id, u.n, j.size, sum(j.size + 120) over (order by u.n) as total
+    select u.id, u.n, j.size, sum(j.size + {{row_bytes}}) over (order by u.n) as total
     from unnest(p_ids) with ordinality u (id, n)
     cross join lateral (
       select coalesce(j.size, octet_length(j.args::text)) + octet_length(j.task)
@@ -123,7 +123,7 @@ begin
     cross join lateral (select aj.claim from queue.active_job aj where aj.id = u.id offset 0) aj
     order by u.n;
     perform set_config('pgdefer.undelivered', p_worker::text, false),
-      set_config('pgdefer.fitting', greatest(cardinality(v_fit.ids), 30)::text, false);
+      set_config('pgdefer.fitting', greatest(cardinality(v_fit.ids), {{always_fit}})::text, false);
     if v_fit.ids is null then
       perform queue._announce();
     end if;

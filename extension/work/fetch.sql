@@ -57,12 +57,13 @@ begin
     into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers,
       parent, steps
     from queue.claimed_job c where c.id = v_claimed.ids[1];
-    if found and octet_length(concat(task, args, queue, lock, headers, steps)) <= 65536 - 120 then
+    if found and octet_length(concat(task, args, queue, lock, headers, steps))
+      <= {{answer_bytes}} - {{row_bytes}} then
       return next;
       return;
     end if;
   end if;
-  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30 then
+  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > {{always_fit}} then
     v_claimed.ids := queue._keep_undelivered(worker, v_claimed.ids, v_claimed.first_claim is not null);
   end if;
   if v_claimed.ids is null then
@@ -170,8 +171,8 @@ begin
   end if;
   if v_has_kept then
     v_claimed := queue._settle_and_claim(v_ended.kept_ids, v_ended.kept_flags, finish_and_fetch.worker,
-      finish_and_fetch.queues, case when max_jobs > 30 then queue._fitting(least(max_jobs, v_at_once))
-        else least(max_jobs, v_at_once) end);
+      finish_and_fetch.queues, case when max_jobs > {{always_fit}}
+        then queue._fitting(least(max_jobs, v_at_once)) else least(max_jobs, v_at_once) end);
     v_has_claimed := v_claimed.ids is not null;
   end if;
   if not v_has_claimed then
@@ -179,7 +180,7 @@ begin
       finish_and_fetch.worker, finish_and_fetch.queues, finish_and_fetch.max_jobs, finish_and_fetch.options,
       v_may_wait, v_at_once);
   end if;
-  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > 30 then
+  if v_claimed.first_claim is null or cardinality(v_claimed.ids) > {{always_fit}} then
     v_claimed.ids := queue._keep_undelivered(finish_and_fetch.worker, v_claimed.ids,
       v_claimed.first_claim is not null);
   end if;

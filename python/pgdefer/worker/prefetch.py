@@ -17,7 +17,8 @@ AHEAD = 0.05
 WAIT = 0.2
 # How many jobs to ask for at most where these are to fill batches.
 MOST_IN_BATCHES = 1000
-# An answer that was not full, but holds at least so many jobs, may have been cut to 64 kB.
+# An answer that was not full, but holds at least so many jobs, may have been cut to 64 kB: as
+# `always_fit` in extension/macros.
 FIT = 30
 # What the last job counts for in the mean of their run times.
 WEIGHT = 1 / 8
