@@ -19,7 +19,12 @@ import pgdefer
 from pgdefer import App
 from pgdefer.database import sql
 from pgdefer.logs import JsonFormatter
-from pgdefer.worker.options import check_options
+from pgdefer.worker.options import (
+    DEAD_AFTER,
+    HEARTBEAT_EVERY,
+    JOBS_PER_PROCESS,
+    check_options,
+)
 from pgdefer.worker.prefetch import MOST, MOST_OF_MANY
 from pgdefer.worker.supervisor import Supervisor, SupervisorChannel
 
@@ -246,11 +251,11 @@ def worker(
     slots: SlotTexts = None,
     prefetch: Prefetch = None,
     processes: Processes = None,
-    jobs_per_process: JobsPerProcess = 100,
+    jobs_per_process: JobsPerProcess = JOBS_PER_PROCESS,
     name: Name = None,
     shutdown_timeout: ShutdownTimeout = None,
-    heartbeat_every: HeartbeatEvery = 10.0,
-    dead_after: DeadAfter = 30.0,
+    heartbeat_every: HeartbeatEvery = HEARTBEAT_EVERY,
+    dead_after: DeadAfter = DEAD_AFTER,
     poll_every: PollEvery = None,
     drain: Drain = False,
     max_jobs: MaxJobs = None,

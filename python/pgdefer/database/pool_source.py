@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import psycopg
-
 from pgdefer.database.callers import AnyPool, is_pool
-from pgdefer.database.source import Source, completed
+from pgdefer.database.source import Source, completed, of_libpq
 
 __all__ = ["PoolSource", "pools_of"]
-
-# The parameters of libpq; a pool's include those of psycopg.
-_LIBPQ = frozenset(option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults())
 
 
 def pools_of(given: object) -> Sequence[AnyPool]:
@@ -51,8 +46,4 @@ class PoolSource(Source):
             given() if callable(given) else given
             for given in (self._pool.conninfo, self._pool.kwargs)
         )
-        return completed(dsn or "", **_of_libpq(named or {}))
-
-
-def _of_libpq(named: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if name in _LIBPQ and value is not None}
+        return completed(dsn or "", **of_libpq(named or {}))

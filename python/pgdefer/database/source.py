@@ -8,6 +8,7 @@ import datetime as dt
 import os
 import re
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -33,6 +34,7 @@ __all__ = [
     "adapt",
     "close_now",
     "completed",
+    "of_libpq",
 ]
 
 AsyncPsycopgConnection = psycopg.AsyncConnection[tuple[Any, ...]]
@@ -54,6 +56,8 @@ DEFAULTS: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,
 }
+# libpq's parameters; those of pools and of Django include psycopg's own.
+_LIBPQ = frozenset(option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults())
 
 
 # These represent moments that a datetime can't hold, infinity for example, in any time zone.
@@ -206,6 +210,11 @@ def completed(dsn: str, **others: Any) -> str:
     if "fallback_application_name" in missing and "application_name" in named:
         del missing["fallback_application_name"]
     return make_conninfo(dsn, **others, **missing)
+
+
+def of_libpq(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those parameters that are libpq's, not psycopg's, and have a value."""
+    return {name: value for name, value in named.items() if name in _LIBPQ and value is not None}
 
 
 def _check(dsn: str) -> None:

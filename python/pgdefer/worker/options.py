@@ -7,8 +7,18 @@ from typing import Any, Literal, TypedDict
 
 from pgdefer.worker.probes import parse_address
 
-__all__ = ["WorkerOptions", "check_options"]
+__all__ = [
+    "DEAD_AFTER",
+    "HEARTBEAT_EVERY",
+    "JOBS_PER_PROCESS",
+    "WorkerOptions",
+    "check_options",
+]
 
+# What the options of these names are by default; the first two in seconds.
+HEARTBEAT_EVERY = 10.0
+DEAD_AFTER = 30.0
+JOBS_PER_PROCESS = 100
 # The greatest number that the database takes.
 MAX_INTEGER = 2**31 - 1
 # The options that are numbers: of which types, the least, and the greatest.
@@ -92,7 +102,8 @@ def check_options(options: WorkerOptions) -> None:
         _check_number(f"max_running of {queue!r}", limit, int, at_least=1)
     if (address := options.get("http")) is not None:
         parse_address(address)
-    beat, dead = options.get("heartbeat_every", 10.0), options.get("dead_after", 30.0)
+    beat = options.get("heartbeat_every", HEARTBEAT_EVERY)
+    dead = options.get("dead_after", DEAD_AFTER)
     if not 0 < beat < dead:
         raise ValueError(
             f"heartbeat_every must be above 0 and below dead_after: {beat:g} and {dead:g}"

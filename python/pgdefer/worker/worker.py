@@ -28,7 +28,13 @@ from pgdefer.worker.fetcher import Fetcher
 from pgdefer.worker.heartbeat import Heartbeat, HeartbeatThread
 from pgdefer.worker.listener import OnlyConnection, SleepListener
 from pgdefer.worker.memory import resident
-from pgdefer.worker.options import WorkerOptions, check_options
+from pgdefer.worker.options import (
+    DEAD_AFTER,
+    HEARTBEAT_EVERY,
+    JOBS_PER_PROCESS,
+    WorkerOptions,
+    check_options,
+)
 from pgdefer.worker.prefetch import MOST
 from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.processes import Processes
@@ -103,8 +109,8 @@ class Worker:
         self.concurrency = sum(slots.size for slots in self.slots)
         self.name = options.get("name") or f"{socket.gethostname()}:{os.getpid()}"
         self.shutdown_timeout = options.get("shutdown_timeout")
-        self.heartbeat_every = options.get("heartbeat_every", 10.0)
-        self.dead_after = options.get("dead_after", 30.0)
+        self.heartbeat_every = options.get("heartbeat_every", HEARTBEAT_EVERY)
+        self.dead_after = options.get("dead_after", DEAD_AFTER)
         self.poll_every = options.get("poll_every")
         self.drain = options.get("drain", False)
         self.prune_schedules = options.get("prune_schedules", False)
@@ -112,7 +118,7 @@ class Worker:
         #: What answers there while it runs.
         self.probes: Probes | None = None
         self.register_schedules = options.get("register_schedules", True)
-        self.jobs_per_process = options.get("jobs_per_process", 100)
+        self.jobs_per_process = options.get("jobs_per_process", JOBS_PER_PROCESS)
         #: The way to the supervisor, if one has started this worker.
         self.supervisor: SupervisorChannel | None = None
         #: What runs all jobs, where they are not for their tasks' handlers.

@@ -10,12 +10,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.conninfo import make_conninfo
 
 from pgdefer.database.pool import is_usable
-from pgdefer.database.source import DEFAULTS, Source
+from pgdefer.database.source import DEFAULTS, Source, of_libpq
 
 __all__ = ["DjangoSource", "close_connections", "renew_connections"]
-
-# The parameters of libpq; Django's include those of psycopg.
-_LIBPQ = frozenset(option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults())
 
 
 class DjangoSource(Source):
@@ -33,8 +30,7 @@ class DjangoSource(Source):
         """Return the DSN as it is now."""
         del restart
         connection = connections[self.alias]
-        given = connection.get_connection_params()
-        named = {key: value for key, value in given.items() if key in _LIBPQ and value is not None}
+        named = of_libpq(connection.get_connection_params())
         if role := connection.settings_dict["OPTIONS"].get("assume_role"):
             escaped = re.sub(r"([\\\s])", r"\\\1", role)
             named["options"] = f"{named.get('options', '')} -c role={escaped}".strip()

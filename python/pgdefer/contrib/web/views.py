@@ -7,6 +7,8 @@ import urllib.parse
 from cron_descriptor import FormatError, Options, get_description
 from starlette.responses import Response
 
+from pgdefer.options import STATES
+
 from . import plots, queries
 from .actions import JOB_ACTIONS, MANY_ACTIONS
 from .drawing import draw
@@ -16,9 +18,6 @@ from .visit import NotFound, Visit, templates
 __all__ = ["VIEWS"]
 
 PAGE = 50
-STATES = (
-    "ready running scheduled waiting blocked held upstream_failed succeeded failed cancelled"
-).split()
 
 
 def now(visit: Visit) -> Response:
