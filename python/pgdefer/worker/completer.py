@@ -20,11 +20,12 @@ from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
 from pgdefer.worker.reporting import Reporter
 
-__all__ = ["FATAL", "Completer", "outcomes_json"]
+__all__ = ["FATAL", "Completer", "may_be_taken_later", "outcomes_json"]
 
 log = logger("pgdefer.worker")
 
-# Permanent errors: missing rights, incompatible versions, nothing installed, wrong calls.
+# Errors that waiting alone does not mend: missing rights, incompatible versions, nothing installed,
+# wrong calls. An operator may mend the causes of all but the last (22023).
 FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01", "28000", "28P01"})
 # Errors that are usually temporary, a fault of the server and a time limit; an outcome that is
 # refused with them this often is itself the cause.
@@ -153,7 +154,7 @@ class Completer:
         if DOUBTFUL & {code, code[:2]}:
             self._refused[claim] += 1
             return self._refused[claim] < TRIES
-        return is_transient(error) or code in FATAL - {"22023"}
+        return may_be_taken_later(error)
 
     def on_refused(self, id: int, number: int, error: str, sent: Sequence[Outcome]) -> None:
         """Drop an outcome whose claim has ended; if it asks for something invalid, fail the job."""
@@ -197,6 +198,11 @@ class Completer:
         else:
             said = "the outcome of %r was dropped: its claim has ended as %s, and the job is %s"
             log.warning(said, claim.job, ended or "lost", state)
+
+
+def may_be_taken_later(error: psycopg.Error) -> bool:
+    """Whether waiting, or an operator, may mend what refused the call."""
+    return is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}
 
 
 def outcomes_json(sending: Iterable[Outcome]) -> str:

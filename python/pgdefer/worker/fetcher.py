@@ -26,11 +26,11 @@ from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
 from pgdefer.database.connection import Connection, ConnectionLost
-from pgdefer.errors import WorkerGone, describe, is_refused, is_transient, sqlstate_of
+from pgdefer.errors import WorkerGone, describe, is_refused
 from pgdefer.tasks.context import JobContext
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
-from pgdefer.worker.completer import FATAL, Completer, outcomes_json
+from pgdefer.worker.completer import Completer, may_be_taken_later, outcomes_json
 from pgdefer.worker.executor import Executor
 from pgdefer.worker.heartbeat import Heartbeat, clock
 from pgdefer.worker.listener import Sleep, SleepListener
@@ -394,8 +394,7 @@ class Fetcher:
             if sending:
                 log.warning("outcomes were refused: %s", describe(error))
                 await self._completer.send_apart(self._connection, sending)
-            may_help = is_transient(error) or sqlstate_of(error) in FATAL - {"22023"}
-            if may_help or not sending:
+            if may_be_taken_later(error) or not sending:
                 await self._registration.try_again(error, self._refusals)
             self._state.hint()
             return None
