@@ -118,6 +118,8 @@ _CLAIM = """
     id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout,
     headers, parent, steps
 """
+# How many these are; finish_and_fetch returns an error besides.
+CLAIM_COLUMNS = 14
 
 FETCH = Statement(f"""
     select {_CLAIM} from queue.fetch(

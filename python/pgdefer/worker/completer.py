@@ -81,7 +81,7 @@ class Completer:
     def report_successes(self, sent: Sequence[Outcome], rows: Sequence[tuple[Any, ...]]) -> None:
         """Report the successes that finish_and_fetch has accepted: its rows name the others."""
         if self._reporter.reports_successes:
-            refused = {(row[0], row[1]) for row in rows if row[14] is not None}
+            refused = {(row[0], row[1]) for row in rows if row[sql.CLAIM_COLUMNS] is not None}
             for claim, _ in sent:
                 if (claim.job.id, claim.job.claim) not in refused:
                     self._reporter.settled(claim, outcomes.SUCCEEDED)

@@ -414,10 +414,12 @@ class Fetcher:
         """Take in what was fetched, and what was refused of what was sent; return how many jobs."""
         claims: list[Claim] = []
         for row in rows:
-            if len(row) == 15 and row[14] is not None:
-                self._completer.on_refused(row[0], row[1], row[14], sent)
+            error = row[sql.CLAIM_COLUMNS] if len(row) > sql.CLAIM_COLUMNS else None
+            if error is not None:
+                self._completer.on_refused(row[0], row[1], error, sent)
             else:
-                claims.append(Claim(JobContext(self._client, row[:14]), slots, asked_at))
+                job = JobContext(self._client, row[: sql.CLAIM_COLUMNS])
+                claims.append(Claim(job, slots, asked_at))
         starts = self._executor.gather(claims)
         slots.claimed(len(starts))
         if starts is not claims:
