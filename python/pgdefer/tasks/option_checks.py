@@ -16,7 +16,7 @@ from pgdefer.options import ENDED, IN_TEMPLATES
 __all__ = ["check_cron", "check_options", "check_templates"]
 
 # The greatest value of each field of a cron expression, beginning with the seconds.
-LAST = (59, 59, 23, 31, 12, 7)
+FIELD_MAXIMA = (59, 59, 23, 31, 12, 7)
 
 
 _KINDS = (
@@ -120,7 +120,7 @@ def check_cron(what: str, cron: Any) -> None:
             f"{what}: {cron!r} has {len(fields)} fields: a cron expression has 5, or 6 with the "
             "seconds first"
         )
-    for field, last in zip(fields, LAST[-len(fields) :], strict=True):
+    for field, last in zip(fields, FIELD_MAXIMA[-len(fields) :], strict=True):
         for number in re.findall(r"(?<![/\d])\d+", field):
             if int(number) > last:
                 raise ValueError(f"{what}: {number} in {cron!r} is above {last}")

@@ -40,7 +40,7 @@ LOOK = 1.0
 # How many workers connect and register at a time.
 STARTS = 8
 # When to try again in a database that refuses the worker: after 1 s, then up to a minute.
-FIRST, LAST = 1.0, 60.0
+RETRY_FIRST, RETRY_LAST = 1.0, 60.0
 # What only a worker of one database takes.
 SINGLE = ("slots", "max_jobs")
 
@@ -299,7 +299,7 @@ class MultiWorker:
     async def _serve(self, served: _Served) -> None:
         """Work for one database; try again where it refuses that."""
         database_in_logs.set(served.database.name)
-        backoff = Backoff(FIRST, LAST)
+        backoff = Backoff(RETRY_FIRST, RETRY_LAST)
         with served.client.entered():
             while not served.is_stopping:
                 worker = self._worker(served)
@@ -318,7 +318,7 @@ class MultiWorker:
                 if self.drain:
                     self._errors[served.database.name] = served.said
                     return
-                if clock() - began > LAST:
+                if clock() - began > RETRY_LAST:
                     backoff.reset()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(served.stopped.wait(), backoff.delay())

@@ -24,7 +24,7 @@ __all__ = ["Reporter"]
 log = logger("pgdefer.job")
 
 # How long hooks may continue when the worker ends, in seconds.
-LAST = 10.0
+HOOK_SECONDS = 10.0
 # How many hooks that are not coroutines run at a time.
 MOST = 32
 
@@ -124,13 +124,13 @@ class Reporter:
             task.add_done_callback(self._running.discard)
 
     async def call(self, event: str, about: Any, limit: asyncio.Timeout | None = None) -> None:
-        """Call the hooks of an event, one after another, and wait for them: `LAST`, or a limit.
+        """Call the hooks of an event, one after another, and wait: `HOOK_SECONDS`, or a limit.
 
         Repeated after a cancel, it calls only those that it has not called before.
         """
         left = self._left.setdefault(event, iter(self._hooks.get(event, ())))
         try:
-            async with limit or asyncio.timeout(LAST):
+            async with limit or asyncio.timeout(HOOK_SECONDS):
                 for hook in left:
                     await self._call(event, hook, about)
         except TimeoutError:
@@ -188,7 +188,7 @@ class Reporter:
     async def close(self) -> None:
         """Wait for running hooks."""
         if running := self._running | self._in_threads:
-            await asyncio.wait(running, timeout=LAST)
+            await asyncio.wait(running, timeout=HOOK_SECONDS)
         if self._threads is not None:
             self._threads.close()
             self._threads = None

@@ -83,7 +83,7 @@ class SharedSlots:
         """How many of them may be one worker's: one, if it has no backlog."""
         if share.has_filters:
             return 0
-        return min(self.ahead, 1) if share.is_short else self.ahead
+        return min(self.ahead, 1) if share.found_few_ahead else self.ahead
 
     def room(self, share: Share) -> int:
         """Return how many more jobs a worker may claim, without what others were promised."""
@@ -256,8 +256,8 @@ class Share(Slots):
         self._shared = shared
         #: Whether options select jobs: then none are claimed before there is a slot for them.
         self.has_filters = bool(self.options())
-        #: Whether the last call that asked for nothing else found too few of them.
-        self.is_short = False
+        #: Whether the last call, made while no slot was free, found fewer jobs than it asked for.
+        self.found_few_ahead = False
         self._asked_ahead = False
         #: Whether the last call found as many jobs as it asked for.
         self.has_backlog = False
@@ -271,7 +271,7 @@ class Share(Slots):
     @property
     def takes_ahead(self) -> bool:
         """Whether to claim a batch of jobs that start only when a slot becomes free."""
-        return not (self.has_filters or self.is_short)
+        return not (self.has_filters or self.found_few_ahead)
 
     @property
     def may_ask(self) -> bool:
@@ -316,7 +316,7 @@ class Share(Slots):
     def answered(self, asked: int, came: int) -> None:
         """Take note that an answer has come, or none will."""
         self.has_backlog = came == asked
-        self.is_short = self._asked_ahead and not self.has_backlog
+        self.found_few_ahead = self._asked_ahead and not self.has_backlog
         self._shared.answered(self, asked, came)
 
     def claimed(self, jobs: int) -> None:

@@ -370,7 +370,7 @@ from pgdefer import App
 from pgdefer.worker import reporting
 
 app = App({dsn!r})
-reporting.LAST = 0.2
+reporting.HOOK_SECONDS = 0.2
 
 
 @app.task(name="bad")

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.base import ClusterBase
-from pgdefer.contrib.cluster.shards import REFUSALS, KeyedJob, shard_of
+from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, shard_of
 from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.errors import sqlstate_of
 from pgdefer.options import DeferOptions
@@ -94,7 +94,7 @@ class AsyncDeferring(ClusterBase):
                     return done
             except Exception as error:
                 is_late = clock.monotonic() > until
-                if sqlstate_of(error) not in REFUSALS or connection is not OWN or is_late:
+                if sqlstate_of(error) not in ELSEWHERE or connection is not OWN or is_late:
                     raise
             if len(keys) > 1:
                 by_key = {

@@ -17,8 +17,8 @@ __all__ = ["PARTS", "SLOTS", "KeyedJob", "ShardMap", "key_of", "part_of", "shard
 
 SLOTS = 1024
 PARTS = 4096  # of a slot
-# The key belongs to another shard; it is on its way.
-REFUSALS = ("55000", "55P03")
+# The SQLSTATEs that say to ask elsewhere: the key belongs to another shard; it is on its way.
+ELSEWHERE = ("55000", "55P03")
 
 
 def shard_of(key: str) -> int:
