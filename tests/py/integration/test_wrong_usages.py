@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pgdefer import App
+from pgdefer import App, Retry
 
 pytestmark = pytest.mark.client
 
@@ -161,3 +161,99 @@ def test_calls_of_several_tasks(dsn: str) -> None:
     with pytest.raises(ValueError, match=r"^jobs of 'a', 'b', 'c', \.\.\.: a queue's name may not"):
         app.defer_many(calls)
     app.close()
+
+
+WRONG_OPTIONS: list[tuple[str, Any]] = [
+    ("the task 't' takes no option qeue: did you mean queue?", {"qeue": "x"}),
+    ("the task 't' takes no option x: it takes aliases, batch, batch_of", {"x": 1}),
+    ("the task 't': lock_mode must be one of 'ordered', 'mutex', not 'x'", {"lock_mode": "x"}),
+    ("the task 't': on_conflict must be one of 'raise', 'ig", {"on_conflict": "skip"}),
+    ("the task 't': unique_until must be one of", {"unique_until": "end"}),
+    ("the task 't': needs_mode must be one of", {"needs_mode": "some"}),
+    ("the task 't': on_need_failure must be one of", {"on_need_failure": "fail"}),
+    ("the task 't': on_limit must be one of", {"on_limit": "drop"}),
+    ("the task 't': run_in must be one of 'thread', 'process'", {"run_in": "fork"}),
+    ("the task 't': queue must be text, not 5", {"queue": 5}),
+    ("the task 't': lock must be text", {"lock": ["a"]}),
+    ("the task 't': timeout must be a timedelta, not 30", {"timeout": 30}),
+    ("the task 't': deadline must be a timedelta", {"deadline": "1 day"}),
+    ("the task 't': retain must be a timedelta", {"retain": 5}),
+    ("the task 't': delay must be a timedelta, not 5", {"delay": 5}),
+    ("the task 't': held must be True or False", {"held": "yes"}),
+    ("the task 't': retry=True does not say how often: Retry(None) is for ever", {"retry": True}),
+    ("the task 't': retry=1 is one attempt, and so no retry: write retry=2", {"retry": 1}),
+    ("the task 't': retry must be at least 2", {"retry": 0}),
+    ("priority must be an int", {"priority": "high"}),
+    ("retry_on must be a class of errors", {"retry_on": "OSError"}),
+    ("max_memory needs run_in='process'", {"max_memory": 5}),
+    ("aliases must be a list, not 'old'", {"aliases": "old"}),
+    ("middleware must be a list", {"middleware": 5}),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "options"), WRONG_OPTIONS, ids=[text for text, _ in WRONG_OPTIONS]
+)
+def test_wrong_options_of_a_task(message: str, options: dict[str, Any]) -> None:
+    app = App("dbname=nowhere")
+    with pytest.raises((TypeError, ValueError)) as raised:
+        app.task(name="t", **options)(lambda: None)
+    assert message in str(raised.value)
+    assert app.tasks == {}
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("Retry: backoff must be one of 'constant', 'linear', 'exponential'", {"backoff": "expo"}),
+        ("Retry: on_crash must be one of", {"on_crash": "stop"}),
+        ("Retry: base must be a timedelta, not 5", {"base": 5}),
+        ("Retry: cap must be a timedelta", {"cap": "1 h"}),
+        ("Retry: jitter must be from 0 to 1, not 2", {"jitter": 2}),
+    ],
+)
+def test_wrong_policies(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        Retry(3, **options)
+    assert message in str(raised.value)
+    wrong: Any = True
+    with pytest.raises(TypeError, match="Retry: max_attempts must be a number, not True"):
+        Retry(wrong)
+
+
+@pytest.mark.parametrize(
+    ("message", "cron", "options"),
+    [
+        ("the schedule of the task 't': 61 in '61 * * * *' is above 59", "61 * * * *", {}),
+        ("the schedule of the task 't': '* * *' has 3 fields", "* * *", {}),
+        ("the schedule of the task 't': 25 in '0 25 * * *' is above 23", "0 25 * * *", {}),
+        ("the schedule of the task 't': a cron expression is needed", "", {}),
+        ("takes no option catchup: did you mean catch_up?", "@daily", {"catchup": "all"}),
+        ("overlap must be one of 'allow', 'skip', not 'no'", "@daily", {"overlap": "no"}),
+        ("catch_up must be one of", "@daily", {"catch_up": True}),
+    ],
+)
+def test_wrong_schedules(message: str, cron: str, options: dict[str, Any]) -> None:
+    app = App("dbname=nowhere")
+    task = app.task(name="t")(lambda: None)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        app.recurring(cron, **options)(task)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("a job of 't' takes no option qeue: did you mean queue?", {"qeue": "x"}),
+        ("a job of 't': pass delay or scheduled_at, not both", {}),
+        ("a job of 't': lock_mode must be one of", {"lock_mode": "x"}),
+    ],
+)
+def test_wrong_options_of_a_job(message: str, options: dict[str, Any]) -> None:
+    app = App("dbname=nowhere")
+    task = app.task(name="t")(lambda: None)
+    both = {"delay": dt.timedelta(1), "scheduled_at": dt.datetime.now(dt.UTC)}
+    for call in (task.configure, lambda **given: app.defer("t", **given)):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call(**(options or both))
+        assert message in str(raised.value)
