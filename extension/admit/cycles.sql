@@ -31,6 +31,9 @@ declare
   v_pending record;
   v_blocked record;
 begin
+  if p_needs = '{}' then
+    return;
+  end if;
   select y.jobs, y.needs into v_pending from queue._pending_yields() y;
   v_blocked := queue._blocked_need(p_id, p_needs, v_pending.jobs, v_pending.needs);
   if v_blocked.id is not null then

@@ -9007,6 +9007,9 @@ declare
   v_pending record;
   v_blocked record;
 begin
+  if p_needs = '{}' then
+    return;
+  end if;
   select y.jobs, y.needs into v_pending from queue._pending_yields() y;
   v_blocked := queue._blocked_need(p_id, p_needs, v_pending.jobs, v_pending.needs);
   if v_blocked.id is not null then
@@ -12073,8 +12076,9 @@ comment on function queue.attempt_outcome(bigint, bigint) is
 -- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force; at and change:
 -- the time and the changes) and suspended (work/waits.sql, work/step_failures.sql; is_open: its wait has not
 -- ended yet; label: the attempt's outcome, if not yielded). crashed comes from reap or, with a claim, from a
--- live worker whose process ran only this job and died. Changes for a retry (queue, priority, lock) are
--- handed over, not written here: settling first releases what the claim held under the old names.
+-- live worker whose process ran only this job and died. A run that ends by waiting clears the count of
+-- crashes, as a job that lives for months may crash now and then. Changes for a retry (queue, priority, lock)
+-- are handed over, not written here: settling first releases what the claim held under the old names.
 -- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; with
 -- p_settle also the admission lock, by try; for an unknown task those of _leave_line. Why no wake-up is lost:
 -- the claim is settled, here or by the next admission.
@@ -12132,13 +12136,13 @@ begin
     v_kind = 'suspended' or exists (select from queue.step t where t.job_id = p_id),
     v_kind = 'suspended' and p_outcome ? 'is_open',
     case when v_kind = 'released' and v_active.deadline < '0001-01-01 00:00+00' then v_active.deadline end)
-  on conflict on constraint job_override_pkey do update
-    set (attempts, claims, failures, crashes, progress, scheduled_at, started_at, error, has_steps,
-        is_suspended, tag)
-      = (excluded.attempts, s.claims + 1, s.failures + excluded.failures, s.crashes + excluded.crashes,
-        s.progress + excluded.progress, case when v_kind = 'released' then s.scheduled_at
-          else excluded.scheduled_at end, coalesce(excluded.started_at, s.started_at),
-        coalesce(excluded.error, s.error), excluded.has_steps, excluded.is_suspended, excluded.tag);
+  on conflict on constraint job_override_pkey do update set (attempts, claims, failures, crashes, progress,
+      scheduled_at, started_at, error, has_steps, is_suspended, tag)
+      = (excluded.attempts, s.claims + 1, s.failures + excluded.failures, case when v_kind in ('retry_later',
+        'suspended') then 0 else s.crashes + excluded.crashes end, s.progress + excluded.progress, case
+        when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
+        coalesce(excluded.started_at, s.started_at), coalesce(excluded.error, s.error), excluded.has_steps,
+        excluded.is_suspended, excluded.tag);
   if v_end.final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
     values (p_id, v_now, v_active.claimed_at, v_active.worker_id, v_active.attempt, v_end.final, v_end.reason,

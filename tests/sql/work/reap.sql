@@ -1,5 +1,5 @@
 -- Reaping: what it ends, and what it leaves: dead workers, leases, timeouts, crash loops, damaged rows.
-select plan(133);
+select plan(137);
 
 \ir workers.helpers.psql
 
@@ -78,6 +78,18 @@ select is(pg_temp.crash(), 'failed crashed 1 0 1 1', 'on_crash fail: failed at t
 select queue.register_task('by task', '{"retry": {"on_crash": "fail"}}');
 select queue.defer('by task') \g /dev/null
 select is(pg_temp.crash(), 'failed crashed 1 0 1 1', 'by the task''s policy too');
+-- a run that waits ends the count
+select queue.defer('long life', options => '{"retry": {"max_crashes": 2}}') as id \gset
+select pg_temp.crash() \g /dev/null
+select claim from queue.fetch(:w2) \gset
+select queue.sleep(:id, :claim, 'nap', now()) \g /dev/null
+select is(pg_temp.job(:id), 'ready 2 0 0 2', 'a durable job that crashed and then slept has no crash');
+select is(pg_temp.crash(), 'ready 3 0 1 3', 'its next one is the first');
+select claim from queue.fetch(:w2) \gset
+select queue.retry_later(:id, :claim) \g /dev/null
+select is(pg_temp.job(:id), 'ready 4 0 0 4', 'so it is after retry_later');
+select pg_temp.crash() \g /dev/null
+select is(pg_temp.crash(), 'failed crash_loop 6 0 2 6', 'two without a wait between are too many');
 -- failures and crashes alternate
 select queue.defer('both', options => '{"retry": {"max_attempts": 2, "max_crashes": 2}}') as id \gset
 select pg_temp.crash() \g /dev/null
