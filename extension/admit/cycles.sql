@@ -34,8 +34,8 @@ begin
   if p_needs = '{}' then
     return;
   end if;
-  select y.jobs, y.needs into v_pending from queue._pending_yields() y;
-  v_blocked := queue._blocked_need(p_id, p_needs, v_pending.jobs, v_pending.needs);
+  select y.jobs, y.needs, y.awaits into v_pending from queue._pending_yields() y;
+  v_blocked := queue._blocked_need(p_id, p_needs, v_pending.jobs, v_pending.needs, v_pending.awaits);
   if v_blocked.id is not null then
     raise exception using errcode = 'QJ005', message = 'the new need would create a dependency cycle',
       detail = format('job %s waits behind job %s for lock %s', v_blocked.id, v_blocked.holder,
@@ -66,38 +66,43 @@ end $$;
 
 -- A job below p_needs (one of them, or needed by one) that waits in an ordered lock behind p_id or behind a
 -- job that needs p_id: the holder. NULL if there is none. A mutex job waits for no place, and slots are free
--- meanwhile. Under any, a need does not hold its job up. The holder is an older member of that lock. So if
--- there is none, the walk over those who need p_id, who may be many, does not begin.
--- p_jobs, p_more: additional needs that are not written yet, as _pending_yields returns them.
+-- meanwhile. Under any, a need does not hold its job up, but an awaited job does. The holder is an older
+-- member of that lock. So if there is none, the walk over those who need p_id, who may be many, does not
+-- begin.
+-- p_jobs, p_more, p_awaits: additional needs that are not written yet, as _pending_yields returns them.
 create or replace function queue._blocked_need(p_id bigint, p_needs bigint[], p_jobs bigint[],
-  p_more bigint[], out id bigint, out holder bigint, out lock text)
+  p_more bigint[], p_awaits boolean[], out id bigint, out holder bigint, out lock text)
 language plpgsql stable parallel safe security invoker as $$
 declare
   v_needed bigint[];
   v_needing bigint[];
+  v_awaits boolean[];
 begin
   if p_needs = '{}' or p_id > coalesce(pg_sequence_last_value('queue.needed_seq'), 0)
     and p_id = any (p_more) is not true
     and (select j.lock from queue.job_now j where j.id = p_id) is null then
     return;
   end if;
-  select array_agg(y.need_id order by y.need_id), array_agg(y.job_id order by y.need_id)
-  into v_needed, v_needing from unnest(p_jobs, p_more) y (job_id, need_id);
+  select array_agg(y.need_id), array_agg(y.job_id), array_agg(y.awaits) into v_needed, v_needing, v_awaits
+  from (
+    select y.* from unnest(p_jobs, p_more, p_awaits) y (job_id, need_id, awaits) order by y.need_id) y;
   with recursive below (id) as (
     select n from unnest(p_needs) n
     union
     select d.id
     from below w
     cross join lateral (
-      select j.options, j.needs from queue.job_now j where j.id = w.id and not j.ignores_needs
-        and not exists (select from queue.finished f where f.id = w.id) offset 0) j
+      select j.needs, not j.ignores_needs and queue._needs_mode(j.options) & {{any}} = 0 as needs_all
+      from queue.job_now j
+      where j.id = w.id and not exists (select from queue.finished f where f.id = w.id) offset 0) j
     cross join lateral (
-      (select d.need_id as id from queue.need d where d.job_id = w.id offset 0)
+      (select d.need_id as id from queue.need d
+       where d.job_id = w.id and case when d.mode & {{ended}} <> 0 then d.claim is not null
+         else j.needs_all end offset 0)
       union all
-      select n from unnest(j.needs) n
+      select n from unnest(j.needs) n where j.needs_all
       union all
-      {{pending_needs}}) d
-    where queue._needs_mode(j.options) & {{any}} = 0),
+      {{pending_needs}} and (j.needs_all or p_awaits[i])) d),
   blocked as materialized (
     select j.lock, max(j.id) as id
     from below b cross join lateral (
@@ -113,14 +118,15 @@ begin
     select d.job_id
     from above a
     cross join lateral (
-      select d.job_id from queue.need d
+      select d.job_id, d.mode & {{ended}} <> 0 as awaits from queue.need d
       where d.need_id = a.id and (d.mode & {{ended}} = 0 or d.claim is not null)
       union all
-      select v_needing[i] from generate_series(
+      select v_needing[i], v_awaits[i] from generate_series(
         queue._place_in(v_needed, a.id), queue._place_in(v_needed, a.id + 1) - 1) i
       where v_needed is not null) d
     cross join lateral (select from queue.job_now j
-      where j.id = d.job_id and not j.ignores_needs and queue._needs_mode(j.options) & {{any}} = 0
+      where j.id = d.job_id
+        and (d.awaits or not j.ignores_needs and queue._needs_mode(j.options) & {{any}} = 0)
         and not exists (select from queue.finished f where f.id = d.job_id) offset 0) j)
   select b.id, j.id, b.lock into id, holder, lock
   from above a
@@ -130,14 +136,15 @@ begin
   order by b.id limit 1;
 end $$;
 
--- Yields that are committed and not settled yet: jobs[i] will need needs[i]. Sorted by jobs, because a walk
--- looks for the needs of each job that it reaches.
-create or replace function queue._pending_yields(out jobs bigint[], out needs bigint[])
+-- Yields that are committed and not settled yet: jobs[i] will need needs[i], or await it (awaits[i]). Sorted
+-- by jobs, because a walk looks for the needs of each job that it reaches.
+create or replace function queue._pending_yields(out jobs bigint[], out needs bigint[], out awaits boolean[])
 language plpgsql stable parallel safe security invoker as $$
 begin
   select array_agg(h.job_id order by h.job_id, n.id::bigint),
-    array_agg(n.id::bigint order by h.job_id, n.id::bigint)
-  into jobs, needs
+    array_agg(n.id::bigint order by h.job_id, n.id::bigint),
+    array_agg(h.payload ? 'awaits' order by h.job_id, n.id::bigint)
+  into jobs, needs, awaits
   from queue.pending_settlement h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)
   where h.kind = 'again'
     and h.xid >= (select least(k.next_xid, k.in_flight[1]) from queue.cursor_now k);

@@ -138,7 +138,7 @@ begin
   if queue._closes_cycle(p_id, v_needs, null, null)
     or (p_payload ? 'awaits'
         or (select queue._needs_mode(j.options) from queue.job j where j.id = p_id) & {{any}} = 0)
-      and (queue._blocked_need(p_id, v_needs, null, null)).id is not null then
+      and (queue._blocked_need(p_id, v_needs, null, null, null)).id is not null then
     return false;
   end if;
   insert into queue.need as t (job_id, need_id, claim, mode, is_open, deleted_state)

@@ -60,7 +60,10 @@ returns bigint language plpgsql stable parallel safe security invoker as $$
 declare
   v_id bigint;
 begin
-  select case w.reason when 'needs' then w.need_id end into v_id from queue.waiting w where w.id = p_id;
+  select case w.reason when 'needs' then coalesce(w.need_id, (
+      select d.need_id from queue.need_now d
+      where d.job_id = p_id and d.mode & {{ended}} <> 0 and d.class = 'p' limit 1)) end
+  into v_id from queue.waiting w where w.id = p_id;
   if found or exists (
     select from queue.pending_settlement h where h.job_id = p_id and h.kind in ('ended', 'again')) then
     return v_id;

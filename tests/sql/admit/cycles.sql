@@ -1,6 +1,6 @@
 -- A job can't wait for one that waits behind it for its own lock: both would wait for ever.
 
-select plan(37);
+select plan(38);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -139,6 +139,52 @@ select is((select count(*) from queue.need), 0::bigint, 'three jobs wait, which 
 select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :d, :claim_d, :a), format('%% path: %s -> %s -> %s -> %s -> %s.%%', :d, :a, :b, :c, :d), 'a cycle by way of all three');
 select alike(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', :d, :claim_d, :behind), '% job ' || :behind || ' waits behind job ' || :a || ' for lock L.%', 'a lock by way of all three');
 select is(pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s, %s, %s])', :d, :claim_d, :x, :y, :other), 'waits', 'other jobs are no obstacle');
+call pg_temp.clear();
+
+-- A job awaits another one even if it needs only any of its needs, or none any more. Settled and not.
+select queue.defer('t') as done \gset
+select queue.succeed(:done, pg_temp.claim(:done));
+create temp table circles (mode text, ignores boolean, is_settled boolean, said text);
+create procedure pg_temp.circle(lock text, mode text, ignores boolean, is_settled boolean, done bigint) language plpgsql as $$
+declare
+  v_holder bigint;
+  v_between bigint;
+  v_behind bigint;
+  v_holder_claim bigint;
+  v_claim bigint;
+begin
+  v_holder := queue.defer('t', lock => lock, needs => array[done], options => jsonb_build_object('needs_mode', case mode when 'holder' then 'any' else 'all' end));
+  v_between := queue.defer('t', needs => array[done], options => jsonb_build_object('needs_mode', case mode when 'between' then 'any' else 'all' end));
+  v_behind := queue.defer('t', lock => lock);
+  commit;
+  v_holder_claim := pg_temp.claim(v_holder);
+  v_claim := pg_temp.claim(v_between);
+  if ignores then
+    perform queue.retry_later(v_between, v_claim, needs => null);
+    commit;
+    v_claim := pg_temp.claim(v_between);
+  end if;
+  if mode = 'holder' then
+    perform queue.await_jobs(v_holder, v_holder_claim, 'aw', array[v_between]);
+  else
+    perform queue.await_jobs(v_between, v_claim, 'aw', array[v_behind]);
+  end if;
+  commit;
+  if is_settled then
+    perform queue.tick();
+    commit;
+  end if;
+  insert into circles values (mode, ignores, is_settled, case when mode = 'holder'
+    then pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', v_between, v_claim, v_behind)
+    else pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', v_holder, v_holder_claim, v_between) end);
+end $$;
+call pg_temp.circle('1', 'none', true, true, :done);
+call pg_temp.circle('2', 'none', true, false, :done);
+call pg_temp.circle('3', 'between', false, true, :done);
+call pg_temp.circle('4', 'between', false, false, :done);
+call pg_temp.circle('5', 'holder', false, true, :done);
+call pg_temp.circle('6', 'holder', false, false, :done);
+select is((select count(*) from circles c where c.said like 'the new need would create a dependency cycle:%'), 6::bigint, 'so such circles are refused, too');
 call pg_temp.clear();
 
 -- Walks: how often the needs of a job are looked up

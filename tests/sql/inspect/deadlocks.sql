@@ -1,6 +1,6 @@
 -- Jobs that wait for each other, because one got another lock after the other had begun to wait: health tells of them.
 
-select plan(15);
+select plan(16);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -56,6 +56,14 @@ select queue.await_jobs(:o, pg_temp.claim(:o), 'aw', array[:child]) \g /dev/null
 select queue.fail(:m, pg_temp.claim(:m), 'x', null, '{"retry_in": "1 hour", "retryable": true}') \g /dev/null
 select is((select h.status from queue.health() h where h.name = 'deadlocks'), 'ok', 'a job whose run has just ended waits for nobody');
 select is(pg_temp.health(), 'ok|no jobs wait for each other', 'nor one that waits for its time');
+
+-- A job that needs any of its needs, and awaits another one
+select queue.defer('done') as done \gset
+select queue.defer('any', lock => 'any', needs => array[:done], options => '{"needs_mode": "any"}') as any, queue.defer('child') as child \gset
+select queue.succeed(:done, pg_temp.claim(:done));
+select queue.await_jobs(:any, pg_temp.claim(:any), 'aw', array[:child]) \g /dev/null
+select queue.tick() \g /dev/null
+select is(queue._awaited_job(:any), :child::bigint, 'health follows it to that one');
 
 -- 60 parents in a ring, younger than 200 that wait for others
 create temp table parent as select n, queue.defer('parent', lock => 'parent ' || n) as id from generate_series(1, 260) n;
