@@ -1,6 +1,6 @@
 -- House rules, read from the catalog.
 
-select plan(30);
+select plan(31);
 
 create temp view functions as
   select p.oid, p.proname as name, p.oid::regprocedure::text as signature, starts_with(p.proname, '_') as is_internal, p.prosecdef, p.proconfig, p.provolatile, p.proparallel,
@@ -68,6 +68,9 @@ $$, 'every function that needs the tables says QJ090 without them');
 -- Tables, views, constraints, indexes
 select is_empty($$select r.name from relations r where r.relkind = 'v' and r.comment = '' and r.name in (select unnest(g.views) from unnest('{operator,reader}'::text[]) k, queue._grants(k) g)$$,
                 'every public view has a comment');
+select is_empty($$select v.table_name::text from information_schema.views v where v.table_schema = 'queue' and (v.is_updatable, v.is_insertable_into) is distinct from ('NO', 'NO')
+                  and v.table_name in (select unnest(g.views) from unnest('{operator,reader}'::text[]) k, queue._grants(k) g)$$,
+                'and nobody writes through one, not even the owner');
 select is_empty($$
   select c.conname from pg_constraint c where c.connamespace = 'queue'::regnamespace
     and c.contype in ('p', 'u', 'c', 'f', 'x') and c.conname !~ '_(pkey|key|check|fkey|excl)$'

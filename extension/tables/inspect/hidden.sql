@@ -34,7 +34,7 @@ select a.id, a.at, a.role, a.login, a.call,
         -> (a.before -> 0 ->> 'task') as paths) x
       cross join lateral ({{cut}}) c (args)))
     else a.before end as before
-from queue.audit_log a
+from queue.audit_log a cross join (select) read_only
 where (select x.is_all from queue.visible_queues x)
   or a.queues <> '{}' and not exists (select from unnest(a.queues) q
     where q like any ((select x.queues from queue.visible_queues x)::text[]) is not true);

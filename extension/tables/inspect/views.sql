@@ -1,5 +1,9 @@
 -- Views call no function of the extension, so that it can be dropped without them. So they repeat rules that
 -- functions have: _matches, _paused_until, _virtual_time and _tag_step.
+--
+-- PostgreSQL would write through a view of one table, to that table: for its owner, and so for an ORM.
+-- Through a view with the join named read_only, nobody writes. That is one row without columns, which the
+-- planner removes first: plans stay those of the table, and conditions reach its indexes.
 
 -- Committed jobs that admission has not read yet. Private.
 create view queue.unadmitted as
@@ -123,7 +127,7 @@ comment on view queue.jobs is
 
 create view queue.attempts as
 select a.job_id, a.attempt, a.claim, a.worker_id, a.started_at, a.finished_at, a.outcome, a.error, a.details
-from queue.attempt a
+from queue.attempt a cross join (select) read_only
 where (select x.is_all from queue.visible_queues x)
   or exists (select from queue.job_now j
              where j.id = a.job_id
@@ -133,7 +137,7 @@ comment on view queue.attempts is 'All attempts that did not succeed.';
 create view queue.steps as
 select s.job_id, (s.name || case when s.no > 1 then '#' || s.no else '' end) collate "default" as name,
   s.value, s.fingerprint, s.claim, s.finished_at, coalesce(s.failures, 0) as failures, s.error
-from queue.step s
+from queue.step s cross join (select) read_only
 where s.finished_at is not null
   and ((select x.is_all from queue.visible_queues x)
     or exists (select from queue.job_now j
@@ -159,7 +163,7 @@ comment on view queue.workers is
     ' last heartbeat told, or NULL.';
 
 create view queue.tasks as
-select t.name, t.defaults from queue.task t;
+select t.name, t.defaults from queue.task t cross join (select) read_only;
 comment on view queue.tasks is 'Registered tasks and their defaults.';
 
 create view queue.queues as
@@ -303,14 +307,14 @@ select s.name, s.cron, s.timezone, s.task,
   s.catch_up, s.max_delay, case when s.skips_overlap then 'skip' else 'allow' end as overlap,
   s.options ->> 'source' as source,
   s.created_at, s.changed_at
-from queue.schedule s;
+from queue.schedule s cross join (select) read_only;
 comment on view queue.schedules is
   'Schedules, each with its next run and the last run that was handled. reason: why it does not run although'
     ' it is due: disabled, paused, queueing_lock, or the error of the last run.';
 
 create view queue.schedule_runs as
 select r.name, r.run_at, r.job_id, r.skipped, r.detail, r.is_manual as manual, r.decided_at
-from queue.schedule_run r;
+from queue.schedule_run r cross join (select) read_only;
 comment on view queue.schedule_runs is
   'The history of runs, at least the last 100 of each schedule: the job, or why the run was skipped (missed,'
     ' max_delay, overlap, queueing_lock, changed, error); detail says more. manual: the run was started by'

@@ -29,7 +29,7 @@ insert into queue.minute_cursor default values;
 create view queue.minutes as
 select m.minute, m.queue collate "default" as queue, m.task collate "default" as task, m.succeeded, m.failed,
   m.cancelled, m.failures
-from queue.minute m
+from queue.minute m cross join (select) read_only
 where (select x.is_all from queue.visible_queues x)
   or m.queue like any ((select x.queues from queue.visible_queues x)::text[]);
 comment on view queue.minutes is

@@ -337,6 +337,15 @@ def test_nothing_can_be_written(conn: Connection, session: orm.Session) -> None:
             write()
         assert caught.value.hint
         session.rollback()
+    statements = [
+        sa.insert(models.Task).values(name="x", defaults={}),
+        sa.update(models.Task).values(defaults={"priority": 1}),
+        sa.delete(models.Task),
+    ]
+    for statement in statements:
+        with pytest.raises(sa.exc.DBAPIError, match="view"):
+            session.connection().execute(statement)
+        session.rollback()
     assert conn.execute("select id, priority from queue.jobs").fetchall() == [(id, 0)]
     assert conn.execute("select name, defaults from queue.tasks").fetchall() == [("t", {})]
 
